@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FACTOR = 0.37
 _LIMITS = -0.5, 0.25
 _NORMS = (1.0, 2.0, 3.0, math.inf)
+_MOST_PROCESSES = 16
 _NARROW = (torch.float16, torch.bfloat16)
 _STEP, _INV_SCALE = 3.0, 0.125
 _PRODUCT = Tolerance(1, "a product that is rounded to float32 and then to the dtype, beside one rounded once")
@@ -55,12 +60,11 @@ def clamp_(tensors: list[Tensor]) -> None:
     _assert_same(expected, tensors, EXACT)
 
 
-def total_norm(tensors: list[Tensor]) -> None:
+def total_norm(tensors: list[Tensor], p: float) -> None:
     whole = torch.cat([tensor.double().view(-1) for tensor in tensors])
-    for p in _NORMS:
-        actual = kernels.total_norm(tensors, p)
-        expected = torch.linalg.vector_norm(whole, p).to(actual.dtype)
-        _assert_same([expected], [actual], norm_of(whole.numel(), len(tensors), p))
+    actual = kernels.total_norm(tensors, p)
+    expected = torch.linalg.vector_norm(whole, p).to(actual.dtype)
+    _assert_same([expected], [actual], norm_of(whole.numel(), len(tensors), p))
 
 
 def update_scale_(device: str) -> None:
@@ -103,42 +107,100 @@ def _assert_same(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance
         assert excess is None, f"tensor {index} of {len(expected)}, {want.numel()} × {want.dtype}: {excess}"
 
 
-OPERATIONS = (unscale_, scale_, clamp_, total_norm)
+def _norm(p: float) -> Callable[[list[Tensor]], None]:
+    return lambda tensors: total_norm(tensors, p)
 
 
-def work(task: PhaseTask, rows: Rows) -> None:
-    if _INTERPRETED and find_spec("triton"):
-        from conformance.gpu.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
+OPERATIONS: dict[str, Callable[[list[Tensor]], None]] = {
+    **{f"total_norm {p:g}": _norm(p) for p in _NORMS},
+    "unscale_": unscale_,
+    "scale_": scale_,
+    "clamp_": clamp_,
+}
 
-        mend()
-    todo: dict[str, Callable[[], None]] = {}
-    for operation in OPERATIONS:
-        for dtypes in (*((dtype,) for dtype in _DTYPES), _DTYPES):
-            word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
-            todo[f"{operation.__name__} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, task.device))
-    todo["update_scale_"] = lambda: update_scale_(task.device)
+
+def checks(device: str) -> dict[str, Callable[[], None]]:
+    """Return every check by its name. Those whose kernels take longest to compile come first."""
+    found: dict[str, Callable[[], None]] = {}
     for rule in (*EACH, *(other for other in OTHERS if other.maximize)):
         name = rule.OPTIMIZERS[0].__name__ + (" maximize" if rule.maximize else "")
         for dtype in (torch.float32, *_NARROW):
             word = f"fused_step_ {name} {str(dtype).removeprefix('torch.')}"
-            todo[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), task.device))
+            found[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), device))
+    for name, operation in OPERATIONS.items():
+        for dtypes in (*((dtype,) for dtype in _DTYPES), _DTYPES):
+            word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
+            found[f"{name} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, device))
+    return found | {"update_scale_": lambda: update_scale_(device)}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one check found, and what was compiled for it: registers and spills by kernel and binary."""
+
+    outcome: str
+    says: str
+    binaries: dict[tuple[str, str], tuple[int, int]]
+
+
+def work(task: PhaseTask, rows: Rows) -> None:
+    names = list(checks(task.device))
     compiled = _kernels() if task.device == "cuda" and find_spec("triton") else {}
-    rows.plan([*todo, *compiled])
-    for name, call in todo.items():
-        if rows.left_s <= 0:
-            return
-        rows.add(name, *_outcome(call))
-    for name, kernel in compiled.items():
-        binaries = [binary for cache in kernel.device_caches.values() for binary in cache[0].values()]
-        about = {
-            "registers": [getattr(binary, "n_regs", None) for binary in binaries],
-            "spilled": [getattr(binary, "n_spills", None) for binary in binaries],
-        }
-        if binaries:
-            says = f"as {len(binaries)} binaries, registers {about['registers']}, spilled {about['spilled']}"
-            rows.add(name, "ran", says, **about)
-        else:
-            rows.add(name, "failed", "never launched: torch's operators took its place", **about)
+    rows.plan([*names, *compiled])
+    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    binaries: dict[tuple[str, str], tuple[int, int]] = {}
+    # Each compiles what it launches, at the same time as the others, into the cache that all later phases read.
+    with concurrent.futures.ProcessPoolExecutor(processes, get_context("spawn"), _begin) as executor:
+        running = {executor.submit(_checked, name, task): name for name in names}
+        for future in concurrent.futures.as_completed(running):
+            try:
+                checked = future.result()
+            except BrokenProcessPool as error:  # a kernel took its process along, and with it the pool
+                checked = Checked("failed", in_words(error), {})
+            if checked is not None:
+                rows.add(running[future], checked.outcome, checked.says)
+                binaries |= checked.binaries
+    if rows.left_s > 0:
+        for name, kernel in compiled.items():
+            found = [numbers for (owner, _), numbers in binaries.items() if owner == kernel]
+            rows.add(name, *_compiled(found))
+
+
+def _begin() -> None:
+    """One thread a process: there are as many processes as cores."""
+    torch.set_num_threads(1)
+    if _INTERPRETED and find_spec("triton"):
+        from conformance.gpu.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
+
+        mend()
+
+
+def _checked(name: str, task: PhaseTask) -> Checked | None:
+    if time.monotonic() > task.until:
+        return None
+    outcome, says = _outcome(checks(task.device)[name])
+    on_cuda = task.device == "cuda" and find_spec("triton") is not None
+    return Checked(outcome, says, _binaries() if on_cuda else {})
+
+
+def _binaries() -> dict[tuple[str, str], tuple[int, int]]:
+    """Of what this process has launched so far."""
+    from conformance.gpu.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
+
+    kernels_here = {case.kernel.__name__: case.kernel for case in CASES}
+    return {
+        (name, binary.hash): (binary.n_regs, binary.n_spills)
+        for name, kernel in kernels_here.items()
+        for cache in kernel.device_caches.values()
+        for binary in cache[0].values()
+    }
+
+
+def _compiled(found: Sequence[tuple[int, int]]) -> tuple[str, str]:
+    if not found:
+        return "failed", "never launched: torch's operators took its place"
+    registers, spilled = ([numbers[place] for numbers in found] for place in (0, 1))
+    return "ran", f"as {len(found)} binaries, registers {registers}, spilled {spilled}"
 
 
 def _outcome(call: Callable[[], None]) -> tuple[str, str]:
@@ -161,10 +223,10 @@ def _drawn(dtypes: tuple[torch.dtype, ...], device: str) -> list[Tensor]:
     ]
 
 
-def _kernels() -> dict[str, Any]:
+def _kernels() -> dict[str, str]:
     from conformance.gpu.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
 
-    return {f"compiled {case.kernel.__name__}": case.kernel for case in CASES}
+    return {f"compiled {case.kernel.__name__}": case.kernel.__name__ for case in CASES}
 
 
 if __name__ == "__main__":
