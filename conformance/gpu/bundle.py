@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from benchmarks import asv_format, point, source
 from conformance.gpu.bundle_files import BENCHMARKS, JUNIT, LOG, REPORT, SUMMARY
 from conformance.gpu.phase_rows import PhaseTask
-from conformance.gpu.phases import STOPPED, Ran
+from conformance.gpu.phases import NO_CUDA, STOPPED, Ran
 from conformance.gpu.summary import summary
 
 _LARGEST_BYTES = 2_000_000  # of a file
@@ -50,8 +50,8 @@ class Bundle:
 
     @property
     def host(self) -> dict[str, Any]:
-        """What the first phase found; empty before."""
-        rows = (ran.found.rows for ran in self.ran if ran.phase.name == "host")
+        """What the phase `host` found, in its first or second try; empty before."""
+        rows = (ran.found.rows for ran in self.ran if ran.phase.name.startswith("host"))
         return next((found[0] for found in rows if found), {})
 
     def write(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
 
 def not_shown(ran: Sequence[Ran]) -> list[str]:
     """What is not there, though it was asked for: a part of the judgement, or all that came after a stop by hand."""
-    cut = [each for each in ran if each.was_cut and (each.phase.is_judging or each.why == STOPPED)]
+    cut = [each for each in ran if each.was_cut and (each.phase.is_judging or each.why in (STOPPED, NO_CUDA))]
     return [f"{each.phase.name}: {each.why}" for each in cut]
 
 

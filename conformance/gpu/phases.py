@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 OUT_OF_TIME = "not run: out of time"
 LEFT_OUT = "left out by --only"
 STOPPED = "not run: stopped by hand"
-NO_HOST = "not run: what this host has could not be found out"
 NO_CUDA = "not run: there is no CUDA device that torch can use"
 
 _LEAST_S = 2.0  # less is not worth the start of a process
