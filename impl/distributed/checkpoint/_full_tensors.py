@@ -115,5 +115,5 @@ def _gathered(cuts: Sequence[_Cut]) -> list[tuple[_Cut, Tensor]]:
         transport.all_gather_rows(rows, complete)
 
     entry = f"{GATHERED} {len(cuts)} tensors {OF_STATES}, {tuple(cuts[0].shape)} first"
-    order_checker_of(group).exchange(entry, group, on_host, steps)
+    order_checker_of(group).exchange(entry, group, runs[0].device, steps)
     return [(cut, cut.unsharded(run)) for cut, run in zip(cuts, runs, strict=True)]

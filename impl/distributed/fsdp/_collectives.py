@@ -48,7 +48,7 @@ def all_gather_into(
         transport = transport_for(groups.collectives[group], unsharded.nbytes, unsharded.is_cpu, complete)
         transport.all_gather(unsharded, mine, complete)
 
-    groups.order_checkers[group].exchange(entry, group, unsharded.is_cpu, steps)
+    groups.order_checkers[group].exchange(entry, group, unsharded.device, steps)
 
 
 def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
@@ -62,7 +62,7 @@ def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessG
         transport = transport_for(groups.collectives[group], nbytes, on_host, complete)
         transport.all_gather_rows(rows, complete)
 
-    groups.order_checkers[group].exchange(entry, group, on_host, steps)
+    groups.order_checkers[group].exchange(entry, group, rows[0].device, steps)
 
 
 class Reduction:
@@ -116,7 +116,7 @@ class Reduction:
             return self._averaged(buffer, entry)
         if self.hook in _LOW_PRECISION:
             return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), entry)
-        self.note(entry, buffer.is_cpu)
+        self.note(entry, buffer.device)
         if self.groups.shard is None:
             self.hook(self.hook_state, buffer)
             return buffer
@@ -124,10 +124,10 @@ class Reduction:
         self.hook(self.hook_state, buffer, output)
         return output
 
-    def note(self, entry: str, on_host: bool) -> None:
+    def note(self, entry: str, device: torch.device) -> None:
         """Have the ranks compare what this one does where it issues no collective itself."""
         for group, order_checker in self.groups.order_checkers.items():
-            order_checker.note(entry, group, on_host)
+            order_checker.note(entry, group, device)
 
     def _averaged(self, buffer: Tensor, entry: str) -> Tensor | None:
         groups = self.groups
@@ -189,5 +189,5 @@ class Reduction:
             transport = transport_for(collectives, buffer.nbytes, buffer.is_cpu, complete)
             transport.reduce_scatter(shard, buffer, complete)
 
-        order_checker_of(group).exchange(entry, group, buffer.is_cpu, steps)
+        order_checker_of(group).exchange(entry, group, buffer.device, steps)
         return shard

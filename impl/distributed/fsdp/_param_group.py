@@ -251,4 +251,4 @@ def note_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], 
         missing = [one for one, view in pairs if view.requires_grad and view.grad is None]
         if missing and group.syncs:
             entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
-            group.reduction.note(entry, group.device.type == "cpu")
+            group.reduction.note(entry, group.device)

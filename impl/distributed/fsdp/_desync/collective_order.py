@@ -8,10 +8,10 @@ The first gather and the first reduction of a unit say what its sharding comes t
 - *After each step* a thread, the monitor, compares a digest of the step's collectives with that of the rank that was
   first there. A step does not end before this rank has compared the step before it: the rank that finds a difference
   raises at most one step late, and the others in their next collective, which it does not enter.
-- *Before a collective* that never came after its predecessor yet, where waiting for collectives holds up the host
-  (gloo): the first step, any change of order, and the second step of units that said in the first how they are sharded.
-  A difference is found before anything is sent. Where the predecessor was once followed by another collective, this
-  rank waits until all have said what they do now, 10 s at most.
+- *Before a collective* that never came after its predecessor yet, where waiting for collectives blocks the host: over
+  gloo, for tensors of an accelerator too. That is the first step, any change of order, and the second step of units
+  that said in the first how they are sharded. A difference is found before anything is sent. Where the predecessor was
+  once followed by another collective, this rank waits until all have said what they do now, 10 s at most.
 - *In a collective* that takes longer than 5 s, the monitors compare the step so far, and a rank whose host waits in a
   collective of the user's own for one that waits here is named. One that fails, or reaches the
   group's time-out, has the monitors called: a rank that does not answer has ended or is stopped, and is named.
@@ -41,10 +41,12 @@ from datetime import timedelta
 from operator import methodcaller
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, group_store_of
 from impl.distributed.fsdp._desync.monitor import CollectiveHistory, DesyncMonitor
+from impl.distributed.fsdp._transport.group_collectives import blocks_host
 from impl.distributed.fsdp._transport.transport import Complete, OwnFault
 
 _SLICE = timedelta(seconds=1)
@@ -66,6 +68,7 @@ class CollectiveOrderChecker:
         self._history = CollectiveHistory()
         self._monitor: DesyncMonitor | None = None
         self._is_open = False
+        self._blocking_devices: dict[str, bool] = {}  # by device type, whether a wait blocks the host
         self._followers: dict[str, _Followers] = {}
         self._known: _Followers = {}  # what has come after the last collective
 
@@ -78,16 +81,20 @@ class CollectiveOrderChecker:
             entry: what this rank did, as an error shall say it.
             collective: takes the group and the tensors.
         """
-        on_host = (tensors[0][0] if type(tensors[0]) is list else tensors[0]).is_cpu
-        self.exchange(entry, group, on_host, lambda complete: complete(collective(group, *tensors)))
+        device = (tensors[0][0] if type(tensors[0]) is list else tensors[0]).device
+        self.exchange(entry, group, device, lambda complete: complete(collective(group, *tensors)))
 
     def exchange(
-        self, entry: str, group: dist.ProcessGroup, on_host: bool, steps: Callable[[Complete], None]
+        self, entry: str, group: dist.ProcessGroup, device: torch.device, steps: Callable[[Complete], None]
     ) -> None:
-        """Note what may take several collectives, and have `steps` issue them: each has to be completed in between."""
-        self.note(entry, group, on_host)
+        """Note what may take several collectives, and have `steps` issue them: each has to be completed in between.
+
+        Args:
+            device: where their tensors lie.
+        """
+        self.note(entry, group, device)
         monitor = self._monitor
-        if monitor is None or not on_host:
+        if monitor is None or not self._blocks_host(group, device):
             steps(methodcaller("wait"))
             return
         try:
@@ -97,23 +104,27 @@ class CollectiveOrderChecker:
         except RuntimeError as error:
             raise RuntimeError(monitor.explained(entry)) from error
 
-    def note(self, entry: str, group: dist.ProcessGroup, on_host: bool, *, awaits_all: bool = False) -> None:
-        """
+    def note(
+        self, entry: str, group: dist.ProcessGroup, device: torch.device, *, awaits_all: bool = False
+    ) -> None:
+        """Note what this rank does, and compare it with the other ranks where this can be done in time.
+
         Args:
+            device: where the tensors of the collective lie.
             awaits_all: what follows cannot be interrupted, so all ranks are to be here first, or 10 s have gone by.
 
         Raises:
             RuntimeError: the ranks issue different collectives, now or earlier.
         """
         if not self._is_open:
-            self._open(entry, group, on_host)
+            self._open(entry, group, device)
         monitor = self._monitor
         if monitor is None:
             return
         if monitor.verdict:
             raise RuntimeError(monitor.verdict)
         known = self._known.get(entry)
-        if on_host and (known is None or awaits_all):
+        if (known is None or awaits_all) and self._blocks_host(group, device):
             self._meet(entry, monitor, awaits_all)
         if known is None:
             known = self._known[entry] = self._followers.setdefault(entry, {})
@@ -134,7 +145,13 @@ class CollectiveOrderChecker:
             if monitor.verdict:
                 raise RuntimeError(monitor.verdict)
 
-    def _open(self, entry: str, group: dist.ProcessGroup, on_host: bool) -> None:
+    def _blocks_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        blocks = self._blocking_devices.get(device.type)
+        if blocks is None:
+            blocks = self._blocking_devices[device.type] = blocks_host(group, device)
+        return blocks
+
+    def _open(self, entry: str, group: dist.ProcessGroup, device: torch.device) -> None:
         try:
             store = group_store_of(group)
         except dist.DistError as error:
@@ -145,7 +162,10 @@ class CollectiveOrderChecker:
         self._is_open = True
         if store is not None:
             self._monitor = DesyncMonitor(
-                store, self._history, named_ranks(group), host_may_wait_unseen=not on_host
+                store,
+                self._history,
+                named_ranks(group),
+                host_may_wait_unseen=not self._blocks_host(group, device),
             )
             # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
             weakref.finalize(group, self._monitor.stop)

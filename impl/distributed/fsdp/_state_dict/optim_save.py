@@ -92,8 +92,8 @@ def _note_that_it_saves(wrapper: Wrapper, group: dist.ProcessGroup | None) -> No
     saving = {*named_ranks(group or _world())}
     for one, order_checker in wrapper._groups.order_checkers.items():
         if saving.issuperset(named_ranks(one)):
-            on_host = wrapper.compute_device.type == "cpu"
-            order_checker.note(f"{GATHERED} the names {OF_STATES}", one, on_host, awaits_all=True)
+            entry = f"{GATHERED} the names {OF_STATES}"
+            order_checker.note(entry, one, wrapper.compute_device, awaits_all=True)
 
 
 def _world() -> dist.ProcessGroup:

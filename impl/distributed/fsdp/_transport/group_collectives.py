@@ -44,7 +44,7 @@ class GroupCollectives:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.is_over_gloo = _is_over_gloo(group)
+        self.is_over_gloo = is_over_gloo(group, torch.device("cpu"))
 
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
         complete(_all_gather(self.group, output, mine))
@@ -72,8 +72,17 @@ class GroupCollectives:
         torch.sum(parts.view(self.group.size(), -1), 0, out=shard)
 
 
-def _is_over_gloo(group: dist.ProcessGroup) -> bool:
+def is_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether gloo carries the group's collectives on tensors of `device`."""
     try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
+        return group._get_backend(device).name() == "gloo"
     except (RuntimeError, AttributeError):
-        return False  # it has no backend for the CPU, or is one itself, or names none
+        return False  # it has no backend for the device, or is one itself, or names none
+
+
+def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether waiting for a collective on tensors of `device` blocks the host, not only a stream.
+
+    gloo copies tensors of a device to the host and back, and its wait blocks the host until they are there.
+    """
+    return device.type == "cpu" or is_over_gloo(group, device)

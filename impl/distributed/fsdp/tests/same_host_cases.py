@@ -142,7 +142,7 @@ def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
             if late:
                 SameHostPeers._read = die if rank.rank == victim else read_too_late
             order_checker.exchange(
-                "gathered 'a'", group, True, functools.partial(found.all_gather, whole, mine)
+                "gathered 'a'", group, mine.device, functools.partial(found.all_gather, whole, mine)
             )
 
 
