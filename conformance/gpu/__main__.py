@@ -45,14 +45,17 @@ def _interpreted_on_cpu(task: PhaseTask) -> dict[str, str]:
 
 
 def phases(gpus: int) -> list[GpuPhase]:
-    """In their order: what others rest on, then the judgement, then the clock, of which what tells most comes first."""
+    """Return the phases in their order: short checks and counts, then the judgement, then timings."""
     return [
         GpuPhase("probe", 15, module("probe")),
         GpuPhase("kernels", 6, module("kernels"), _interpreted_on_cpu, True),
-        GpuPhase("judge", 45, lambda task: judging_phase.command(task, gpus), judging_phase.environ, True),
-        GpuPhase("training", 8, module("training_phase"), lambda task: _REPEATABLE, True),
+        GpuPhase("waits", 4, module("waits")),
+        GpuPhase("values", 2, module("values")),
+        GpuPhase("graphs", 3, module("graphs")),
         GpuPhase("launches", 4, module("launches")),
         GpuPhase("bandwidth", 4, module("bandwidth")),
+        GpuPhase("judge", 45, lambda task: judging_phase.command(task, gpus), judging_phase.environ, True),
+        GpuPhase("training", 8, module("training_phase"), lambda task: _REPEATABLE, True),
         GpuPhase("speed", 18, module("speed_phase")),
     ]
 

@@ -48,8 +48,7 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
-    if task.device == "cpu":
-        torch.set_num_threads(1)  # threads that wait for a core are slower than one, here a thousand times
+    limit_threads(task.device)
     lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
     names = list(calls_on([torch.zeros(1)]))
     planned = [["copy", *(f"{name} {whose}" for name in names for whose in _BACKENDS)] for _ in lists]
@@ -60,17 +59,17 @@ def work(task: PhaseTask, rows: Rows) -> None:
         _measure_list(shapes, dtype, task.device, rows)
 
 
+def limit_threads(device: str) -> None:
+    """Let torch use one thread on the CPU: threads that wait for a core are slower, up to a thousand times."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+
+
 def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
-    parameters = training(shapes, dtype, device).parameters
-    tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    tensors = _tensors(shapes, dtype, device)
     once = sum(tensor.nbytes for tensor in tensors)
-    source = torch.zeros(once, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device)
-    of = {"shapes": shapes, "dtype": dtype, "bytes": 2 * once}
-    rows.add(
-        f"copy {shapes} {dtype}", "measured", _in_words(2 * once, copy_s), seconds=copy_s, call="copy", **of
-    )
+    of = {"shapes": shapes, "dtype": dtype}
+    copy_s = add_copy(rows, shapes, dtype, device)
     for name, (times, call) in calls_on(tensors).items():
         for whose, backend in _BACKENDS.items():
             if rows.left_s <= 0:
@@ -87,6 +86,22 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
             rows.add(
                 f"{name} {whose} {shapes} {dtype}", "measured", says, seconds=took_s, share=share, **about
             )
+
+
+def _tensors(shapes: str, dtype: str, device: str) -> list[Tensor]:
+    parameters = training(shapes, dtype, device).parameters
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
+    """Write the row of a plain copy of as many bytes as the tensors have. Return the seconds that it takes."""
+    once = sum(tensor.nbytes for tensor in _tensors(shapes, dtype, device))
+    source = torch.zeros(once, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = seconds(lambda: target.copy_(source), device)
+    about = {"call": "copy", "shapes": shapes, "dtype": dtype, "bytes": 2 * once, "seconds": copy_s}
+    rows.add(f"copy {shapes} {dtype}", "measured", _in_words(2 * once, copy_s), **about)
+    return copy_s
 
 
 def seconds(call: Callable[[], object], device: str) -> float:

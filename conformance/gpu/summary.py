@@ -141,9 +141,28 @@ def _plain(title: str) -> Any:
     return draw
 
 
+def _counted(title: str) -> Any:
+    """Return a section that counts the rows that agree and lists the others, those with the same text together."""
+
+    def draw(rows: Sequence[dict[str, Any]]) -> str:
+        others: dict[tuple[str, str], list[str]] = {}
+        for row in rows:
+            if row["outcome"] != "agrees":
+                others.setdefault((row["outcome"], row["says"]), []).append(row["name"])
+        agreeing = len(rows) - sum(map(len, others.values()))
+        counted = f"## {title}\n\n{agreeing} of {len(rows)} agree."
+        table = [[_named(names), outcome, says] for (outcome, says), names in others.items()]
+        return f"{counted}\n\n{_table(['', '', ''], table)}" if table else counted
+
+    return draw
+
+
 _SECTIONS = {
     "judge": _judge,
     "kernels": _plain("Kernels"),
+    "waits": _counted("Calls that must not synchronise"),
+    "values": _plain("Values of ten steps beside torch's"),
+    "graphs": _plain("CUDA graphs"),
     "training": _plain("Training"),
     "launches": _launches,
     "bandwidth": _bandwidth,

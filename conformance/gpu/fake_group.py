@@ -1,0 +1,22 @@
+"""A process group whose collectives return at once and move nothing: everything of a rank but communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+WORLD_SIZE = 8
+
+
+@contextmanager
+def fake_group(world_size: int = WORLD_SIZE) -> Iterator[None]:
+    """Context manager in which this process is rank 0 of such a group, the default one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
