@@ -23,12 +23,13 @@ from conformance.gpu import (
     judge_plugin,
     judging_phase,
     launches,
+    nccl_sample,
     probe,
     probe_cases,
     speed_phase,
 )
 from conformance.gpu.phase_rows import PhaseTask, read_rows
-from conformance.ranks import RankDied, RankHung
+from conformance.ranks import RankDied, RankHung, pool, process
 from conformance.ranks.errors import Scene
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +168,37 @@ def test_judge_command_follows_the_options(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked[asked.index("-n") + 1] == "3"
 
 
+def test_judge_over_nccl_tells_the_ranks_and_has_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    task = PhaseTask("rows.jsonl", 0.0, "cuda", ranks="nccl")
+    words = judging_phase.command(task, 1)
+    assert words[words.index("-n") + 1] == "4"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert [pool.backend_for("cuda", size) for size in (1, 2)] == ["nccl", "gloo"]
+    monkeypatch.setenv(*next(item for item in judging_phase.environ(task).items() if item[1] == "nccl"))
+    assert [pool.backend_for(device, 2) for device in ("cuda", "cpu")] == ["nccl", "gloo"]
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
+    first, second = (process.sharing_one_gpu(rank) for rank in (0, 1))
+    assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+    assert first | {"NCCL_HOSTID": ""} == second | {"NCCL_HOSTID": ""}
+    assert first["NCCL_NET"] == "Socket"
+
+
+def test_nccl_sample_takes_one_case_of_each_function_first() -> None:
+    folder = "conformance/distributed/fsdp/"
+    cases = [f"{folder}test_fsdp_no_sync.py::test_{name}[{i}]" for name in "abc" for i in range(4)]
+    other = f"{folder}test_fsdp_lifetime.py::test_x[cuda-2]"
+    chosen = nccl_sample.sample_of([*cases, other])
+    assert chosen == {cases[0], cases[1], cases[4], cases[8]}
+
+
+def test_nccl_sample_has_sixty_tests_of_files_that_exist() -> None:
+    assert sum(nccl_sample.SAMPLE.values()) == 60
+    assert nccl_sample.SAMPLE.keys() <= {path.name for path in (ROOT / "conformance").rglob("test_*.py")}
+
+
 def test_judge_order_puts_the_most_valuable_tests_first() -> None:
     tests = [
         ("conformance/nn/utils/test_clip_grad_value.py::test_a[cuda]", True),
@@ -217,7 +249,7 @@ def probed(tmp_path: Path, outcomes: dict[str, str]) -> str:
     return str(file)
 
 
-WORKING = dict.fromkeys(probe_cases.COLLECTIVES, "works")
+WORKING = dict.fromkeys((*probe_cases.COLLECTIVES, "fully_shard"), "works")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +271,10 @@ def test_what_the_probes_found_decides_what_is_available(
     found = judge_plugin.findings(probed(tmp_path, WORKING | changes))
     assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, found) == nn
     assert judge_plugin.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, found) == fsdp
+    by_parameter = judge_plugin.obstacle(
+        "conformance/distributed/fsdp/test_fully_shard_x.py::t", "cpu", 2, found
+    )
+    assert by_parameter == ("" if changes.get("all_reduce", "works") == "works" else fsdp)
     # Nobody probes a single CPU rank.
     assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, found) == ""
 
@@ -291,5 +327,5 @@ def test_several_gpus_are_probed_over_nccl_at_all_sizes() -> None:
     def groups(gpus: int) -> set[tuple[str, int]]:
         return {(each.backend, each.world_size) for each in probe.probes("cuda", gpus)}
 
-    assert groups(1) == {("gloo", 2), ("nccl", 1)}
+    assert groups(1) == {("gloo", 2), ("nccl", 1), ("nccl", 2)}
     assert groups(8) == {("gloo", 2), ("nccl", 1), ("nccl", 2), ("nccl", 8)}

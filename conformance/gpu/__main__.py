@@ -110,6 +110,12 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")
     add("--devices", metavar="NAMES", default="", help="devices that are judged (default: that of --device)")
     add(
+        "--ranks",
+        choices=["gloo", "nccl"],
+        default="",
+        help="backend of CUDA ranks that are judged; nccl: a sample of 60 tests on two ranks, which may share a GPU",
+    )
+    add(
         "--workers",
         type=int,
         metavar="N",
@@ -133,9 +139,19 @@ def _budget(text: str) -> float:
 
 def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     task = PhaseTask(
-        "", 0.0, options.device, options.subject, options.profile, options.seed, options.tests,
-        machine=options.machine or "", devices=options.devices, workers=options.workers, deadline_s=options.deadline,
-    )  # fmt: skip
+        rows="",
+        until=0.0,
+        device=options.device,
+        subject=options.subject,
+        profile=options.profile,
+        seed=options.seed,
+        tests=options.tests,
+        machine=options.machine or "",
+        devices=options.devices,
+        ranks=options.ranks,
+        workers=options.workers,
+        deadline_s=options.deadline,
+    )
     words = shlex.join(["ci/gpu", *sys.argv[1:]])
     bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)
     named = options.only or NAMES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.gpu.judge_order import stage_of
+from conformance.gpu.nccl_sample import sample_of
 from conformance.gpu.phase_rows import PROGRESS, VARIABLE, PhaseTask, Rows, read_rows
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
@@ -17,8 +19,9 @@ from conformance.judge.judgement import RED, unavailable
 from conformance.ranks import backend_for
 
 _TELL_EVERY_S = 10.0
-# What tests with several ranks rest on, by the folder they lie in: the first that fits.
+# The probes that tests with ranks depend on, by the first pattern that their path matches.
 _NEEDS = (
+    ("conformance/distributed/.*fully_shard", (*COLLECTIVES, "fully_shard")),
     ("conformance/distributed/", (*COLLECTIVES, "fsdp")),
     ("", ("all_reduce", "broadcast", "all_gather_into_tensor")),
 )
@@ -37,7 +40,8 @@ def _reason(row: dict[str, Any]) -> str:
 
 def obstacle(nodeid: str, device: str, world_size: int, found: dict[str, str]) -> str:
     """Why this test cannot run here, by what the probes found; what nobody thought of probing is tried."""
-    needs = next(needs for folder, needs in _NEEDS if nodeid.startswith(folder))
+    path = nodeid.partition("::")[0]
+    needs = next(needs for pattern, needs in _NEEDS if re.match(pattern, path))
     for what in needs:
         probe = Probe(what, device, backend_for(device, world_size), world_size)
         if why := found.get(probe.name):
@@ -50,6 +54,7 @@ class Plugin:
 
     def __init__(self, task: PhaseTask, reporter: Any) -> None:
         """`reporter` is pytest's terminal; None in a worker."""
+        self._judges_sample = task.ranks == "nccl"
         self._found = findings(task.probes) if task.probes else {}
         self._reporter = reporter
         self._rows = None if reporter is None else Rows(task)
@@ -59,6 +64,10 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by their session-wide parameters
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._judges_sample:
+            on_two = [item.nodeid for item in items if _on_two_gpu_ranks(_params_of(item))]
+            chosen = sample_of(on_two)
+            items[:] = [item for item in items if item.nodeid in chosen]
         items.sort(key=lambda item: stage_of(item.nodeid, "device" in _params_of(item)))
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -106,6 +115,10 @@ class Plugin:
             self._reporter.write_line(
                 f"\n{PROGRESS}{len(self._done)} of {len(self._planned)} tests, {red} red"
             )
+
+
+def _on_two_gpu_ranks(params: dict[str, Any]) -> bool:
+    return params.get("device") == "cuda" and params.get("world_size") == 2
 
 
 def _params_of(item: pytest.Item) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from pathlib import Path
 from conformance.gpu.phase_rows import VARIABLE, PhaseTask
 
 _PLUGIN = "conformance.gpu.judge_plugin"
+# As in `conformance.ranks.pool`, which imports torch: this process does not, since a broken driver may hang it.
+_CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 _WORKERS_PER_GPU = 12
+_WORKERS_OVER_NCCL = 4  # two ranks of each talk over sockets, with threads for it
 
 
 def workers(device: str, cores: int, gpus: int) -> int:
@@ -30,7 +33,8 @@ def workers(device: str, cores: int, gpus: int) -> int:
 def command(task: PhaseTask, gpus: int) -> list[str]:
     words = [sys.executable, "-m", "pytest", *shlex.split(task.tests), "-q", "--tb=short", "-p", _PLUGIN]
     if find_spec("xdist") is not None:
-        count = task.workers or workers(task.device, len(os.sched_getaffinity(0)), gpus)
+        most = workers(task.device, len(os.sched_getaffinity(0)), gpus)
+        count = task.workers or (min(most, _WORKERS_OVER_NCCL) if task.ranks == "nccl" else most)
         # In chunks of one: larger ones would give a worker tests far down the order before others have run the first.
         words += ["-n", str(count), "--dist=load", "--maxschedchunk=1"]
     words += [f"--subject={task.subject}", f"--profile={task.profile}", "--world-sizes=1,2"]
@@ -41,4 +45,4 @@ def command(task: PhaseTask, gpus: int) -> list[str]:
 
 
 def environ(task: PhaseTask) -> dict[str, str]:
-    return {VARIABLE: task.as_word()}
+    return {VARIABLE: task.as_word(), **({_CUDA_BACKEND: task.ranks} if task.ranks else {})}

@@ -32,6 +32,7 @@ class PhaseTask:
         ""  # the name under which its timings are kept; empty: this machine's own name, if it has one
     )
     devices: str = ""  # comma-separated, for the judge; empty: `device`
+    ranks: str = ""  # the backend of CUDA ranks in the judge; empty: gloo, or NCCL if each rank has a GPU
     workers: int | None = None  # of the judge; None: by cores and GPUs
     deadline_s: float = 40.0  # how long a test of the judge may hang
 

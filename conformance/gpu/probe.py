@@ -1,30 +1,32 @@
 """Which collectives work between ranks here, and whether torch's own FSDP trains on them. Each in its own processes.
 
-Several ranks on one GPU have no backend but gloo, which torch promises little of for CUDA tensors; it has crashed.
+Two ranks on one GPU have gloo, of which torch promises little for CUDA tensors, and NCCL if it takes each rank for a
+host of its own.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
-from conformance.gpu.probe_cases import COLLECTIVES, expected
+from conformance.gpu.probe_cases import COLLECTIVES, TRAININGS, expected
 from conformance.ranks import PoolBroken, RankDied, RankHung, RankPool, RankRaised
 
 _START_S, _CASE_S = 12.0, 8.0  # together the deadline of a probe
-_FIRST_START_S = 60.0
-_AT_ONCE = 4
+_FIRST_S = 30.0  # of each, for the first probe of a backend, which loads its libraries from a cold disk
+_SERVER_START_S = 60.0
+_AT_ONCE = 8
 _OUTCOMES = {RankRaised: "raises", RankDied: "dies", RankHung: "hangs", PoolBroken: "does not come up"}
 
 
 @dataclass(frozen=True)
 class Probe:
-    what: str  # a collective, or fsdp
+    what: str  # a collective, or a training
     device: str
     backend: str
     world_size: int
@@ -35,20 +37,21 @@ class Probe:
 
 
 def probes(device: str, gpus: int) -> Iterator[Probe]:
-    """All there are, those first on which most depends."""
+    """Yield all probes. The first one of each group brings its backend up. Two ranks share a GPU if there is one."""
     groups = [("gloo", 2)]
     if device == "cuda":
-        groups += [("nccl", size) for size in sorted({1, min(2, gpus), gpus})]
+        groups += [("nccl", size) for size in sorted({1, 2, max(gpus, 1)})]
     for backend, world_size in groups:
-        for what in (*COLLECTIVES, "fsdp"):
+        for what in (*COLLECTIVES, *TRAININGS):
             yield Probe(what, device, backend, world_size)
 
 
-def outcome_of(probe: Probe) -> tuple[str, str]:
-    """What it came to, and in what words."""
+def outcome_of(probe: Probe, start_s: float = _START_S, case_s: float = _CASE_S) -> tuple[str, str]:
+    """Return what the probe came to, and in what words."""
+    case = TRAININGS.get(probe.what, probe.what)
     try:
-        with RankPool(probe.world_size, device=probe.device, backend=probe.backend, start_s=_START_S) as pool:
-            actual = pool.run(f"conformance.gpu.probe_cases:{probe.what}", deadline_s=_CASE_S)
+        with RankPool(probe.world_size, device=probe.device, backend=probe.backend, start_s=start_s) as pool:
+            actual = pool.run(f"conformance.gpu.probe_cases:{case}", deadline_s=case_s)
     except Exception as error:
         kind = next((kind for kind in _OUTCOMES if isinstance(error, kind)), None)
         return ("fails", in_words(error)) if kind is None else (_OUTCOMES[kind], str(error))
@@ -66,19 +69,25 @@ def work(task: PhaseTask, rows: Rows) -> None:
     todo = list(probes(task.device, gpus))
     rows.plan(probe.name for probe in todo)
     # The first pool also starts the server that all ranks are forked from, which imports torch.
-    with RankPool(1, start_s=min(_FIRST_START_S, rows.left_s)) as pool:
+    with RankPool(1, start_s=min(_SERVER_START_S, rows.left_s)) as pool:
         pool.run("conformance.gpu.probe_cases:barrier")
+    first = [probe for probe in todo if probe.what == COLLECTIVES[0]]
+    _run_all(first, rows, _FIRST_S, _FIRST_S)
+    _run_all([probe for probe in todo if probe not in first], rows, _START_S, _CASE_S)
+
+
+def _run_all(todo: Sequence[Probe], rows: Rows, start_s: float, case_s: float) -> None:
+    def found(probe: Probe) -> tuple[str, str] | None:
+        left_s = rows.left_s
+        return outcome_of(probe, min(start_s, left_s), min(case_s, left_s)) if left_s > 0 else None
+
     at_once = max(1, min(_AT_ONCE, len(os.sched_getaffinity(0)) // 2))
     with concurrent.futures.ThreadPoolExecutor(at_once) as executor:
-        running = {executor.submit(_in_time, probe, rows): probe for probe in todo}
+        running = {executor.submit(found, probe): probe for probe in todo}
         for future in concurrent.futures.as_completed(running):
-            probe, found = running[future], future.result()
-            if found is not None:
-                rows.add(probe.name, *found, **asdict(probe))
-
-
-def _in_time(probe: Probe, rows: Rows) -> tuple[str, str] | None:
-    return outcome_of(probe) if rows.left_s > 0 else None
+            probe, outcome = running[future], future.result()
+            if outcome is not None:
+                rows.add(probe.name, *outcome, **asdict(probe))
 
 
 if __name__ == "__main__":

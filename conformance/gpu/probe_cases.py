@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from conformance.ranks import Rank
 
@@ -17,6 +17,7 @@ COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
+TRAININGS = {"fsdp": "fsdp", "fully_shard": "sharded_by_parameter"}  # each with its case
 _WIDTH = 6
 _RATE = 0.1
 
@@ -70,6 +71,16 @@ def fsdp(rank: Rank) -> list[Tensor]:
         return [parameter.detach().cpu().clone() for parameter in model.parameters()]
 
 
+def sharded_by_parameter(rank: Rank) -> list[Tensor]:
+    """The same step on a model of `fully_shard`."""
+    model = _model().to(rank.device)
+    fully_shard(model, mesh=rank.mesh(rank.world_size))
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    _loss(model, rank.rank).backward()
+    optimizer.step()
+    return [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(_WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -97,7 +108,7 @@ def expected(what: str, world_size: int) -> list[list[Tensor]]:
             return [[torch.cat([brought.chunk(world_size)[rank] for brought in whole])] for rank in ranks]
         case "barrier":
             return [[] for _ in ranks]
-        case "fsdp":
+        case "fsdp" | "fully_shard":
             return [_trained_unsharded(world_size)] * world_size
         case _:
             raise AssertionError(f"there is no probe {what!r}")

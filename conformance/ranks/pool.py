@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import selectors
 import statistics
@@ -38,16 +39,21 @@ _GRACE_S = 1.0
 # A death is noticed after the errors by which its peers notice it; so much earlier it counts as having happened.
 _DEATH_LAG_NS = 500_000_000
 _SHOWN_RESULT = 500
+CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 
 
 def backend_for(device: str, world_size: int) -> str:
     """gloo on CPU; nccl where each rank has a GPU of its own, which nccl demands; else gloo for GPU tensors too.
 
-    The simulated device has a backend of its own, on which a collective is work of a stream.
+    The simulated device has a backend of its own, on which a collective is work of a stream. The environment variable
+    TANDEM_CUDA_RANKS names another backend for CUDA, for example nccl for ranks that share a GPU.
     """
     if device == simulator.NAME:
         return simulator.BACKEND
-    return "nccl" if device == "cuda" and world_size <= torch.cuda.device_count() else "gloo"
+    if device != "cuda":
+        return "gloo"
+    own = "nccl" if world_size <= torch.cuda.device_count() else "gloo"
+    return os.environ.get(CUDA_BACKEND) or own
 
 
 class RankPool:

@@ -154,7 +154,10 @@ def _come_up(settings: RankSettings, channel: Channel) -> None:
     seeding.set_run_seed(settings.seed)
     device = _device(settings)
     # The group talks to itself on this machine only; gloo would look the host's own name up, which may not resolve.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+    if settings.backend == "nccl" and settings.world_size > torch.cuda.device_count():
+        os.environ.update(sharing_one_gpu(settings.rank))
     # Port 0: the system chooses a free one, so two pools can never race for it.
     store = None
     if settings.rank == 0:
@@ -173,6 +176,15 @@ def _come_up(settings: RankSettings, channel: Channel) -> None:
         device_id=device if settings.backend == "nccl" else None,
     )
     channel.send(Ready())
+
+
+def sharing_one_gpu(rank: int) -> dict[str, str]:
+    """Return the variables by which NCCL takes each rank for a host of its own, and reaches it by sockets.
+
+    NCCL refuses two ranks on one GPU of one host.
+    """
+    off = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
+    return {"NCCL_HOSTID": f"tandem-rank-{rank}", "NCCL_NET": "Socket", **dict.fromkeys(off, "1")}
 
 
 def _device(settings: RankSettings) -> torch.device:
