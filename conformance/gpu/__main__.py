@@ -53,9 +53,13 @@ def phases(gpus: int) -> list[GpuPhase]:
         GpuPhase("values", 2, module("values")),
         GpuPhase("graphs", 3, module("graphs")),
         GpuPhase("launches", 4, module("launches")),
+        GpuPhase("launch", 1, module("launch_costs")),
         GpuPhase("bandwidth", 4, module("bandwidth")),
         GpuPhase("judge", 45, lambda task: judging_phase.command(task, gpus), judging_phase.environ, True),
         GpuPhase("training", 8, module("training_phase"), lambda task: _REPEATABLE, True),
+        GpuPhase("fake", 4, module("fake")),
+        GpuPhase("steps", 5, module("steps")),
+        GpuPhase("large", 5, module("large")),
         GpuPhase("speed", 18, module("speed_phase")),
     ]
 

@@ -165,7 +165,11 @@ _SECTIONS = {
     "graphs": _plain("CUDA graphs"),
     "training": _plain("Training"),
     "launches": _launches,
+    "launch": _plain("One launch"),
     "bandwidth": _bandwidth,
+    "fake": _plain("Sharded steps without communication"),
+    "steps": _plain("Steps beside torch's"),
+    "large": _plain("Large steps beside torch's"),
     "speed": _speed,
     "probe": _probe,
 }

@@ -1,0 +1,161 @@
+"""The phases of `ci/gpu` that time steps beside torch's: steps, large, fake and launch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common import LARGE_SHAPES, SHAPES
+from benchmarks.timing import Workload
+from conformance.gpu import fake, large, launch_costs, phase_rows, phases, steps
+from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
+
+# A phase keeps the file of its rows open for as long as its process lives.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Phases set the number of threads for their own process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def found_by(
+    tmp_path: Path, work: Callable[[PhaseTask, Rows], None], left_s: float = 300.0, subject: str = "impl"
+) -> phase_rows.Found:
+    file = tmp_path / "rows.jsonl"
+    task = PhaseTask(str(file), time.monotonic() + left_s, "cpu", subject)
+    work(task, Rows(task))
+    return read_rows(file)
+
+
+@pytest.mark.deadline(120)
+def test_every_call_of_a_step_is_timed_beside_torch(tmp_path: Path) -> None:
+    found = found_by(tmp_path, steps.work)
+    assert not found.missing
+    assert [row["outcome"] for row in found.rows] == ["measured"] * len(found.rows), found.rows
+    assert {row["call"] for row in found.rows} == steps.CALLS.keys()
+    for row in found.rows:
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["torch_seconds"], rel=1.0)
+        assert row["host_seconds"] > 0
+        assert row["launches"] is None  # nothing is launched on the CPU
+        assert (row["ratio_to_foreach"] is not None) == (row["call"] == "fused_step")
+
+
+@pytest.mark.deadline(120)
+def test_large_steps_have_a_copy_beside_them(tmp_path: Path) -> None:
+    found = found_by(tmp_path, large.work)
+    assert not found.missing
+    assert [row["outcome"] for row in found.rows] == ["measured"] * len(found.rows), found.rows
+    copies = {row["dtype"]: row for row in found.rows if row["call"] == "copy"}
+    assert {dtype: row["bytes"] for dtype, row in copies.items()} == {"float32": 800_000, "bfloat16": 400_000}
+
+
+@pytest.mark.parametrize("work", [steps.work, large.work, fake.work, launch_costs.work])
+def test_phase_without_time_plans_its_rows_and_stops(
+    tmp_path: Path, work: Callable[[PhaseTask, Rows], None]
+) -> None:
+    found = found_by(tmp_path, work, left_s=0.0)
+    assert found.rows == []
+    assert found.missing
+
+
+def test_one_failed_call_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(subject: str, *case: Any) -> Workload:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setitem(steps.CALLS, "unscale_", (broken, ()))
+    monkeypatch.setattr(steps, "_SHAPES", {"cpu": ("4x1k",)})
+    rows = {row["call"]: row for row in found_by(tmp_path, steps.work).rows}
+    assert (rows["unscale_"]["outcome"], rows["unscale_"]["says"]) == ("failed", "RuntimeError: no memory")
+    assert rows["clip_grad_norm_"]["outcome"] == "measured"
+
+
+def test_torch_has_a_row_for_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_SHAPES", {"cpu": ("4x1k",)})
+    rows = found_by(tmp_path, steps.work, subject="torch").rows
+    assert {row["outcome"] for row in rows} == {"measured"}
+
+
+def test_wrong_step_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, words = steps.CALLS["clip_grad_norm_"]
+
+    def returns_zero(subject: str, *case: Any) -> Workload:
+        work = make(subject, *case)
+        if subject == "torch" or work.effect is None:
+            return work
+        _, *grads = work.effect()
+        return replace(work, effect=lambda: [torch.zeros(()), *grads])
+
+    monkeypatch.setitem(steps.CALLS, "clip_grad_norm_", (returns_zero, words))
+    monkeypatch.setattr(steps, "_SHAPES", {"cpu": ("4x1k",)})
+    rows = {row["call"]: row for row in found_by(tmp_path, steps.work).rows}
+    assert rows["clip_grad_norm_"]["outcome"] == "failed"
+    assert "not close" in rows["clip_grad_norm_"]["says"]
+
+
+def test_host_time_leaves_out_what_prepares_a_call() -> None:
+    prepared: list[int] = []
+
+    def prepare() -> None:
+        time.sleep(0.01)
+        prepared.append(0)
+
+    assert steps.host_seconds(Workload(lambda: None, prepare), "cpu") < 0.005
+    assert len(prepared) == steps._HOST_CALLS
+
+
+def test_large_lists_have_a_billion_elements_and_are_no_benchmark() -> None:
+    [(shapes, tensors)] = LARGE_SHAPES.items()
+    assert shapes == large._SHAPES["cuda"]
+    assert shapes not in SHAPES
+    assert sum(shape[0] for shape in tensors) == 2**30
+
+
+@pytest.mark.deadline(200)
+def test_sharded_steps_are_timed_over_fake_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.fsdp_ranks.LAYERS", 1)
+    found = found_by(tmp_path, fake.work)
+    rows = {row["name"]: row for row in found.rows}
+    assert rows.keys() == fake.APIS.keys()
+    for row in rows.values():
+        assert row["outcome"] == "measured", row["says"]
+        assert (row["world_size"], row["kernels"], row["peak_bytes"]) == (8, None, None)
+        assert row["seconds"] > 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_api_that_a_subject_lacks_is_not_available(tmp_path: Path) -> None:
+    rows = found_by(tmp_path, fake.work, subject="json").rows
+    assert {row["outcome"] for row in rows} == {"not available"}
+
+
+def test_launches_need_cuda(tmp_path: Path) -> None:
+    rows = found_by(tmp_path, launch_costs.work).rows
+    assert {row["outcome"] for row in rows} == {"not available"}
+    assert len(rows) == len(launch_costs.COSTS)
+
+
+def test_tiny_kernel_multiplies() -> None:
+    pytest.importorskip("triton")
+    program = (
+        "import torch; from conformance.gpu.tiny_kernel import launch; values = torch.ones(8); "
+        "launch(values, torch.tensor(3.0)); print(values.tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=phases.ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == str([3.0] * 8), done.stderr

@@ -1,0 +1,132 @@
+"""Training steps of sharded models as rank 0 of 8 ranks that send nothing, beside torch's: all costs but communication.
+
+The values are meaningless, since gathered parameters are not what the ranks hold.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.common import SEED, member
+from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, Block, Transformer
+from benchmarks.timing import Effort, Workload, paired
+from conformance.gpu.bandwidth import limit_threads
+from conformance.gpu.fake_group import WORLD_SIZE, fake_group
+from conformance.gpu.launches import counted
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.steps import host_seconds
+
+_EFFORT = {"cuda": Effort(pairs=20, least_pairs=5, budget_s=2.0), "cpu": Effort(pairs=3)}
+_TOKENS = {"cuda": (SEQUENCES, TOKENS), "cpu": (1, 8)}
+
+
+def _fsdp(subject: str, device: torch.device) -> nn.Module:
+    return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
+        Transformer(),
+        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block}),
+        device_id=device,
+        use_orig_params=True,
+    )
+
+
+def _fully_shard(subject: str, device: torch.device) -> nn.Module:
+    model, fully_shard = Transformer().to(device), member(subject, "distributed.fsdp.fully_shard")
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+APIS: dict[str, Callable[[str, torch.device], nn.Module]] = {"FSDP": _fsdp, "fully_shard": _fully_shard}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    step: Callable[[], None]
+    peak_bytes: int | None  # of the device, for the shards and a step; None on the CPU
+
+
+def work(task: PhaseTask, rows: Rows) -> None:
+    limit_threads(task.device)
+    rows.plan(APIS)
+    for api in APIS:
+        if rows.left_s <= 0:
+            return
+        try:
+            with fake_group():
+                found = compared(api, task.subject, task.device)
+        except NotImplementedError as missing:
+            rows.add(api, "not available", str(missing))
+        except Exception as error:  # the other one is still worth measuring
+            rows.add(api, "failed", in_words(error))
+        else:
+            rows.add(api, "measured", _in_words(found), world_size=WORLD_SIZE, **found)
+
+
+def compared(api: str, subject: str, device: str) -> dict[str, Any]:
+    """Return the subject's times, host times, kernels and memory of a step, and torch's."""
+    ours, torchs = (_sharded(api, whose, device) for whose in (subject, "torch"))
+    works = Workload(ours.step), Workload(torchs.step)
+    timed = paired(*works, device, _EFFORT[device])
+    kernels = [counted(work, device)["kernels"] for work in works]
+    host_s = [host_seconds(work, device) if device == "cuda" else None for work in works]
+    return {
+        "ratio": timed.ratio,
+        "low": timed.low,
+        "high": timed.high,
+        "seconds": timed.subject_s,
+        "torch_seconds": timed.reference_s,
+        "host_seconds": host_s[0],
+        "torch_host_seconds": host_s[1],
+        "kernels": kernels[0],
+        "torch_kernels": kernels[1],
+        "peak_bytes": ours.peak_bytes,
+        "torch_peak_bytes": torchs.peak_bytes,
+    }
+
+
+def _sharded(api: str, subject: str, device: str) -> Sharded:
+    gc.collect()
+    cuda = device == "cuda"
+    before = torch.cuda.memory_allocated() if cuda else 0
+    torch.manual_seed(SEED)
+    model = APIS[api](subject, torch.device("cuda", 0) if cuda else torch.device(device))
+    words = torch.randint(0, WORDS, _TOKENS[device]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        logits = model(words)
+        nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if not cuda:
+        return Sharded(step, None)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return Sharded(step, torch.cuda.max_memory_allocated() - before)
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    times = found["seconds"] * 1e3, found["torch_seconds"] * 1e3
+    text = f"{found['ratio']:.3f} × torch ({times[0]:.2f} and {times[1]:.2f} ms)"
+    if found["host_seconds"] is not None:
+        text += f", host {found['host_seconds'] * 1e3:.2f} and {found['torch_host_seconds'] * 1e3:.2f} ms"
+    if found["kernels"] is not None:
+        text += f", {found['kernels']} and {found['torch_kernels']} kernels"
+    if found["peak_bytes"] is not None:
+        peaks = found["peak_bytes"] / 2**20, found["torch_peak_bytes"] / 2**20
+        text += f", at most {peaks[0]:.1f} and {peaks[1]:.1f} MiB"
+    return text
+
+
+if __name__ == "__main__":
+    serve(work)

@@ -1,0 +1,116 @@
+"""The calls of a mixed-precision step beside torch's, by turns, on lists from one tensor to GPT-2's.
+
+The phase `speed` times many more cases, one ratio each. These rows also say what the host spends and what is launched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
+from benchmarks.timing import Effort, HostStopwatch, Workload, by_turns
+from conformance.gpu.bandwidth import limit_threads
+from conformance.gpu.launches import counted
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+
+_SHAPES = {"cuda": ("1x1k", "4x1k", "16x1k", "100x1k", "1000x1k"), "cpu": ("1x1k", "16x1k")}
+_OF_MODEL = [("gpt2", "float32"), ("gpt2", "bfloat16")]
+_EFFORT = Effort(pairs=30, least_pairs=9, budget_s=0.3)
+_HOST_CALLS = 10
+_FOREACH = functools.partial(bench_fused_amp_step.fused_amp_step, torchs="foreach")
+
+# Each is made of a subject, a name of shapes and a dtype, then these words, then a device.
+CALLS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
+    "fused_step": (bench_fused_amp_step.fused_amp_step, ("kept",)),
+    "four calls": (bench_amp_step.amp_step, ("kept",)),
+    "unscale_": (bench_grad_scaler.unscale, ("kept",)),
+    "clip_grad_norm_": (bench_clip_grad.clip_grad_norm, ("clipped", "kept")),
+}
+
+
+def work(task: PhaseTask, rows: Rows) -> None:
+    limit_threads(task.device)
+    lists = [(shapes, "float32") for shapes in _SHAPES[task.device]]
+    lists += _OF_MODEL if task.device == "cuda" else []
+    todo = [(call, *tensors) for tensors in lists for call in CALLS]
+    rows.plan(map(" ".join, todo))
+    for call, shapes, dtype in todo:
+        if rows.left_s <= 0:
+            return
+        add_compared(rows, call, shapes, dtype, task, _EFFORT)
+
+
+def add_compared(rows: Rows, call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> None:
+    """Write the row of one call on one list of tensors."""
+    about: dict[str, Any] = {"call": call, "shapes": shapes, "dtype": dtype}
+    name = " ".join(about.values())
+    try:
+        found = compared(call, shapes, dtype, task, effort)
+    except NotImplementedError as missing:
+        rows.add(name, "not available", str(missing), **about)
+    except Exception as error:  # the others are still worth timing
+        rows.add(name, "failed", in_words(error), **about)
+    else:
+        rows.add(name, "measured", _in_words(found), **about, **found)
+
+
+def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> dict[str, Any]:
+    """Return the subject's times, host times and launches beside those of torch's fastest way, which is fused."""
+    make, words = CALLS[call]
+    subject, torchs = (make(whose, shapes, dtype, *words, task.device) for whose in (task.subject, "torch"))
+    references = [torchs]
+    if call == "fused_step":
+        # foreach rounds bfloat16 more often than the others, so its values are not compared.
+        references.append(replace(_FOREACH("torch", shapes, dtype, *words, task.device), effect=None))
+    paired = by_turns(subject, references, task.device, effort)
+    return {
+        "ratio": paired[0].ratio,
+        "low": paired[0].low,
+        "high": paired[0].high,
+        "ratio_to_foreach": paired[1].ratio if len(paired) > 1 else None,
+        "seconds": paired[0].subject_s,
+        "torch_seconds": paired[0].reference_s,
+        "host_seconds": host_seconds(subject, task.device),
+        "torch_host_seconds": host_seconds(torchs, task.device),
+        "launches": _launches(subject, task.device),
+        "torch_launches": _launches(torchs, task.device),
+    }
+
+
+def host_seconds(work: Workload, device: str) -> float:
+    """Return how long the host takes for one call on a device that has nothing else to do."""
+
+    def prepare() -> None:
+        if work.prepare is not None:
+            work.prepare()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return HostStopwatch().per_call(replace(work, prepare=prepare), _HOST_CALLS)
+
+
+def _launches(work: Workload, device: str) -> int | None:
+    counts = counted(work, device)
+    kernels, copies = counts["kernels"], counts["copies"]
+    return None if kernels is None or copies is None else kernels + copies
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    text = (
+        f"{found['ratio']:.3f} × torch ({found['seconds'] * 1e6:.0f} and {found['torch_seconds'] * 1e6:.0f} µs), "
+        f"host {found['host_seconds'] * 1e6:.0f} and {found['torch_host_seconds'] * 1e6:.0f} µs"
+    )
+    if found["ratio_to_foreach"] is not None:
+        text += f", {found['ratio_to_foreach']:.3f} × foreach"
+    if found["launches"] is not None:
+        text += f", {found['launches']} and {found['torch_launches']} launches"
+    return text
+
+
+if __name__ == "__main__":
+    serve(work)
