@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from conformance.gpu.first_page import first_page
+from conformance.gpu.markdown import MOST_NAMED, cell, first_line, named, table
 from conformance.gpu.phases import LEFT_OUT
-
-_MOST_NAMED = 12
-_LONGEST_CELL = 160
 
 
 def summary(report: dict[str, Any]) -> str:
-    parts = [_verdict(report), _host(report), _phases(report)]
+    parts = [_verdict(report), _host(report), first_page(report), _phases(report)]
     for name, draw in _SECTIONS.items():
         rows = report["phases"].get(name, {}).get("rows", [])
         if rows:
@@ -23,8 +22,8 @@ def summary(report: dict[str, Any]) -> str:
 
 def _verdict(report: dict[str, Any]) -> str:
     lines = [f"# {report['verdict'].upper()}: {report['subject']} on {report['device']}", ""]
-    lines += [f"- {_cell(reason)}" for reason in report["reasons"]]
-    lines += [f"- not shown: {_cell(reason)}" for reason in report["not_shown"]]
+    lines += [f"- {cell(reason)}" for reason in report["reasons"]]
+    lines += [f"- not shown: {cell(reason)}" for reason in report["not_shown"]]
     left_out = [name for name, phase in report["phases"].items() if phase["why"] == LEFT_OUT]
     if left_out:
         lines.append(f"- only a part was asked for, without {', '.join(left_out)}")
@@ -32,9 +31,7 @@ def _verdict(report: dict[str, Any]) -> str:
         lines.append(f"- of the tests, only `{report['tests_asked_for']}` were asked for")
     changed = report["changed_since_commit"]
     where = f"commit {report['commit'] or 'unknown (the files are listed in report.json)'}"
-    lines.append(
-        f"- {where}" + (f", with {len(changed)} files changed: {_named(changed)}" if changed else "")
-    )
+    lines.append(f"- {where}" + (f", with {len(changed)} files changed: {named(changed)}" if changed else ""))
     lines.append(
         f"- {report['began']}, {report['seconds']:.0f} of {report['budget_s']:.0f} s; `{report['options']}`"
     )
@@ -63,10 +60,10 @@ def _host(report: dict[str, Any]) -> str:
 
 def _phases(report: dict[str, Any]) -> str:
     rows = [
-        [name, f"{phase['seconds']:.0f}", _first_line(phase["why"]) or "whole", _named(phase["not_run"])]
+        [name, f"{phase['seconds']:.0f}", first_line(phase["why"]) or "whole", named(phase["not_run"])]
         for name, phase in report["phases"].items()
     ]
-    return "## Phases\n\n" + _table(["phase", "s", "ended", "not run"], rows)
+    return "## Phases\n\n" + table(["phase", "s", "ended", "not run"], rows)
 
 
 def _judge(rows: Sequence[dict[str, Any]]) -> str:
@@ -74,12 +71,12 @@ def _judge(rows: Sequence[dict[str, Any]]) -> str:
     reported = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     red = [row for row in rows if row.get("replay")]
     lines = [
-        f"- `{row['replay']}`: {row['outcome']}, {_cell(row.get('reason', ''))}" for row in red[:_MOST_NAMED]
+        f"- `{row['replay']}`: {row['outcome']}, {cell(row.get('reason', ''))}" for row in red[:MOST_NAMED]
     ]
-    lines += [f"- and {len(red) - _MOST_NAMED} more in report.json"] if len(red) > _MOST_NAMED else []
-    why = Counter(_first_line(row.get("reason", "")) for row in rows if row["outcome"] == "unavailable")
+    lines += [f"- and {len(red) - MOST_NAMED} more in report.json"] if len(red) > MOST_NAMED else []
+    why = Counter(first_line(row.get("reason", "")) for row in rows if row["outcome"] == "unavailable")
     lines += [
-        f"- unavailable, {count} tests: {_cell(reason)}" for reason, count in why.most_common(_MOST_NAMED)
+        f"- unavailable, {count} tests: {cell(reason)}" for reason, count in why.most_common(MOST_NAMED)
     ]
     return "\n".join(["## Judgement", "", f"{len(rows)} tests: {reported}", "", *lines]).strip()
 
@@ -88,54 +85,54 @@ def _probe(rows: Sequence[dict[str, Any]]) -> str:
     groups = sorted({(row["device"], row["backend"], row["world_size"]) for row in rows})
     found = {(row["what"], row["device"], row["backend"], row["world_size"]): row for row in rows}
     what = list(dict.fromkeys(row["what"] for row in rows))
-    table = [[each, *(_probed(found.get((each, *group))) for group in groups)] for each in what]
+    lines = [[each, *(_probed(found.get((each, *group))) for group in groups)] for each in what]
     heads = ["", *(f"{world_size} ranks, {backend}, {device}" for device, backend, world_size in groups)]
-    return "## Between ranks\n\n" + _table(heads, table)
+    return "## Between ranks\n\n" + table(heads, lines)
 
 
 def _probed(row: dict[str, Any] | None) -> str:
-    return "" if row is None else " ".join(filter(None, [row["outcome"], _first_line(row["says"])]))
+    return "" if row is None else " ".join(filter(None, [row["outcome"], first_line(row["says"])]))
 
 
 def _launches(rows: Sequence[dict[str, Any]]) -> str:
     counted = [row for row in rows if row["outcome"] == "counted"]
     keys = list(counted[0]["counts"]) if counted else []
-    table = [
+    lines = [
         [row["call"], row["shapes"], row["subject"], *(_number(row["counts"][key]) for key in keys)]
         if row["outcome"] == "counted"
-        else [row["call"], row["shapes"], row["subject"], _first_line(row["says"])]
+        else [row["call"], row["shapes"], row["subject"], first_line(row["says"])]
         for row in rows
     ]
-    return "## What one call launches\n\n" + _table(["call", "tensors", "by", *keys], table)
+    return "## What one call launches\n\n" + table(["call", "tensors", "by", *keys], lines)
 
 
 def _bandwidth(rows: Sequence[dict[str, Any]]) -> str:
-    table = [
-        [row["call"], row["shapes"], row["dtype"], row.get("whose", ""), _cell(row["says"])] for row in rows
+    lines = [
+        [row["call"], row["shapes"], row["dtype"], row.get("whose", ""), cell(row["says"])] for row in rows
     ]
-    return "## Bandwidth\n\n" + _table(["call", "tensors", "dtype", "by", ""], table)
+    return "## Bandwidth\n\n" + table(["call", "tensors", "dtype", "by", ""], lines)
 
 
 def _speed(rows: Sequence[dict[str, Any]]) -> str:
     ratios = [row for row in rows if "ratio" in row]
-    table = [
+    lines = [
         [row["name"], f"{row['ratio']:.3f}", f"{row['low']:.3f} to {row['high']:.3f}", str(row["pairs"])]
         for row in ratios
     ]
-    table += [
-        [row["name"], row["outcome"], _cell(row["says"]), ""] for row in rows if row["outcome"] == "failed"
+    lines += [
+        [row["name"], row["outcome"], cell(row["says"]), ""] for row in rows if row["outcome"] == "failed"
     ]
     timed = sum(row["outcome"] == "measured" for row in rows) - len(ratios)
     return (
         f"## Speed\n\nSubject ÷ torch, lower is better; {timed} absolute times are in report.json.\n\n"
-        + _table(["case", "ratio", "95% interval", "pairs"], table)
+        + table(["case", "ratio", "95% interval", "pairs"], lines)
     )
 
 
 def _plain(title: str) -> Any:
     def draw(rows: Sequence[dict[str, Any]]) -> str:
-        return f"## {title}\n\n" + _table(
-            ["", "", ""], [[row["name"], row["outcome"], _cell(row["says"])] for row in rows]
+        return f"## {title}\n\n" + table(
+            ["", "", ""], [[row["name"], row["outcome"], cell(row["says"])] for row in rows]
         )
 
     return draw
@@ -151,8 +148,8 @@ def _counted(title: str) -> Any:
                 others.setdefault((row["outcome"], row["says"]), []).append(row["name"])
         agreeing = len(rows) - sum(map(len, others.values()))
         counted = f"## {title}\n\n{agreeing} of {len(rows)} agree."
-        table = [[_named(names), outcome, says] for (outcome, says), names in others.items()]
-        return f"{counted}\n\n{_table(['', '', ''], table)}" if table else counted
+        lines = [[named(names), outcome, says] for (outcome, says), names in others.items()]
+        return f"{counted}\n\n{table(['', '', ''], lines)}" if lines else counted
 
     return draw
 
@@ -173,26 +170,6 @@ _SECTIONS = {
     "speed": _speed,
     "probe": _probe,
 }
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """One line, which cannot break the table it stands in."""
-    line = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    return line if len(line) <= _LONGEST_CELL else line[:_LONGEST_CELL] + " …"
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more, all in report.json" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _number(value: int | None) -> str:

@@ -1,0 +1,145 @@
+"""The first page of summary.md: what was missing, red tests by cause, and measurements beside what was expected."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.gpu import predictions
+from conformance.gpu.markdown import first_line, named, table
+from conformance.gpu.phases import LEFT_OUT
+
+_COUNTED = ("kernels", "probe", "waits", "values", "graphs", "training")
+_GOOD = ("agrees", "works", "ran")
+_MOST_CAUSES = 20
+# What differs between tests that fail for one reason.
+_VARYING = (
+    (re.compile(r"0x[0-9a-f]+"), "0x…"),
+    (re.compile(r"[-+]?\b\d[\d.,_]*(e[-+]?\d+)?\b"), "N"),
+    (re.compile(r"'[^']*'|\"[^\"]*\""), "'…'"),
+    (re.compile(r"\[[^\]]*\]"), "[…]"),
+)
+
+
+def first_page(report: dict[str, Any]) -> str:
+    rows = {name: phase["rows"] for name, phase in report["phases"].items()}
+    parts = ["\n".join(["## At a glance", "", *_missing(rows), *_counts(rows), *_not_in_time(report)])]
+    if causes := causes_of(rows.get("judge", [])):
+        parts.append(_red_tests(causes))
+    if report["device"] == "cuda":
+        parts += [_predictions(rows), _launches(rows), _bandwidth(rows)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _missing(rows: dict[str, Any]) -> list[str]:
+    warm = rows.get("warm-up", [])
+    lacking = [
+        f"- **{row['outcome']}: {row['name']}** {row['says']}" for row in warm if row["outcome"] != "there"
+    ]
+    library = [
+        f"- C library: {row['says']}"
+        for row in warm
+        if row["name"] == "C library" and row["outcome"] == "there"
+    ]
+    return [*lacking, *library] if warm else ["- what this host lacks is unknown: the warm-up found nothing"]
+
+
+def _counts(rows: dict[str, Any]) -> list[str]:
+    lines = [_count(name, rows[name]) for name in _COUNTED if rows.get(name)]
+    if judged := rows.get("judge"):
+        counts = Counter(row["outcome"] for row in judged)
+        lines.append(f"- judge: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
+    return lines
+
+
+def _count(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row["outcome"] not in _GOOD:
+            others.setdefault(row["outcome"], []).append(row["name"])
+    good = len(rows) - sum(map(len, others.values()))
+    listed = "".join(f"; **{outcome}**: {named(names)}" for outcome, names in others.items())
+    return f"- {name}: {good} of {len(rows)} good{listed}"
+
+
+def _not_in_time(report: dict[str, Any]) -> list[str]:
+    return [
+        f"- **not in the time: {name}**, {len(phase['not_run'])} not run ({first_line(phase['why'])}): "
+        f"{named(phase['not_run'])}"
+        for name, phase in report["phases"].items()
+        if phase["not_run"] and phase["why"] != LEFT_OUT
+    ]
+
+
+def causes_of(judged: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the red tests by outcome and first line of their reason, without what varies; the largest group first."""
+    causes: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in judged:
+        if row.get("red"):
+            causes.setdefault((row["outcome"], _cause(row.get("reason", ""))), []).append(row)
+    return dict(sorted(causes.items(), key=lambda cause: -len(cause[1])))
+
+
+def _cause(reason: str) -> str:
+    line = first_line(reason.strip())
+    for pattern, by in _VARYING:
+        line = pattern.sub(by, line)
+    return line
+
+
+def _red_tests(causes: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    lines = [
+        [str(len(tests)), outcome, first_line(tests[0].get("reason", "").strip()), tests[0].get("replay", "")]
+        for (outcome, _), tests in list(causes.items())[:_MOST_CAUSES]
+    ]
+    more = len(causes) - _MOST_CAUSES
+    text = "## Red tests by cause\n\n" + table(["tests", "outcome", "first reason", "first test"], lines)
+    return text + (f"\n\nand {more} more causes in report.json" if more > 0 else "")
+
+
+def _predictions(rows: dict[str, Any]) -> str:
+    lines: list[list[str]] = []
+    for each in predictions.load():
+        measured = each.measured(rows.get(each.phase, []))
+        shown = "not measured" if measured is None else f"{measured:.3g}"
+        verdict = "" if measured is None else each.verdict(measured)
+        expected = " to ".join(f"{bound:g}" for bound in dict.fromkeys(each.expected))
+        lines.append([f"{each.says} {each.unit}".strip(), expected, each.goal, shown, verdict])
+    return "## Expected and measured\n\n" + table(["", "expected", "goal", "measured", ""], lines)
+
+
+def _launches(rows: dict[str, Any]) -> str:
+    counted = [row for row in rows.get("launches", []) if row["outcome"] == "counted"]
+    by_call: dict[tuple[str, str], list[str]] = {}
+    for row in counted:
+        counts = row["counts"]
+        text = f"{row['subject']} {(counts['kernels'] or 0) + (counts['copies'] or 0)}"
+        waits = counts["synchronisations"]
+        by_call.setdefault((row["call"], row["shapes"]), []).append(
+            text + (f" and {waits} waits" if waits else "")
+        )
+    lines = [[call, shapes, ", ".join(texts)] for (call, shapes), texts in by_call.items()]
+    return (
+        "## Launches and waits of one call\n\n" + table(["call", "tensors", "kernels and copies"], lines)
+        if lines
+        else ""
+    )
+
+
+def _bandwidth(rows: dict[str, Any]) -> str:
+    """The subject's shares of what a copy reaches on the same card, by call and list."""
+    shares: dict[str, dict[str, str]] = {}
+    copies: dict[str, str] = {}
+    for row in rows.get("bandwidth", []):
+        of = f"{row.get('shapes')} {row.get('dtype')}"
+        if row.get("call") == "copy" and "seconds" in row:
+            copies[of] = f"{row['bytes'] / row['seconds'] / 1e12:.2f} TB/s"
+        elif row.get("whose") == "impl":
+            shares.setdefault(row["call"], {})[of] = (
+                f"{row['share']:.0%}" if "share" in row else row["outcome"]
+            )
+    lines = [["copy", *copies.values()]]
+    lines += [[call, *(by_list.get(of, "") for of in copies)] for call, by_list in shares.items()]
+    return "## Bandwidth, of a copy's on this card\n\n" + table(["", *copies], lines) if copies else ""

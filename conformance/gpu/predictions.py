@@ -1,0 +1,59 @@
+"""What was expected of an H100 before the first run on one, beside what a run measured."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("predictions.toml")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    says: str
+    phase: str
+    row: str
+    value: str
+    expected: Sequence[float]  # the lowest and the highest value
+    over: str = ""
+    at_most: float | None = None  # the goal, or `at_least`
+    at_least: float | None = None
+    scale: float = 1.0
+    unit: str = ""
+
+    def measured(self, rows: Sequence[Mapping[str, Any]]) -> float | None:
+        """Return the value in the rows of the phase, or None if the row or its value is missing."""
+        row = next((row for row in rows if row["name"] == self.row), {})
+        value, divisor = _value(row, self.value), _value(row, self.over) if self.over else 1.0
+        return value * self.scale / divisor if value is not None and divisor else None
+
+    def verdict(self, measured: float) -> str:
+        """Return how a measurement stands to the goal, and to what was expected."""
+        low, high = self.expected
+        words = ["as expected" if low <= measured <= high else "higher" if measured > high else "lower"]
+        if self.goal:
+            is_over = self.at_most is not None and measured > self.at_most
+            is_under = self.at_least is not None and measured < self.at_least
+            words.insert(0, "GOAL MISSED" if is_over or is_under else "goal met")
+        return ", ".join(words)
+
+    @property
+    def goal(self) -> str:
+        if self.at_most is not None:
+            return f"≤ {self.at_most:g}"
+        return "" if self.at_least is None else f"≥ {self.at_least:g}"
+
+
+def load() -> list[Prediction]:
+    with FILE.open("rb") as file:
+        return [Prediction(**entry) for entry in tomllib.load(file)["prediction"]]
+
+
+def _value(row: Mapping[str, Any], path: str) -> float | None:
+    found: Any = row
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int | float) else None
