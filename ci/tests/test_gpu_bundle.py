@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -223,6 +224,21 @@ def test_time_that_is_left_over_is_the_next_ones(monkeypatch: pytest.MonkeyPatch
     assert ends == pytest.approx([ends[-1] / 3, ends[-1] * 2 / 3, ends[-1]])
     # One that ignores its interrupt ends so much later, and the bundle has to be written.
     assert ends[-1] + phases._GRACE_S < 540.0
+
+
+def test_fixed_time_comes_before_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = dataclasses.replace(stub("first", weight=0.0), fixed_s=60.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    ends = [
+        Clock([first, stub("a"), stub("b")], 540.0, began=0.0).left_s(stub(name))
+        for name in ("first", "a", "b")
+    ]
+    assert ends[0] == 60.0
+    assert ends[1] - ends[0] == pytest.approx(ends[2] - ends[1])
+    assert ends[2] + phases._GRACE_S < 540.0
+    # A short budget has something left for the others.
+    short = Clock([first, stub("a")], 60.0, began=0.0)
+    assert 20.0 < short.left_s(first) < 60.0 - 10.0
 
 
 def test_a_half_written_row_costs_no_other(tmp_path: Path) -> None:

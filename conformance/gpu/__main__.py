@@ -1,13 +1,19 @@
 """Judge and time on a host with a GPU as it is: nothing installed, no network, within minutes, one small bundle.
 
-ci/gpu --out bundle                  the whole, within 9 minutes
-ci/gpu --device cpu                  all but the device
+ci/gpu --out bundle                  everything, within 9 minutes
+ci/gpu --device cpu                  everything but the device
 ci/gpu --only launches --only bandwidth
-ci/gpu --machine lab-h100            the name of the host, or of a pool of equal ones, for its timings
-ci/bench --add bundle                where the repository is: its timings into benchmarks/results
+ci/gpu --only probe --only judge --ranks nccl    60 tests over two NCCL ranks that share a GPU
+ci/gpu --machine lab-h100            name of the host, or of a pool of equal hosts, for its timings
+ci/bench --add bundle                in a checkout with git: add the timings to benchmarks/results
 
-Exit code 0: judged green (or not judged, if that was not asked for). 1: red, or not shown because time ran out. 2: the
-command is wrong.
+Each phase has a share of the budget, and the time that a phase leaves goes to the next ones. Two phases always come
+first: warm-up (imports, the device, Triton, the C library) and host. On a GPU the judge runs CUDA tests only, the most
+valuable first, and the phase speed runs CUDA cases only, headline ratios first. The bundle's summary.md begins with
+the answers; report.json has every row.
+
+Exit code 0: judged green (or not judged, if that was not asked for). 1: red, or not shown because time ran out or there
+is no CUDA device. 2: the command is wrong.
 """
 
 from __future__ import annotations
@@ -65,9 +71,9 @@ def phases(gpus: int) -> list[GpuPhase]:
 
 
 # From a cold disk the imports alone take 40 s. What they leave is the next phases' time.
-WARM_UP = GpuPhase("warm-up", 4, module("warm_up"), least_s=60.0)
-HOST = GpuPhase("host", 4, module("host"), least_s=20.0)
-_HOST_AGAIN = replace(HOST, name="host, again", weight=1, least_s=0.0)
+WARM_UP = GpuPhase("warm-up", 0, module("warm_up"), fixed_s=60.0)
+HOST = GpuPhase("host", 0, module("host"), fixed_s=20.0)
+_HOST_AGAIN = GpuPhase("host, again", 1, module("host"))
 NAMES = [phase.name for phase in phases(0)]
 
 

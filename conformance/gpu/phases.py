@@ -24,6 +24,7 @@ NO_CUDA = "not run: there is no CUDA device that torch can use"
 
 _LEAST_S = 2.0  # less is not worth the start of a process
 _RESERVE = 0.04  # of the whole, for the bundle
+_MOST_FIXED = 2 / 3  # of what is usable, for fixed phases
 _GRACE_S = 6.0  # from the interrupt, after which a phase may still write, to its end
 _HEADROOM_S = 1.0  # a phase that ends by itself keeps what it is in the midst of
 _LONGEST_LINE = 240
@@ -33,11 +34,11 @@ _MOST_LINES = 400
 @dataclass(frozen=True)
 class GpuPhase:
     name: str
-    weight: float  # its share of the time is this over the sum of all
+    weight: float  # its share of the time, that of fixed phases left out, is this over the sum of all
     command: Callable[[PhaseTask], list[str]]
     environ: Callable[[PhaseTask], Mapping[str, str]] = lambda task: {}
     is_judging: bool = False  # without its whole result nothing is shown
-    least_s: float = 0.0  # whatever its share
+    fixed_s: float = 0.0  # beside its share
 
 
 @dataclass
@@ -70,13 +71,15 @@ class Clock:
     def __init__(self, phases: Sequence[GpuPhase], budget_s: float, began: float | None = None) -> None:
         self._began = time.monotonic() if began is None else began
         self.budget_s = budget_s
-        whole = sum(phase.weight for phase in phases) or 1.0
         usable_s = budget_s * (1 - _RESERVE) - _GRACE_S
+        fixed_s = sum(phase.fixed_s for phase in phases)
+        of_fixed = min(1.0, _MOST_FIXED * usable_s / fixed_s) if fixed_s else 0.0
+        whole = sum(phase.weight for phase in phases) or 1.0
+        of_weight = (usable_s - of_fixed * fixed_s) / whole
         self._until_s: dict[str, float] = {}
-        passed = until_s = 0.0
+        until_s = 0.0
         for phase in phases:
-            passed += phase.weight
-            until_s = min(max(usable_s * passed / whole, until_s + phase.least_s), usable_s)
+            until_s += of_fixed * phase.fixed_s + of_weight * phase.weight
             self._until_s[phase.name] = until_s
 
     def left_s(self, phase: GpuPhase) -> float:
