@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_leaves
 from impl.dynamo._collected import Arguments, Collected, NotReal, has_numbers, release_with
 from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturable
 
+# What Dynamo calls to resolve an attribute. torch 2.14 renamed it.
+_RESOLVE = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
+
 
 class OptimizerVariable(UserDefinedObjectVariable):
     """An optimizer that traced code meets.
@@ -42,16 +45,18 @@ class OptimizerVariable(UserDefinedObjectVariable):
         if value not in effects:
             effects.track_object_existing(value, self)
 
-    def var_getattr(self, tx: Any, name: str) -> VariableTracker:
+    def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
         if name == "_init_group" and hasattr(self.value, name):
-            # Not the method itself, which would be inlined: a call of this one comes to `call_method`.
+            # A tracker of the method itself would be inlined. A call of this one goes to `call_method`.
             method = type(getattr(self.value, name))
             return GetAttrVariable(self, name, py_type=method, source=self._source_of(name))
         if name == "param_groups":
             for parameter in self._parameters():
                 mark_static_address(parameter, guard=True)
             self._trace_as_capturable(tx)
-        return super().var_getattr(tx, name)
+        return getattr(super(), _RESOLVE)(tx, name)
+
+    var_getattr = tp_getattro_impl  # torch 2.13 and older
 
     def call_method(
         self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from conformance.faults.fault import Substitute, in_method, register_fault
+from conformance.faults.fault import Make, Substitute, in_method, register_fault
 
 OPTIMIZER = "dynamo.OptimizerVariable"
 _kept: list[Any] = []
@@ -180,6 +180,21 @@ broken("gradients_static", "gradients are marked as of a fixed address", "pytorc
 )
 
 
+def _resolve() -> str:
+    """Return the name of the method by which Dynamo resolves an attribute. torch 2.14 renamed it."""
+    base = torch._dynamo.variables.UserDefinedObjectVariable
+    return "tp_getattro_impl" if hasattr(base, "tp_getattro_impl") else "var_getattr"
+
+
+def in_resolution(fault: Substitute) -> Make:
+    """Return the class with `fault` instead of the method that resolves an attribute."""
+
+    def make(original: type) -> type:  # late, since the name of the method needs Dynamo
+        return in_method(_resolve(), fault)(original)
+
+    return make
+
+
 def _demand_init_group(original: Any, self: Any, tx: Any, name: str) -> Any:
     if name == "param_groups" and not hasattr(self.value, "_init_group"):
         raise AttributeError(f"{type(self.value).__name__} has no _init_group")
@@ -194,7 +209,8 @@ def _demand_it_of_all(original: Any, self: Any, tx: Any, name: str) -> Any:
 
 def _without_capturable(original: Any, self: Any, tx: Any, name: str) -> Any:
     if name == "param_groups":
-        return torch._dynamo.variables.UserDefinedObjectVariable.var_getattr(self, tx, name)
+        base = torch._dynamo.variables.UserDefinedObjectVariable
+        return getattr(base, _resolve())(self, tx, name)
     return original(self, tx, name)
 
 
@@ -203,19 +219,19 @@ register_fault(
     OPTIMIZER,
     says="an optimizer without _init_group is refused",
     thread="pytorch/pytorch#94392",
-)(in_method("var_getattr", _demand_init_group))
+)(in_resolution(_demand_init_group))
 register_fault(
     "optimizer_variable.demands_init_group_of_all",
     OPTIMIZER,
     says="an optimizer without _init_group is refused, also one that Dynamo calls as it is",
     thread="pytorch/pytorch#94392",
-)(in_method("var_getattr", _demand_it_of_all))
+)(in_resolution(_demand_it_of_all))
 register_fault(
     "optimizer_variable.reads_step_counts",
     OPTIMIZER,
     says="the step is traced as not capturable, and reads its counts on the host",
     thread="pytorch/pytorch#88173",
-)(in_method("var_getattr", _without_capturable))
+)(in_resolution(_without_capturable))
 
 
 def in_the_trace(fault_id: str, says: str, option: str, instead: Callable[[Any], Any]) -> None:
@@ -231,7 +247,7 @@ def in_the_trace(fault_id: str, says: str, option: str, instead: Callable[[Any],
                     group.items[key] = instead(tracker)
         return found
 
-    register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says)(in_method("var_getattr", fault))
+    register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says)(in_resolution(fault))
 
 
 def _constant(value: Any) -> Any:

@@ -87,3 +87,32 @@ def test_an_installed_tracker_traces() -> None:
     torch._dynamo.reset()
     torch.testing.assert_close(parameter.detach(), torch.full((2,), 0.5))
     assert [group["capturable"] for group in optimizer.param_groups] == [False, False]
+
+
+class CountsCalls(torch.optim.SGD):
+    calls = 0
+
+    def _init_group(self, *args, **kwargs):
+        self.calls += 1
+        return super()._init_group(*args, **kwargs)
+
+
+def test_init_group_runs_once_outside_the_trace() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = CountsCalls([parameter], lr=0.25)
+    with impl.dynamo.installed():
+        step = torch.compile(optimizer.step, backend="eager")
+        step()
+        step()
+    assert parameter.tolist() == [0.5, 0.5]
+    assert optimizer.calls == 1  # a trace would count in both steps
+
+
+def test_parameters_are_static_after_a_compiled_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    with impl.dynamo.installed():
+        torch.compile(torch.optim.SGD([parameter], lr=0.5).step, backend="eager")()
+    assert torch._dynamo.utils.get_static_address_type(parameter) == "guarded"
+    assert torch._dynamo.utils.get_static_address_type(parameter.grad) is None
