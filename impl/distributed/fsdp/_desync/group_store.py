@@ -98,7 +98,7 @@ def _answer(number: int, rank: int) -> str:
 
 
 def group_store_of(group: dist.ProcessGroup) -> GroupStore | None:
-    """None where the store cannot serve: a fake process group's, or a backend's that keeps none.
+    """Return the group's store, or None if it cannot serve: a fake group's, or a backend's that keeps none.
 
     Raises:
         DistError: the store is gone, so the rank that keeps it is too.
@@ -108,6 +108,7 @@ def group_store_of(group: dist.ProcessGroup) -> GroupStore | None:
         # Before the connection of its own, which would be tried for minutes.
         generation = (store.add("impl.fsdp/joined", 1) - 1) // group.size()
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
+        own.compare_set("impl.fsdp/probe", "", "1")  # which torch 2.14's store of a fake group lacks
     except dist.DistError:
         raise
     except (RuntimeError, NotImplementedError, AttributeError):
