@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from impl.distributed.fsdp._full_precision import FullPrecision
@@ -377,10 +378,11 @@ def _chosen_one_by_one(
 
 def _warn_of_classes(alone: Iterable[nn.Module]) -> None:
     if classes := {type(module) for module in alone}:
+        instances = "instances" if torch.__version__ >= "2.14" else "instacnes"
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, "
             f"where the wrapped module has submodules of type:\n{classes}\n"
-            "These modules will be wrapped as separate FSDP instacnes with mixed precision disabled.",
+            f"These modules will be wrapped as separate FSDP {instances} with mixed precision disabled.",
             stacklevel=4,
         )
 
