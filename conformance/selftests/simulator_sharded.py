@@ -155,6 +155,13 @@ def summon(library: ModuleType, model: nn.Module) -> None:
         pass
 
 
+def summon_and_write(library: ModuleType, model: nn.Module) -> None:
+    """The host writes to the shards as soon as nobody is shown what was gathered from them."""
+    with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        pass
+    halve(model)
+
+
 def halve(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -195,7 +202,8 @@ def evaluate_and_write(library: ModuleType, model: nn.Module) -> None:
         seen = model(torch.ones(4, WIDTH, device="sim"))
     halve(model)
     for parameter in model.parameters():
-        parameter._local_tensor += float(seen.mean())
+        local = getattr(parameter, "_local_tensor", parameter.data)
+        local += float(seen.mean())
 
 
 def give_other_tensors(library: ModuleType, model: nn.Module) -> None:
@@ -230,6 +238,10 @@ def save(library: ModuleType, model: nn.Module) -> None:
     model.state_dict()
 
 
+def offloading(library: ModuleType) -> Any:
+    return library.CPUOffload(offload_params=True)
+
+
 FLAT_WAYS = {
     "FSDP": ShardedProgram(flat()),
     "FSDP, flat parameters": ShardedProgram(flat(use_orig_params=False)),
@@ -250,9 +262,16 @@ FLAT_WAYS = {
             )
         )
     ),
-    "FSDP, offloaded": ShardedProgram(
-        flat(cpu_offload=lambda library: library.CPUOffload(offload_params=True))
+    "FSDP, offloaded": ShardedProgram(flat(cpu_offload=offloading)),
+    "FSDP, offloaded, bfloat16": ShardedProgram(
+        flat(
+            cpu_offload=offloading,
+            mixed_precision=lambda library: library.MixedPrecision(param_dtype=torch.bfloat16),
+        )
     ),
+    "FSDP, offloaded, accumulated": ShardedProgram(flat(cpu_offload=offloading), accumulate=without_syncing),
+    "FSDP, offloaded, evaluated": ShardedProgram(flat(cpu_offload=offloading), between=evaluate_and_write),
+    "FSDP, offloaded, summoned": ShardedProgram(flat(cpu_offload=offloading), between=summon_and_write),
     "FSDP, accumulated": ShardedProgram(flat(), accumulate=without_syncing),
     "FSDP, summoned": ShardedProgram(flat(), between=summon),
     "FSDP, saved": ShardedProgram(flat(), between=save),
@@ -302,6 +321,8 @@ WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": ShardedProgram(replicated, acc
 
 # torch's host writes to shards that are being copied from.
 WRITTEN_TO_WHILE_COPIED = (
+    "FSDP, offloaded, evaluated",
+    "FSDP, offloaded, summoned",
     "fully_shard, offloaded, gathered by hand",
     "fully_shard, offloaded, evaluated",
     "fully_shard, offloaded, gathered before training",
@@ -310,6 +331,8 @@ WRITTEN_TO_WHILE_COPIED = (
 OF_ONE_LIBRARY = {
     "DDP": "torch",
     "FSDP, written to before the backward": "impl",
+    # Where nothing is sharded, torch gives memory out again that a copy to the host still reads.
+    "FSDP, offloaded, accumulated": "impl",
     **dict.fromkeys(WRITTEN_TO_WHILE_COPIED, "impl"),
 }
 
@@ -360,6 +383,27 @@ def pinned_where_cast(rank: Rank) -> list[bool]:
         with torch.no_grad():
             model(torch.ones(1, WIDTH, dtype=dtype, device=rank.device))
         pinned += [parameter._local_tensor.is_pinned() for parameter in model.parameters()]
+    return pinned
+
+
+def pinned_by_training(rank: Rank, library: str, strategy: str, keeps_params: bool) -> list[Any]:
+    """Return what of FSDP1's offloaded parameters and gradients is pinned after each of two steps."""
+    loaded = importlib.import_module(LIBRARIES[library])
+    simulator.set_schedule(0, rank.rank)
+    shard = flat(
+        cpu_offload=offloading,
+        sharding_strategy=lambda library: library.ShardingStrategy[strategy],
+        use_orig_params=keeps_params,
+    )
+    model = shard(loaded, nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH))), rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pinned: list[Any] = []
+    for _ in range(2):
+        backward(model, torch.ones(1, WIDTH, device=rank.device))
+        for parameter in model.parameters():
+            if parameter.numel():
+                pinned.append((parameter.is_pinned(), parameter.grad.is_pinned()))
+        step(model, optimizer)
     return pinned
 
 

@@ -87,6 +87,20 @@ def test_what_was_cast_is_pinned_again(pools: dict[int, RankPool]) -> None:
     assert pools[2].run("conformance.selftests.simulator_sharded:pinned_where_cast") == [[True] * 4] * 2
 
 
+@pytest.mark.parametrize("keeps_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_offloaded_flat_parameters_are_pinned_like_torch(
+    pools: dict[int, RankPool], strategy: str, keeps_params: bool
+) -> None:
+    case = "conformance.selftests.simulator_sharded:pinned_by_training"
+    expected, actual = (
+        pools[2].run(case, library=library, strategy=strategy, keeps_params=keeps_params)
+        for library in LIBRARIES
+    )
+    assert actual == expected
+    assert any(is_pinned for rank_pairs in expected for pair in rank_pairs for is_pinned in pair)
+
+
 def waits() -> Iterator[tuple[str, int, str]]:
     """File, line and text of each statement in impl's FSDP that lets a stream or the host wait."""
     for file in sorted(SHARDING.rglob("*.py")):
@@ -97,7 +111,8 @@ def waits() -> Iterator[tuple[str, int, str]]:
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            if called.endswith(("streams.wait", "streams.block")) or called.startswith("shards_were_"):
+            is_wait = called.endswith(("streams.wait", "streams.block", "root.let_host_write"))
+            if is_wait or called.startswith("shards_were_"):
                 yield file.name, node.lineno, ast.unparse(node)
 
 

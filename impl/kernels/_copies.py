@@ -4,8 +4,8 @@ What a copy from a device to the host returns, if it does not block, is memory t
 before an event that was recorded behind the copy reads what was there before. So a copy to the host blocks, but for
 `HostCopy`, whose numbers cannot be had before their event, and `sent_to_host`, whose callers wait for many at once.
 Towards a device nothing has to wait: memory of the host that is not pinned has been read when the copy returns, and
-pinned memory that is freed by then is kept by torch's allocator for as long as the copy takes. Pinned memory is not to
-be written to meanwhile: of offloaded shards, which optimizers write to, fully_shard's root sees to that.
+pinned memory that is freed by then is kept by torch's allocator for as long as the copy takes. It must not be written
+to meanwhile. Optimizers write to offloaded shards: the root of sharded modules makes the host wait before that.
 """
 
 import torch

@@ -83,6 +83,7 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
         for summoned_handle in summoned_handles if is_shown_here else ():
             summoned_handle.end()
         unit.root.memory.note_resharded(unit)
+        unit.root.let_host_write()
 
 
 class _SummonedHandle:

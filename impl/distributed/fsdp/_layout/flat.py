@@ -28,7 +28,6 @@ class FlatParamGroup(FlatParamHandle):
     """A flat parameter as the engine knows it."""
 
     is_tracked = True
-    pins = False
     shows_what_is_kept = False
 
     def __init__(
@@ -108,10 +107,13 @@ class FlatParamGroup(FlatParamHandle):
             return None
         written = unsharded.fill_from(self.versions)
         shard = self.flat_param.data
+        if self.pins and shard.dtype is not unsharded.flat.dtype:
+            # The device casts: a cast on the host blocks it, and its result is not pinned.
+            shard = placed(shard, self.device)
         if self.groups.shard is None:
             copy_into_(unsharded.flat, shard)
             return None
-        mine = placed(shard, unsharded.flat.device, unsharded.flat.dtype)
+        mine = placed(shard, self.device, unsharded.flat.dtype)
         return Gathering(self.groups.shard, unsharded.flat, mine, written)
 
     def end_gather(self, gathering: Gathering) -> None:

@@ -39,7 +39,7 @@ class FlatParamHandle:
         compute_dtype: of the unsharded buffer; None is the parameters' own.
         reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
         device: where the unsharded buffer lies, and the shard too unless it is offloaded.
-        offloads: the shard lies on the CPU.
+        offloads: the shard lies on the CPU, in pinned memory if `device` is an accelerator.
         use_orig_params: modules keep the user's parameters, as views of the shard.
     """
 
@@ -60,6 +60,7 @@ class FlatParamHandle:
         self.rank = rank
         self.device = device
         self.offloads = offloads
+        self.pins = offloads and device.type != "cpu"
         self.use_orig_params = use_orig_params
         self._given_compute_dtype = compute_dtype
         self._given_reduce_dtype = reduce_dtype or compute_dtype
@@ -127,6 +128,9 @@ class FlatParamHandle:
 
     def refresh(self) -> None:
         """Follow the shard after it was made, moved or cast."""
+        shard = self._pinned(self.flat_param.data)
+        if shard.data_ptr() != self.flat_param.data_ptr():
+            self.flat_param.data = shard
         if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
             for unsharded in self._unsharded.values():
                 unsharded.is_given_up = True
@@ -139,6 +143,11 @@ class FlatParamHandle:
             pairs = zip(views, self.layout.slots, strict=True)
             self.sharded_views = [ShardedPlaceholder.of(view, slot.name) for view, slot in pairs]
         self.use_sharded_views()
+
+    def _pinned(self, shard: Tensor) -> Tensor:
+        if not self.pins or not shard.is_cpu or shard.is_pinned():
+            return shard
+        return shard.pin_memory()
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedBuffer:
         """The buffer in a dtype; its storage is free until it is allocated."""
@@ -236,7 +245,7 @@ class FlatParamHandle:
 
     def _adopt(self, shard: Tensor) -> None:
         """Go on with another shard; the memory of the one before stays as it is, since a user may put it back."""
-        self.flat_param.data = shard
+        self.flat_param.data = shard = self._pinned(shard)
         torch.autograd.graph.increment_version(self.flat_param)  # which other memory does not by itself
         if shard.dtype is not self._refreshed_in:
             self.refresh()
