@@ -10,6 +10,7 @@ from torch import Tensor
 
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import F64, LAUNCH, load, on_device, store, visit_chunk
+from impl.kernels._triton.launch import launch
 
 
 @triton.jit
@@ -59,6 +60,6 @@ def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
         return False
     if table.chunks:
         with on_device(table.rows):
-            clamp_kernel[(table.chunks,)](table.rows, low, high, **LAUNCH)
+            launch(clamp_kernel, (table.chunks,), table.rows, low, high, **LAUNCH)
         torch.autograd.graph.increment_version(tensors)
     return True

@@ -16,6 +16,7 @@ from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import ChunkTable, sent_to, stream_of
 from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import on_device
+from impl.kernels._triton.launch import launch
 from impl.kernels._triton.update import LAUNCH
 from impl.kernels._update_table import update_table
 from impl.kernels.rules import Rule
@@ -53,9 +54,9 @@ def launch_fused_step(
     with on_device(factor):
         for alike in filter(None, kinds):
             if alike.table.chunks:
-                kernel[(alike.table.chunks,)](
-                    alike.table.rows, settings, lr, factor, found_inf, LISTS=len(alike.lists),
-                    STATES=len(parameters.states), **flags, **alike.dtypes, **LAUNCH,
+                launch(
+                    kernel, (alike.table.chunks,), alike.table.rows, settings, lr, factor, found_inf,
+                    LISTS=len(alike.lists), STATES=len(parameters.states), **flags, **alike.dtypes, **LAUNCH,
                 )  # fmt: skip
     for written in (parameters.params, *parameters.states, parameters.low_precision_params):
         torch.autograd.graph.increment_version(written)

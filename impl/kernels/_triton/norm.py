@@ -10,6 +10,7 @@ from torch import Tensor
 
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import F64, LAUNCH, OPTIONS, load, on_device, visit_chunk
+from impl.kernels._triton.launch import launch
 
 _FINISH_BLOCK = 1024
 
@@ -137,8 +138,17 @@ def launch_norm(
     kind = _kind(norm_type)
     with on_device(norm):
         if table.chunks:
-            partial_norm_kernel[(table.chunks,)](table.rows, partials, norm_type, KIND=kind, **LAUNCH)
-        finish_norm_kernel[(1,)](
-            partials, norm, found_inf, table.chunks, norm_type, KIND=kind, BLOCK=_FINISH_BLOCK, **OPTIONS
+            launch(partial_norm_kernel, (table.chunks,), table.rows, partials, norm_type, KIND=kind, **LAUNCH)
+        launch(
+            finish_norm_kernel,
+            (1,),
+            partials,
+            norm,
+            found_inf,
+            table.chunks,
+            norm_type,
+            KIND=kind,
+            BLOCK=_FINISH_BLOCK,
+            **OPTIONS,
         )
     return norm.to(dtype)

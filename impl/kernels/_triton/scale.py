@@ -9,6 +9,7 @@ from torch import Tensor
 
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import LAUNCH, load, on_device, store, visit_chunk
+from impl.kernels._triton.launch import launch
 
 
 @triton.jit
@@ -48,6 +49,6 @@ def launch_scale(tensors: Sequence[Tensor], factor: Tensor) -> bool:
         return False
     if table.chunks:
         with on_device(table.rows):
-            scale_kernel[(table.chunks,)](table.rows, factor.to(table.rows.device), **LAUNCH)
+            launch(scale_kernel, (table.chunks,), table.rows, factor.to(table.rows.device), **LAUNCH)
         torch.autograd.graph.increment_version(tensors)
     return True

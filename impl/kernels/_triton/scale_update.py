@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._triton.chunk import F64, OPTIONS, on_device
+from impl.kernels._triton.launch import launch
 
 
 @triton.jit
@@ -43,7 +44,9 @@ def launch_update_scale(
     min_scale: float,
 ) -> None:
     with on_device(scale):
-        update_scale_kernel[(1,)](
+        launch(
+            update_scale_kernel,
+            (1,),
             scale,
             growth_tracker,
             found_inf,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import LAUNCH, load, on_device, store, visit_chunk
+from impl.kernels._triton.launch import launch
 
 
 @triton.jit
@@ -52,6 +53,6 @@ def launch_unscale(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
         return False
     if table.chunks:
         with on_device(found_inf):
-            unscale_kernel[(table.chunks,)](table.rows, inv_scale, found_inf, **LAUNCH)
+            launch(unscale_kernel, (table.chunks,), table.rows, inv_scale, found_inf, **LAUNCH)
         torch.autograd.graph.increment_version(grads)
     return True

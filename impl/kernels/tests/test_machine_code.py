@@ -48,6 +48,21 @@ def test_what_the_launchers_ask_for_compiles():
 
 
 @needs_triton
+@pytest.mark.deadline(300)
+def test_launch_runs_the_kernel_that_triton_specialises():
+    """In every case the kernel that Triton itself finds, and found only once but where Triton has to look."""
+    cases = printed_by("impl.kernels.tests.as_kept")
+    for name, case in cases.items():
+        assert len(set(case["functions"])) == 1, (name, case)
+    assert {name for name, case in cases.items() if case["was_searched"]} == {"a truth value", "under a hook"}
+    functions = {name: case["functions"][0] for name, case in cases.items()}
+    same = ("aligned", "another address", "another number of its form", "a parameter", "aligned again")
+    assert len({functions.pop(name) for name in same}) == 1
+    del functions["under a hook"]  # that of the other device
+    assert len(set(functions.values())) == len(functions)
+
+
+@needs_triton
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize(
     "capability",

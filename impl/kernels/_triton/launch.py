@@ -1,0 +1,97 @@
+"""Launch kernels that were compiled before without Triton's search for them, which takes three quarters of a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from impl.kernels._lists import PLAIN_TYPES
+
+_ALIGNED = 16  # what Triton asks of addresses and integers
+_TRITONS_RUN = JITFunction.run  # pyright: ignore[reportUnknownMemberType]
+
+
+class _Kept(NamedTuple):
+    kernel: Any  # held, so that no other kernel gets its id
+    run: Any
+    function: int
+    metadata: Any
+    constants: tuple[Any, ...]  # in the order of the kernel's parameters
+
+
+_kept: dict[tuple[Hashable, ...], _Kept] = {}
+
+
+def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
+    """Call `kernel[grid](*args, **constants)`; the compiled kernel is kept by all that Triton specialises it for.
+
+    Triton searches for it itself in its interpreter, under hooks, and for arguments that are not plain tensors,
+    numbers or None. A change of Triton's settings after the first launch has no effect on kernels that are kept.
+
+    Args:
+        kernel: a function under `triton.jit`.
+        grid: programs, in one dimension.
+        args: the kernel's parameters up to its constants.
+        constants: the kernel's constants and Triton's options, in the same order in every call.
+
+    Sync: none.
+    """
+    key = _key_of(kernel, args, constants)
+    if key is None:
+        kernel[grid](*args, **constants)
+        return
+    kept = _kept.get(key)
+    if kept is None:
+        _keep(key, kernel, kernel[grid](*args, **constants), len(args), constants)
+        return
+    active: Any = driver.active
+    stream = active.get_current_stream(key[1])
+    kept.run(
+        grid[0], 1, 1, stream, kept.function, kept.metadata, None, None, None, *args, *kept.constants
+    )  # fmt: skip
+
+
+def _key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Hashable, ...] | None:
+    """Kernel, device, and what the compiled kernel depends on beside them; None if Triton has to look itself."""
+    if type(kernel) is not JITFunction or JITFunction.run is not _TRITONS_RUN or _has_hooks(kernel):
+        return None
+    forms: list[Hashable] = []
+    for arg in args:
+        kind: type[Any] = type(arg)
+        if kind in PLAIN_TYPES:
+            forms.append(arg.dtype if arg.data_ptr() % _ALIGNED == 0 else (arg.dtype, "unaligned"))
+        elif kind is int:
+            forms.append(_form_of(arg))
+        elif arg is None or kind is float:
+            forms.append(kind)
+        else:
+            return None
+    active: Any = driver.active
+    return (id(kernel), active.get_current_device(), *forms, *constants, *constants.values())
+
+
+def _has_hooks(kernel: Any) -> bool:
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _form_of(number: int) -> Hashable:
+    """As far as Triton looks at it: whether it is 1, its width, and whether it is a multiple."""
+    return number == 1 or (number.bit_length() > 31, number.bit_length() > 63, number % _ALIGNED == 0)
+
+
+def _keep(
+    key: tuple[Hashable, ...], kernel: Any, compiled: Any, taken: int, constants: dict[str, Any]
+) -> None:
+    parameters = kernel.params[taken:]
+    if isinstance(compiled, CompiledKernel) and all(
+        parameter.is_constexpr and parameter.name in constants for parameter in parameters
+    ):
+        made: Any = compiled
+        in_order = tuple(constants[parameter.name] for parameter in parameters)
+        _kept[key] = _Kept(kernel, made.run, made.function, made.packed_metadata, in_order)
