@@ -80,7 +80,7 @@ def stub(
         Path(task.rows).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         return [sys.executable, "-c", f"import json, signal, sys, time{then}", task.as_word()]
 
-    return GpuPhase(name, weight, command, is_judging=is_judging)
+    return GpuPhase(name, weight, command, is_judging=is_judging, fixed_s=0.0)
 
 
 @pytest.fixture

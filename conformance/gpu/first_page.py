@@ -14,6 +14,7 @@ from conformance.gpu.phases import LEFT_OUT
 _COUNTED = ("kernels", "probe", "waits", "values", "graphs", "training")
 _GOOD = ("agrees", "works", "ran")
 _MOST_CAUSES = 20
+_MOST_NAMED = 4
 # What differs between tests that fail for one reason.
 _VARYING = (
     (re.compile(r"0x[0-9a-f]+"), "0x…"),
@@ -60,14 +61,14 @@ def _count(name: str, rows: Sequence[dict[str, Any]]) -> str:
         if row["outcome"] not in _GOOD:
             others.setdefault(row["outcome"], []).append(row["name"])
     good = len(rows) - sum(map(len, others.values()))
-    listed = "".join(f"; **{outcome}**: {named(names)}" for outcome, names in others.items())
+    listed = "".join(f"; **{outcome}**: {named(names, _MOST_NAMED)}" for outcome, names in others.items())
     return f"- {name}: {good} of {len(rows)} good{listed}"
 
 
 def _not_in_time(report: dict[str, Any]) -> list[str]:
     return [
         f"- **not in the time: {name}**, {len(phase['not_run'])} not run ({first_line(phase['why'])}): "
-        f"{named(phase['not_run'])}"
+        f"{named(phase['not_run'], _MOST_NAMED)}"
         for name, phase in report["phases"].items()
         if phase["not_run"] and phase["why"] != LEFT_OUT
     ]

@@ -23,6 +23,6 @@ def first_line(text: str) -> str:
     return text.splitlines()[0] if text else ""
 
 
-def named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more, all in report.json" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+def named(names: Sequence[str], most: int = MOST_NAMED) -> str:
+    more = f" and {len(names) - most} more, all in report.json" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

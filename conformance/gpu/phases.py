@@ -38,7 +38,7 @@ class GpuPhase:
     command: Callable[[PhaseTask], list[str]]
     environ: Callable[[PhaseTask], Mapping[str, str]] = lambda task: {}
     is_judging: bool = False  # without its whole result nothing is shown
-    fixed_s: float = 0.0  # beside its share
+    fixed_s: float = 3.0  # beside its share: to start a process, which imports torch
 
 
 @dataclass
