@@ -200,8 +200,9 @@ def test_a_phase_that_ends_before_its_plan_says_so(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_breaks_makes_it_red(tmp_path: Path) -> None:
-    made = run_stubs(tmp_path, stub("speed", then="\nraise SystemExit('no driver')"))
-    assert made.report()["reasons"] == ["speed ended with code 1: no driver"]
+    made = run_stubs(tmp_path, stub("speed", then="\nprint('begun', flush=True)\nraise OSError('no driver')"))
+    (reason,) = made.report()["reasons"]
+    assert reason.startswith("speed ended with code 1: OSError: no driver\nbegun\nTraceback")
 
 
 def test_a_phase_that_was_left_out_is_no_reason() -> None:

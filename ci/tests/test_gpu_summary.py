@@ -55,7 +55,7 @@ def test_first_page_counts_what_agrees_and_names_the_rest() -> None:
 def test_first_page_lists_what_did_not_fit_the_time() -> None:
     found = report(judge=[])
     found["phases"]["judge"] |= {"why": f"cut: 2 of 9 {OUT_OF_TIME}", "not_run": ["t.py::a", "t.py::b"]}
-    assert "- **not in the time: judge**, 2 not run (cut: 2 of 9" in first_page(found)
+    assert "- **not run: 2 of judge** (cut: 2 of 9" in first_page(found)
     assert "t.py::a, t.py::b" in first_page(found)
 
 

@@ -26,7 +26,7 @@ _VARYING = (
 
 def first_page(report: dict[str, Any]) -> str:
     rows = {name: phase["rows"] for name, phase in report["phases"].items()}
-    parts = ["\n".join(["## At a glance", "", *_missing(rows), *_counts(rows), *_not_in_time(report)])]
+    parts = ["\n".join(["## At a glance", "", *_missing(rows), *_counts(rows), *_not_run(report)])]
     if causes := causes_of(rows.get("judge", [])):
         parts.append(_red_tests(causes))
     if report["device"] == "cuda":
@@ -65,9 +65,9 @@ def _count(name: str, rows: Sequence[dict[str, Any]]) -> str:
     return f"- {name}: {good} of {len(rows)} good{listed}"
 
 
-def _not_in_time(report: dict[str, Any]) -> list[str]:
+def _not_run(report: dict[str, Any]) -> list[str]:
     return [
-        f"- **not in the time: {name}**, {len(phase['not_run'])} not run ({first_line(phase['why'])}): "
+        f"- **not run: {len(phase['not_run'])} of {name}** ({first_line(phase['why'])}): "
         f"{named(phase['not_run'], _MOST_NAMED)}"
         for name, phase in report["phases"].items()
         if phase["not_run"] and phase["why"] != LEFT_OUT

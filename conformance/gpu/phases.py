@@ -98,7 +98,7 @@ def run(phase: GpuPhase, task: PhaseTask, log: Path, most_s: float) -> Ran:
     task = replace(task, until=began + most_s - _HEADROOM_S)
     ended, code = _run(phase.command(task), {**os.environ, **phase.environ(task)}, log, most_s)
     found = read_rows(Path(task.rows))
-    why = ended or ("" if code in (0, None) else f"ended with code {code}: {_tail(log)}")
+    why = ended or ("" if code in (0, None) else f"ended with code {code}: {_last_words(log)}")
     # pytest tells by 1 that tests failed, which their rows tell too.
     if phase.is_judging and code == 1 and found.rows and not ended:
         why = ""
@@ -146,8 +146,10 @@ def _pass_on(source: Any, log: Any) -> None:
                 say(f"   {text.removeprefix(PROGRESS)[:_LONGEST_LINE]}")
 
 
-def _tail(log: Path, longest: int = 1_500) -> str:
-    return log.read_text(errors="replace")[-longest:].strip()
+def _last_words(log: Path, longest: int = 1_500) -> str:
+    """Return the last line, which names the error of a traceback, and the lines before it below."""
+    before, _, last = log.read_text(errors="replace").strip()[-longest:].rpartition("\n")
+    return f"{last}\n{before}".strip()
 
 
 def run_all(
