@@ -11,12 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from impl.kernels._triton.chunk import OPTIONS, SHAPE
+from impl.kernels._triton.chunk import DTYPES, OPTIONS, SHAPE
 from impl.kernels._triton.clamp import clamp_kernel
 from impl.kernels._triton.norm import finish_norm_kernel, partial_norm_kernel
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
@@ -51,16 +52,27 @@ def _update(
 
 _FINISH = {"partial_ptr": "*fp64", "norm_ptr": "*fp32", "chunks": "i32", "p": "fp64"}
 _PARTIAL = {"rows_ptr": "*i64", "partial_ptr": "*fp64", "p": "fp64"}
+_WALKS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+    "unscale": (unscale_kernel, {"rows_ptr": "*i64", "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}, {}),
+    "scale": (scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, {}),
+    "clamp": (clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, {}),
+    "norm_two": (partial_norm_kernel, _PARTIAL, {"KIND": "two"}),
+    "norm_largest": (partial_norm_kernel, _PARTIAL, {"KIND": "largest"}),
+    "norm_power": (partial_norm_kernel, _PARTIAL, {"KIND": "power"}),
+}
 CASES = (
-    KernelVariant(
-        "unscale", unscale_kernel, {"rows_ptr": "*i64", "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"},
-        SHAPE,
+    *(
+        KernelVariant(name, kernel, signature, {**SHAPE, **constants, "DTYPE": None})
+        for name, (kernel, signature, constants) in _WALKS.items()
     ),
-    KernelVariant("scale", scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, SHAPE),
-    KernelVariant("clamp", clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, SHAPE),
-    KernelVariant("norm_two", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "two"}),
-    KernelVariant("norm_largest", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "largest"}),
-    KernelVariant("norm_power", partial_norm_kernel, _PARTIAL, {**SHAPE, "KIND": "power"}),
+    *(
+        KernelVariant(
+            f"{name} {dtype}", kernel, signature, {**SHAPE, **constants, "DTYPE": DTYPES[getattr(torch, dtype)]}
+        )
+        for name, (kernel, signature, constants) in _WALKS.items()
+        for dtype in ("bfloat16", "float32")
+        if name in {"unscale", "scale", "norm_two"}
+    ),
     KernelVariant(
         "finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}
     ),

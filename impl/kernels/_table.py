@@ -25,8 +25,9 @@ _ITEM_BYTES = (2, 2, 4, 8)
 class ChunkTable(NamedTuple):
     """One row a chunk, on the device of the tensors."""
 
-    rows: Tensor  # [chunks, 4] i64: address of the first element, elements, code of the dtype, whole
-    chunks: int  # `whole` is 1 for full chunks at aligned addresses: no mask, 128-bit loads
+    rows: Tensor  # [chunks, 4] i64: address of the first element, elements, code of the dtype, 1 if 16-byte aligned
+    chunks: int
+    dtype: torch.dtype | None = None  # of all tensors; None if they are mixed, or unknown
 
 
 class _Key(NamedTuple):
@@ -111,9 +112,11 @@ def _table_of(key: _Key) -> ChunkTable | None:
         return None
     chunks = chunks_of(numel_T)
     address_C = address_T[chunks.tensor_C] + chunks.start_C * bytes_T[chunks.tensor_C]
-    whole_C = chunks.are_whole(address_C)
-    rows = torch.stack([address_C, chunks.count_C, code_T[chunks.tensor_C], whole_C], dim=1)
-    return ChunkTable(sent_to(key.device, rows), len(rows))
+    aligned_C = are_aligned(address_C)
+    rows = torch.stack([address_C, chunks.count_C, code_T[chunks.tensor_C], aligned_C], dim=1)
+    return ChunkTable(
+        sent_to(key.device, rows), len(rows), key.dtypes[0] if len({*key.dtypes}) == 1 else None
+    )
 
 
 class Chunks(NamedTuple):
@@ -123,11 +126,6 @@ class Chunks(NamedTuple):
     start_C: Tensor
     count_C: Tensor
 
-    def are_whole(self, *addresses: Tensor) -> Tensor:
-        """1 where the chunk is full and all these addresses of its first element are aligned."""
-        aligned_C = torch.stack([address_C % _ALIGNED == 0 for address_C in addresses]).all(dim=0)
-        return ((self.count_C == CHUNK) & aligned_C).long()
-
 
 def chunks_of(numel_T: Tensor) -> Chunks:
     chunks_T = (numel_T + CHUNK - 1) // CHUNK
@@ -135,6 +133,11 @@ def chunks_of(numel_T: Tensor) -> Chunks:
     first_chunk_T = chunks_T.cumsum(0) - chunks_T
     start_C = (torch.arange(len(tensor_C), device="cpu") - first_chunk_T[tensor_C]) * CHUNK
     return Chunks(tensor_C, start_C, (numel_T[tensor_C] - start_C).clamp_(max=CHUNK))
+
+
+def are_aligned(*addresses: Tensor) -> Tensor:
+    """Return 1 for each chunk whose first element has an aligned address in every list, else 0."""
+    return torch.stack([address_C % _ALIGNED == 0 for address_C in addresses]).all(dim=0).long()
 
 
 def lie_apart(starts: Tensor, stops: Tensor) -> bool:

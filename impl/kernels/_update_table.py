@@ -7,10 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from impl.kernels._table import ChunkTable, KeptTables, chunks_of, lie_apart, on_host, sent_to, stream_of
+from impl.kernels._table import (
+    ChunkTable,
+    KeptTables,
+    are_aligned,
+    chunks_of,
+    lie_apart,
+    on_host,
+    sent_to,
+    stream_of,
+)
 
 # The first columns of a row; an address for each list follows.
-COUNT, WHOLE, STEP, ADDRESSES = range(4)
+COUNT, ALIGNED, STEP, ADDRESSES = range(4)
 
 
 class _Key(NamedTuple):
@@ -32,9 +41,10 @@ def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> 
         steps: a 0-dim counter for each place; or empty.
 
     Returns:
-        [chunks, 3 + lists] i64: elements, whole, address of the counter or 0, address of the first element in each
-        list. `whole` is 1 for full chunks that are aligned in every list. None where no kernel can take the tensors:
-        two share memory, or memory is not what one holds, or those of one place are not dense and laid out alike.
+        [chunks, 3 + lists] i64: elements, aligned, address of the counter or 0, address of the first element in each
+        list. `aligned` is 1 for chunks that are 16-byte aligned in every list. None where no kernel can take the
+        tensors: two share memory, or memory is not what one holds, or those of one place are not dense and laid out
+        alike.
     Sync: none; a new table is copied to a device from pinned memory.
     """
     if not _are_laid_out_alike(lists) or any(map(Tensor.is_neg, chain(*lists, steps))):
@@ -74,7 +84,7 @@ def _table_of(key: _Key) -> ChunkTable | None:
         return None
     chunks = chunks_of(numel_T)
     address_LC = address_LT[:, chunks.tensor_C] + chunks.start_C * bytes_L1
-    whole_C = chunks.are_whole(*address_LC)
+    aligned_C = are_aligned(*address_LC)
     step_T = on_host(key.steps) if key.steps else torch.zeros_like(numel_T)
-    rows = torch.stack([chunks.count_C, whole_C, step_T[chunks.tensor_C], *address_LC], dim=1)
+    rows = torch.stack([chunks.count_C, aligned_C, step_T[chunks.tensor_C], *address_LC], dim=1)
     return ChunkTable(sent_to(key.device, rows), len(rows))

@@ -1,13 +1,13 @@
 """What every kernel over a chunk table shares: its row, its loads and stores, its launch."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from impl.kernels._table import CHUNK, CODES
+from impl.kernels._table import CODES, ChunkTable
 
 # How a kernel declares a Python float, which Triton takes for f32 unless told otherwise.
 if TYPE_CHECKING:
@@ -18,12 +18,25 @@ else:
 F16 = tl.constexpr(CODES[torch.float16])
 BF16 = tl.constexpr(CODES[torch.bfloat16])
 F32 = tl.constexpr(CODES[torch.float32])
+DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
 
 # Triton 3.10 changes the default of fusing products into sums; pinned, results do not depend on the version.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # Sixteen elements a thread: four 128-bit loads in flight in f32, two in f16.
-SHAPE = {"CHUNK": CHUNK, "BLOCK": 2048}
+SHAPE = {"BLOCK": 2048}
 LAUNCH = {**SHAPE, **OPTIONS}
+# The elements of 128 bits of the narrowest dtype.
+_VECTOR = tl.constexpr(8)
+
+
+def shape_for(table: ChunkTable) -> dict[str, Any]:
+    """Return what a kernel over `table` is compiled by: one dtype takes half of the registers of all four."""
+    return {**LAUNCH, "DTYPE": None if table.dtype is None else DTYPES[table.dtype]}
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
@@ -36,64 +49,55 @@ def visit_chunk(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     VISIT: tl.constexpr,
     inputs: tl.tuple,
-    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,  # of all tensors; None if they are mixed
     BLOCK: tl.constexpr,
 ) -> None:
-    """Call VISIT(pointer, count, inputs, WHOLE, CHUNK, BLOCK) on this program's chunk, for its dtype and wholeness."""
+    """Call VISIT(address, DTYPE, vectors, count, inputs, BLOCK) on this program's chunk, in its dtype.
+
+    The first `vectors` elements can be accessed 128 bits at a time, by `vector_pointer_to`.
+    """
     row_ptr = rows_ptr + tl.program_id(0).to(tl.int64) * 4
-    address, count = tl.load(row_ptr), tl.load(row_ptr + 1)
-    code, whole = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
-    if whole == 1:
-        _visit_as(address, count, code, VISIT, inputs, True, CHUNK, BLOCK)
+    address, count = tl.load(row_ptr), tl.load(row_ptr + 1).to(tl.int32)
+    vectors = vectors_in(count, tl.load(row_ptr + 3))
+    if DTYPE is not None:
+        VISIT(address, DTYPE, vectors, count, inputs, BLOCK)
     else:
-        _visit_as(address, count, code, VISIT, inputs, False, CHUNK, BLOCK)
+        code = tl.load(row_ptr + 2)
+        if code == F16:
+            VISIT(address, tl.float16, vectors, count, inputs, BLOCK)
+        elif code == BF16:
+            VISIT(address, tl.bfloat16, vectors, count, inputs, BLOCK)
+        elif code == F32:
+            VISIT(address, tl.float32, vectors, count, inputs, BLOCK)
+        else:
+            VISIT(address, tl.float64, vectors, count, inputs, BLOCK)
 
 
 @triton.jit
-def _visit_as(
-    address: tl.tensor,
-    count: tl.tensor,
-    code: tl.tensor,
-    VISIT: tl.constexpr,
-    inputs: tl.tuple,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    if code == F16:
-        VISIT(pointer_to(address, tl.float16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
-    elif code == BF16:
-        VISIT(pointer_to(address, tl.bfloat16, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
-    elif code == F32:
-        VISIT(pointer_to(address, tl.float32, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
-    else:
-        VISIT(pointer_to(address, tl.float64, WHOLE), count, inputs, WHOLE, CHUNK, BLOCK)
+def vectors_in(count: tl.tensor, is_aligned: tl.tensor) -> tl.tensor:
+    """Return how many elements of a chunk make up complete vectors at aligned addresses."""
+    # A mask whose bound is a product with the vector's size is known to be constant within each vector.
+    return count // _VECTOR * is_aligned.to(tl.int32) * _VECTOR
 
 
 @triton.jit
-def pointer_to(address: tl.tensor, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
-    """The chunk's first element. The hint after the cast is what lets whole chunks load 128 bits at a time."""
-    pointer = address.to(tl.pointer_type(DTYPE))
-    if WHOLE:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def pointer_to(address: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    return address.to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
-def load(pointer: tl.tensor, offsets: tl.tensor, count: tl.tensor, WHOLE: tl.constexpr) -> tl.tensor:
-    """Elements in f32, or f64 for f64; 0 past the chunk's end."""
-    values = (
-        tl.load(pointer + offsets) if WHOLE else tl.load(pointer + offsets, mask=offsets < count, other=0.0)
-    )
+def vector_pointer_to(address: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    # A hint counts only in the function that makes the pointer.
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Elements in f32, or f64 for f64; 0 where the mask is false."""
+    values = tl.load(pointers, mask=mask, other=0.0)
     return values if values.dtype == tl.float64 else values.to(tl.float32)
 
 
 @triton.jit
-def store(
-    pointer: tl.tensor, offsets: tl.tensor, values: tl.tensor, count: tl.tensor, WHOLE: tl.constexpr
-) -> None:
-    values = values.to(pointer.dtype.element_ty)
-    if WHOLE:
-        tl.store(pointer + offsets, values)
-    else:
-        tl.store(pointer + offsets, values, mask=offsets < count)
+def store(pointers: tl.tensor, values: tl.tensor, mask: tl.tensor) -> None:
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)

@@ -9,28 +9,44 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._table import chunk_table
-from impl.kernels._triton.chunk import F64, LAUNCH, load, on_device, store, visit_chunk
+from impl.kernels._triton.chunk import (
+    F64,
+    load,
+    on_device,
+    pointer_to,
+    shape_for,
+    store,
+    vector_pointer_to,
+    visit_chunk,
+)
 from impl.kernels._triton.launch import launch
 
 
 @triton.jit
 def _clamp_chunk(
-    pointer: tl.tensor,  # to `count` elements, read and overwritten
+    address: tl.tensor,  # of `count` elements, read and overwritten
+    DTYPE: tl.constexpr,
+    vectors: tl.tensor,
     count: tl.tensor,
     bounds: tl.tuple,  # f64
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    _clamp_span(vector_pointer_to(address, DTYPE), 0, vectors, bounds, BLOCK)
+    _clamp_span(pointer_to(address, DTYPE), vectors, count, bounds, BLOCK)
+
+
+@triton.jit
+def _clamp_span(
+    pointer: tl.tensor, start: tl.tensor, stop: tl.tensor, bounds: tl.tuple, BLOCK: tl.constexpr
+) -> None:
     low, high = bounds
-    for start in range(0, CHUNK, BLOCK):
-        if WHOLE or start < count:
-            offsets = start + tl.arange(0, BLOCK)
-            values = load(pointer, offsets, count, WHOLE)
-            # nan compares false and stays; where the bounds cross, `high` comes last and wins.
-            values = tl.where(values < low.to(values.dtype), low.to(values.dtype), values)
-            values = tl.where(values > high.to(values.dtype), high.to(values.dtype), values)
-            store(pointer, offsets, values, count, WHOLE)
+    for block in range(start, stop, BLOCK):
+        offsets = tl.arange(0, BLOCK)
+        values = load(pointer + block + offsets, offsets < stop - block)
+        # nan compares false and stays; where the bounds cross, `high` comes last and wins.
+        values = tl.where(values < low.to(values.dtype), low.to(values.dtype), values)
+        values = tl.where(values > high.to(values.dtype), high.to(values.dtype), values)
+        store(pointer + block + offsets, values, offsets < stop - block)
 
 
 @triton.jit
@@ -38,12 +54,12 @@ def clamp_kernel(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     low: F64,
     high: F64,
-    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Clamp in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
     bounds = tl.full([], low, tl.float64), tl.full([], high, tl.float64)
-    visit_chunk(rows_ptr, _clamp_chunk, bounds, CHUNK, BLOCK)
+    visit_chunk(rows_ptr, _clamp_chunk, bounds, DTYPE, BLOCK)
 
 
 def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
@@ -60,6 +76,6 @@ def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
         return False
     if table.chunks:
         with on_device(table.rows):
-            launch(clamp_kernel, (table.chunks,), table.rows, low, high, **LAUNCH)
+            launch(clamp_kernel, (table.chunks,), table.rows, low, high, **shape_for(table))
         torch.autograd.graph.increment_version(tensors)
     return True

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
@@ -15,19 +14,13 @@ from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import ChunkTable, sent_to, stream_of
 from impl.kernels._triton import rules
-from impl.kernels._triton.chunk import on_device
+from impl.kernels._triton.chunk import DTYPES, on_device
 from impl.kernels._triton.launch import launch
 from impl.kernels._triton.update import LAUNCH
 from impl.kernels._update_table import update_table
 from impl.kernels.rules import Rule
 
 _HANDLED = (torch.float16, torch.bfloat16, torch.float32)
-_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 
 
 class _Alike(NamedTuple):
@@ -83,7 +76,7 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
     lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
     table = update_table(lists, picked(parameters.steps))
     named = {"OWN": params, "GRADS": laid_out, "COPIES": copies or params}
-    dtypes = {name: _DTYPES[some[0].dtype] for name, some in named.items()}
+    dtypes = {name: DTYPES[some[0].dtype] for name, some in named.items()}
     return None if table is None else _Alike(lists, table, dtypes)
 
 

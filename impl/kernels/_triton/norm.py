@@ -9,7 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._table import chunk_table
-from impl.kernels._triton.chunk import F64, LAUNCH, OPTIONS, load, on_device, visit_chunk
+from impl.kernels._triton.chunk import (
+    F64,
+    OPTIONS,
+    load,
+    on_device,
+    pointer_to,
+    shape_for,
+    vector_pointer_to,
+    visit_chunk,
+)
 from impl.kernels._triton.launch import launch
 
 _FINISH_BLOCK = 1024
@@ -45,28 +54,43 @@ def _reduce(sums: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _norm_chunk(
-    pointer: tl.tensor,  # to `count` elements, read
+    address: tl.tensor,  # of `count` elements, read
+    DTYPE: tl.constexpr,
+    vectors: tl.tensor,
     count: tl.tensor,
     inputs: tl.tuple,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     partial_ptr, p = inputs[0], inputs[1]
     KIND: tl.constexpr = inputs[2]
+    most = _norm_span(vector_pointer_to(address, DTYPE), 0, vectors, p, KIND, BLOCK)
+    rest = _norm_span(pointer_to(address, DTYPE), vectors, count, p, KIND, BLOCK)
+    tl.store(partial_ptr + tl.program_id(0), _combine(most, rest, KIND))
+
+
+@triton.jit
+def _norm_span(
+    pointer: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    p: tl.tensor,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
     sums = tl.full([BLOCK], float("inf") if KIND == "smallest" else 0.0, tl.float64)
-    for start in range(0, CHUNK, BLOCK):
-        if WHOLE or start < count:
-            offsets = start + tl.arange(0, BLOCK)
-            # In f64 no square of an f32 overflows or underflows.
-            values = tl.abs(load(pointer, offsets, count, WHOLE)).to(tl.float64)
-            if KIND == "two":
-                values = values * values
-            elif KIND == "power":
-                values = tl.exp2(tl.log2(values) * p)
-            combined = _combine(sums, values, KIND)
-            sums = combined if WHOLE else tl.where(offsets < count, combined, sums)
-    tl.store(partial_ptr + tl.program_id(0), _reduce(sums, KIND))
+    for block in range(start, stop, BLOCK):
+        offsets = tl.arange(0, BLOCK)
+        # In f64 no square of an f32 overflows or underflows.
+        values = tl.abs(load(pointer + block + offsets, offsets < stop - block)).to(tl.float64)
+        if KIND == "two":
+            values = values * values
+        elif KIND == "power":
+            values = tl.exp2(tl.log2(values) * p)
+        if KIND == "power" or KIND == "smallest":  # noqa: PLR1714  Triton knows no sets
+            sums = tl.where(offsets < stop - block, _combine(sums, values, KIND), sums)
+        else:  # masked elements are 0, which changes no sum
+            sums = _combine(sums, values, KIND)
+    return _reduce(sums, KIND)
 
 
 @triton.jit
@@ -75,11 +99,11 @@ def partial_norm_kernel(
     partial_ptr: tl.tensor,  # [chunks] f64, fully written
     p: F64,
     KIND: tl.constexpr,
-    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One partial a chunk: sum of |x|**p, or an extreme. f32: 4 B an element, read."""
-    visit_chunk(rows_ptr, _norm_chunk, (partial_ptr, p, KIND), CHUNK, BLOCK)
+    visit_chunk(rows_ptr, _norm_chunk, (partial_ptr, p, KIND), DTYPE, BLOCK)
 
 
 @triton.jit
@@ -138,7 +162,15 @@ def launch_norm(
     kind = _kind(norm_type)
     with on_device(norm):
         if table.chunks:
-            launch(partial_norm_kernel, (table.chunks,), table.rows, partials, norm_type, KIND=kind, **LAUNCH)
+            launch(
+                partial_norm_kernel,
+                (table.chunks,),
+                table.rows,
+                partials,
+                norm_type,
+                KIND=kind,
+                **shape_for(table),
+            )
         launch(
             finish_norm_kernel,
             (1,),

@@ -47,7 +47,6 @@ def adam_kernel(
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
     COPIES: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Adam and AdamW. f32: 28 B an element (16 read, 12 written), 36 with the largest squares; one launch a list."""
@@ -66,7 +65,7 @@ def adam_kernel(
         )  # fmt: skip
         visit_update(
             rows_ptr, factor_ptr, _adam, numbers, (AMSGRAD, MAXIMIZE, DECAY), LISTS, STATES, OWN, GRADS, COPIES,
-            CHUNK, BLOCK,
+            BLOCK,
         )  # fmt: skip
 
 
@@ -104,7 +103,6 @@ def sgd_kernel(
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
     COPIES: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """SGD. f32: 12 B an element (8 read, 4 written), 20 with momentum; one launch a list."""
@@ -117,7 +115,7 @@ def sgd_kernel(
         )  # fmt: skip
         visit_update(
             rows_ptr, factor_ptr, _sgd, numbers, (MOMENTUM_PHASE, NESTEROV, MAXIMIZE, DECAYS), LISTS, STATES, OWN,
-            GRADS, COPIES, CHUNK, BLOCK,
+            GRADS, COPIES, BLOCK,
         )  # fmt: skip
 
 
@@ -152,7 +150,6 @@ def adagrad_kernel(
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
     COPIES: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Adagrad. f32: 20 B an element (12 read, 8 written); one launch a list."""
@@ -165,5 +162,5 @@ def adagrad_kernel(
         numbers = step_size.to(tl.float32), eps.to(tl.float32), decay.to(tl.float32)
         visit_update(
             rows_ptr, factor_ptr, _adagrad, numbers, (MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS, COPIES,
-            CHUNK, BLOCK,
+            BLOCK,
         )  # fmt: skip

@@ -8,30 +8,47 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._table import chunk_table
-from impl.kernels._triton.chunk import LAUNCH, load, on_device, store, visit_chunk
+from impl.kernels._triton.chunk import (
+    load,
+    on_device,
+    pointer_to,
+    shape_for,
+    store,
+    vector_pointer_to,
+    visit_chunk,
+)
 from impl.kernels._triton.launch import launch
 
 
 @triton.jit
 def _unscale_chunk(
-    pointer: tl.tensor,  # to `count` elements, read and overwritten
+    address: tl.tensor,  # of `count` elements, read and overwritten
+    DTYPE: tl.constexpr,
+    vectors: tl.tensor,
     count: tl.tensor,
     inputs: tl.tuple,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     inv_scale_ptr, found_inf_ptr = inputs
     inv_scale = tl.load(inv_scale_ptr)
+    bad = _unscale_span(vector_pointer_to(address, DTYPE), 0, vectors, inv_scale, BLOCK)
+    bad |= _unscale_span(pointer_to(address, DTYPE), vectors, count, inv_scale, BLOCK)
+    tl.store(found_inf_ptr, 1.0, mask=bad == 1)
+
+
+@triton.jit
+def _unscale_span(
+    pointer: tl.tensor, start: tl.tensor, stop: tl.tensor, inv_scale: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Return 1 if an element is inf or nan, else 0."""
     bad = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, CHUNK, BLOCK):
-        if WHOLE or start < count:
-            offsets = start + tl.arange(0, BLOCK)
-            values = load(pointer, offsets, count, WHOLE)
-            # nan compares false.
-            bad |= tl.where(tl.abs(values) < float("inf"), 0, 1)
-            store(pointer, offsets, values * inv_scale, count, WHOLE)
-    tl.store(found_inf_ptr, 1.0, mask=tl.max(bad, axis=0) == 1)
+    for block in range(start, stop, BLOCK):
+        offsets = tl.arange(0, BLOCK)
+        values = load(pointer + block + offsets, offsets < stop - block)
+        # nan compares false.
+        bad |= tl.where(tl.abs(values) < float("inf"), 0, 1)
+        store(pointer + block + offsets, values * inv_scale, offsets < stop - block)
+    return tl.max(bad, axis=0)
 
 
 @triton.jit
@@ -39,11 +56,11 @@ def unscale_kernel(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     inv_scale_ptr: tl.tensor,  # [] f32
     found_inf_ptr: tl.tensor,  # [] f32, set to 1.0 on inf or nan, never cleared here
-    CHUNK: tl.constexpr,
+    DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Times inv_scale in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
-    visit_chunk(rows_ptr, _unscale_chunk, (inv_scale_ptr, found_inf_ptr), CHUNK, BLOCK)
+    visit_chunk(rows_ptr, _unscale_chunk, (inv_scale_ptr, found_inf_ptr), DTYPE, BLOCK)
 
 
 def launch_unscale(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> bool:
@@ -53,6 +70,6 @@ def launch_unscale(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor
         return False
     if table.chunks:
         with on_device(found_inf):
-            launch(unscale_kernel, (table.chunks,), table.rows, inv_scale, found_inf, **LAUNCH)
+            launch(unscale_kernel, (table.chunks,), table.rows, inv_scale, found_inf, **shape_for(table))
         torch.autograd.graph.increment_version(grads)
     return True

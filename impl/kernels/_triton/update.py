@@ -8,14 +8,13 @@ the f64 numbers that hold for a whole tensor.
 import triton
 import triton.language as tl
 
-from impl.kernels._table import CHUNK
-from impl.kernels._triton.chunk import OPTIONS, load, pointer_to, store
-from impl.kernels._update_table import ADDRESSES, COUNT, STEP, WHOLE
+from impl.kernels._triton.chunk import OPTIONS, load, pointer_to, store, vector_pointer_to, vectors_in
+from impl.kernels._update_table import ADDRESSES, ALIGNED, COUNT, STEP
 
-_COUNT, _WHOLE, _STEP, _ADDRESSES = map(tl.constexpr, (COUNT, WHOLE, STEP, ADDRESSES))
+_COUNT, _ALIGNED, _STEP, _ADDRESSES = map(tl.constexpr, (COUNT, ALIGNED, STEP, ADDRESSES))
 
 # Eight elements a thread: two 128-bit loads in flight for each list in f32, one in f16.
-SHAPE = {"CHUNK": CHUNK, "BLOCK": 1024}
+SHAPE = {"BLOCK": 1024}
 LAUNCH = {**SHAPE, **OPTIONS, "enable_fp_fusion": False}
 
 
@@ -49,64 +48,73 @@ def visit_update(
     OWN: tl.constexpr,  # dtype of parameters and states
     GRADS: tl.constexpr,  # dtype
     COPIES: tl.constexpr,  # dtype, whatever it is where there are none
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Store UPDATE(param, grad, states, numbers, flags), of which `states` are always three, for this chunk."""
     row_ptr = _row(rows_ptr, LISTS)
+    count = tl.load(row_ptr + _COUNT).to(tl.int32)
+    vectors = vectors_in(count, tl.load(row_ptr + _ALIGNED))
     factor = tl.load(factor_ptr).to(tl.float32)
-    if tl.load(row_ptr + _WHOLE) == 1:
-        _visit(row_ptr, factor, UPDATE, numbers, flags, LISTS, STATES, OWN, GRADS, COPIES, True, CHUNK, BLOCK)
-    else:
-        _visit(
-            row_ptr, factor, UPDATE, numbers, flags, LISTS, STATES, OWN, GRADS, COPIES, False, CHUNK, BLOCK
-        )
+    _update_span(
+        _lists(row_ptr, vector_pointer_to, LISTS, STATES, OWN, GRADS, COPIES),
+        0, vectors, UPDATE, factor, numbers, flags, STATES, LISTS > 2 + STATES, BLOCK,
+    )  # fmt: skip
+    _update_span(
+        _lists(row_ptr, pointer_to, LISTS, STATES, OWN, GRADS, COPIES),
+        vectors, count, UPDATE, factor, numbers, flags, STATES, LISTS > 2 + STATES, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
-def _visit(
+def _lists(
     row_ptr: tl.tensor,
-    factor: tl.tensor,
-    UPDATE: tl.constexpr,
-    numbers: tl.tuple,
-    flags: tl.tuple,
+    POINTER_TO: tl.constexpr,
     LISTS: tl.constexpr,
     STATES: tl.constexpr,
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
     COPIES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    count = tl.load(row_ptr + _COUNT)
-    params = _list(row_ptr, 0, OWN, WHOLE)
-    grads = _list(row_ptr, 1, GRADS, WHOLE)
-    # Where a rule has fewer states, parameters stand in for the pointers and values that nothing uses.
-    first = _list(row_ptr, 2, OWN, WHOLE) if STATES > 0 else params
-    second = _list(row_ptr, 3, OWN, WHOLE) if STATES > 1 else params
-    third = _list(row_ptr, 4, OWN, WHOLE) if STATES > 2 else params
-    copies = _list(row_ptr, 2 + STATES, COPIES, WHOLE) if LISTS > 2 + STATES else params
-    for start in range(0, CHUNK, BLOCK):
-        if WHOLE or start < count:
-            offsets = start + tl.arange(0, BLOCK)
-            param = load(params, offsets, count, WHOLE)
-            one = load(first, offsets, count, WHOLE) if STATES > 0 else param
-            two = load(second, offsets, count, WHOLE) if STATES > 1 else param
-            three = load(third, offsets, count, WHOLE) if STATES > 2 else param
-            grad = load(grads, offsets, count, WHOLE).to(tl.float32) * factor
-            param, one, two, three = UPDATE(param, grad, (one, two, three), numbers, flags)
-            store(params, offsets, param, count, WHOLE)
-            if STATES > 0:
-                store(first, offsets, one, count, WHOLE)
-            if STATES > 1:
-                store(second, offsets, two, count, WHOLE)
-            if STATES > 2:
-                store(third, offsets, three, count, WHOLE)
-            if LISTS > 2 + STATES:
-                store(copies, offsets, param, count, WHOLE)
+) -> tl.tuple:
+    """Pointers to parameters, gradients, three states and copies; to parameters where there is no such list."""
+    address_ptr = row_ptr + _ADDRESSES
+    params = POINTER_TO(tl.load(address_ptr), OWN)
+    grads = POINTER_TO(tl.load(address_ptr + 1), GRADS)
+    first = POINTER_TO(tl.load(address_ptr + 2), OWN) if STATES > 0 else params
+    second = POINTER_TO(tl.load(address_ptr + 3), OWN) if STATES > 1 else params
+    third = POINTER_TO(tl.load(address_ptr + 4), OWN) if STATES > 2 else params
+    copies = POINTER_TO(tl.load(address_ptr + 2 + STATES), COPIES) if LISTS > 2 + STATES else params
+    return params, grads, first, second, third, copies
 
 
 @triton.jit
-def _list(row_ptr: tl.tensor, PLACE: tl.constexpr, DTYPE: tl.constexpr, WHOLE: tl.constexpr) -> tl.tensor:
-    return pointer_to(tl.load(row_ptr + _ADDRESSES + PLACE), DTYPE, WHOLE)
+def _update_span(
+    lists: tl.tuple,
+    start: tl.tensor,
+    stop: tl.tensor,
+    UPDATE: tl.constexpr,
+    factor: tl.tensor,
+    numbers: tl.tuple,
+    flags: tl.tuple,
+    STATES: tl.constexpr,
+    HAS_COPIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    params, grads, first, second, third, copies = lists
+    for block in range(start, stop, BLOCK):
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < stop - block
+        param = load(params + block + offsets, mask)
+        one = load(first + block + offsets, mask) if STATES > 0 else param
+        two = load(second + block + offsets, mask) if STATES > 1 else param
+        three = load(third + block + offsets, mask) if STATES > 2 else param
+        grad = load(grads + block + offsets, mask).to(tl.float32) * factor
+        param, one, two, three = UPDATE(param, grad, (one, two, three), numbers, flags)
+        store(params + block + offsets, param, mask)
+        if STATES > 0:
+            store(first + block + offsets, one, mask)
+        if STATES > 1:
+            store(second + block + offsets, two, mask)
+        if STATES > 2:
+            store(third + block + offsets, three, mask)
+        if HAS_COPIES:
+            store(copies + block + offsets, param, mask)

@@ -350,8 +350,8 @@ def test_chunks_cover_every_element_once(sizes, dtype):
     want = sorted((t.data_ptr() + at * width, t.data_ptr() + min(at + CHUNK, t.numel()) * width)
                   for t in tensors for at in range(0, t.numel(), CHUNK))  # fmt: skip
     assert covered == want
-    for address, count, _, whole in table.rows.tolist():
-        assert whole == (count == CHUNK and address % 16 == 0)
+    assert table.dtype is dtype
+    assert all(aligned == (address % 16 == 0) for address, _, _, aligned in table.rows.tolist())
 
 
 def test_tensors_that_share_memory_take_no_table():

@@ -12,7 +12,8 @@ import pytest
 from conformance.gpu.update_bounds import EACH
 
 # Sixteen elements a thread need two wide reads in f16, two in bf16, four in f32, eight in f64.
-_WIDE = 2 + 2 + 4 + 8
+_WIDE = {"bfloat16": 2, "float32": 4}
+_WIDE_MIXED = 2 + 2 + 4 + 8
 _READ = ("unscale", "scale", "clamp", "norm_two")
 _WRITTEN = ("unscale", "scale", "clamp")
 # Of the updates, whose threads take eight elements a turn: one access of 128 bits in half precision, two in f32, for
@@ -20,6 +21,8 @@ _WRITTEN = ("unscale", "scale", "clamp")
 _A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
 # Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
 _MOST_REGISTERS = 128
+# At least six blocks, for lists of one dtype.
+_MOST_REGISTERS_OF_ONE_DTYPE = 80
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -73,9 +76,14 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
     assert {name: k["spilled"] for name, k in kernels.items()} == dict.fromkeys(kernels, 0)
     assert all(k["registers"] <= _MOST_REGISTERS for k in kernels.values()), kernels
     for name in _READ:
-        assert kernels[name]["wide_loads"] >= _WIDE, (name, kernels[name])
+        assert kernels[name]["wide_loads"] >= _WIDE_MIXED, (name, kernels[name])
+        for dtype, wide in _WIDE.items() if name != "clamp" else ():
+            one = kernels[f"{name} {dtype}"]
+            assert one["wide_loads"] >= wide, (name, dtype, one)
+            assert one["wide_stores"] >= (wide if name in _WRITTEN else 0), (name, dtype, one)
+            assert one["registers"] <= _MOST_REGISTERS_OF_ONE_DTYPE, (name, dtype, one)
     for name in _WRITTEN:
-        assert kernels[name]["wide_stores"] >= _WIDE, (name, kernels[name])
+        assert kernels[name]["wide_stores"] >= _WIDE_MIXED, (name, kernels[name])
         # To nearest even, as torch does: what the interpreter is mended to do has to be what a GPU does.
         assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])
     for name, (read, written) in _A_TURN.items():

@@ -36,8 +36,8 @@ def test_every_element_of_every_list_stands_in_one_row(
         for start in range(0, size, CHUNK):
             count = min(CHUNK, size - start)
             addresses = [tensors[place][start:].data_ptr() for tensors in lists]
-            whole = count == CHUNK and all(address % 16 == 0 for address in addresses)
-            expected.append([count, int(whole), steps[place].data_ptr(), *addresses])
+            aligned = all(address % 16 == 0 for address in addresses)
+            expected.append([count, int(aligned), steps[place].data_ptr(), *addresses])
     assert (table.rows.tolist(), table.chunks) == (expected, len(expected))
 
 
