@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import DTYPES, OPTIONS, SHAPE
 from impl.kernels._triton.clamp import clamp_kernel
 from impl.kernels._triton.norm import finish_norm_kernel, partial_norm_kernel
@@ -26,6 +27,7 @@ from impl.kernels._triton.scale_update import update_scale_kernel
 from impl.kernels._triton.unscale import unscale_kernel
 from impl.kernels._triton.update import LAUNCH as UPDATE
 from impl.kernels._triton.update import SHAPE as UPDATE_SHAPE
+from impl.kernels.rules import RULES
 
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -38,15 +40,21 @@ class KernelVariant(NamedTuple):
     options: dict[str, Any] = OPTIONS
 
 
+_SETTINGS = {getattr(rules, rule.KERNELS.triton): rule.KERNELS.settings for rule in RULES}
+
+
 def _update(
     name: str, kernel: Any, states: int, own: tl.dtype, grads: tl.dtype, copies: tl.dtype | None, **flags: Any
 ) -> KernelVariant:
-    pointers = {"rows_ptr": "*i64", "settings_ptr": "*fp64", "lr_ptr": "*fp64", "factor_ptr": "*fp32"}
+    arguments = dict.fromkeys(("lr", *_SETTINGS[kernel]), "fp64") | {
+        "rows_ptr": "*i64",
+        "factor_ptr": "*fp32",
+    }
     dtypes = {"OWN": own, "GRADS": grads, "COPIES": copies or own, "LISTS": states + (3 if copies else 2)}
     options = {name: UPDATE[name] for name in UPDATE.keys() - UPDATE_SHAPE.keys()}
     return KernelVariant(
-        name, kernel, {**pointers, "found_inf_ptr": "*fp32"},
-        {**UPDATE_SHAPE, **dtypes, "STATES": states, "MAXIMIZE": False, **flags}, options,
+        name, kernel, {**arguments, "found_inf_ptr": "*fp32"},
+        {**UPDATE_SHAPE, "lr_ptr": None, **dtypes, "STATES": states, "MAXIMIZE": False, **flags}, options,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def visit_chunk(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     VISIT: tl.constexpr,
     inputs: tl.tuple,
-    DTYPE: tl.constexpr,  # of all tensors; None if they are mixed
+    DTYPE: tl.constexpr | None,  # of all tensors; None if they are mixed
     BLOCK: tl.constexpr,
 ) -> None:
     """Call VISIT(address, DTYPE, vectors, count, inputs, BLOCK) on this program's chunk, in its dtype.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from impl.kernels._lists import dtypes_of
 from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import laid_out_as
-from impl.kernels._table import ChunkTable, sent_to, stream_of
+from impl.kernels._table import ChunkTable
 from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import DTYPES, on_device
 from impl.kernels._triton.launch import launch
@@ -42,13 +41,15 @@ def launch_fused_step(
         return False
     kernel: Any = getattr(rules, rule.KERNELS.triton)
     flags = {name.upper(): getattr(rule, name) for name in rule.KERNELS.flags}
-    given = tuple(getattr(rule, name) for name in rule.KERNELS.settings)
-    lr, settings = _numbers(rule.lr, given, factor.device)
+    settings = [float(getattr(rule, name)) for name in rule.KERNELS.settings]
+    # A learning rate on the device stays there.
+    lr_ptr = rule.lr if isinstance(rule.lr, Tensor) and rule.lr.device == factor.device else None
+    lr = float(rule.lr) if lr_ptr is None else 0.0
     with on_device(factor):
         for alike in filter(None, kinds):
             if alike.table.chunks:
                 launch(
-                    kernel, (alike.table.chunks,), alike.table.rows, settings, lr, factor, found_inf,
+                    kernel, (alike.table.chunks,), alike.table.rows, lr, *settings, lr_ptr, factor, found_inf,
                     LISTS=len(alike.lists), STATES=len(parameters.states), **flags, **alike.dtypes, **LAUNCH,
                 )  # fmt: skip
     for written in (parameters.params, *parameters.states, parameters.low_precision_params):
@@ -78,17 +79,3 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
     named = {"OWN": params, "GRADS": laid_out, "COPIES": copies or params}
     dtypes = {name: DTYPES[some[0].dtype] for name, some in named.items()}
     return None if table is None else _Alike(lists, table, dtypes)
-
-
-def _numbers(lr: float | Tensor, settings: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The learning rate, and it and the settings, on the device; where it is there already, 0.0 stands for it."""
-    if isinstance(lr, Tensor) and lr.device == device:
-        return lr, _on_device((0.0, *settings), device, stream_of(device))
-    numbers = _on_device((float(lr), *settings), device, stream_of(device))
-    return numbers, numbers
-
-
-@lru_cache(maxsize=1 << 12)  # a few numbers for each group
-def _on_device(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    """f64, kept while a group's numbers stay the same; `stream` is the one it is copied on."""
-    return sent_to(device, torch.tensor(numbers, dtype=torch.float64, device="cpu"))

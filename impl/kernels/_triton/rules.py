@@ -1,12 +1,14 @@
 """The kernels of the rules: each updates parameters and states in one pass from gradients that are still scaled.
 
-Settings are f64 on the device; what follows from them for a whole tensor is computed in f64 and rounded to f32 once.
+Settings are scalar arguments in f64. What follows from them for a whole tensor is computed in f64 and rounded to f32
+once.
 """
 
 import triton
 import triton.language as tl
 
-from impl.kernels._triton.update import is_taken, step_of, visit_update
+from impl.kernels._triton.chunk import F64
+from impl.kernels._triton.update import is_taken, learning_rate, step_of, visit_update, wide
 
 
 @triton.jit
@@ -35,8 +37,12 @@ def _adam(
 @triton.jit
 def adam_kernel(
     rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64
-    settings_ptr: tl.tensor,  # [5] f64: lr, betas, eps, weight decay
-    lr_ptr: tl.tensor,  # [] any float dtype, which counts
+    lr: F64,
+    beta1: F64,
+    beta2: F64,
+    eps: F64,
+    weight_decay: F64,
+    lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
     found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
     AMSGRAD: tl.constexpr,
@@ -52,16 +58,15 @@ def adam_kernel(
     """Adam and AdamW. f32: 28 B an element (16 read, 12 written), 36 with the largest squares; one launch a list."""
     if is_taken(found_inf_ptr):
         step = step_of(rows_ptr, LISTS)
-        beta1, beta2 = tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
-        eps, decay = tl.load(settings_ptr + 3), tl.load(settings_ptr + 4)
-        lr = tl.load(lr_ptr).to(tl.float64)
+        rate, first, second = learning_rate(lr, lr_ptr), wide(beta1), wide(beta2)
+        decay = wide(weight_decay)
         if DECAY == "decoupled":
-            decay = lr * decay
-        step_size = lr / (1.0 - tl.exp2(tl.log2(beta1) * step))
-        correction = tl.sqrt(1.0 - tl.exp2(tl.log2(beta2) * step))
+            decay = rate * decay
+        step_size = rate / (1.0 - tl.exp2(tl.log2(first) * step))
+        correction = tl.sqrt(1.0 - tl.exp2(tl.log2(second) * step))
         numbers = (
-            beta1.to(tl.float32), (1.0 - beta1).to(tl.float32), beta2.to(tl.float32), (1.0 - beta2).to(tl.float32),
-            eps.to(tl.float32), decay.to(tl.float32), step_size.to(tl.float32), correction.to(tl.float32),
+            first.to(tl.float32), (1.0 - first).to(tl.float32), second.to(tl.float32), (1.0 - second).to(tl.float32),
+            wide(eps).to(tl.float32), decay.to(tl.float32), step_size.to(tl.float32), correction.to(tl.float32),
         )  # fmt: skip
         visit_update(
             rows_ptr, factor_ptr, _adam, numbers, (AMSGRAD, MAXIMIZE, DECAY), LISTS, STATES, OWN, GRADS, COPIES,
@@ -90,8 +95,11 @@ def _sgd(param: tl.tensor, grad: tl.tensor, states: tl.tuple, numbers: tl.tuple,
 @triton.jit
 def sgd_kernel(
     rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64
-    settings_ptr: tl.tensor,  # [4] f64: lr, momentum, dampening, weight decay
-    lr_ptr: tl.tensor,  # [] any float dtype, which counts
+    lr: F64,
+    momentum: F64,
+    dampening: F64,
+    weight_decay: F64,
+    lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
     found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
     MOMENTUM_PHASE: tl.constexpr,  # none, begins or goes_on
@@ -107,11 +115,9 @@ def sgd_kernel(
 ) -> None:
     """SGD. f32: 12 B an element (8 read, 4 written), 20 with momentum; one launch a list."""
     if is_taken(found_inf_ptr):
-        lr = tl.load(lr_ptr).to(tl.float64)
-        momentum, dampening = tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
-        decay = tl.load(settings_ptr + 3)
         numbers = (
-            lr.to(tl.float32), momentum.to(tl.float32), (1.0 - dampening).to(tl.float32), decay.to(tl.float32),
+            learning_rate(lr, lr_ptr).to(tl.float32), wide(momentum).to(tl.float32),
+            (1.0 - wide(dampening)).to(tl.float32), wide(weight_decay).to(tl.float32),
         )  # fmt: skip
         visit_update(
             rows_ptr, factor_ptr, _sgd, numbers, (MOMENTUM_PHASE, NESTEROV, MAXIMIZE, DECAYS), LISTS, STATES, OWN,
@@ -139,8 +145,11 @@ def _adagrad(
 @triton.jit
 def adagrad_kernel(
     rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64
-    settings_ptr: tl.tensor,  # [4] f64: lr, lr decay, eps, weight decay
-    lr_ptr: tl.tensor,  # [] any float dtype, which counts
+    lr: F64,
+    lr_decay: F64,
+    eps: F64,
+    weight_decay: F64,
+    lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
     found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
     MAXIMIZE: tl.constexpr,
@@ -155,11 +164,8 @@ def adagrad_kernel(
     """Adagrad. f32: 20 B an element (12 read, 8 written); one launch a list."""
     if is_taken(found_inf_ptr):
         step = step_of(rows_ptr, LISTS)
-        lr = tl.load(lr_ptr).to(tl.float64)
-        lr_decay, eps = tl.load(settings_ptr + 1), tl.load(settings_ptr + 2)
-        decay = tl.load(settings_ptr + 3)
-        step_size = lr / (1.0 + (step - 1.0) * lr_decay)
-        numbers = step_size.to(tl.float32), eps.to(tl.float32), decay.to(tl.float32)
+        step_size = learning_rate(lr, lr_ptr) / (1.0 + (step - 1.0) * wide(lr_decay))
+        numbers = step_size.to(tl.float32), wide(eps).to(tl.float32), wide(weight_decay).to(tl.float32)
         visit_update(
             rows_ptr, factor_ptr, _adagrad, numbers, (MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS, COPIES,
             BLOCK,

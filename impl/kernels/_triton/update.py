@@ -8,7 +8,7 @@ the f64 numbers that hold for a whole tensor.
 import triton
 import triton.language as tl
 
-from impl.kernels._triton.chunk import OPTIONS, load, pointer_to, store, vector_pointer_to, vectors_in
+from impl.kernels._triton.chunk import F64, OPTIONS, load, pointer_to, store, vector_pointer_to, vectors_in
 from impl.kernels._update_table import ADDRESSES, ALIGNED, COUNT, STEP
 
 _COUNT, _ALIGNED, _STEP, _ADDRESSES = map(tl.constexpr, (COUNT, ALIGNED, STEP, ADDRESSES))
@@ -22,6 +22,17 @@ LAUNCH = {**SHAPE, **OPTIONS, "enable_fp_fusion": False}
 def is_taken(found_inf_ptr: tl.tensor | None) -> tl.tensor:
     """Whether the step is; it is where there is no flag."""
     return tl.full([], 1, tl.int1) if found_inf_ptr is None else tl.load(found_inf_ptr) == 0.0
+
+
+@triton.jit
+def wide(number: F64) -> tl.tensor:
+    """A scalar argument in f64, which is a Python float in the interpreter."""
+    return tl.full([], number, tl.float64)
+
+
+@triton.jit
+def learning_rate(lr: F64, lr_ptr: tl.tensor | None) -> tl.tensor:
+    return wide(lr) if lr_ptr is None else tl.load(lr_ptr).to(tl.float64)
 
 
 @triton.jit

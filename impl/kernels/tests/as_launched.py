@@ -1,6 +1,6 @@
 """Call every launcher with a driver that stands in for CUDA's: what it launches is compiled for sm_90, and not run.
 
-Run as a program, in a process where TRITON_INTERPRET is not set; prints the names of the kernels as one JSON list.
+Run as a program, in a process where TRITON_INTERPRET is not set; prints one JSON object.
 """
 
 import json
@@ -13,12 +13,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from conformance.gpu.update_bounds import EACH, states_of
-from impl.kernels import AdagradRule, AdamRule, Parameters, Rule, SGDRule
-from impl.kernels._triton.clamp import launch_clamp
+from impl.kernels import RULES, AdagradRule, AdamRule, Parameters, Rule, SGDRule
+from impl.kernels._triton import rules
+from impl.kernels._triton.clamp import clamp_kernel, launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
 from impl.kernels._triton.norm import launch_norm
 from impl.kernels._triton.scale import launch_scale
-from impl.kernels._triton.scale_update import launch_update_scale
+from impl.kernels._triton.scale_update import launch_update_scale, update_scale_kernel
 from impl.kernels._triton.unscale import launch_unscale
 
 
@@ -66,6 +67,37 @@ def launch_all() -> bool:
     ))  # fmt: skip
 
 
+def launches_with_other_numbers() -> int:
+    """How many kernels are compiled when the numbers of a launch that was compiled before change."""
+    tensors, one, flag = [torch.zeros(5)], torch.ones(()), torch.zeros(())
+
+    def launch(number: float) -> None:
+        rule = AdamRule(number, number, number, number, number, amsgrad=False, maximize=False, decoupled=True)
+        assert _step(rule, 2, torch.float32, None, flag)
+        sgd = SGDRule(number, number, number, number, nesterov=False, maximize=False)
+        assert _step(sgd, 1, torch.float32, None, flag)
+        assert _step(
+            AdagradRule(number, number, number, number, maximize=False), 1, torch.float32, None, flag
+        )
+        assert launch_clamp(tensors, -number, number)
+        launch_update_scale(one, torch.zeros((), dtype=torch.int32), flag, number, number, 2000, number)
+
+    def binaries() -> int:
+        kernels = (
+            *(getattr(rules, rule.KERNELS.triton) for rule in RULES),
+            clamp_kernel,
+            update_scale_kernel,
+        )
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    launch(0.5)
+    before = binaries()
+    assert before >= 5, before
+    for number in (1.0, 2.0, 16.0, 1e-30):
+        launch(number)
+    return binaries() - before
+
+
 def main() -> None:
     driver.set_active(_Driver())
     real, launched = JITFunction.run, []
@@ -76,7 +108,8 @@ def main() -> None:
 
     JITFunction.run = compile_only
     assert launch_all(), "a launcher refused"
-    json.dump(launched, sys.stdout)
+    names = [*launched]
+    json.dump({"launched": names, "compiled_again": launches_with_other_numbers()}, sys.stdout)
 
 
 if __name__ == "__main__":
