@@ -11,7 +11,7 @@ from impl.kernels._copies import placed
 from impl.kernels._storage_order import are_dense
 
 # Elements one program works on. The tail of a tensor is a shorter chunk.
-CHUNK = 1 << 15
+CHUNK = 1 << 13
 # Addresses divisible by this are read 128 bits at a time.
 _ALIGNED = 16
 # What tables that are kept may take: of 7 billion elements five, of groups of a hundred tensors thousands.
