@@ -161,11 +161,31 @@ def test_judge_command_follows_the_options(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     default = judging_phase.command(PhaseTask("rows.jsonl", 0.0, "cuda"), 1)
     assert {"--device=cuda", "--deadline=40", "--no-shrink", "--maxschedchunk=1"} <= set(default)
+    assert "--deadline=120" in judging_phase.command(PhaseTask("rows.jsonl", 0.0, "cpu"), 0)
     assert default[default.index("-n") + 1] == "12"
     task = PhaseTask("rows.jsonl", 0.0, "cuda", devices="cuda,cpu", workers=3, deadline_s=9.5)
     asked = judging_phase.command(task, 1)
     assert {"--device=cuda,cpu", "--deadline=9.5"} <= set(asked)
     assert asked[asked.index("-n") + 1] == "3"
+
+
+def test_judge_gives_tests_with_gpu_ranks_twice_the_time(tmp_path: Path) -> None:
+    plugin = judge_plugin.Plugin(PhaseTask(str(tmp_path / "rows"), 0.0), reporter=None)
+
+    def marked(own: float | None = None, **params: Any) -> list[float]:
+        marks: list[float] = []
+        item = SimpleNamespace(
+            nodeid="conformance/t.py::t", callspec=SimpleNamespace(params=params),
+            config=SimpleNamespace(option=SimpleNamespace(deadline=40.0)),
+            get_closest_marker=lambda name: own, add_marker=lambda mark: marks.append(mark.args[0]),
+        )  # fmt: skip
+        plugin.pytest_collection_modifyitems([item])  # pyright: ignore[reportArgumentType]
+        return marks
+
+    assert marked(device="cuda", world_size=2) == [80.0]
+    assert marked(device="cuda", world_size=2, own=120.0) == []
+    assert marked(device="cuda") == []
+    assert marked(device="cpu", world_size=2) == []
 
 
 def test_judge_over_nccl_tells_the_ranks_and_has_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +312,19 @@ def test_what_cannot_run_here_is_unavailable(tmp_path: Path) -> None:
     set_up(device="cpu", world_size=1)
     with pytest.raises(pytest.skip.Exception, match=r"^unavailable: broadcast of 2 cpu gloo: dies why$"):
         set_up(device="cpu", world_size=2)
+
+
+def test_ranks_start_before_the_test_that_uses_them(tmp_path: Path) -> None:
+    plugin = judge_plugin.Plugin(PhaseTask(str(tmp_path / "rows"), 0.0), reporter=None)
+    with pool.RankPool(1) as ranks:
+        plugin.start_ranks(SimpleNamespace(funcargs={"rank_pool": ranks}))  # pyright: ignore[reportArgumentType]
+        assert len(ranks.process_ids()) == 1
+        ranks.run("conformance.gpu.probe_cases:barrier")
+        assert ranks.starts == 1
+    with pool.RankPool(1, start_s=0.0) as late:
+        plugin.start_ranks(SimpleNamespace(funcargs={"rank_pool": late}))  # pyright: ignore[reportArgumentType]
+        assert late.process_ids() == []
+    plugin.start_ranks(SimpleNamespace(funcargs={}))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

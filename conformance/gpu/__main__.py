@@ -132,7 +132,10 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         help="processes that judge (default: by cores and GPUs, at most 12 a GPU)",
     )
     add(
-        "--deadline", type=float, default=40.0, metavar="S", help="seconds that a test may hang (default: 40)"
+        "--deadline",
+        type=float,
+        metavar="S",
+        help="seconds that a test may hang, twice as many with CUDA ranks (default: 40, on the CPU 120)",
     )
     add("--seed", type=int, help="another draw of examples; without it every run tries the same")
     return parser.parse_args(words)

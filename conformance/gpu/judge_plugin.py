@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -16,9 +17,10 @@ from conformance.gpu.phase_rows import PROGRESS, VARIABLE, PhaseTask, Rows, read
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
 from conformance.judge.judgement import RED, unavailable
-from conformance.ranks import backend_for
+from conformance.ranks import PoolBroken, backend_for
 
 _TELL_EVERY_S = 10.0
+_TIMES_WITH_RANKS = 2
 # The probes that tests with ranks depend on, by the first pattern that their path matches.
 _NEEDS = (
     ("conformance/distributed/.*fully_shard", (*COLLECTIVES, "fully_shard")),
@@ -65,9 +67,13 @@ class Plugin:
     @pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by their session-wide parameters
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._judges_sample:
-            on_two = [item.nodeid for item in items if _on_two_gpu_ranks(_params_of(item))]
+            on_two = [item.nodeid for item in items if _has_gpu_ranks(_params_of(item), 2)]
             chosen = sample_of(on_two)
             items[:] = [item for item in items if item.nodeid in chosen]
+        for item in items:
+            if _has_gpu_ranks(_params_of(item)) and item.get_closest_marker("deadline") is None:
+                # Over gloo each collective passes through the host, and ranks wait for their turn on the GPU.
+                item.add_marker(pytest.mark.deadline(_TIMES_WITH_RANKS * item.config.option.deadline))
         items.sort(key=lambda item: stage_of(item.nodeid, "device" in _params_of(item)))
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -76,6 +82,14 @@ class Plugin:
             return
         if why := obstacle(item.nodeid, params["device"], params["world_size"], self._found):
             unavailable(why)
+
+    @pytest.hookimpl(trylast=True, specname="pytest_runtest_setup")  # after the fixtures are made
+    def start_ranks(self, item: pytest.Item) -> None:
+        """Start ranks before the test's deadline counts: a dozen workers make theirs at the same time."""
+        pool = getattr(item, "funcargs", {}).get("rank_pool")
+        if pool is not None:
+            with contextlib.suppress(PoolBroken):  # which the test will meet itself
+                pool.start()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
@@ -117,8 +131,9 @@ class Plugin:
             )
 
 
-def _on_two_gpu_ranks(params: dict[str, Any]) -> bool:
-    return params.get("device") == "cuda" and params.get("world_size") == 2
+def _has_gpu_ranks(params: dict[str, Any], world_size: int | None = None) -> bool:
+    ranks = params.get("world_size")
+    return params.get("device") == "cuda" and ranks is not None and world_size in (None, ranks)
 
 
 def _params_of(item: pytest.Item) -> dict[str, Any]:

@@ -14,6 +14,8 @@ _PLUGIN = "conformance.gpu.judge_plugin"
 # As in `conformance.ranks.pool`, which imports torch: this process does not, since a broken driver may hang it.
 _CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 _WORKERS_PER_GPU = 12
+# A hang costs a worker so long. Without a GPU a core may have much else to do.
+_DEADLINES_S = {"cuda": 40.0, "cpu": 120.0}
 _WORKERS_OVER_NCCL = 4  # two ranks of each talk over sockets, with threads for it
 
 
@@ -38,7 +40,8 @@ def command(task: PhaseTask, gpus: int) -> list[str]:
         # In chunks of one: larger ones would give a worker tests far down the order before others have run the first.
         words += ["-n", str(count), "--dist=load", "--maxschedchunk=1"]
     words += [f"--subject={task.subject}", f"--profile={task.profile}", "--world-sizes=1,2"]
-    words += [f"--device={task.devices or task.device}", f"--deadline={task.deadline_s:g}", "--no-shrink"]
+    words += [f"--device={task.devices or task.device}", "--no-shrink"]
+    words.append(f"--deadline={task.deadline_s or _DEADLINES_S[task.device]:g}")
     words += [] if task.seed is None else [f"--seed={task.seed}"]
     folder = Path(task.rows).with_suffix("")
     return [*words, f"--report={folder}", f"--junitxml={folder / 'junit.xml'}"]

@@ -34,7 +34,7 @@ class PhaseTask:
     devices: str = ""  # comma-separated, for the judge; empty: `device`
     ranks: str = ""  # the backend of CUDA ranks in the judge; empty: gloo, or NCCL if each rank has a GPU
     workers: int | None = None  # of the judge; None: by cores and GPUs
-    deadline_s: float = 40.0  # how long a test of the judge may hang
+    deadline_s: float | None = None  # how long a test of the judge may hang; None: by the device
 
     def as_word(self) -> str:
         return json.dumps(asdict(self))

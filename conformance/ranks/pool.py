@@ -129,6 +129,18 @@ class RankPool:
         self._pace.note_success(time.monotonic() - began)
         return results
 
+    def start(self) -> None:
+        """Bring the ranks up now, so that the next case does not spend its test's deadline on it.
+
+        Raises:
+            PoolBroken: the ranks did not come up.
+        """
+        try:
+            self._bring_up()
+        except BaseException:
+            self.kill()
+            raise
+
     def _turn(self) -> contextlib.AbstractContextManager[object]:
         if not self._turns:
             return contextlib.nullcontext()
