@@ -77,6 +77,24 @@ def per_parameter(**options: Any) -> Callable[[ModuleType, nn.Sequential, Rank],
     return shard
 
 
+def hybrid_mesh(rank: Rank) -> Any:
+    """Two replicas, each of which the other ranks shard."""
+    replicas = min(2, rank.world_size)
+    return rank.mesh(replicas, rank.world_size // replicas, names=("replicas", "shards"))
+
+
+def flat_hybrid(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    strategy = library.ShardingStrategy.HYBRID_SHARD
+    return flat(sharding_strategy=strategy, device_mesh=hybrid_mesh(rank))(library, model, rank)
+
+
+def per_parameter_hybrid(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+    mesh = hybrid_mesh(rank)
+    for layer in model:
+        library.fully_shard(layer, mesh=mesh)
+    return library.fully_shard(model, mesh=mesh)
+
+
 def in_replicas(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
     """Each rank has the whole: what is reduced is memory of the computation."""
     mesh = rank.mesh(rank.world_size, 1, names=("replicas", "shards"))
@@ -212,10 +230,12 @@ def give_other_tensors(library: ModuleType, model: nn.Module) -> None:
 
 
 def write_before_backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """What autograd does not see: the backward gathers what was written. torch's gathers do not wait for it."""
+    """Write what no gradient is computed from: the backward gathers it. torch's gathers do not wait for it."""
     loss = model(batch).square().mean()
-    for parameter in model.parameters():
-        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.mul_(0.5)
     loss.backward()
     return loss.detach()
 
@@ -317,7 +337,22 @@ PER_PARAMETER_WAYS = {
     "fully_shard, stepped in the backward": ShardedProgram(stepped_in_backward),
     "fully_shard, gathered for nothing": ShardedProgram(per_parameter(), between=gather_for_nothing),
 }
-WAYS = {**FLAT_WAYS, **PER_PARAMETER_WAYS, "DDP": ShardedProgram(replicated, accumulate=without_syncing)}
+HYBRID_WAYS = {
+    "FSDP, hybrid": ShardedProgram(flat_hybrid),
+    "fully_shard, hybrid": ShardedProgram(per_parameter_hybrid),
+    "fully_shard, hybrid, a backward that is not the last": ShardedProgram(
+        per_parameter_hybrid, accumulate=not_the_last
+    ),
+    "fully_shard, hybrid, replicas that add up": ShardedProgram(
+        per_parameter_hybrid, accumulate=without_all_reduce
+    ),
+}
+WAYS = {
+    **FLAT_WAYS,
+    **PER_PARAMETER_WAYS,
+    **HYBRID_WAYS,
+    "DDP": ShardedProgram(replicated, accumulate=without_syncing),
+}
 
 # torch's host writes to shards that are being copied from.
 WRITTEN_TO_WHILE_COPIED = (

@@ -12,6 +12,7 @@ from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
 from conformance.selftests.simulator_sharded import (
     FLAT_WAYS,
+    HYBRID_WAYS,
     LIBRARIES,
     OF_ONE_LIBRARY,
     PER_PARAMETER_WAYS,
@@ -64,6 +65,7 @@ PLAIN = ("FSDP", "fully_shard", "DDP")
     [
         pytest.param(library, way, marks=FULL if library == "torch" and way not in PLAIN else ())
         for way in WAYS
+        if way not in HYBRID_WAYS
         for library in LIBRARIES
         if OF_ONE_LIBRARY.get(way, library) == library
     ],
@@ -71,8 +73,20 @@ PLAIN = ("FSDP", "fully_shard", "DDP")
 def test_a_right_program_has_one_result_and_a_seed_one_course(
     pools: dict[int, RankPool], request: pytest.FixtureRequest, library: str, way: str, world: int
 ) -> None:
-    pool = pools[world]
     seeds = (SEEDS_OF_PLAIN if way in PLAIN else SEEDS)[request.config.option.profile]
+    check_one_result(pools[world], library, way, seeds)
+
+
+@pytest.mark.deadline(3600.0)
+@pytest.mark.parametrize("library", [pytest.param("torch", marks=FULL), "impl"])
+@pytest.mark.parametrize("way", HYBRID_WAYS)
+def test_hybrid_sharding_has_one_result_on_two_replicas(
+    pools: dict[int, RankPool], request: pytest.FixtureRequest, library: str, way: str
+) -> None:
+    check_one_result(pools[4], library, way, SEEDS[request.config.option.profile])
+
+
+def check_one_result(pool: RankPool, library: str, way: str, seeds: int) -> None:
     expected = [one.bits for one in courses(pool, library, way, 0)]
     for seed in range(1, seeds):
         found = courses(pool, library, way, seed)
@@ -122,10 +136,11 @@ def test_without_a_wait_a_program_is_wrong(
     pools: dict[int, RankPool], file: str, line: int, text: str
 ) -> None:
     seen = []
-    for way in (*FLAT_WAYS, *PER_PARAMETER_WAYS):
-        expected = [one.bits for one in courses(pools[2], "impl", way, 0)]
+    for way in (*FLAT_WAYS, *PER_PARAMETER_WAYS, *HYBRID_WAYS):
+        pool = pools[4 if way in HYBRID_WAYS else 2]
+        expected = [one.bits for one in courses(pool, "impl", way, 0)]
         for seed in range(1, SEEDS_WITHOUT_A_WAIT):
-            found = courses(pools[2], "impl", way, seed, dropped=(file, line))
+            found = courses(pool, "impl", way, seed, dropped=(file, line))
             if any(one.hazards for one in found) or [one.bits for one in found] != expected:
                 seen.append((way, seed))
                 break

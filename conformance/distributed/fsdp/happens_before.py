@@ -68,10 +68,33 @@ Clock = dict[str, int]
 
 def hazards(log: Iterable[Entry]) -> list[str]:
     """A sentence for each pair of uses that nothing holds apart, in the order of the log."""
+    return _replayed(log).found
+
+
+@dataclass(frozen=True)
+class OrderedOperation:
+    """An operation of a log with all that surely runs before it."""
+
+    index: int  # in the log
+    operation: Operation
+    tick: int  # of its stream
+    clock: Clock
+
+    def comes_after(self, other: OrderedOperation) -> bool:
+        """Return whether `other` surely runs before this operation."""
+        return self.clock.get(other.operation.stream, 0) >= other.tick
+
+
+def ordered_operations(log: Iterable[Entry]) -> list[OrderedOperation]:
+    """Return the operations of a log in the order in which the host issued them."""
+    return _replayed(log).operations
+
+
+def _replayed(log: Iterable[Entry]) -> _Replay:
     replay = _Replay()
-    for entry in log:
-        replay.follow(entry)
-    return replay.found
+    for index, entry in enumerate(log):
+        replay.follow(index, entry)
+    return replay
 
 
 @dataclass(frozen=True)
@@ -99,15 +122,16 @@ class _Buffer:
 class _Replay:
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.operations: list[OrderedOperation] = []
         self._clocks: defaultdict[str, Clock] = defaultdict(dict)
         self._events: dict[int, Clock] = {}
         self._buffers: defaultdict[int, _Buffer] = defaultdict(_Buffer)
         self._freed_to: defaultdict[str, list[tuple[int, _Use]]] = defaultdict(list)
 
-    def follow(self, entry: Entry) -> None:
+    def follow(self, index: int, entry: Entry) -> None:
         match entry:
             case Operation():
-                self._operate(entry)
+                self._operate(index, entry)
             case Allocation(stream, buffer):
                 self._allocate(stream, buffer)
             case Free(buffer):
@@ -124,9 +148,10 @@ class _Replay:
         _advance(clock, self._clocks[HOST])
         return clock
 
-    def _operate(self, operation: Operation) -> None:
+    def _operate(self, index: int, operation: Operation) -> None:
         clock = self._issue(operation.stream)
         tick = clock[operation.stream] = clock.get(operation.stream, 0) + 1
+        self.operations.append(OrderedOperation(index, operation, tick, dict(clock)))
         use = _Use(operation.stream, tick, operation.name)
         for number in operation.reads:
             buffer = self._used(number, use)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,16 @@ def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessG
     groups.order_checkers[group].exchange(entry, group, rows[0].device, steps)
 
 
+@dataclass(frozen=True)
+class Scattered:
+    """The shard that a rank has of a sum over the ranks that parameters are sharded over."""
+
+    output: Tensor  # [S]
+    entry: str  # of the reduction, as ranks compare it
+    divisor: float = 1.0  # that is left to divide by
+    is_reduced: bool = False  # by a hook, over all ranks
+
+
 class Reduction:
     """How a unit averages gradients over its ranks; `hook` replaces torch's way by the user's.
 
@@ -102,26 +113,45 @@ class Reduction:
         said = self._sharded_with()
         return f"{entry}{WITH}{said}" if said else entry
 
-    def __call__(self, buffer: Tensor, name: str) -> Tensor | None:
-        """Average a buffer [W * S] of the unit `name` over all ranks; this rank's shard [S], None if put off.
+    def scatter(self, buffer: Tensor, name: str) -> Scattered | None:
+        """Begin to average a buffer [W * S] of the unit `name` over all ranks.
 
-        The buffer is overwritten. The result has its dtype, and lies in the buffer itself where nothing is sharded.
+        Return this rank's shard [S] for `finish`, or None if its all-reduce is put off. The buffer is overwritten. The
+        shard is the buffer itself where nothing is sharded.
         Collectives: a reduce-scatter where parameters are sharded (over gloo an all-to-all, or what paces
-            `SameHostPeers`), an all-reduce where they are replicated.
+            `SameHostPeers`).
         """
         factor = self.divide_factor
         divided = "" if factor is None or factor == self.groups.size else f"{DIVIDED}{float(factor)}"
         entry = self.entry(REDUCED, name) + divided + self.without
         if self.hook is None:
-            return self._averaged(buffer, entry)
+            return self._scattered_sum(buffer, entry)
         if self.hook in _LOW_PRECISION:
-            return self._averaged(buffer.to(_LOW_PRECISION[self.hook]), entry)
+            return self._scattered_sum(buffer.to(_LOW_PRECISION[self.hook]), entry)
         self.note(entry, buffer.device)
         if self.groups.shard is None:
             self.hook(self.hook_state, buffer)
-            return buffer
+            return Scattered(buffer, entry, is_reduced=True)
         output = buffer.new_empty(buffer.numel() // self.groups.shard_size)
         self.hook(self.hook_state, buffer, output)
+        return Scattered(output, entry, is_reduced=True)
+
+    def finish(self, scattered: Scattered) -> Tensor:
+        """Return the average [S] over all ranks, in the memory of what `scatter` returned.
+
+        Collectives: an all-reduce where parameters are replicated.
+        """
+        output, divisor, replicate = scattered.output, scattered.divisor, self.groups.replicate
+        if scattered.is_reduced:
+            return output
+        if replicate is not None:
+            self.groups.order_checkers[replicate].run(scattered.entry, _all_reduce, replicate, [output])
+        if self.on_reduced is not None:
+            early = self._divisor_before_hook(divisor, output.dtype)
+            self.on_reduced(output.div_(early))
+            divisor /= early
+        if divisor != 1:
+            output.div_(divisor)
         return output
 
     def note(self, entry: str, device: torch.device) -> None:
@@ -129,7 +159,7 @@ class Reduction:
         for group, order_checker in self.groups.order_checkers.items():
             order_checker.note(entry, group, device)
 
-    def _averaged(self, buffer: Tensor, entry: str) -> Tensor | None:
+    def _scattered_sum(self, buffer: Tensor, entry: str) -> Scattered | None:
         groups = self.groups
         divisor = float(groups.size) if self.divide_factor is None else self.divide_factor
         if (
@@ -155,14 +185,7 @@ class Reduction:
                 # The buffer is COMPUTE's memory, and kept no longer than its own reduction.
                 self.partial = output.clone() if output is buffer else output
                 return None
-            groups.order_checkers[groups.replicate].run(entry, _all_reduce, groups.replicate, [output])
-        if self.on_reduced is not None:
-            early = self._divisor_before_hook(divisor, buffer.dtype)
-            self.on_reduced(output.div_(early))
-            divisor /= early
-        if divisor != 1:
-            output.div_(divisor)
-        return output
+        return Scattered(output, entry, divisor)
 
     def _averages(self, dtype: torch.dtype, ranks: int) -> bool:
         """Whether a reduce-scatter of the user's own is told to, as torch tells it."""

@@ -41,6 +41,11 @@ class Groups:
         return self.shard.rank() if self.shard is not None else 0
 
     @property
+    def are_hybrid(self) -> bool:
+        """Whether parameters are sharded over some ranks and replicated over others."""
+        return self.shard is not None and self.replicate is not None
+
+    @property
     def holding(self) -> tuple[dist.ProcessGroup, ...]:
         """The ranks that each have other elements of the parameters."""
         return self.parallel if self.shard is None else (self.shard, *self.parallel)

@@ -42,6 +42,7 @@ class Memory:
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
+        self._being_all_reduced: list[Tensor] = []
 
     def admit(self, unit: Unshardable) -> None:
         """Wait until a unit may be unsharded.
@@ -102,6 +103,20 @@ class Memory:
         while len(self._being_reduced) >= _UNSHARDED_AT_ONCE:
             self.streams.wait(StreamRole.COMPUTE, self._being_reduced.pop(0)[1])
         self._being_reduced.append((buffer, self.streams.record(StreamRole.REDUCE)))
+
+    @property
+    def is_all_reducing(self) -> bool:
+        """Whether ALL_REDUCE may still use shards that REDUCE scattered."""
+        return bool(self._being_all_reduced)
+
+    def keep_until_all_reduced(self, shard: Tensor) -> None:
+        """Hold a shard of REDUCE's memory until REDUCE, which will reuse it, has waited for ALL_REDUCE."""
+        if self.streams.is_async:
+            self._being_all_reduced.append(shard)
+
+    def forget_all_reduced(self) -> None:
+        """Let go of all shards, because REDUCE has waited for ALL_REDUCE."""
+        self._being_all_reduced.clear()
 
     def forget_reduced(self) -> None:
         """COMPUTE has waited for all of them."""

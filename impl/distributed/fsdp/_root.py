@@ -145,7 +145,6 @@ class Root:
     def begin_backward(self) -> None:
         """Have autograd call `end_backward` when the backward that is running is done."""
         if not self.is_in_backward:
-            shards_were_written(self.streams)
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -154,6 +153,9 @@ class Root:
         """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added."""
         for unit in self.units:
             unit.close_backward()
+        if self.memory.is_all_reducing:
+            self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
+            self.memory.forget_all_reduced()
         adds_up_on = StreamRole.REDUCE
         if not self.adds_up_later:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))

@@ -1,15 +1,20 @@
 """One owner of streams and events: what may run beside what, and which waits hold it together.
 
-Streams have three *roles*. COMPUTE is the stream the user computes in. GATHER brings shards to the device, casts and
-gathers them. REDUCE sums gradients over the ranks.
+Streams have four *roles*. COMPUTE is the stream the user computes in. GATHER brings shards to the device, casts and
+gathers them. REDUCE sums gradients over the ranks. In hybrid sharding ALL_REDUCE sums shards of gradients over
+replicas, beside the next reduce-scatter.
 
 What is written before it is read:
 
-- GATHER waits for COMPUTE when an outermost forward, a backward or summoning begins, when the user asks for a gather
-  between them, and when he put another tensor in a parameter's place: an optimizer or the user may have written the
-  shards there. Before an outermost forward it waits for a user's event instead, where one is given.
+- GATHER waits for COMPUTE when an outermost forward or summoning begins, when the user asks for a gather between them,
+  and when the user put another tensor in a parameter's place: an optimizer or the user may have written to the shards
+  there. Before an outermost forward it waits for a user's event instead, if there is one. In a backward it waits only
+  if version counters say that shards were written to since they were gathered, so that the first gathers run beside the
+  end of the forward. A write to `.data` between a forward and its backward moves no counter: as in torch, gathers may
+  miss it.
 - COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, summoned.
-- REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them.
+- REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them. ALL_REDUCE waits for REDUCE before
+  it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is shown; with parameters on the CPU the host waits
   for COMPUTE too. Of a backward that is not the last, REDUCE itself adds to `.grad`, from memory of its own: where
   nothing is sharded it takes a copy of the buffer.
@@ -24,6 +29,7 @@ What is read before it is written again, or its memory given away:
 - GATHER of a root waits for what its units gathered by hand before there was one, on streams of their own.
 - The host waits for GATHER before it may write to shards in pinned memory: at the end of an outermost forward and of
   `summon_full_params`, and when the user waits for a gather between forwards or reshards what he gathered.
+- A shard that REDUCE scattered for ALL_REDUCE is REDUCE's memory. It is kept until REDUCE has waited for ALL_REDUCE.
 - The buffer that gradients were copied into is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,
   which it does before a third one is kept, or at the end of backward.
 
@@ -52,6 +58,7 @@ class StreamRole(Enum):
     COMPUTE = "compute"
     GATHER = "gather"
     REDUCE = "reduce"
+    ALL_REDUCE = "all_reduce"
 
 
 class Streams(Protocol):
@@ -99,7 +106,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = {role: torch.Stream(device) for role in (StreamRole.GATHER, StreamRole.REDUCE)}
+        self._side = {role: torch.Stream(device) for role in StreamRole if role is not StreamRole.COMPUTE}
 
     def on(self, role: StreamRole) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if role is StreamRole.COMPUTE else self._side[role]

@@ -374,6 +374,8 @@ class Unit(Generic[_Group]):
             shards_were_written(root.streams)
             self.register_params()
         dtypes = [self._dtype_now(group) for group in self.param_groups]
+        if root.is_in_backward:
+            self._wait_for_writes(dtypes)
         is_kept = self._dtypes == dtypes
         if self._dtypes is not None:
             if is_kept and not any(changed) and self._shards_are_as_gathered():
@@ -385,6 +387,15 @@ class Unit(Generic[_Group]):
                 gather(group, dtype, self.name, is_kept=is_kept)
         self._gathered = root.streams.record(StreamRole.GATHER)
         self._dtypes = dtypes
+
+    def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.
+
+        Otherwise the gathers of a backward run beside what is left of the forward.
+        """
+        pairs = zip(self.param_groups, dtypes, strict=True)
+        if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
+            shards_were_written(self.root.streams)
 
     def reshard(self, *, behind_forward: bool = False) -> None:
         """Free what is unsharded; the modules see the sharded views."""
@@ -477,11 +488,23 @@ class Unit(Generic[_Group]):
         buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))
         grads.clear()  # their memory serves the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
-        with span("FSDP::post_backward_reduce", self.name, root.streams.on(StreamRole.REDUCE)):
-            reduced = reduction(buffer, self.name)
-            if reduced is not None:
-                gradients.add(reduced.clone() if reduced is buffer and root.adds_up_later else reduced)
+        with span("FSDP::post_backward_reduce", self.name):
+            with root.streams.on(StreamRole.REDUCE):
+                scattered = reduction.scatter(buffer, self.name)
+            if scattered is not None:
+                with root.streams.on(self._begin_all_reduce(group, scattered.output)):
+                    reduced = reduction.finish(scattered)
+                    gradients.add(reduced.clone() if reduced is buffer and root.adds_up_later else reduced)
         root.memory.keep_until_reduced(buffer)
+
+    def _begin_all_reduce(self, group: _Group, shard: Tensor) -> StreamRole:
+        """Return the stream that reduces a scattered `shard` over replicas, beside the next reduce-scatter."""
+        if not group.groups.are_hybrid:
+            return StreamRole.REDUCE
+        streams = self.root.streams
+        streams.wait(StreamRole.ALL_REDUCE, streams.record(StreamRole.REDUCE))
+        self.root.memory.keep_until_all_reduced(shard)
+        return StreamRole.ALL_REDUCE
 
     def _refuse_changes(self) -> None:
         """Nobody would ever see a change to a view: the next gather writes over it."""

@@ -115,11 +115,13 @@ def forward_of_contained_module() -> None:
 
 def change_before_backward() -> None:
     model = model_of(arguments={"use_orig_params": True})
+    lookup = model.body.parts[2]
 
     def forward(number: int) -> Tensor:
         loss = loss_of(call(model, PLAIN, PLAIN.batch(number, 0)))
-        for parameter in model.parameters():
-            parameter.data.mul_(0.5)  # which autograd does not refuse
+        with torch.no_grad():
+            for parameter in lookup.parameters():  # no gradient is computed from it, so autograd accepts this
+                parameter.mul_(0.5)
         return loss
 
     steps(model, forward)
@@ -221,6 +223,29 @@ class FullyShards:
     def __str__(self) -> str:
         given = [f"{name}={value}" for name, value in vars(self.sharding).items() if value]
         return "-".join(["fully_shard", *given])
+
+
+@dataclass
+class OneStep:
+    """A forward and a backward; `backward_begins` is the length of the log between them."""
+
+    face: str
+    strategy: str
+    backward_begins: int = 0
+
+    def __call__(self) -> None:
+        is_hybrid = self.strategy == "HYBRID_SHARD"
+        if self.face == "FSDP1":
+            ranks: dict[str, Any] = {"ranks": "meshes", "shards": 2} if is_hybrid else {}
+            model = model_of(strategy=self.strategy, backward_prefetch="BACKWARD_PRE", **ranks)
+        else:
+            ranks = {"ranks": "replicas", "shards": 2} if is_hybrid else {}
+            model = sharded(RANK, Library("impl"), PLAIN.build(), Sharding(**ranks))
+        loss = loss_of(call(model, PLAIN, PLAIN.batch(0, 0)))
+        unit = model._unit if self.face == "FSDP1" else model._get_fsdp_state().unit
+        streams: Any = unit.root.streams
+        self.backward_begins = len(streams.log)
+        loss.backward()
 
 
 def optimizer_beside() -> None:

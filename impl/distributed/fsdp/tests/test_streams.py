@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
-from conformance.distributed.fsdp.happens_before import HOST, Operation, hazards
+from conformance.distributed.fsdp.happens_before import (
+    HOST,
+    Operation,
+    OrderedOperation,
+    hazards,
+    ordered_operations,
+)
 from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.strategies.sharding import trainings
@@ -29,6 +35,7 @@ from impl.distributed.fsdp.tests.streamed import (
     Faulty,
     FullyShards,
     Offloads,
+    OneStep,
     Program,
     Trains,
     change,
@@ -68,6 +75,7 @@ FULLY_SHARDING: list[Program] = [
     FullyShards(Sharding(units="nested", reshard_after_forward=False), FROZEN),
     FullyShards(Sharding(policy={"param_dtype": torch.bfloat16}, places=True)),
     FullyShards(Sharding(units="list"), RECOMPUTED),
+    FullyShards(Sharding(reshard_after_forward=2)),
     FullyShards(Sharding(units="groups", ranks="replicas", shards=2, reshard_after_forward=True), TWICE),
 ]
 OFFLOADING = [Offloads(strategy) for strategy in STRATEGIES[:3]]
@@ -95,10 +103,40 @@ def test_waits_hold_all_that_is_issued_together(program: Program) -> None:
     assert {entry.stream for entry in streams.log if isinstance(entry, Operation)} > {"compute"}
 
 
+def named(operations: list[OrderedOperation], stream: str, name: str) -> list[OrderedOperation]:
+    return [one for one in operations if one.operation.stream == stream and name in one.operation.name]
+
+
+BOTH_FACES = pytest.mark.parametrize("face", ["FSDP1", "fully_shard"])
+
+
+@BOTH_FACES
+def test_first_gather_of_a_backward_does_not_wait_for_the_end_of_the_forward(face: str) -> None:
+    step = OneStep(face, "FULL_SHARD")
+    operations = ordered_operations(log_of(step, RecordingStreams()))
+    forward = [one for one in operations if one.index < step.backward_begins]
+    loss = [one for one in forward if one.operation.stream == "compute"][-1]
+    gathers = [one for one in named(operations, "gather", "allgather") if one.index > step.backward_begins]
+    assert gathers
+    assert not gathers[0].comes_after(loss)
+
+
+@BOTH_FACES
+def test_reduce_scatter_does_not_wait_for_the_all_reduce_before(face: str) -> None:
+    operations = ordered_operations(log_of(OneStep(face, "HYBRID_SHARD"), RecordingStreams()))
+    scatters = named(operations, "reduce", "_reduce_scatter_base_") or named(operations, "reduce", "alltoall")
+    all_reduces = named(operations, "all_reduce", "allreduce_")
+    assert len(scatters) == len(all_reduces) > 2
+    for scatter, all_reduce, following in zip(scatters, all_reduces, scatters[1:], strict=False):
+        assert all_reduce.comes_after(scatter)
+        assert following.index > all_reduce.index
+        assert not following.comes_after(all_reduce)
+
+
 # Who is held up, and what asks for it; each wait of the runtime that keeps memory from being read or written too early.
 WAITS = (
     ("gather", "_begin_iteration"),
-    ("gather", "begin_backward"),
+    ("gather", "_wait_for_writes"),
     ("gather", "gather_ahead"),
     ("gather", "gather"),
     ("gather", "summoned"),
@@ -109,6 +147,8 @@ WAITS = (
     ("compute", "keep_until_reduced"),
     ("compute", "end_backward"),
     ("reduce", "_reduce_gradients"),
+    ("reduce", "end_backward"),
+    ("all_reduce", "_begin_all_reduce"),
     (HOST, "end_backward"),
 )
 # The host is held up for the sake of memory alone: no more than so many units are unsharded.
@@ -119,17 +159,21 @@ RECORDS = (
     ("gather", "gather"),
     ("compute", "_reduce_gradients"),
     ("reduce", "end_backward"),
+    ("reduce", "_begin_all_reduce"),
+    ("all_reduce", "end_backward"),
     ("compute", "note_resharded"),
 )
 FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
     "gradients that are reduced are not kept": ("keep_until_reduced", lambda self, buffer: None),
+    "shards that replicas sum are not kept": ("keep_until_all_reduced", lambda self, shard: None),
     "resharded units are freed at once": ("note_resharded", lambda self, unit: unit.free()),
     "gathers wait for nothing": ("admit", lambda self, unit: None),
 }
 # What shows that each wait is needed, and that one that lacks is seen here, is tried at night.
 AT_NIGHT = pytest.mark.profile("full")
 # Few that together ask for every wait.
-TELLING: list[Program] = [*TRAININGS[2:5], OFFLOADING[0], *OTHERS]
+HYBRID = TRAININGS[5 * STRATEGIES.index("HYBRID_SHARD") + 1]
+TELLING: list[Program] = [*TRAININGS[2:5], HYBRID, OFFLOADING[0], *OTHERS]
 
 
 def is_seen(make: Callable[[], RecordingStreams]) -> bool:
