@@ -33,11 +33,11 @@ class DeviationJudge:
     ) -> None:
         """`is_promised` if the subject may not take torch's side, as an extension that it claims; `impl` never may.
 
-        But nobody promises what a row promises on other devices alone.
+        On a device that the row does not name, no subject promises our side, and the row cannot go stale.
         """
         self.subject, self.reference, self.row = subject, reference, row
-        is_here = device is None or not row.promised_on or device in row.promised_on
-        self._is_promised = is_here and (is_promised or subject.package == "impl")
+        self._holds_here = row.holds_on(device)
+        self._is_promised = self._holds_here and (is_promised or subject.package == "impl")
         self.subject_takes_torchs_side = False
 
     def judge(
@@ -52,18 +52,19 @@ class DeviationJudge:
 
         Without `torch_does` it is what torch is seen to do here, as `does_as` tells. With `may_agree` torch may do what
         we do, and then every subject must: a world of one shards nothing, and so knows few of torch's faults.
+        On a device that the row does not name, torch may do anything, and the subject does the same or what we do.
         """
         seen = probe(self.reference)
         torch_does_too = may_agree and we_do(seen)
         is_known = torch_does(seen) if torch_does else not we_do(seen)
-        if not is_known and not torch_does_too:
+        if self._holds_here and not is_known and not torch_does_too:
             sides = "what we do" if we_do(seen) else "a third thing"
             raise StaleRow(f"row {self.row.id} of deviations.toml is stale: torch now does {sides}: {seen!r}")
         actual = probe(self.subject)
         if we_do(actual):
             return
         assert not torch_does_too, f"torch does so too here ({self.row.we_do}); got {actual!r}"
-        is_torchs = torch_does(actual) if torch_does else does_as(seen, actual)
+        is_torchs = torch_does(actual) if torch_does and is_known else does_as(seen, actual)
         assert is_torchs, f"neither torch's side nor ours ({self.row.we_do}): {actual!r}; torch: {seen!r}"
         assert not self._is_promised, f"promised: {self.row.we_do}; got torch's side: {actual!r}"
         self.subject_takes_torchs_side = True

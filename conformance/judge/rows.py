@@ -17,8 +17,10 @@ class Deviation:
     we_do: str
     why: str
     thread: str
-    # Device types beside which a subject may take torch's side; all, if empty.
-    promised_on: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()  # device types on which torch is known to do so; all, if empty
+
+    def holds_on(self, device: str | None) -> bool:
+        return device is None or not self.devices or device in self.devices
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,6 @@ def all_reference_limits() -> Mapping[str, ReferenceLimit]:
 def all_deviations() -> Mapping[str, Deviation]:
     rows = tomllib.loads((Path(__file__).parents[1] / "deviations.toml").read_text())
     return {
-        row_id: Deviation(id=row_id, **row | {"promised_on": tuple(row.get("promised_on", ()))})
+        row_id: Deviation(id=row_id, **row | {"devices": tuple(row.get("devices", ()))})
         for row_id, row in rows.items()
     }

@@ -12,7 +12,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.judge.rows import Deviation
 
-ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "")
+ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", ("cpu",))
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []
 
 
@@ -27,9 +27,11 @@ def is_ours(seen: Any) -> bool:
     return len(seen) == 1 and seen[0].raised is None and bool((seen[0].value.values == 1).all())
 
 
-def takes_torchs_side(torchs: Any, subjects: Any, *, is_promised: bool = False, **sides: Any) -> bool:
+def takes_torchs_side(
+    torchs: Any, subjects: Any, *, is_promised: bool = False, device: str | None = None, **sides: Any
+) -> bool:
     libraries = {"conformance.mirror": subjects, "torch": torchs}
-    judge = DeviationJudge(Library("conformance.mirror"), Library("torch"), ROW, is_promised)
+    judge = DeviationJudge(Library("conformance.mirror"), Library("torch"), ROW, is_promised, device)
     judge.judge(lambda library: libraries[library.spec], we_do=is_ours, **sides)
     return judge.subject_takes_torchs_side
 
@@ -52,6 +54,29 @@ def test_a_side_is_taken(sides: dict[str, Any]) -> None:
 def test_a_row_is_stale_where_torch_does_a_third_thing() -> None:
     with pytest.raises(StaleRow, match="a third thing"):
         takes_torchs_side(THIRD, OURS, torch_does=lambda seen: seen is TORCHS)
+
+
+REPORTED = {"torch_does": lambda seen: seen is TORCHS}
+
+
+@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+def test_a_row_is_not_stale_on_a_device_that_it_does_not_name(sides: dict[str, Any]) -> None:
+    with pytest.raises(StaleRow):
+        takes_torchs_side(OURS, OURS, device="cpu", **sides)
+    assert not takes_torchs_side(OURS, OURS, device="npu", **sides)
+    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+        takes_torchs_side(OURS, TORCHS, device="npu", **sides)
+
+
+@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict[str, Any]) -> None:
+    for torchs in (TORCHS, THIRD):
+        assert not takes_torchs_side(torchs, OURS, device="npu", **sides)
+        assert takes_torchs_side(torchs, torchs, device="npu", is_promised=True, **sides)
+    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+        takes_torchs_side(TORCHS, THIRD, device="npu", **sides)
+    with pytest.raises(AssertionError, match="promised"):
+        takes_torchs_side(TORCHS, TORCHS, device="cpu", is_promised=True, **sides)
 
 
 @pytest.mark.parametrize(
