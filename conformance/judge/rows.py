@@ -7,6 +7,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+ANY = "any"  # in a deviation row, where no device changes what torch does
+# "sim" is the simulated device. An accelerator with a backend of its own is added here with its first row.
+_DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "npu", "sim", "xpu"})
 
 
 @dataclass(frozen=True)
@@ -17,10 +22,11 @@ class Deviation:
     we_do: str
     why: str
     thread: str
-    devices: tuple[str, ...] = ()  # device types on which torch is known to do so; all, if empty
+    devices: tuple[str, ...]  # device types on which torch is known to do so, or ANY alone
 
     def holds_on(self, device: str | None) -> bool:
-        return device is None or not self.devices or device in self.devices
+        """Return whether torch is known to do so on `device`. None means that the test names no device."""
+        return device is None or self.devices == (ANY,) or device in self.devices
 
 
 @dataclass(frozen=True)
@@ -47,17 +53,34 @@ def limited_clauses() -> frozenset[str]:
 
 @functools.cache
 def all_reference_limits() -> Mapping[str, ReferenceLimit]:
-    rows = tomllib.loads((Path(__file__).parents[1] / "reference_limits.toml").read_text())
     return {
-        row_id: ReferenceLimit(id=row_id, **row | {key: tuple(row[key]) for key in ("clauses", "devices")})
-        for row_id, row in rows.items()
+        row_id: ReferenceLimit(
+            id=row_id, **row | {"clauses": tuple(row["clauses"]), "devices": devices_of(row_id, row)}
+        )
+        for row_id, row in _read_rows("reference_limits.toml").items()
     }
 
 
 @functools.cache
 def all_deviations() -> Mapping[str, Deviation]:
-    rows = tomllib.loads((Path(__file__).parents[1] / "deviations.toml").read_text())
     return {
-        row_id: Deviation(id=row_id, **row | {"devices": tuple(row.get("devices", ()))})
-        for row_id, row in rows.items()
+        row_id: Deviation(id=row_id, **row | {"devices": devices_of(row_id, row, may_be_any=True)})
+        for row_id, row in _read_rows("deviations.toml").items()
     }
+
+
+def _read_rows(file: str) -> Mapping[str, Any]:
+    return tomllib.loads((Path(__file__).parents[1] / file).read_text())
+
+
+def devices_of(row_id: str, row: Mapping[str, Any], *, may_be_any: bool = False) -> tuple[str, ...]:
+    devices = row.get("devices")
+    if may_be_any and devices == [ANY]:
+        return (ANY,)
+    if isinstance(devices, list) and devices and _DEVICE_TYPES.issuperset(devices):
+        return tuple(devices)
+    alone = f', or ["{ANY}"] alone if no device changes what torch does' if may_be_any else ""
+    raise ValueError(
+        f"row {row_id}: devices is {'missing' if devices is None else repr(devices)}, expected a list of "
+        f"{', '.join(sorted(_DEVICE_TYPES))}{alone}. Name each device type on which torch is known to do so."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from conformance.judge.deviations import DeviationJudge, StaleRow
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.judge.rows import Deviation
+from conformance.judge.rows import Deviation, devices_of
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", ("cpu",))
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []
@@ -77,6 +78,39 @@ def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict
         takes_torchs_side(TORCHS, THIRD, device="npu", **sides)
     with pytest.raises(AssertionError, match="promised"):
         takes_torchs_side(TORCHS, TORCHS, device="cpu", is_promised=True, **sides)
+
+
+def test_a_row_of_any_device_holds_on_all() -> None:
+    row = replace(ROW, devices=("any",))
+    assert all(row.holds_on(device) for device in ("cpu", "cuda", "sim", None))
+
+
+def test_a_row_names_its_devices() -> None:
+    assert devices_of("area.row", {"devices": ["cpu", "npu"]}) == ("cpu", "npu")
+    assert devices_of("area.row", {"devices": ["any"]}, may_be_any=True) == ("any",)
+
+
+@pytest.mark.parametrize("may_be_any", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "got"),
+    [
+        ({}, "missing"),
+        ({"devices": []}, r"\[\]"),
+        ({"devices": "cpu"}, "'cpu'"),
+        ({"devices": ["any", "cpu"]}, r"\['any', 'cpu'\]"),
+        ({"devices": ["cpu", "cdua"]}, r"\['cpu', 'cdua'\]"),
+    ],
+    ids=["missing", "empty", "no list", "any beside others", "unknown"],
+)
+def test_a_row_with_other_devices_is_refused(keys: dict[str, Any], got: str, may_be_any: bool) -> None:
+    with pytest.raises(ValueError, match=f"row area.row: devices is {got}, expected a list of cpu, cuda"):
+        devices_of("area.row", keys, may_be_any=may_be_any)
+
+
+def test_a_limit_is_of_devices_that_it_names() -> None:
+    """A limit that held on any device would leave nothing to judge."""
+    with pytest.raises(ValueError, match=r"devices is \['any'\]"):
+        devices_of("area.limit", {"devices": ["any"]})
 
 
 @pytest.mark.parametrize(
