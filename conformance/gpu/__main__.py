@@ -3,6 +3,7 @@
 ci/gpu --out bundle                  everything, within 9 minutes
 ci/gpu --device cpu                  everything but the device
 ci/gpu --only launches --only bandwidth
+ci/gpu --only sweep                  kernels with other sizes of chunks and blocks: by name only
 ci/gpu --only probe --only judge --ranks nccl    60 tests over two NCCL ranks that share a GPU
 ci/gpu --machine lab-h100            name of the host, or of a pool of equal hosts, for its timings
 ci/bench --add bundle                in a checkout with git: add the timings to benchmarks/results
@@ -67,6 +68,7 @@ def phases(gpus: int) -> list[GpuPhase]:
         GpuPhase("steps", 5, module("steps")),
         GpuPhase("large", 5, module("large")),
         GpuPhase("speed", 18, module("speed_phase")),
+        GpuPhase("sweep", 20, module("sweep")),
     ]
 
 
@@ -75,6 +77,7 @@ WARM_UP = GpuPhase("warm-up", 0, module("warm_up"), fixed_s=60.0)
 HOST = GpuPhase("host", 0, module("host"), fixed_s=20.0)
 _HOST_AGAIN = GpuPhase("host, again", 1, module("host"))
 NAMES = [phase.name for phase in phases(0)]
+_ONLY_BY_NAME = ("sweep",)
 
 
 def main(words: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -167,7 +170,7 @@ def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     )
     words = shlex.join(["ci/gpu", *sys.argv[1:]])
     bundle = Bundle(task, folder, Path(options.out).resolve(), options.budget, words)
-    named = options.only or NAMES
+    named = options.only or [name for name in NAMES if name not in _ONLY_BY_NAME]
     chosen = [phase for phase in phases(0) if phase.name in named]
     clock = Clock([WARM_UP, HOST, *chosen[:-1], _HOST_AGAIN, *chosen[-1:]], options.budget, began)
     run_all([WARM_UP, HOST], task, clock, folder, bundle.add)
@@ -179,7 +182,9 @@ def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     )
     all_phases = phases(len(host.get("gpus", [])))
     bundle.ran += [
-        Ran(phase, LEFT_OUT, not_run=[phase.name]) for phase in all_phases if phase.name not in named
+        Ran(phase, LEFT_OUT, not_run=[phase.name])
+        for phase in all_phases
+        if phase.name not in (*named, *_ONLY_BY_NAME)
     ]
     chosen = [phase for phase in all_phases if phase.name in named]
     if obstacle := _obstacle(task.device, bundle):

@@ -82,7 +82,7 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
                 rows.add(f"{name} {whose} {shapes} {dtype}", "failed", in_words(error), **about)
                 continue
             share = (times * once / took_s) / (2 * once / copy_s)
-            says = f"{_in_words(times * once, took_s)}, {share:.0%} of a copy's"
+            says = f"{bandwidth_in_words(times * once, took_s)}, {share:.0%} of a copy's"
             rows.add(
                 f"{name} {whose} {shapes} {dtype}", "measured", says, seconds=took_s, share=share, **about
             )
@@ -100,7 +100,7 @@ def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
     target = torch.empty_like(source)
     copy_s = seconds(lambda: target.copy_(source), device)
     about = {"call": "copy", "shapes": shapes, "dtype": dtype, "bytes": 2 * once, "seconds": copy_s}
-    rows.add(f"copy {shapes} {dtype}", "measured", _in_words(2 * once, copy_s), **about)
+    rows.add(f"copy {shapes} {dtype}", "measured", bandwidth_in_words(2 * once, copy_s), **about)
     return copy_s
 
 
@@ -111,7 +111,7 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return statistics.median(stopwatch.per_call(work, _CALLS) for _ in range(_CHUNKS))
 
 
-def _in_words(moved_bytes: int, took_s: float) -> str:
+def bandwidth_in_words(moved_bytes: int, took_s: float) -> str:
     return f"{took_s * 1e6:.1f} µs, {moved_bytes / took_s / 1e9:.1f} GB/s"
 
 

@@ -154,6 +154,15 @@ def _counted(title: str) -> Any:
     return draw
 
 
+def _sweep(rows: Sequence[dict[str, Any]]) -> str:
+    fastest: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in sorted((row for row in rows if "seconds" in row), key=lambda row: row["seconds"]):
+        fastest.setdefault((row["call"], row["dtype"]), row)
+    lines = [[*key, *map(str, row["launch"]), row["says"]] for key, row in fastest.items()]
+    heads = ["call", "dtype", "chunk", "block", "warps", ""]
+    return f"## Fastest of {len(rows)} launches\n\n{table(heads, lines)}"
+
+
 _SECTIONS = {
     "judge": _judge,
     "kernels": _plain("Kernels"),
@@ -168,6 +177,7 @@ _SECTIONS = {
     "steps": _plain("Steps beside torch's"),
     "large": _plain("Large steps beside torch's"),
     "speed": _speed,
+    "sweep": _sweep,
     "probe": _probe,
 }
 

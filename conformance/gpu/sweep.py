@@ -1,0 +1,91 @@
+"""How fast kernels move memory with other chunk sizes, block sizes and numbers of warps than they have.
+
+Runs only if it is named, because it takes minutes and changes the kernels of its process.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from benchmarks.common import TrainingTensors
+from conformance.gpu.bandwidth import bandwidth_in_words, calls_on, seconds
+from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from impl import kernels
+
+Launch = tuple[int, int, int]  # elements of a chunk, elements of a block, warps
+CALLS = ("unscale_", "total_norm 2", "fused_step_ AdamW")
+_SHAPES, _DTYPES = "gpt2", ("float32", "bfloat16")
+_CHUNKS, _BLOCKS, _WARPS = (8_192, 32_768), (1_024, 2_048, 4_096), (4, 8)
+
+
+def work(task: PhaseTask, rows: Rows) -> None:
+    todo = list(itertools.product(_DTYPES, _CHUNKS))
+    rows.plan(name_of(call, dtype, launch) for dtype, chunk in todo for call, launch in _measured(chunk))
+    held: list[Tensor] = []  # tables are kept by address, so each chunk size has tensors of its own
+    for dtype, chunk in todo:
+        if rows.left_s <= 0:
+            return
+        if task.device != "cuda" or find_spec("triton") is None:
+            for call, launch in _measured(chunk):
+                rows.add(name_of(call, dtype, launch), "not available", "needs CUDA and Triton")
+            continue
+        params = TrainingTensors(_SHAPES, dtype, task.device).parameters
+        grads = [param.grad for param in params if param.grad is not None]
+        held += grads
+        _measure(rows, grads, dtype, chunk)
+
+
+def _measured(chunk: int) -> list[tuple[str, Launch]]:
+    return [(call, (chunk, *launch)) for launch in itertools.product(_BLOCKS, _WARPS) for call in CALLS]
+
+
+def name_of(call: str, dtype: str, launch: Launch) -> str:
+    chunk, block, warps = launch
+    return f"{call} {dtype}, chunk {chunk}, block {block}, {warps} warps"
+
+
+def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> None:
+    calls, once = calls_on(list(grads)), sum(grad.nbytes for grad in grads)
+    for call, launch in _measured(chunk):
+        if rows.left_s <= 0:
+            return
+        times, function = calls[call]
+        about = {"call": call, "dtype": dtype, "launch": launch, "bytes": times * once}
+        try:
+            with launched_by(*launch), kernels.backend("triton"):
+                took_s = seconds(function, "cuda")
+        except Exception as error:  # a block that is too large for the chunk or the registers; the others fit
+            rows.add(name_of(call, dtype, launch), "failed", in_words(error), **about)
+        else:
+            says = bandwidth_in_words(times * once, took_s)
+            rows.add(name_of(call, dtype, launch), "measured", says, seconds=took_s, **about)
+
+
+@contextmanager
+def launched_by(chunk: int, block: int, warps: int) -> Iterator[None]:
+    """Context manager in which kernels over a table work on other chunks and blocks, by so many warps."""
+    from impl.kernels import _table  # noqa: PLC0415  the kernels need Triton
+    from impl.kernels._triton import chunk as chunk_kernels  # noqa: PLC0415
+    from impl.kernels._triton import update as update_kernels  # noqa: PLC0415
+
+    changed = {"CHUNK": chunk, "BLOCK": block, "num_warps": warps}
+    options = [chunk_kernels.LAUNCH, update_kernels.LAUNCH]
+    options_before, chunk_before = [dict(each) for each in options], _table.CHUNK
+    _table.CHUNK = chunk
+    for each in options:
+        each.update({name: value for name, value in changed.items() if name in each})
+    try:
+        yield
+    finally:
+        _table.CHUNK = chunk_before
+        for each, before in zip(options, options_before, strict=True):
+            each.update(before)
+
+
+if __name__ == "__main__":
+    serve(work)
