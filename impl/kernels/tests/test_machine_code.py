@@ -21,8 +21,8 @@ _WRITTEN = ("unscale", "scale", "clamp")
 _A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
 # Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
 _MOST_REGISTERS = 128
-# At least six blocks, for lists of one dtype.
-_MOST_REGISTERS_OF_ONE_DTYPE = 80
+# For lists of one dtype: at least six blocks, and five on sm_80.
+_MOST_REGISTERS_OF_ONE_DTYPE = {80: 96, 90: 80, 100: 80}
 
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -83,7 +83,7 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
             one = kernels[f"{name} {dtype}"]
             assert one["wide_loads"] >= wide, (name, dtype, one)
             assert one["wide_stores"] >= (wide if name in _WRITTEN else 0), (name, dtype, one)
-            assert one["registers"] <= _MOST_REGISTERS_OF_ONE_DTYPE, (name, dtype, one)
+            assert one["registers"] <= _MOST_REGISTERS_OF_ONE_DTYPE[capability], (name, dtype, one)
     for name in _WRITTEN:
         assert kernels[name]["wide_stores"] >= _WIDE_MIXED, (name, kernels[name])
         # To nearest even, as torch does: what the interpreter is mended to do has to be what a GPU does.
