@@ -29,19 +29,29 @@ class Check:
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest relative distances, over all steps, of two torch runs whose first weights are one rounding apart."""
+    """The largest relative distances of a torch run from those whose first weights are one rounding away."""
 
     losses: float
     grad_norms: float
     agree_until: int  # the first step at which torch parts from itself, else the number of steps
 
     @classmethod
-    def between(cls, run: TrainingRun, other: TrainingRun) -> Bound:
-        """Up to where their scales or skips differ, or their numbers out of proportion.
+    def between(cls, run: TrainingRun, *neighbours: TrainingRun) -> Bound:
+        """Compare `run` with its neighbours, up to where scales or skips differ, or numbers are out of proportion.
 
-        At some weights the slightest change is much in the gradients: in bfloat16 a norm of torch's was up to six times
-        as large where training began with weights one rounding away. From there on nobody can be held to it.
+        At some weights the smallest change is large in the gradients: in bfloat16 a norm of torch's was up to six times
+        as large if training began with weights one rounding away. From that step on no library can be held to it. Which
+        way the weights are rounded decides whether a training meets such weights, so both neighbours count.
         """
+        bounds = [cls._of_two(run, neighbour) for neighbour in neighbours]
+        return cls(
+            max(bound.losses for bound in bounds),
+            max(bound.grad_norms for bound in bounds),
+            min(bound.agree_until for bound in bounds),
+        )
+
+    @classmethod
+    def _of_two(cls, run: TrainingRun, other: TrainingRun) -> Bound:
         agree = _first_difference(_path(run), _path(other))
         until = len(run.losses) if agree is None else agree
         losses = _distances(run.losses, other.losses)[:until]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class TrainingConfig:
     held_out_windows: int = 16
     seed: int = 1
     threads: int = 1  # sums are split among threads, so their count is part of the result
-    is_rounded_up: bool = False  # training begins with the next larger weights
+    rounded_towards: float | None = None  # training begins with the next weights in this direction
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -57,9 +58,11 @@ class TrainingConfig:
     def learning_rate_at(self, step: int) -> float:
         return self.learning_rate * min(1.0, (step + 1) / (self.warmup + 1))
 
-    def one_rounding_away(self) -> TrainingConfig:
-        """The same config from weights that are the next larger numbers."""
-        return dataclasses.replace(self, is_rounded_up=True)
+    def neighbours(self) -> tuple[TrainingConfig, TrainingConfig]:
+        """Return the same config from weights that are the next larger and the next smaller numbers."""
+        return dataclasses.replace(self, rounded_towards=math.inf), dataclasses.replace(
+            self, rounded_towards=-math.inf
+        )
 
 
 def small_config(dtype: str, **changes: object) -> TrainingConfig:

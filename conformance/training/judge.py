@@ -92,8 +92,8 @@ def judge(
     bound = None
     for way in _ways(library, config):
         if not way.is_bitwise and bound is None:
-            beside = run("beside", parts_of(load_library("torch")), config.one_rounding_away())
-            bound = Bound.between(reference, beside)
+            torchs = parts_of(load_library("torch"))
+            bound = Bound.between(reference, *(run("beside", torchs, each) for each in config.neighbours()))
         held_to = None if way.is_bitwise else bound
         try:
             with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():

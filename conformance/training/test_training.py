@@ -55,7 +55,7 @@ def reference() -> TrainingRun:
 
 @pytest.fixture(scope="module")
 def bound(reference: TrainingRun) -> Bound:
-    return Bound.between(reference, run(config=CONFIG.one_rounding_away()))
+    return Bound.between(reference, *(run(config=each) for each in CONFIG.neighbours()))
 
 
 def test_the_same_config_gives_the_same_bits_and_leaves_the_caller_alone(reference: TrainingRun) -> None:
@@ -297,3 +297,6 @@ def test_nobody_is_held_to_what_torch_does_where_it_parts_from_itself() -> None:
     bound = Bound.between(reference, run_of(1.0, 1.002, 1.0, 1.01))
     assert (bound.agree_until, bound.grad_norms) == (4, pytest.approx(1e-2))
     assert "bound on grad_norms" in red(bound, reference, far_off)
+    bound = Bound.between(reference, run_of(1.0, 1.0001, 1.0, 1.0001), run_of(1.0, 1.0, 1.0, 1.01))
+    assert bound.agree_until == 3  # torch parts from one neighbour there, not from the other
+    assert "bound on grad_norms" not in red(bound, reference, far_off)

@@ -55,10 +55,11 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = GPT(config.shape).to(config.device)
         self.parameters = list(self.model.parameters())
-        if config.is_rounded_up:
+        if config.rounded_towards is not None:
             with torch.no_grad():
                 for parameter in self.parameters:
-                    parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, math.inf)))
+                    limit = torch.full_like(parameter, config.rounded_towards)
+                    parameter.copy_(torch.nextafter(parameter, limit))
         arguments, self._clip_foreach = OPTIMIZERS[config.optimizer]
         self.optimizer = torch.optim.AdamW(
             self.parameters, betas=(0.9, 0.95), weight_decay=config.weight_decay, **arguments
