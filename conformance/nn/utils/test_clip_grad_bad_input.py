@@ -171,7 +171,8 @@ def test_a_bound_that_one_dtype_cannot_hold(deviation: DeviationJudge, device: s
         seen = [bounded_by_a_million(library, device, half_first) for half_first in (True, False)]
         return {raised for raised, _ in seen}, sorted(whole for _, whole in seen)
 
-    [raised] = probe(deviation.reference)[0]
+    # Kernels of an accelerator may clamp float16 in float32, and have nothing to refuse.
+    raised, _ = bounded_by_a_million(deviation.reference, "cpu", half_first=True)
     assert raised.startswith("RuntimeError: value cannot be converted")
     deviation.judge(
         probe,
