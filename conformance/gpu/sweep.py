@@ -59,8 +59,8 @@ def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> Non
         try:
             with launched_by(*launch), kernels.backend("triton"):
                 took_s = seconds(function, "cuda")
-        except Exception as error:  # a block that is too large for the chunk or the registers; the others fit
-            rows.add(name_of(call, dtype, launch), "failed", in_words(error), **about)
+        except Exception as error:  # a block may be too large for the device
+            rows.add(name_of(call, dtype, launch), "not available", in_words(error), **about)
         else:
             says = bandwidth_in_words(times * once, took_s)
             rows.add(name_of(call, dtype, launch), "measured", says, seconds=took_s, **about)
