@@ -205,6 +205,14 @@ def test_a_phase_that_breaks_makes_it_red(tmp_path: Path) -> None:
     assert reason.startswith("speed ended with code 1: OSError: no driver\nbegun\nTraceback")
 
 
+def test_an_error_in_the_summary_does_not_end_the_run(tmp_path: Path) -> None:
+    bad = {"name": "x", "outcome": "counted"}  # without what the summary shows of it
+    bundle = run_stubs(tmp_path, stub("launches", bad), stub("launch", PASSED))
+    assert len(bundle.ran) == 2
+    assert "KeyError" in (bundle.out / "summary.md").read_text()
+    assert strictly_read(bundle.out / "report.json")["phases"]["launch"]["rows"] == [PASSED]
+
+
 def test_a_phase_that_was_left_out_is_no_reason() -> None:
     left_out = Ran(stub("judge", is_judging=True), LEFT_OUT, not_run=["judge"])
     assert (bundles.reasons([left_out], ""), bundles.not_shown([left_out])) == ([], [])

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class Bundle:
         self.out.mkdir(parents=True, exist_ok=True)
         report = self.report()
         self._put(REPORT, json.dumps(_finite(_fitting(report)), indent=1, allow_nan=False))
-        self._put(SUMMARY, summary(report))
+        self._put(SUMMARY, _summary_or_error(report))
         self._put(LOG, self._log())
         junit = self.folder / "judge" / JUNIT
         if junit.is_file():
@@ -174,6 +175,15 @@ def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[Ran]) 
         return "red" if reasons else "not shown"
     judged = any(each.phase.name == "judge" and not each.is_left_out for each in ran)
     return "green" if judged else "not judged"
+
+
+def _summary_or_error(report: dict[str, Any]) -> str:
+    """Return the summary. An error in it must not end the run, whose rows are all in the report."""
+    try:
+        return summary(report)
+    except Exception:
+        lines = [f"# {report['verdict'].upper()}: {report['subject']} on {report['device']}", ""]
+        return "\n".join([*lines, f"No summary, see {REPORT}:", "", traceback.format_exc()])
 
 
 def _fitting(report: dict[str, Any]) -> dict[str, Any]:
