@@ -79,6 +79,8 @@ def is_capturing(device: torch.device) -> bool:
     if not _STREAMS_TELL:
         if device.type != "cuda":
             return False
+        if device.index == torch.cuda.current_device():  # to enter it would take longer than the query
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
     accelerator = torch.accelerator.current_accelerator()

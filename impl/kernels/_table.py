@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from impl.kernels._copies import placed
+from impl.kernels._native import Column
+from impl.kernels._native.memory import Addresses, KnownLayoutList
 from impl.kernels._storage_order import are_dense
 
 # Elements one program works on. The tail of a tensor is a shorter chunk.
@@ -16,7 +18,7 @@ CHUNK = 1 << 13
 _ALIGNED = 16
 # What tables that are kept may take: of 7 billion elements five, of groups of a hundred tensors thousands.
 _MOST_BYTES = 1 << 26
-_KEY_BYTES = 256  # a tensor's addresses and size, on the host
+_KEY_BYTES = 64  # a tensor's addresses and size, on the host
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _ITEM_BYTES = (2, 2, 4, 8)
@@ -33,11 +35,15 @@ class ChunkTable(NamedTuple):
 class _Key(NamedTuple):
     """All that a table depends on, and no tensor: a freed gradient's address may be somebody else's tomorrow."""
 
-    addresses: tuple[int, ...]
-    numels: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    addresses: bytes  # i64, as all numbers of a key: it takes less time to hash than objects
+    numels: bytes
+    dtypes: tuple[torch.dtype, ...]  # of each tensor; a single one if it is that of all
     device: torch.device
     stream: int  # a table copied on one stream may not have arrived on another
+
+    @property
+    def tensors(self) -> int:
+        return len(self.numels) // Column.ITEM
 
 
 def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
@@ -48,17 +54,19 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
         not what a tensor holds, as that of a view that negates. No kernel can take them.
     Sync: none; a new table is copied to a device from pinned memory.
     """
-    if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
-        return None
     device = tensors[0].device
+    if isinstance(tensors, KnownLayoutList):
+        located, dtypes = tensors.located, (tensors[0].dtype,)
+        if located is None:
+            return None
+        addresses, numels = located.addresses, located.form.numels
+    else:
+        if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
+            return None
+        addresses, numels = Addresses(tensors).column, Column(map(Tensor.numel, tensors))
+        dtypes = tuple([t.dtype for t in tensors])
     return _table_of(
-        _Key(
-            addresses=tuple([t.data_ptr() for t in tensors]),
-            numels=tuple([t.numel() for t in tensors]),
-            dtypes=tuple([t.dtype for t in tensors]),
-            device=device,
-            stream=stream_of(device),
-        )
+        _Key(addresses.numbers.tobytes(), numels.numbers.tobytes(), dtypes, device, stream_of(device))
     )
 
 
@@ -68,7 +76,7 @@ def stream_of(device: torch.device) -> int:
 
 class _TableKey(Protocol):
     @property
-    def numels(self) -> tuple[int, ...]: ...
+    def tensors(self) -> int: ...
 
 
 _K = TypeVar("_K", bound=_TableKey)
@@ -94,7 +102,7 @@ class KeptTables(Generic[_K]):
             found = self._kept.pop(key, None)
             if found is None:
                 table = self._make(key)
-                found = table, _KEY_BYTES * len(key.numels) + (0 if table is None else table.rows.nbytes)
+                found = table, _KEY_BYTES * key.tensors + (0 if table is None else table.rows.nbytes)
                 self._bytes += found[1] - self._kept.get(key, (None, 0))[1]
             self._kept[key] = found
             while self._bytes > self._most_bytes and len(self._kept) > 1:
@@ -104,9 +112,9 @@ class KeptTables(Generic[_K]):
 
 @KeptTables
 def _table_of(key: _Key) -> ChunkTable | None:
-    address_T = on_host(key.addresses)  # T = tensors, C = chunks
-    numel_T = on_host(key.numels)
-    code_T = on_host([CODES[d] for d in key.dtypes])
+    address_T = numbers_in(key.addresses)  # T = tensors, C = chunks
+    numel_T = numbers_in(key.numels)
+    code_T = on_host([CODES[d] for d in key.dtypes]).expand(key.tensors)
     bytes_T = on_host(_ITEM_BYTES)[code_T]
     if not lie_apart(address_T, address_T + numel_T * bytes_T):
         return None
@@ -146,6 +154,10 @@ def lie_apart(starts: Tensor, stops: Tensor) -> bool:
     starts, order = starts[filled].sort()
     stops = stops[filled][order]
     return not bool((stops[:-1] > starts[1:]).any() or (starts[:1] == 0).any())
+
+
+def numbers_in(key: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(key), dtype=torch.int64)
 
 
 def on_host(numbers: Sequence[int]) -> Tensor:

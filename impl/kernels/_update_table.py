@@ -7,12 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from impl.kernels._native import Column
+from impl.kernels._native.fused_step import UpdateMemory
+from impl.kernels._native.memory import Addresses, KnownLayoutList
 from impl.kernels._table import (
     ChunkTable,
     KeptTables,
     are_aligned,
     chunks_of,
     lie_apart,
+    numbers_in,
     on_host,
     sent_to,
     stream_of,
@@ -25,12 +29,16 @@ COUNT, ALIGNED, STEP, ADDRESSES = range(4)
 class _Key(NamedTuple):
     """As a chunk table's: all that this one depends on, and no tensor."""
 
-    addresses: tuple[tuple[int, ...], ...]  # of each list's tensors
+    addresses: tuple[bytes, ...]  # of each list's tensors
     item_bytes: tuple[int, ...]  # of each list
-    numels: tuple[int, ...]
-    steps: tuple[int, ...]  # addresses
+    numels: bytes
+    steps: bytes  # addresses
     device: torch.device
     stream: int
+
+    @property
+    def tensors(self) -> int:
+        return len(self.numels) // Column.ITEM
 
 
 def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> ChunkTable | None:
@@ -52,12 +60,38 @@ def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> 
     params = lists[0]
     return _table_of(
         _Key(
-            addresses=tuple([tuple(map(Tensor.data_ptr, tensors)) for tensors in lists]),
+            addresses=tuple([Addresses(tensors).column.numbers.tobytes() for tensors in lists]),
             item_bytes=tuple([tensors[0].element_size() for tensors in lists]),
-            numels=tuple(map(Tensor.numel, params)),
-            steps=tuple(map(Tensor.data_ptr, steps)),
+            numels=Column(map(Tensor.numel, params)).numbers.tobytes(),
+            steps=Addresses(steps).column.numbers.tobytes(),
             device=params[0].device,
             stream=stream_of(params[0].device),
+        )
+    )
+
+
+def known_update_table(memory: UpdateMemory, grads: KnownLayoutList) -> ChunkTable | None:
+    """Return the same table without a question to any tensor; None also if a gradient has no memory.
+
+    Args:
+        memory: what the update writes. It has not moved since `have_moved` was asked.
+        grads: of one dtype, each laid out as its parameter.
+    Sync: as `update_table`.
+    """
+    located = grads.located
+    if located is None:
+        return None
+    params, *others = memory.lists
+    device = grads[0].device
+    (own, *rest), steps = memory.columns()
+    return _table_of(
+        _Key(
+            addresses=(own, located.addresses.numbers.tobytes(), *rest),
+            item_bytes=tuple([tensors[0].element_size() for tensors in (params, grads, *others)]),
+            numels=located.form.numels.numbers.tobytes(),
+            steps=steps,
+            device=device,
+            stream=stream_of(device),
         )
     )
 
@@ -77,14 +111,14 @@ def _are_laid_out_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 @KeptTables
 def _table_of(key: _Key) -> ChunkTable | None:
-    address_LT = torch.stack([on_host(addresses) for addresses in key.addresses])  # L = lists, T = places
+    address_LT = torch.stack([*map(numbers_in, key.addresses)])  # L = lists, T = places
     bytes_L1 = on_host(key.item_bytes)[:, None]
-    numel_T = on_host(key.numels)
+    numel_T = numbers_in(key.numels)
     if not lie_apart(address_LT.flatten(), (address_LT + numel_T * bytes_L1).flatten()):
         return None
     chunks = chunks_of(numel_T)
     address_LC = address_LT[:, chunks.tensor_C] + chunks.start_C * bytes_L1
     aligned_C = are_aligned(*address_LC)
-    step_T = on_host(key.steps) if key.steps else torch.zeros_like(numel_T)
+    step_T = numbers_in(key.steps) if key.steps else torch.zeros_like(numel_T)
     rows = torch.stack([chunks.count_C, aligned_C, step_T[chunks.tensor_C], *address_LC], dim=1)
     return ChunkTable(sent_to(key.device, rows), len(rows))

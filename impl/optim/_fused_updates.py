@@ -175,13 +175,13 @@ class _Prepared:
     """What an update of a bucket works on: it stands while guards hold, the list cache's too, and nothing moves."""
 
     parameters: Parameters
-    form: ListLayout | None  # of the gradients, where the CPU library reads them as they are
+    form: ListLayout | None  # of the gradients, if they are laid out as their parameters
     low_precision_params: TensorGuards
 
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
         parameters.have_moved()  # from here on it is known when they do
-        in_order = grads[0].is_cpu and all(map(is_, map(laid_out_as, parameters.params, grads), grads))
+        in_order = all(map(is_, map(laid_out_as, parameters.params, grads), grads))
         known = formed(grads) if in_order else None
         copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
         return cls(parameters, None if known is None else known.form, copies)

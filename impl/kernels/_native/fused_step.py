@@ -56,8 +56,9 @@ class UpdateMemory:
         self.params = params
         self.low_precision_params = copies
         self._states = [state for state in states if state]
-        self._steps = steps
-        self._lists = [params, *self._states, *([copies] if copies else []), *([steps] if steps else [])]
+        self.steps = steps
+        self.lists = [params, *self._states, *([copies] if copies else [])]  # as long as each other
+        self._lists = [*self.lists, *([steps] if steps else [])]
         self._addresses: Addresses | None = None
         self._places: _Places | None = None
         self._is_known = False  # whether `_places` was looked for since they moved
@@ -70,6 +71,17 @@ class UpdateMemory:
             return False
         self._is_known = False
         return True
+
+    def columns(self) -> tuple[list[bytes], bytes]:
+        """Return each list's addresses, and the counters', of when `have_moved` was last asked."""
+        if self._addresses is None:
+            self.have_moved()
+        assert self._addresses is not None
+        numbers, count = self._addresses.column.numbers, len(self.params)
+        starts = range(0, count * len(self.lists), count)
+        return [numbers[start : start + count].tobytes() for start in starts], numbers[
+            count * len(self.lists) :
+        ].tobytes()
 
     def places(self) -> _Places | None:
         """Where they lay when `have_moved` was last asked; None if the library cannot take them."""
@@ -86,16 +98,12 @@ class UpdateMemory:
             and all(tensor.dtype is own for state in self._states for tensor in state)
             and len(kinds := {copy.dtype for copy in self.low_precision_params}) <= 1
             and kinds <= CODES.keys()
-            and all(step.dtype is torch.float32 for step in self._steps)
+            and all(step.dtype is torch.float32 for step in self.steps)
             and all(tensor.is_cpu for tensors in self._lists for tensor in tensors)
         )
 
     def _look(self) -> _Places | None:
-        lists = [
-            self.params,
-            *self._states,
-            *([self.low_precision_params] if self.low_precision_params else []),
-        ]
+        lists = self.lists
         columns = [column for tensors in lists if (column := memory_of(tensors)) is not None]
         if len(columns) < len(lists):
             return None
@@ -113,7 +121,7 @@ class UpdateMemory:
             columns[0],
             columns[1:counted],
             columns[counted] if self.low_precision_params else None,
-            Column([step.data_ptr() for step in self._steps]) if self._steps else None,
+            Column([step.data_ptr() for step in self.steps]) if self.steps else None,
             frozenset(address for address, tensor in zip(addresses, written, strict=True) if tensor.numel()),
             all(map(Tensor.is_contiguous, self.params)),
             [Column(())],

@@ -81,7 +81,7 @@ class ListLayout:
 
 
 class KnownLayoutList(list[Tensor]):
-    """Plain tensors on the CPU, none empty, whose form is known: it was looked at, or guards say that it has stayed.
+    """Plain tensors on one device, none empty, whose form is known: it was looked at, or guards say that it has stayed.
 
     It is for one operation or a few in succession, between which nothing moves: where they lie is looked up once.
     """
@@ -100,7 +100,7 @@ def form_of(tensors: Sequence[Tensor]) -> ListLayout | None:
     """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps.
 
     Args:
-        tensors: plain dense ones on the CPU; not empty.
+        tensors: plain strided ones on one device; not empty.
     """
     if isinstance(tensors, KnownLayoutList):
         return tensors.form
@@ -114,7 +114,7 @@ def formed(tensors: Sequence[Tensor]) -> KnownLayoutList | None:
     """The tensors, with their form; None if the library cannot take them, as `form_of` says, or one is empty.
 
     Args:
-        tensors: plain dense ones on the CPU; not empty.
+        tensors: plain strided ones on one device; not empty.
     """
     form = form_of(tensors)
     return None if form is None or 0 in form.numels.numbers else KnownLayoutList(tensors, form)
@@ -129,12 +129,14 @@ def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
 
 
 def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
-    """One list after the other; its form is known if theirs are and their dtypes are the same."""
+    """One list after the other; its form is known if theirs are, of one dtype and device."""
     if len(lists) == 1:
         return lists[0]
     tensors = [*chain.from_iterable(lists)]
-    forms = [tensors.form for tensors in lists if isinstance(tensors, KnownLayoutList)]
-    if len(forms) < len(lists) or len({form.code for form in forms}) != 1:
+    known = [tensors for tensors in lists if isinstance(tensors, KnownLayoutList)]
+    forms = [tensors.form for tensors in known]
+    kinds = {(tensors.form.code, tensors[0].device) for tensors in known}
+    if len(known) < len(lists) or len(kinds) != 1:
         return tensors
     return KnownLayoutList(
         tensors, ListLayout(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
+from impl.kernels._native.memory import KnownLayoutList
 from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import laid_out_as
 from impl.kernels._table import ChunkTable
@@ -16,7 +17,7 @@ from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import DTYPES, on_device
 from impl.kernels._triton.launch import launch
 from impl.kernels._triton.update import LAUNCH
-from impl.kernels._update_table import update_table
+from impl.kernels._update_table import known_update_table, update_table
 from impl.kernels.rules import Rule
 
 _HANDLED = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,7 +26,8 @@ _HANDLED = (torch.float16, torch.bfloat16, torch.float32)
 class _Alike(NamedTuple):
     """Parameters whose gradients have one dtype, and whose copies have one."""
 
-    lists: list[Sequence[Tensor]]  # parameters, gradients, states, copies
+    # Parameters, gradients, states, copies. They live here until the launch: some gradients are reordered copies.
+    lists: list[Sequence[Tensor]]
     table: ChunkTable
     dtypes: dict[str, Any]  # as the kernels call them
 
@@ -36,7 +38,10 @@ def launch_fused_step(
     """Run the rule's kernel; False, and nothing done, where it does not take the parameters."""
     if parameters.params[0].dtype not in _HANDLED:
         return False
-    kinds = [_alike(parameters, grads, places) for places in _places_by_kind(parameters, grads)]
+    if isinstance(grads, KnownLayoutList) and len(dtypes_of(parameters.low_precision_params)) <= 1:
+        kinds = [_known(parameters, grads)]
+    else:
+        kinds = [_alike(parameters, grads, places) for places in _places_by_kind(parameters, grads)]
     if None in kinds:
         return False
     kernel: Any = getattr(rules, rule.KERNELS.triton)
@@ -76,6 +81,17 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
     laid_out = [*map(laid_out_as, params, picked(grads))]
     lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
     table = update_table(lists, picked(parameters.steps))
-    named = {"OWN": params, "GRADS": laid_out, "COPIES": copies or params}
-    dtypes = {name: DTYPES[some[0].dtype] for name, some in named.items()}
-    return None if table is None else _Alike(lists, table, dtypes)
+    return None if table is None else _Alike(lists, table, _named_dtypes(params, laid_out, copies))
+
+
+def _known(parameters: Parameters, grads: KnownLayoutList) -> _Alike | None:
+    table = known_update_table(parameters.memory, grads)
+    dtypes = _named_dtypes(parameters.params, grads, parameters.low_precision_params)
+    return None if table is None else _Alike([grads, *parameters.memory.lists], table, dtypes)
+
+
+def _named_dtypes(
+    params: Sequence[Tensor], grads: Sequence[Tensor], copies: Sequence[Tensor]
+) -> dict[str, Any]:
+    named = {"OWN": params, "GRADS": grads, "COPIES": copies or params}
+    return {name: DTYPES[tensors[0].dtype] for name, tensors in named.items()}

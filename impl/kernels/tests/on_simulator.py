@@ -44,6 +44,10 @@ def tell() -> None:
             [one for at, all in enumerate(lists) if at != 1 for one in all],
         ),
     )
+    _update_table.known_update_table = _remembering(
+        _update_table.known_update_table,
+        lambda memory, grads: ([*grads, *memory.steps], [one for all in memory.lists for one in all]),
+    )
     run = GridExecutor.__call__
 
     def launched(self: Any, *arguments: Any, **named: Any) -> None:

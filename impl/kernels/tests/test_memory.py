@@ -104,11 +104,15 @@ def test_what_is_known_of_lists_is_known_of_all_together() -> None:
     assert whole.form.code == CODES[torch.float32]
 
 
-@pytest.mark.parametrize("other", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)])
+@pytest.mark.parametrize(
+    "other", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), torch.zeros(4, device="meta")]
+)
 def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> None:
-    """Of another dtype, or not looked at."""
+    """Of another dtype or device, or not looked at."""
     some = [torch.zeros(3)]
-    whole = joined([known(some), known([other]) if other.dtype is torch.bfloat16 else [other]])
+    whole = joined(
+        [known(some), known([other]) if other.dtype is torch.bfloat16 or other.is_meta else [other]]
+    )
     assert not isinstance(whole, KnownLayoutList)
     assert all(map(is_, whole, [*some, other]))
 

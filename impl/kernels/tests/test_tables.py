@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from impl.kernels import Parameters, _update_table, formed
 from impl.kernels._table import _KEY_BYTES, CHUNK, ChunkTable, KeptTables, chunk_table
-from impl.kernels._update_table import update_table
+from impl.kernels._update_table import known_update_table, update_table
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SIZES = st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1]) | st.integers(0, 3 * CHUNK)
@@ -86,7 +87,7 @@ def test_a_table_is_kept_while_nothing_moves_and_keeps_no_tensor() -> None:
 
 class _Key(NamedTuple):
     number: int
-    numels: tuple[int, ...] = (1,)
+    tensors: int = 1
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -106,3 +107,52 @@ def test_many_small_tables_are_kept_and_few_large_ones(refused: bool) -> None:
     for number in (1, 2, 3, 1, 4, 1, 2):  # three fit where one is refused, else two
         large(_Key(number))
     assert made == ([1, 2, 3, 4, 2] if refused else [1, 2, 3, 1, 4, 2])
+
+
+class _Known(NamedTuple):
+    parameters: Parameters
+    lists: list[list[Tensor]]
+
+    def table_for(self, grads: list[Tensor]) -> ChunkTable | None:
+        known = formed(grads)
+        assert known is not None
+        return known_update_table(self.parameters.memory, known)
+
+
+@pytest.fixture
+def known() -> _Known:
+    """Parameters, gradients, a state and copies, whose memory was looked at."""
+    dtypes = (torch.float32, torch.float32, torch.float32, torch.bfloat16)
+    lists = [[torch.zeros(size, dtype=dtype) for size in (5, CHUNK + 1)] for dtype in dtypes]
+    parameters = Parameters(lists[0], [lists[2]], [torch.zeros(()), torch.zeros(())], lists[3])
+    parameters.have_moved()
+    return _Known(parameters, lists)
+
+
+def test_known_lists_have_the_same_table_and_are_not_queried(
+    known: _Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = update_table(known.lists, known.parameters.steps)
+    monkeypatch.setattr(_update_table, "_are_laid_out_alike", None)
+    assert expected is not None
+    assert known.table_for(known.lists[1]) is expected
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, "steps"])
+def test_known_lists_get_another_table_when_memory_moves(known: _Known, place: int | str) -> None:
+    before = known.table_for(known.lists[1])
+    moved = known.parameters.steps if place == "steps" else known.lists[int(place)]
+    old = moved[1].data
+    moved[1].data = old.clone()
+    assert known.parameters.have_moved() is (place != 1)
+    after, expected = known.table_for(known.lists[1]), update_table(known.lists, known.parameters.steps)
+    assert before is not None
+    assert after is not None
+    assert after is expected
+    assert after.rows.tolist() != before.rows.tolist()
+
+
+def test_known_gradients_without_memory_or_in_a_parameters_have_no_table(known: _Known) -> None:
+    params, grads = known.lists[:2]
+    assert known.table_for([torch._efficientzerotensor((5,)), grads[1]]) is None
+    assert known.table_for([params[0].detach(), grads[1]]) is None

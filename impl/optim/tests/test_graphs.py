@@ -25,6 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     for name in ("CUDAGraph", "Stream", "current_stream", "stream", "device", "is_current_stream_capturing"):
         asked.attach_mock(mock.create_autospec(getattr(torch.cuda, name)), name)
         monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return asked
 
 
@@ -97,6 +98,14 @@ def test_a_device_is_asked_whether_somebody_captures_on_it(
         mock.call.is_current_stream_capturing(),
         mock.call.device().__exit__(None, None, None),
     ]
+
+
+def test_capture_query_enters_no_device_if_it_is_the_current_one(
+    asked: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_copies, "_STREAMS_TELL", False)
+    assert is_capturing(torch.device("cuda", 0)) is asked.is_current_stream_capturing.return_value
+    assert asked.mock_calls == [mock.call.is_current_stream_capturing()]
 
 
 def test_a_capture_whose_work_fails_is_ended(asked: mock.MagicMock, asked_of_any: mock.MagicMock) -> None:
