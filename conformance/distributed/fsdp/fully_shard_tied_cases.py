@@ -107,11 +107,11 @@ def unsharded(site: Site, has_run: bool, waits: bool) -> dict[str, Any]:
     if waits:
         handle.wait()
     shown = model.body[2].weight
-    seen = {"shown": shown.detach().clone(), "sharded": isinstance(shown, DTensor)}
+    seen = {"shown": shown.detach().clone().cpu(), "sharded": isinstance(shown, DTensor)}
     model.body[2].reshard()
     seen["resharded"] = isinstance(model.body[2].weight, DTensor)
     model(torch.arange(2)).sum().backward()
-    return seen | {"gradient": full_value(model.embed.weight.grad)}
+    return seen | {"gradient": full_value(model.embed.weight.grad).cpu()}
 
 
 def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
