@@ -3,7 +3,7 @@
 ci/gpu --out bundle                  everything, within 9 minutes
 ci/gpu --device cpu                  everything but the device
 ci/gpu --only launches --only bandwidth
-ci/gpu --only sweep                  kernels with other sizes of chunks and blocks: by name only
+ci/gpu --only sweep                  kernels with other chunk and block sizes; runs only if named
 ci/gpu --only probe --only judge --ranks nccl    60 tests over two NCCL ranks that share a GPU
 ci/gpu --machine lab-h100            name of the host, or of a pool of equal hosts, for its timings
 ci/bench --add bundle                in a checkout with git: add the timings to benchmarks/results
@@ -72,7 +72,7 @@ def phases(gpus: int) -> list[GpuPhase]:
     ]
 
 
-# From a cold disk the imports alone take 40 s. What they leave is the next phases' time.
+# From a cold disk, imports take 40 s. The time that they leave goes to the next phases.
 WARM_UP = GpuPhase("warm-up", 0, module("warm_up"), fixed_s=60.0)
 HOST = GpuPhase("host", 0, module("host"), fixed_s=20.0)
 _HOST_AGAIN = GpuPhase("host, again", 1, module("host"))
@@ -121,24 +121,24 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths")
     add("--profile", default="quick", choices=_PROFILES, help="how much to try")
     add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")
-    add("--devices", metavar="NAMES", default="", help="devices that are judged (default: that of --device)")
+    add("--devices", metavar="NAMES", default="", help="devices to judge (default: that of --device)")
     add(
         "--ranks",
         choices=["gloo", "nccl"],
         default="",
-        help="backend of CUDA ranks that are judged; nccl: a sample of 60 tests on two ranks, which may share a GPU",
+        help="backend of CUDA ranks; nccl: judge a sample of 60 tests on two ranks, which may share a GPU",
     )
     add(
         "--workers",
         type=int,
         metavar="N",
-        help="processes that judge (default: by cores and GPUs, at most 12 a GPU)",
+        help="judging processes (default: by cores and GPUs, at most 12 a GPU)",
     )
     add(
         "--deadline",
         type=float,
         metavar="S",
-        help="seconds that a test may hang, twice as many with CUDA ranks (default: 40, on the CPU 120)",
+        help="limit of a test in seconds, doubled with CUDA ranks (default: 40, on the CPU 120)",
     )
     add("--seed", type=int, help="another draw of examples; without it every run tries the same")
     return parser.parse_args(words)
@@ -212,7 +212,7 @@ def _device(asked: str, bundle: Bundle) -> str:
 
 
 def _has_cuda(bundle: Bundle) -> bool | None:
-    """Return whether torch can use CUDA here, by the first phase that came so far; None if none did."""
+    """Return whether torch can use CUDA here, as the first phase that knows reports it, or None if none does."""
     if bundle.host:
         return bundle.host["cuda"]
     warm = bundle.phase(WARM_UP.name)

@@ -60,7 +60,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
 
 
 def limit_threads(device: str) -> None:
-    """Let torch use one thread on the CPU: threads that wait for a core are slower, up to a thousand times."""
+    """Let torch use one thread on the CPU: threads that wait for a core are up to a thousand times slower."""
     if device == "cpu":
         torch.set_num_threads(1)
 
@@ -94,7 +94,7 @@ def _tensors(shapes: str, dtype: str, device: str) -> list[Tensor]:
 
 
 def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
-    """Write the row of a plain copy of as many bytes as the tensors have. Return the seconds that it takes."""
+    """Write the row of a plain copy of as many bytes as the tensors have. Return its time in seconds."""
     once = sum(tensor.nbytes for tensor in _tensors(shapes, dtype, device))
     source = torch.zeros(once, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -51,7 +51,7 @@ class Bundle:
 
     @property
     def host(self) -> dict[str, Any]:
-        """What the phase `host` found, in its first or second try; empty before."""
+        """The row of the phase `host`, of its first or second try. Empty before it has run."""
         rows = (ran.found.rows for ran in self.ran if ran.phase.name.startswith("host"))
         return next((found[0] for found in rows if found), {})
 

@@ -1,6 +1,6 @@
-"""The C library of `impl.kernels` on a host where the package is not installed: carried along, or built here.
+"""The C library of `impl.kernels` on a host without an installed package: copied with the tree, or built here.
 
-Without it a fused step of many tensors takes up to twice the host time, so its times belong to no real installation.
+Without it a fused step of many tensors takes up to twice the host time, which no real installation does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def compiler() -> str | None:
 
 
 def prepare(most_s: float, folder: Path = FOLDER) -> str:
-    """Put a library that fits the sources where `impl` looks for it. Return what was done, or why nothing was.
+    """Put a library that fits the sources where `impl` looks for it. Return a text on how, or why it failed.
 
     It is loaded by ctypes, so a library that was built for another Python serves under the name for this one.
     """
@@ -60,7 +60,7 @@ def _is_fresh(library: Path, folder: Path) -> bool:
 
 
 def _put(source: Path, target: Path) -> None:
-    part = target.with_name(f"part-{os.getpid()}.so")  # so that nobody loads half a file
+    part = target.with_name(f"part-{os.getpid()}.so")  # so that no process loads half a file
     shutil.copy2(source, part)
     os.replace(part, target)
 
@@ -93,7 +93,7 @@ def _call(words: list[str], end: float) -> None:
 
 
 def _extension() -> dict[str, Any]:
-    """What pyproject.toml says of how the library is built."""
+    """Return the build settings of the library from pyproject.toml."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         return tomllib.load(file)["tool"]["setuptools"]["ext-modules"][0]
 

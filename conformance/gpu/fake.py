@@ -1,6 +1,6 @@
-"""Training steps of sharded models as rank 0 of 8 ranks that send nothing, beside torch's: all costs but communication.
+"""Time training steps of sharded models on rank 0 of 8 fake ranks, beside torch's: all costs except communication.
 
-The values are meaningless, since gathered parameters are not what the ranks hold.
+The values are meaningless, because nothing is gathered from the other ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ APIS: dict[str, Callable[[str, torch.device], nn.Module]] = {"FSDP": _fsdp, "ful
 @dataclass(frozen=True)
 class Sharded:
     step: Callable[[], None]
-    peak_bytes: int | None  # of the device, for the shards and a step; None on the CPU
+    peak_bytes: int | None  # device memory for shards and a step; None on the CPU
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
@@ -62,7 +62,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
                 found = compared(api, task.subject, task.device)
         except NotImplementedError as missing:
             rows.add(api, "not available", str(missing))
-        except Exception as error:  # the other one is still worth measuring
+        except Exception as error:  # the other API is still worth measuring
             rows.add(api, "failed", in_words(error))
         else:
             rows.add(api, "measured", _in_words(found), world_size=WORLD_SIZE, **found)

@@ -1,4 +1,4 @@
-"""A process group whose collectives return at once and move nothing: everything of a rank but communication."""
+"""A process group whose collectives return at once and move nothing, to run one rank without its peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORLD_SIZE = 8
 
 @contextmanager
 def fake_group(world_size: int = WORLD_SIZE) -> Iterator[None]:
-    """Context manager in which this process is rank 0 of such a group, the default one."""
+    """Context manager that makes this process rank 0 of a fake default group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

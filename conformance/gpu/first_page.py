@@ -1,4 +1,4 @@
-"""The first page of summary.md: what was missing, red tests by cause, and measurements beside what was expected."""
+"""The first page of summary.md: missing software, red tests by cause, and measurements beside predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNTED = ("kernels", "probe", "waits", "values", "graphs", "training")
 _GOOD = ("agrees", "works", "ran")
 _MOST_CAUSES = 20
 _MOST_NAMED = 4
-# What differs between tests that fail for one reason.
+# Texts that differ between tests that fail for the same reason, and their replacements.
 _VARYING = (
     (re.compile(r"0x[0-9a-f]+"), "0x…"),
     (re.compile(r"[-+]?\b\d[\d.,_]*(e[-+]?\d+)?\b"), "N"),
@@ -75,7 +75,7 @@ def _not_run(report: dict[str, Any]) -> list[str]:
 
 
 def causes_of(judged: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Return the red tests by outcome and first line of their reason, without what varies; the largest group first."""
+    """Group the red tests by outcome and the constant text of their reason's first line. The largest group is first."""
     causes: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in judged:
         if row.get("red"):
@@ -130,7 +130,7 @@ def _launches(rows: dict[str, Any]) -> str:
 
 
 def _bandwidth(rows: dict[str, Any]) -> str:
-    """The subject's shares of what a copy reaches on the same card, by call and list."""
+    """Return a table of the subject's bandwidth as a share of a copy's on the same card, by call and list."""
     shares: dict[str, dict[str, str]] = {}
     copies: dict[str, str] = {}
     for row in rows.get("bandwidth", []):

@@ -62,7 +62,7 @@ def in_users_graph(call: Call) -> Call:
 def replayed_beside_eager(
     subject: str, method: Callable[[Trained], Tensor], device: str, capture: Callable[[Call], Call]
 ) -> dict[str, Any]:
-    """Compare steps that are replayed with eager ones. `capture` makes _WARM_UPS calls, then captures one."""
+    """Compare steps that are replayed with eager ones. `capture` makes _WARM_UPS calls, then captures a call."""
     replayed, eager = (Trained(subject, torch.float32, device, capturable=device == "cuda") for _ in range(2))
     give_grads(replayed, eager, torch.Generator(device).manual_seed(SEED))
     replay, step = capture(_step_from_same_grads(method, replayed)), _step_from_same_grads(method, eager)

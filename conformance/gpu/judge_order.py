@@ -1,4 +1,4 @@
-"""The order of tests on a GPU host: a judge that is cut has judged the most valuable ones."""
+"""The order of tests on a GPU host: the most valuable first, because time may run out."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from conformance.ranks import PoolBroken, backend_for
 
 _TELL_EVERY_S = 10.0
 _TIMES_WITH_RANKS = 2
-# The probes that tests with ranks depend on, by the first pattern that their path matches.
+# The probes that a test with ranks depends on, by the first pattern that matches its path.
 _NEEDS = (
     ("conformance/distributed/.*fully_shard", (*COLLECTIVES, "fully_shard")),
     ("conformance/distributed/", (*COLLECTIVES, "fsdp")),
@@ -85,10 +85,10 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True, specname="pytest_runtest_setup")  # after the fixtures are made
     def start_ranks(self, item: pytest.Item) -> None:
-        """Start ranks before the test's deadline counts: a dozen workers make theirs at the same time."""
+        """Start the ranks before the test's deadline begins, because a dozen workers start theirs at the same time."""
         pool = getattr(item, "funcargs", {}).get("rank_pool")
         if pool is not None:
-            with contextlib.suppress(PoolBroken):  # which the test will meet itself
+            with contextlib.suppress(PoolBroken):  # the test raises it again
                 pool.start()
 
     @pytest.hookimpl(optionalhook=True)

@@ -11,16 +11,16 @@ from pathlib import Path
 from conformance.gpu.phase_rows import VARIABLE, PhaseTask
 
 _PLUGIN = "conformance.gpu.judge_plugin"
-# As in `conformance.ranks.pool`, which imports torch: this process does not, since a broken driver may hang it.
+# As in `conformance.ranks.pool`. That imports torch, but this process must not, because a broken driver may hang it.
 _CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 _WORKERS_PER_GPU = 12
-# A hang costs a worker so long. Without a GPU a core may have much else to do.
+# A hang blocks a worker for this long. Without a GPU, the cores may be busy.
 _DEADLINES_S = {"cuda": 40.0, "cpu": 120.0}
-_WORKERS_OVER_NCCL = 4  # two ranks of each talk over sockets, with threads for it
+_WORKERS_OVER_NCCL = 4  # each has two ranks, with threads for their sockets
 
 
 def workers(device: str, cores: int, gpus: int) -> int:
-    """Return how many processes judge at once, unless `--workers` says it.
+    """Return how many processes judge at once, unless `--workers` is given.
 
     Without a GPU: one a core. With a GPU: three for four cores, because each CUDA process has threads of its own, and
     at most 12 a GPU. Each process holds half a gigabyte of the GPU's memory for its context, and so does each rank
@@ -37,7 +37,7 @@ def command(task: PhaseTask, gpus: int) -> list[str]:
     if find_spec("xdist") is not None:
         most = workers(task.device, len(os.sched_getaffinity(0)), gpus)
         count = task.workers or (min(most, _WORKERS_OVER_NCCL) if task.ranks == "nccl" else most)
-        # In chunks of one: larger ones would give a worker tests far down the order before others have run the first.
+        # In chunks of one test: larger chunks would give a worker tests of the end before others have run the first.
         words += ["-n", str(count), "--dist=load", "--maxschedchunk=1"]
     words += [f"--subject={task.subject}", f"--profile={task.profile}", "--world-sizes=1,2"]
     words += [f"--device={task.devices or task.device}", "--no-shrink"]

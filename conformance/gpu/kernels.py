@@ -136,7 +136,7 @@ def checks(device: str) -> dict[str, Callable[[], None]]:
 
 @dataclass(frozen=True)
 class Checked:
-    """What one check found, and what was compiled for it: registers and spills by kernel and binary."""
+    """Outcome of a check, and the registers and spills of what was compiled for it, by kernel and binary."""
 
     outcome: str
     says: str
@@ -149,13 +149,13 @@ def work(task: PhaseTask, rows: Rows) -> None:
     rows.plan([*names, *compiled])
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     binaries: dict[tuple[str, str], tuple[int, int]] = {}
-    # Each compiles what it launches, at the same time as the others, into the cache that all later phases read.
+    # All processes compile at the same time, into the cache that later phases read.
     with concurrent.futures.ProcessPoolExecutor(processes, get_context("spawn"), _begin) as executor:
         running = {executor.submit(_checked, name, task): name for name in names}
         for future in concurrent.futures.as_completed(running):
             try:
                 checked = future.result()
-            except BrokenProcessPool as error:  # a kernel took its process along, and with it the pool
+            except BrokenProcessPool as error:  # a kernel ended its process, which breaks the pool
                 checked = Checked("failed", in_words(error), {})
             if checked is not None:
                 rows.add(running[future], checked.outcome, checked.says)
@@ -167,7 +167,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
 
 
 def _begin() -> None:
-    """One thread a process: there are as many processes as cores."""
+    """Use one thread in each process, because there are as many processes as cores."""
     torch.set_num_threads(1)
     if _INTERPRETED and find_spec("triton"):
         from conformance.gpu.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
@@ -184,7 +184,7 @@ def _checked(name: str, task: PhaseTask) -> Checked | None:
 
 
 def _binaries() -> dict[tuple[str, str], tuple[int, int]]:
-    """Of what this process has launched so far."""
+    """Return registers and spills of the kernels that this process has launched so far."""
     from conformance.gpu.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
 
     kernels_here = {case.kernel.__name__: case.kernel for case in CASES}
@@ -198,7 +198,7 @@ def _binaries() -> dict[tuple[str, str], tuple[int, int]]:
 
 def _compiled(found: Sequence[tuple[int, int]]) -> tuple[str, str]:
     if not found:
-        return "failed", "never launched: torch's operators took its place"
+        return "failed", "never launched: torch's operators ran instead"
     registers, spilled = ([numbers[place] for numbers in found] for place in (0, 1))
     return "ran", f"as {len(found)} binaries, registers {registers}, spilled {spilled}"
 

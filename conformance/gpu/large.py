@@ -1,4 +1,4 @@
-"""The steps of about a billion parameters beside torch's, and what a copy of that size reaches on the same device."""
+"""Time steps of about a billion parameters beside torch's, and a copy of that size on the same device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
     for dtype in _DTYPES:
         if rows.left_s <= 0:
             return
-        gc.collect()  # the tensors of the dtype before, which an optimizer may hold in a cycle
+        gc.collect()  # an optimizer may hold the previous tensors in a cycle
         add_copy(rows, shapes, dtype, task.device)
         for call in CALLS:
             if rows.left_s <= 0:

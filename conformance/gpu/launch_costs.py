@@ -1,4 +1,4 @@
-"""What one launch costs the host, by torch's operator, by Triton's call and by the compiled kernel's own call."""
+"""Host time of a launch by torch's operator, by Triton's call and by the compiled kernel's own call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _host_s_of_compiled() -> float:
 
 
 def _host_s(launch: Callable[[], object]) -> float:
-    """Return the host's time of one of many launches."""
+    """Return the host time of a launch, the mean of many."""
 
     def launches() -> None:
         for _ in range(_LAUNCHES):

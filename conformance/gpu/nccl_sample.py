@@ -1,4 +1,4 @@
-"""The tests that `--ranks nccl` judges: those in which NCCL differs from gloo, few enough for collectives of 10 ms.
+"""The tests that `--ranks nccl` judges: where NCCL differs from gloo, and few because each collective takes 10 ms.
 
 Two ranks share one GPU and talk over sockets of the loopback. Unlike gloo, NCCL lets the host run on, works on a
 stream of its own, averages itself, keeps its inputs in use, and has no backend for CPU tensors.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# How many tests of each file: 60 in all. Values decide, so trainings come first.
+# Number of tests of each file, 60 in all. Values matter most, so trainings come first.
 SAMPLE = {
     "test_fully_shard.py": 5,  # real streams, asynchronous gathers and reductions
     "test_fsdp_training.py": 6,
@@ -27,7 +27,7 @@ SAMPLE = {
 
 
 def sample_of(nodeids: Sequence[str]) -> set[str]:
-    """Return the chosen ones of the tests with two CUDA ranks: of each file one case a function, then a second one."""
+    """Choose from the tests with two CUDA ranks: one case of each function in a file, then a second case."""
     chosen: set[str] = set()
     for file, most in SAMPLE.items():
         cases: dict[str, list[str]] = {}
@@ -37,8 +37,8 @@ def sample_of(nodeids: Sequence[str]) -> set[str]:
                 cases.setdefault(function.partition("[")[0], []).append(nodeid)
         by_turns = sorted(
             (turn, place, nodeid)
-            for place, of_one in enumerate(cases.values())
-            for turn, nodeid in enumerate(of_one)
+            for place, of_function in enumerate(cases.values())
+            for turn, nodeid in enumerate(of_function)
         )
         chosen.update(nodeid for _, _, nodeid in by_turns[:most])
     return chosen

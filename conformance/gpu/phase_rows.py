@@ -28,9 +28,7 @@ class PhaseTask:
     seed: int | None = None
     tests: str = "conformance"  # what the judge is asked for
     probes: str = ""  # the rows of the phase `probe`
-    machine: str = (
-        ""  # the name under which its timings are kept; empty: this machine's own name, if it has one
-    )
+    machine: str = ""  # name of its timings; empty: this machine's own name, if any
     devices: str = ""  # comma-separated, for the judge; empty: `device`
     ranks: str = ""  # the backend of CUDA ranks in the judge; empty: gloo, or NCCL if each rank has a GPU
     workers: int | None = None  # of the judge; None: by cores and GPUs

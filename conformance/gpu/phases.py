@@ -24,7 +24,7 @@ NO_CUDA = "not run: there is no CUDA device that torch can use"
 
 _LEAST_S = 2.0  # less is not worth the start of a process
 _RESERVE = 0.04  # of the whole, for the bundle
-_MOST_FIXED = 2 / 3  # of what is usable, for fixed phases
+_MOST_FIXED = 2 / 3  # of the usable time, for fixed seconds
 _GRACE_S = 6.0  # from the interrupt, after which a phase may still write, to its end
 _HEADROOM_S = 1.0  # a phase that ends by itself keeps what it is in the midst of
 _LONGEST_LINE = 240
@@ -34,11 +34,11 @@ _MOST_LINES = 400
 @dataclass(frozen=True)
 class GpuPhase:
     name: str
-    weight: float  # its share of the time, that of fixed phases left out, is this over the sum of all
+    weight: float  # its part of the time that fixed seconds leave
     command: Callable[[PhaseTask], list[str]]
     environ: Callable[[PhaseTask], Mapping[str, str]] = lambda task: {}
     is_judging: bool = False  # without its whole result nothing is shown
-    fixed_s: float = 3.0  # beside its share: to start a process, which imports torch
+    fixed_s: float = 3.0  # in addition: time to start a process and import torch
 
 
 @dataclass

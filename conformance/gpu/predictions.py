@@ -1,4 +1,4 @@
-"""What was expected of an H100 before the first run on one, beside what a run measured."""
+"""Predictions for an H100 from before the first run on one, and how a measurement compares."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prediction:
         return value * self.scale / divisor if value is not None and divisor else None
 
     def verdict(self, measured: float) -> str:
-        """Return how a measurement stands to the goal, and to what was expected."""
+        """Return how a measurement compares with the goal and the prediction."""
         low, high = self.expected
         words = ["as expected" if low <= measured <= high else "higher" if measured > high else "lower"]
         if self.goal:

@@ -1,7 +1,7 @@
-"""Which collectives work between ranks here, and whether torch's own FSDP trains on them. Each in its own processes.
+"""Probe which collectives work between ranks here, and whether torch's own FSDP trains. Each has its own processes.
 
-Two ranks on one GPU have gloo, of which torch promises little for CUDA tensors, and NCCL if it takes each rank for a
-host of its own.
+Two ranks on one GPU have gloo, which may lack collectives for CUDA tensors, and NCCL if each rank passes for a separate
+host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conformance.gpu.probe_cases import COLLECTIVES, TRAININGS, expected
 from conformance.ranks import PoolBroken, RankDied, RankHung, RankPool, RankRaised
 
 _START_S, _CASE_S = 12.0, 8.0  # together the deadline of a probe
-_FIRST_S = 30.0  # of each, for the first probe of a backend, which loads its libraries from a cold disk
+_FIRST_S = 30.0  # of each for a backend's first probe: its libraries load
 _SERVER_START_S = 60.0
 _AT_ONCE = 8
 _OUTCOMES = {RankRaised: "raises", RankDied: "dies", RankHung: "hangs", PoolBroken: "does not come up"}
@@ -37,7 +37,7 @@ class Probe:
 
 
 def probes(device: str, gpus: int) -> Iterator[Probe]:
-    """Yield all probes. The first one of each group brings its backend up. Two ranks share a GPU if there is one."""
+    """Yield all probes. The first probe of a group starts its backend. On one GPU, two ranks share it."""
     groups = [("gloo", 2)]
     if device == "cuda":
         groups += [("nccl", size) for size in sorted({1, 2, max(gpus, 1)})]
@@ -47,7 +47,7 @@ def probes(device: str, gpus: int) -> Iterator[Probe]:
 
 
 def outcome_of(probe: Probe, start_s: float = _START_S, case_s: float = _CASE_S) -> tuple[str, str]:
-    """Return what the probe came to, and in what words."""
+    """Return the outcome of the probe, and a text about it."""
     case = TRAININGS.get(probe.what, probe.what)
     try:
         with RankPool(probe.world_size, device=probe.device, backend=probe.backend, start_s=start_s) as pool:

@@ -17,7 +17,7 @@ COLLECTIVES = (
     "all_to_all_single",
     "barrier",
 )
-TRAININGS = {"fsdp": "fsdp", "fully_shard": "sharded_by_parameter"}  # each with its case
+TRAININGS = {"fsdp": "fsdp", "fully_shard": "sharded_by_parameter"}  # names of their cases
 _WIDTH = 6
 _RATE = 0.1
 
@@ -72,7 +72,7 @@ def fsdp(rank: Rank) -> list[Tensor]:
 
 
 def sharded_by_parameter(rank: Rank) -> list[Tensor]:
-    """The same step on a model of `fully_shard`."""
+    """Run the same step on a `fully_shard` model. Return its full parameters."""
     model = _model().to(rank.device)
     fully_shard(model, mesh=rank.mesh(rank.world_size))
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)

@@ -14,7 +14,7 @@ from conformance.gpu.bundle_files import BENCHMARKS
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 
 _LEAST_CASE_S = 0.3
-# What starts processes or compiles takes its own time: it comes last, if so much is left.
+# These start processes or compile, which takes long. They run last, if this much time is left.
 _OWN_PACE_S = 60.0
 _OWN_PACE = ("bench_import", "bench_judge", "bench_optimizer_compile", "RatioCapturedAgainstCompiled")
 # A case may take some times its even share of what is left: most are faster than theirs.

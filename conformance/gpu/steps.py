@@ -24,7 +24,7 @@ _EFFORT = Effort(pairs=30, least_pairs=9, budget_s=0.3)
 _HOST_CALLS = 10
 _FOREACH = functools.partial(bench_fused_amp_step.fused_amp_step, torchs="foreach")
 
-# Each is made of a subject, a name of shapes and a dtype, then these words, then a device.
+# Arguments: a subject, a name of shapes and a dtype, then these words, then a device.
 CALLS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
     "fused_step": (bench_fused_amp_step.fused_amp_step, ("kept",)),
     "four calls": (bench_amp_step.amp_step, ("kept",)),
@@ -60,7 +60,7 @@ def add_compared(rows: Rows, call: str, shapes: str, dtype: str, task: PhaseTask
 
 
 def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> dict[str, Any]:
-    """Return the subject's times, host times and launches beside those of torch's fastest way, which is fused."""
+    """Return times, host times and launches of the subject and of torch's fastest implementation, which is fused."""
     make, words = CALLS[call]
     subject, torchs = (make(whose, shapes, dtype, *words, task.device) for whose in (task.subject, "torch"))
     references = [torchs]
@@ -83,7 +83,7 @@ def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort
 
 
 def host_seconds(work: Workload, device: str) -> float:
-    """Return how long the host takes for one call on a device that has nothing else to do."""
+    """Return the host time of one call on an idle device, in seconds."""
 
     def prepare() -> None:
         if work.prepare is not None:

@@ -1,6 +1,6 @@
-"""How fast kernels move memory with other chunk sizes, block sizes and numbers of warps than they have.
+"""Bandwidth of kernels with other chunk sizes, block sizes and numbers of warps.
 
-Runs only if it is named, because it takes minutes and changes the kernels of its process.
+It runs only if it is named, because it takes minutes and changes the kernels of its process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> Non
 
 @contextmanager
 def launched_by(chunk: int, block: int, warps: int) -> Iterator[None]:
-    """Context manager in which kernels over a table work on other chunks and blocks, by so many warps."""
+    """Context manager that launches kernels over a table with other chunks, blocks and numbers of warps."""
     from impl.kernels import _table  # noqa: PLC0415  the kernels need Triton
     from impl.kernels._triton import chunk as chunk_kernels  # noqa: PLC0415
     from impl.kernels._triton import update as update_kernels  # noqa: PLC0415

@@ -12,7 +12,7 @@ from typing import Any
 
 import impl
 
-# The calls of the other packages run every operation of this one, which is public for `backend` alone.
+# Calls of the other packages run every operation of this package. Only its `backend` is public.
 _LEFT_OUT = "kernels"
 _SENTENCE = re.compile(r"\bSync(?:, [a-z, ]+)?: (.*?)\.(?: |$)")
 _REFERENCE = re.compile(r"as (?:for )?`([\w.]+)`")
@@ -20,7 +20,7 @@ _ALL_METHODS = "in all methods"
 
 
 def promises() -> dict[str, str]:
-    """Return what each public call that can do without a synchronisation says about it, by dotted name.
+    """Return the "Sync" sentence of each public call that can avoid a synchronisation, by dotted name.
 
     A method without a sentence of its own has the sentence of its class, if that is about all methods. "As `name`"
     stands for the sentence of `name`.
@@ -52,13 +52,13 @@ def _sentence(value: Any) -> str:
 
 
 def _public_names() -> Iterator[tuple[str, Any]]:
-    """Yield the functions and classes that public modules export, each once."""
-    seen: set[int] = set()
+    """Yield the functions and classes that public modules export, without duplicates."""
+    yielded: set[int] = set()
     for module in map(importlib.import_module, _public_modules()):
         for name in _exports(module):
             value = getattr(module, name)
-            if (inspect.isfunction(value) or inspect.isclass(value)) and id(value) not in seen:
-                seen.add(id(value))
+            if (inspect.isfunction(value) or inspect.isclass(value)) and id(value) not in yielded:
+                yielded.add(id(value))
                 yield f"{module.__name__}.{name}".removeprefix("impl."), value
 
 

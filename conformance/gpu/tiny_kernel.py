@@ -1,4 +1,4 @@
-"""A Triton kernel that does next to nothing, with as many arguments as the kernel that unscales a list."""
+"""A Triton kernel that does almost nothing, with as many arguments as the kernel that unscales a list."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def launch(values: Tensor, factor: Tensor) -> Any:
 
 
 def launch_compiled(compiled: Any, values: Tensor, factor: Tensor) -> None:
-    """Do the same by the call of the compiled kernel."""
+    """Multiply eight `values` by `factor`, by the compiled kernel's own call."""
     compiled[(1, 1, 1)](values, factor, values, *_SHAPE.values())

@@ -21,7 +21,7 @@ STEPS, INF_STEP = 10, 4
 _TENSORS = 30
 _NUMEL = {"cuda": 40_000, "cpu": 4_000}  # of each tensor
 _SCALE, _GROWTH_INTERVAL, _MAX_NORM = 1024.0, 3, 1.0
-# What the parameters of one tensor may differ by, as a share of their norm.
+# Bounds on the distance of a tensor's parameters from torch's, relative to their norm.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
@@ -92,7 +92,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
 def compared(
     subject: str, method: Callable[[Trained], Tensor], dtype: torch.dtype, device: str
 ) -> dict[str, Any]:
-    """Return how far the subject's steps are from torch's four calls, and in "faults" what is beyond its bound."""
+    """Return distances of the subject's steps from torch's four calls. "faults" lists those beyond a bound."""
     ours, torchs = Trained(subject, dtype, device), Trained("torch", dtype, device)
     draw = torch.Generator(device).manual_seed(SEED)
     faults: list[str] = []

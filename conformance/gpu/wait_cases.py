@@ -21,10 +21,8 @@ from impl.nn import utils
 from impl.optim import capture, explain
 
 Call = Callable[[], object]
-_KERNELS, _OPERATORS = (
-    "100x1k",
-    "1x1k",
-)  # lists that kernels take, and a list so short that torch's operators may
+# A list for the kernels, and a list so short that torch's operators may take it.
+_KERNELS, _OPERATORS = "100x1k", "1x1k"
 _SCALER = "amp.GradScaler"
 _SHARDED = "distributed.fsdp.ShardedGradScaler"
 
@@ -32,8 +30,8 @@ _SHARDED = "distributed.fsdp.ShardedGradScaler"
 @dataclass(frozen=True)
 class WaitCase:
     name: str
-    covers: tuple[str, ...]  # as `sync_promises.promises` calls them
-    make: Callable[[str], Call]  # of a device type
+    covers: tuple[str, ...]  # names in `sync_promises.promises`
+    make: Callable[[str], Call]  # takes a device type
     needs_group: bool = False  # a process group; its collectives move nothing
 
 
@@ -111,7 +109,7 @@ def _unscaled_clipped_and_stepped(scaler: Any, data: TrainingTensors, norm_type:
 
 
 def _step_was_taken(device: str) -> Call:
-    """The step waits for the check, and so the question does not."""
+    """Return a question after a step that has already waited for its check."""
     data, scaler = _data(device), scaler_of("impl", device)
     optimizer = torch.optim.AdamW(data.parameters, foreach=True)
     scaler.step(optimizer)

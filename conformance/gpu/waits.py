@@ -1,7 +1,7 @@
-"""Each public call that is documented not to synchronise, made while torch raises on a synchronisation.
+"""Call every function that is documented not to synchronise, while torch raises on a synchronisation.
 
-torch raises on copies that block and on values that are read. The profiler counts the waits that torch does not know:
-those for a stream, an event or the device.
+torch raises on copies that block and on values that are read. The profiler counts the waits that torch does not detect:
+waits for a stream, an event or the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from conformance.gpu.launches import counted
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from conformance.gpu.wait_cases import CASES, WaitCase
 
-_WARM_UPS, _CALLS = 5, 3  # a step is captured by a graph once its tensors have stayed where they are
+_WARM_UPS, _CALLS = 5, 3  # a graph captures a step once its tensors do not move
 _FRAMES = 8
 
 

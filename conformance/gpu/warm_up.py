@@ -1,6 +1,6 @@
-"""What must be there before anything is timed: imports from a cold disk, the device, Triton, and the C library.
+"""Prepare the host before anything is timed: imports from a cold disk, the device, Triton, and the C library.
 
-Each row is also an answer to what this host lacks.
+The rows also report what this host lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
     }
     rows.plan(steps)
     prepared: list[str] = []
-    # The compiler takes half a minute on a core of its own, as long as the imports.
+    # Compiling takes half a minute on another core, as long as the imports.
     building = threading.Thread(
         target=lambda: prepared.append(c_library.prepare(rows.left_s - 1)), daemon=True
     )

@@ -130,7 +130,7 @@ class RankPool:
         return results
 
     def start(self) -> None:
-        """Bring the ranks up now, so that the next case does not spend its test's deadline on it.
+        """Start the ranks now, so that this does not count towards the deadline of the next test.
 
         Raises:
             PoolBroken: the ranks did not come up.

@@ -179,9 +179,9 @@ def _come_up(settings: RankSettings, channel: Channel) -> None:
 
 
 def sharing_one_gpu(rank: int) -> dict[str, str]:
-    """Return the variables by which NCCL takes each rank for a host of its own, and reaches it by sockets.
+    """Return the environment variables that make NCCL treat each rank as a separate host, reached by sockets.
 
-    NCCL refuses two ranks on one GPU of one host.
+    NCCL refuses two ranks on one GPU of the same host.
     """
     off = ("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
     return {"NCCL_HOSTID": f"tandem-rank-{rank}", "NCCL_NET": "Socket", **dict.fromkeys(off, "1")}
