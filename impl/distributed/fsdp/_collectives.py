@@ -68,12 +68,12 @@ def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessG
 
 @dataclass(frozen=True)
 class Scattered:
-    """The shard that a rank has of a sum over the ranks that parameters are sharded over."""
+    """A rank's shard of a sum over the ranks that parameters are sharded over."""
 
     output: Tensor  # [S]
-    entry: str  # of the reduction, as ranks compare it
-    divisor: float = 1.0  # that is left to divide by
-    is_reduced: bool = False  # by a hook, over all ranks
+    entry: str  # name of the reduction, which ranks compare
+    divisor: float = 1.0  # not applied yet
+    is_reduced: bool = False  # a hook has averaged it over all ranks
 
 
 class Reduction:
@@ -137,7 +137,7 @@ class Reduction:
         return Scattered(output, entry, is_reduced=True)
 
     def finish(self, scattered: Scattered) -> Tensor:
-        """Return the average [S] over all ranks, in the memory of what `scatter` returned.
+        """Return the average [S] over all ranks, in the memory that `scatter` returned.
 
         Collectives: an all-reduce where parameters are replicated.
         """

@@ -28,7 +28,7 @@ What is read before it is written again, or its memory given away:
   will use it: what follows may write to the shards.
 - GATHER of a root waits for what its units gathered by hand before there was one, on streams of their own.
 - The host waits for GATHER before it may write to shards in pinned memory: at the end of an outermost forward and of
-  `summon_full_params`, and when the user waits for a gather between forwards or reshards what he gathered.
+  `summon_full_params`, and when the user waits for a gather between forwards or reshards a module that was gathered.
 - A shard that REDUCE scattered for ALL_REDUCE is REDUCE's memory. It is kept until REDUCE has waited for ALL_REDUCE.
 - The buffer that gradients were copied into is COMPUTE's memory; it is kept until COMPUTE has waited for its reduction,
   which it does before a third one is kept, or at the end of backward.

@@ -73,7 +73,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             a forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
             the first two, sharded inside one group and averaged over another.
         cpu_offload: keep parameters and gradients on the CPU, where the optimizer steps them. If units compute on an
-            accelerator, both lie in pinned memory, and the host waits for copies of them at the end of a forward, of a
+            accelerator, both are in pinned memory, and the host waits for copies of them at the end of a forward, of a
             backward and of `summon_full_params`.
         auto_wrap_policy: which inner modules become units; see `impl.distributed.fsdp.wrap`. A parameter that several
             of them share is left to a unit around them.

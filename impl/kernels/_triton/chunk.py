@@ -35,7 +35,7 @@ _VECTOR = tl.constexpr(8)
 
 
 def shape_for(table: ChunkTable) -> dict[str, Any]:
-    """Return what a kernel over `table` is compiled by: one dtype takes half of the registers of all four."""
+    """Return the constants and options of a kernel over `table`. One dtype takes half of the registers of all four."""
     return {**LAUNCH, "DTYPE": None if table.dtype is None else DTYPES[table.dtype]}
 
 

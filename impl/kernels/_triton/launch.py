@@ -1,4 +1,4 @@
-"""Launch kernels that were compiled before without Triton's search for them, which takes three quarters of a launch."""
+"""Launch compiled kernels without Triton's search for them, which takes three quarters of a launch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from triton.runtime.jit import JITFunction
 
 from impl.kernels._lists import PLAIN_TYPES
 
-_ALIGNED = 16  # what Triton asks of addresses and integers
+_ALIGNED = 16  # the divisor that Triton specialises addresses and integers for
 _TRITONS_RUN = JITFunction.run  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Kept(NamedTuple):
-    kernel: Any  # held, so that no other kernel gets its id
+    kernel: Any  # referenced, so that no other kernel gets its id
     run: Any
     function: int
     metadata: Any
@@ -28,10 +28,10 @@ _kept: dict[tuple[Hashable, ...], _Kept] = {}
 
 
 def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
-    """Call `kernel[grid](*args, **constants)`; the compiled kernel is kept by all that Triton specialises it for.
+    """Call `kernel[grid](*args, **constants)`, and keep the compiled kernel for calls of the same specialisation.
 
-    Triton searches for it itself in its interpreter, under hooks, and for arguments that are not plain tensors,
-    numbers or None. A change of Triton's settings after the first launch has no effect on kernels that are kept.
+    Triton's own call is used in its interpreter, under hooks, and for arguments that are not plain tensors, numbers or
+    None. A change of Triton's settings after the first launch has no effect on kernels that are kept.
 
     Args:
         kernel: a function under `triton.jit`.
@@ -57,7 +57,7 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
 
 
 def _key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Hashable, ...] | None:
-    """Kernel, device, and what the compiled kernel depends on beside them; None if Triton has to look itself."""
+    """Return a key of everything that selects the compiled kernel, or None if Triton has to search for it."""
     if type(kernel) is not JITFunction or JITFunction.run is not _TRITONS_RUN or _has_hooks(kernel):
         return None
     forms: list[Hashable] = []
@@ -81,7 +81,7 @@ def _has_hooks(kernel: Any) -> bool:
 
 
 def _form_of(number: int) -> Hashable:
-    """As far as Triton looks at it: whether it is 1, its width, and whether it is a multiple."""
+    """Return what Triton specialises an integer for: whether it is 1, its width, and whether 16 divides it."""
     return number == 1 or (number.bit_length() > 31, number.bit_length() > 63, number % _ALIGNED == 0)
 
 

@@ -87,10 +87,10 @@ class CollectiveOrderChecker:
     def exchange(
         self, entry: str, group: dist.ProcessGroup, device: torch.device, steps: Callable[[Complete], None]
     ) -> None:
-        """Note what may take several collectives, and have `steps` issue them: each has to be completed in between.
+        """Note an operation and have `steps` issue its collectives. Each must complete before the next one.
 
         Args:
-            device: where their tensors lie.
+            device: that of their tensors.
         """
         self.note(entry, group, device)
         monitor = self._monitor
@@ -107,10 +107,10 @@ class CollectiveOrderChecker:
     def note(
         self, entry: str, group: dist.ProcessGroup, device: torch.device, *, awaits_all: bool = False
     ) -> None:
-        """Note what this rank does, and compare it with the other ranks where this can be done in time.
+        """Note what this rank does. Compare it with the other ranks first if the backend blocks the host.
 
         Args:
-            device: where the tensors of the collective lie.
+            device: that of the tensors of the collective.
             awaits_all: what follows cannot be interrupted, so all ranks are to be here first, or 10 s have gone by.
 
         Raises:

@@ -98,7 +98,7 @@ def _answer(number: int, rank: int) -> str:
 
 
 def group_store_of(group: dist.ProcessGroup) -> GroupStore | None:
-    """Return the group's store, or None if it cannot serve: a fake group's, or a backend's that keeps none.
+    """Return the group's store, or None if the group is fake or its backend has no store.
 
     Raises:
         DistError: the store is gone, so the rank that keeps it is too.

@@ -108,7 +108,7 @@ class FlatParamGroup(FlatParamHandle):
         written = unsharded.fill_from(self.versions)
         shard = self.flat_param.data
         if self.pins and shard.dtype is not unsharded.flat.dtype:
-            # The device casts: a cast on the host blocks it, and its result is not pinned.
+            # Cast on the device: a cast on the host blocks it, and its result is not pinned.
             shard = placed(shard, self.device)
         if self.groups.shard is None:
             copy_into_(unsharded.flat, shard)

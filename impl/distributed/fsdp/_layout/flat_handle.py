@@ -39,7 +39,7 @@ class FlatParamHandle:
         compute_dtype: of the unsharded buffer; None is the parameters' own.
         reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
         device: where the unsharded buffer lies, and the shard too unless it is offloaded.
-        offloads: the shard lies on the CPU, in pinned memory if `device` is an accelerator.
+        offloads: the shard is on the CPU, in pinned memory if `device` is an accelerator.
         use_orig_params: modules keep the user's parameters, as views of the shard.
     """
 

@@ -77,7 +77,7 @@ def is_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         return group._get_backend(device).name() == "gloo"
     except (RuntimeError, AttributeError):
-        return False  # it has no backend for the device, or is one itself, or names none
+        return False  # no backend for the device, or without a name
 
 
 def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
