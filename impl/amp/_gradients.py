@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.kernels import KERNEL_DTYPES, OVERLAP, PLAIN_TYPES, are_on, dtypes_of, layouts_of, overlaps_itself
+from impl.kernels import (
+    KERNEL_DTYPES,
+    OVERLAP,
+    PLAIN_TYPES,
+    are_on,
+    dtypes_of,
+    keep_layout,
+    layouts_of,
+    overlaps_itself,
+    recognize_layout,
+)
 
 # Gradients of one device, to be changed together.
 Batch = tuple[torch.device, list[Tensor]]
@@ -39,15 +49,20 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return []
-    dtypes = dtypes_of(grads)
+    known = recognize_layout(grads)
+    dtypes = dtypes_of(grads if known is None else known[:1])
     if torch.float16 in dtypes and not allow_fp16:
         raise ValueError("Attempting to unscale FP16 gradients.")
+    if known is not None:
+        return [(known[0].device, known)]
     if len(set(map(id, grads))) < len(grads):
         raise ValueError(_shared(params))
     if _are_ordinary(grads, dtypes):
         if not all(map(Tensor.is_contiguous, grads)):
             _refuse_overlap(grads)
         device = grads[0].device
+        if not any(map(Tensor.is_inference, grads)) and (known := keep_layout(grads)) is not None:
+            return [(device, known)]
         return [(device, grads)] if are_on(device, grads) else _by_device(grads)
     _refuse_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
     return _ordinary_last([param for param in params if param.grad is not None])

@@ -33,6 +33,7 @@ from impl.kernels._copies import (
 )
 from impl.kernels._dispatch import backend, known_on_host
 from impl.kernels._dynamo_disable import dynamo_disable
+from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
 from impl.kernels._native.memory import Addresses, KnownLayoutList, ListLayout, formed, joined
 from impl.kernels._no_grad_fast import no_grad_fast
@@ -75,6 +76,7 @@ __all__ = [
     "is_capturing",
     "is_profiled",
     "joined",
+    "keep_layout",
     "known_on_host",
     "laid_out_as",
     "layouts_of",
@@ -83,9 +85,11 @@ __all__ = [
     "nonfinite_mask",
     "overlaps_itself",
     "placed",
+    "recognize_layout",
     "scale_",
     "sent_to_host",
     "span",
+    "tensor_guards",
     "total_norm",
     "unscale_",
     "update_scale_",

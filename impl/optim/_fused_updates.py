@@ -33,8 +33,9 @@ from impl.kernels import (
     fused_step_,
     laid_out_as,
     placed,
+    tensor_guards,
 )
-from impl.optim._list_cache import Bucket, GroupLists, ListCache, cannot_cache_lists, same, tensor_guards
+from impl.optim._list_cache import Bucket, GroupLists, ListCache, cannot_cache_lists, same
 from impl.optim._refusals import name_of
 from impl.optim._shards import local_part
 

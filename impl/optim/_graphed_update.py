@@ -24,10 +24,10 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
-from impl.kernels import Rule, copy_into_, is_capturing
+from impl.kernels import Rule, copy_into_, is_capturing, tensor_guards
 from impl.optim._fused_operators import step_bucket
 from impl.optim._graphs import Graph, captured, graphs_for
-from impl.optim._list_cache import Bucket, tensor_guards
+from impl.optim._list_cache import Bucket
 
 _WORTH = 8  # replays, of which each saves most of a step's launches
 # The device reads a learning rate in float32, in which these compute.

@@ -34,11 +34,10 @@ from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards  # one call for all tensors; does not import Dynamo
 from torch.optim import Optimizer
 
+from impl.kernels import tensor_guards
 from impl.optim._counters import Counters
 from impl.optim._refusals import name_of
 
@@ -302,22 +301,6 @@ def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list
     """The keys of a group whose values have another shape, or that are in one of the two alone."""
     one, other = dict(before), dict(after)
     return sorted(key for key in one.keys() | other.keys() if key not in one or one[key] != other.get(key))
-
-
-def tensor_guards(
-    tensors: list[Tensor], with_shapes: bool = False, with_strides: bool = False
-) -> TensorGuards:
-    """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd.
-
-    Strides are those of strided tensors; the others have none.
-    """
-    free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
-    shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
-    strides: list[Any] = [
-        list(tensor.stride()) if with_strides and tensor.layout is torch.strided else none
-        for tensor, none in zip(tensors, free, strict=True)
-    ]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
 def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:

@@ -40,10 +40,11 @@ from impl.kernels import (
     PLAIN_TYPES,
     are_on,
     dtypes_of,
-    formed,
+    keep_layout,
     layouts_of,
     no_grad_fast,
     overlaps_itself,
+    recognize_layout,
 )
 from impl.nn.utils._dtensors import ShardedTensors, sharded_tensors
 from impl.optim._shards import is_distributed
@@ -273,6 +274,8 @@ def _gradients_of(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def _sorted_out(tensors: list[Tensor], foreach: bool | None) -> _Gradients:
     if torch.compiler.is_compiling():
         return _Gradients(tensors, {}, tensors, foreach)
+    if (known := recognize_layout(tensors)) is not None:
+        return _Gradients(tensors, {known[0].device: known}, [], foreach)
     if not PLAIN_TYPES.issuperset(map(type, tensors)):
         # Whether a subclass mixes with plain tensors is for its own implementation to say.
         return _parts_sorted_out(tensors, foreach) or _Gradients(tensors, {}, tensors, foreach)
@@ -311,7 +314,7 @@ def _together_if_ordinary(tensors: list[Tensor], foreach: bool | None) -> list[T
     device = tensors[0].device
     if not are_on(device, tensors):
         return None
-    if device.type == "cpu" and (known := formed(tensors)) is not None:
+    if (known := keep_layout(tensors)) is not None:
         return known
     if (
         dtypes_of(tensors) <= KERNEL_DTYPES
