@@ -22,7 +22,7 @@ from impl.kernels._triton.chunk import DTYPES, OPTIONS, SHAPE
 from impl.kernels._triton.clamp import clamp_kernel
 from impl.kernels._triton.norm import finish_norm_kernel, partial_norm_kernel
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
-from impl.kernels._triton.scale import scale_kernel
+from impl.kernels._triton.scale import clip_kernel, scale_kernel
 from impl.kernels._triton.scale_update import update_scale_kernel
 from impl.kernels._triton.unscale import unscale_kernel
 from impl.kernels._triton.update import LAUNCH as UPDATE
@@ -63,6 +63,7 @@ _PARTIAL = {"rows_ptr": "*i64", "partial_ptr": "*fp64", "p": "fp64"}
 _WALKS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "unscale": (unscale_kernel, {"rows_ptr": "*i64", "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}, {}),
     "scale": (scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, {}),
+    "clip": (clip_kernel, {"rows_ptr": "*i64", "norm_ptr": "*bf16", "max_norm": "fp64"}, {}),
     "clamp": (clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, {}),
     "norm_two": (partial_norm_kernel, _PARTIAL, {"KIND": "two"}),
     "norm_largest": (partial_norm_kernel, _PARTIAL, {"KIND": "largest"}),
@@ -79,10 +80,16 @@ CASES = (
         )
         for name, (kernel, signature, constants) in _WALKS.items()
         for dtype in ("bfloat16", "float32")
-        if name in {"unscale", "scale", "norm_two"}
+        if name in {"unscale", "scale", "clip", "norm_two"}
     ),
     KernelVariant(
         "finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}
+    ),
+    KernelVariant(
+        "finish_two bfloat16",
+        finish_norm_kernel,
+        {**_FINISH, "norm_ptr": "*bf16"},
+        {"KIND": "two", "BLOCK": 1024, "found_inf_ptr": None},
     ),
     KernelVariant("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024, "found_inf_ptr": None}),
     KernelVariant(

@@ -30,7 +30,7 @@ from impl.amp._gradients import borrowed_grads, coalesced
 from impl.amp._loss_scale import inverse
 from impl.amp._opt_state import Found, KeptResults, OptimizerState
 from impl.kernels import KnownLayoutList, joined, placed
-from impl.nn.utils.clip_grad import clip_coefficient, clip_grads_with_norm_, get_total_norm
+from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
 
@@ -298,7 +298,9 @@ def _factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -
         if inv_scale is None
         else placed(inv_scale, norm.device, wide)
     )
-    return factor * clip_coefficient(options.max_norm, norm) if options.max_norm < math.inf else factor
+    return (
+        factor * kernels.clip_coefficient(options.max_norm, norm) if options.max_norm < math.inf else factor
+    )
 
 
 @contextmanager

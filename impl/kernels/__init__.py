@@ -17,6 +17,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `total_norm` | 4 | 2 |
 | `checked_norm` | 4 | 2 |
 | `scale_` | 8, 0 where the factor is 1 | 1 |
+| `clip_` | 8, 0 where the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |
 | `update_scale_` | 20 in all | 1 |
 | `fused_step_` with AdamW | 28 on the CPU and by Triton, 36 elsewhere | 1; else torch's, and one to scale copies |
@@ -45,7 +46,7 @@ from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import fused_step_
 from impl.kernels.norm import total_norm
 from impl.kernels.rules import RULES, AdagradRule, AdamRule, Rule, SGDRule
-from impl.kernels.scale import scale_
+from impl.kernels.scale import clip_, clip_coefficient, scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import nonfinite_mask, unscale_
 
@@ -67,6 +68,8 @@ __all__ = [
     "backend",
     "checked_norm",
     "clamp_",
+    "clip_",
+    "clip_coefficient",
     "copy_into_",
     "dtypes_of",
     "dynamo_disable",

@@ -1,4 +1,4 @@
-"""Scale tensors by one factor."""
+"""Scale tensors by one factor, or to a norm."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._dispatch import cpu_library, dispatch_for
+from impl.kernels._dispatch import Dispatch, cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
 from impl.kernels._native.scale import scale
 from impl.kernels._no_grad_fast import no_grad_fast
@@ -33,6 +33,37 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
         if launch_scale(tensors, factor):
             return
+    _scale_without_triton(tensors, dispatch, factor)
+
+
+@no_grad_fast
+def clip_(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    """Multiply tensors in place by `clip_coefficient(max_norm, total_norm)`.
+
+    Args:
+        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        max_norm: any float.
+        total_norm: 0-dim, on that device.
+
+    Sync: none. Collectives: none.
+    """
+    dispatch = dispatch_for(tensors)
+    if dispatch.backend == "triton":
+        from impl.kernels._triton.scale import launch_clip  # noqa: PLC0415  optional, and slow to import
+
+        if launch_clip(tensors, max_norm, total_norm):
+            return
+    _scale_without_triton(tensors, dispatch, clip_coefficient(max_norm, total_norm))
+
+
+def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
+    """`max_norm / (total_norm + 1e-6)`, at most 1; `float / tensor` is a product with the reciprocal in torch."""
+    if type(total_norm) is Tensor:
+        return (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def _scale_without_triton(tensors: Sequence[Tensor], dispatch: Dispatch, factor: Tensor) -> None:
     if dispatch.backend == "cpu_blocked":
         _scale_cpu_blocked(tensors, dispatch.dtypes, factor)
     else:

@@ -109,7 +109,7 @@ def partial_norm_kernel(
 @triton.jit
 def finish_norm_kernel(
     partial_ptr: tl.tensor,  # [chunks] f64
-    norm_ptr: tl.tensor,  # [] f32 or f64, written
+    norm_ptr: tl.tensor,  # [] any float dtype, written
     found_inf_ptr: tl.tensor | None,  # [] f32, written: 1.0 where the norm in f64 is inf or nan, else 0.0
     chunks: tl.tensor,
     p: F64,
@@ -132,6 +132,8 @@ def finish_norm_kernel(
         norm = tl.exp2(tl.log2(norm) / p)
     if found_inf_ptr is not None:
         tl.store(found_inf_ptr, tl.where(tl.abs(norm) < float("inf"), 0.0, 1.0))
+    if norm_ptr.dtype.element_ty != tl.float64:
+        norm = norm.to(tl.float32)
     tl.store(norm_ptr, norm.to(norm_ptr.dtype.element_ty))
 
 
@@ -157,8 +159,7 @@ def launch_norm(
         return None
     device = tensors[0].device
     partials = torch.empty(table.chunks, dtype=torch.float64, device=device)
-    # Wide enough for every dtype but f64; bf16 is rounded once, at the end.
-    norm = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    norm = torch.empty((), dtype=dtype, device=device)
     kind = _kind(norm_type)
     with on_device(norm):
         if table.chunks:
@@ -183,4 +184,4 @@ def launch_norm(
             BLOCK=_FINISH_BLOCK,
             **OPTIONS,
         )
-    return norm.to(dtype)
+    return norm

@@ -1,14 +1,17 @@
-"""Scale a list of tensors in one launch."""
+"""Scale a list of tensors in one launch, by a factor or to a norm."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from impl.kernels._lists import KERNEL_DTYPES
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import (
+    F64,
     load,
     on_device,
     pointer_to,
@@ -57,15 +60,51 @@ def scale_kernel(
         visit_chunk(rows_ptr, _scale_chunk, (factor,), DTYPE, BLOCK)
 
 
+@triton.jit
+def _clip_coefficient(norm: tl.tensor, max_norm: tl.tensor) -> tl.tensor:
+    """As torch's operators compute it: in f32, or f64 for f64, and each result is rounded to the norm's dtype."""
+    own = norm.dtype
+    wide = tl.float64 if own == tl.float64 else tl.float32
+    one = tl.full([], 1.0, wide)
+    divisor = (norm.to(wide) + tl.full([], 1e-6, wide)).to(own).to(wide)
+    inverse = one / divisor if own == tl.float64 else tl.div_rn(one, divisor)
+    coefficient = (inverse.to(own).to(wide) * max_norm.to(wide)).to(own).to(wide)
+    return tl.where(coefficient > 1.0, one, coefficient)  # which leaves nan
+
+
+@triton.jit
+def clip_kernel(
+    rows_ptr: tl.tensor,  # [chunks, 4] i64
+    norm_ptr: tl.tensor,  # [] any float dtype
+    max_norm: F64,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Times the clip coefficient in place. Bytes as of `scale_kernel`; one launch a list."""
+    factor = _clip_coefficient(tl.load(norm_ptr), tl.full([], max_norm, tl.float64))
+    if factor != 1.0:
+        visit_chunk(rows_ptr, _scale_chunk, (factor,), DTYPE, BLOCK)
+
+
 def launch_scale(tensors: Sequence[Tensor], factor: Tensor) -> bool:
     """Run the kernel; False, and nothing done, where it cannot take these tensors."""
+    return _launch(scale_kernel, tensors, factor)
+
+
+def launch_clip(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> bool:
+    """Run the kernel; False, and nothing done, where it cannot take these tensors or this norm."""
+    if total_norm.dtype not in KERNEL_DTYPES or total_norm.is_neg() or total_norm._is_zerotensor():
+        return False
+    return _launch(clip_kernel, tensors, total_norm, max_norm)
+
+
+def _launch(kernel: Any, tensors: Sequence[Tensor], number: Tensor, *more: float) -> bool:
     table = chunk_table(tensors)
     if table is None:
         return False
     if table.chunks:
         with on_device(table.rows):
-            launch(
-                scale_kernel, (table.chunks,), table.rows, factor.to(table.rows.device), **shape_for(table)
-            )
+            number = number.to(table.rows.device)
+            launch(kernel, (table.chunks,), table.rows, number, *more, **shape_for(table))
         torch.autograd.graph.increment_version(tensors)
     return True

@@ -18,7 +18,7 @@ from impl.kernels._triton import rules
 from impl.kernels._triton.clamp import clamp_kernel, launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
 from impl.kernels._triton.norm import launch_norm
-from impl.kernels._triton.scale import launch_scale
+from impl.kernels._triton.scale import launch_clip, launch_scale
 from impl.kernels._triton.scale_update import launch_update_scale, update_scale_kernel
 from impl.kernels._triton.unscale import launch_unscale
 
@@ -57,8 +57,9 @@ def launch_all() -> bool:
     return all((
         launch_unscale(tensors, one, flag),
         launch_scale(tensors, one),
+        launch_clip(tensors, 1.0, one),
         launch_clamp(tensors, -1.0, 1.0),
-        launch_norm(tensors, 2.0, torch.float32) is not None,
+        launch_norm(tensors, 2.0, torch.bfloat16) is not None,
         launch_norm(tensors, 2.0, torch.float32, flag) is not None,
         _step(adam, 3, torch.float32, torch.bfloat16, flag),
         _step(sgd, 1, torch.float16, None, None),

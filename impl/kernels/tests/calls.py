@@ -1,5 +1,6 @@
 """One call of a kernel by one backend, on tensors built from a description that travels between processes."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -93,6 +94,18 @@ def scaled_by(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor
     with kernels.backend(backend):
         kernels.scale_(tensors, torch.tensor(factor))
     return tensors
+
+
+def clipped_by(backend: str, norms: list[Tensor], max_norms: list[float]) -> list[tuple[Tensor, Tensor]]:
+    """Ones clipped by each norm to each number, by `clip_`; and scaled by what torch's operators make of them."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    with kernels.backend(backend):
+        for norm, max_norm in itertools.product(norms, max_norms):
+            ours, theirs = torch.ones(2, dtype=norm.dtype)
+            kernels.clip_([ours], max_norm, norm)
+            kernels.scale_([theirs], kernels.clip_coefficient(max_norm, norm))
+            pairs.append((ours, theirs))
+    return pairs
 
 
 def scaled_elsewhere_by_default(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor]:

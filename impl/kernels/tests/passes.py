@@ -1,15 +1,17 @@
-"""What one fused step of a scaler does to memory: the kernels that it launches, and torch's operators beside them."""
+"""What one public call does: the kernels that it launches, and torch's operators beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from impl import kernels
 from impl.amp import GradScaler
+from impl.nn.utils import clip_grad_norm_
 
 NUMEL = 5000
 
@@ -53,4 +55,46 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
             if any(NUMEL in shape for shape in event.input_shapes if isinstance(shape, list))
         ],
         sum(event.name == "aten::_local_scalar_dense" for event in events),
+    )
+
+
+# They launch nothing on a device themselves.
+_QUIET = {"aten::empty", "aten::empty_strided", "aten::to", "aten::_to_copy", "aten::zeros"}
+_KERNEL = "kernel "
+
+
+def launched_by(call: str, dtype: torch.dtype) -> list[str]:
+    """What a device would be given by a call of the steady state: Triton's kernels and torch's operators."""
+    from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  for the interpreter's process alone
+
+    params = [torch.nn.Parameter(torch.ones(NUMEL, dtype=dtype)) for _ in range(3)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    calls: dict[str, Callable[[], object]] = {"clip_grad_norm_": lambda: clip_grad_norm_(params, 1.0)}
+    real = GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **more: Any) -> None:
+        with record_function(_KERNEL + self.fn.__name__):
+            real(self, *args, **more)
+
+    with kernels.backend("triton"), mock.patch.object(GridExecutor, "__call__", launch):
+        calls[call]()  # the first one makes tables
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            calls[call]()
+    return [
+        event.name.removeprefix(_KERNEL).removeprefix("aten::")
+        for event in profiled.events() or []
+        if _may_launch(event.name) and not _is_part_of_another(event)
+    ]
+
+
+def _may_launch(name: str) -> bool:
+    return name.startswith(_KERNEL) or (name.startswith("aten::") and name not in _QUIET)
+
+
+def _is_part_of_another(event: Any) -> bool:
+    parent = event.cpu_parent
+    # The process of the interpreter has memory filled that is not initialised.
+    return parent is not None and (
+        parent.name == "aten::empty" or _may_launch(parent.name) or _is_part_of_another(parent)
     )

@@ -28,6 +28,7 @@ from impl.kernels.tests.calls import (
     call,
     checked_norm_by,
     clamped_by,
+    clipped_by,
     every_pattern_of_bits,
     norm_by,
     norm_elsewhere_by_default,
@@ -106,6 +107,33 @@ def test_scaling_is_exact_for_every_pattern_of_bits(backend, dtype, factor):
     ours = torch.cat(by(backend, scaled_by, list(patterns.clone().split(1 << 13)), factor))
     torchs = patterns.mul(torch.tensor(factor))
     assert_same_bits(ours, torchs)
+
+
+@pytest.mark.parametrize("backend", ["cpu_blocked", "triton"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clipping_scales_by_the_coefficient_of_torchs_operators(backend, dtype):
+    numbers = [
+        0.0,
+        1e-40,
+        3e-7,
+        0.1,
+        0.5,
+        1.0,
+        1.0078125,
+        3.3,
+        771.7,
+        6e4,
+        1e30,
+        math.inf,
+        -math.inf,
+        math.nan,
+    ]
+    norms = [torch.tensor(number, dtype=dtype) for number in (*numbers, torch.finfo(dtype).tiny, 2.5)]
+    max_norms = [1.0, 0.1, 1 / 3, 7.0, 0.0, -2.0, 1e-30, 1e30, math.inf]
+    pairs = by(backend, clipped_by, norms, max_norms)
+    assert len({ours.item() for ours, _ in pairs}) > 30
+    for ours, theirs in pairs:
+        assert torch.equal(ours, theirs) or (ours.isnan() and theirs.isnan()), (ours, theirs)
 
 
 @many

@@ -1,4 +1,4 @@
-"""A fused step by Triton's kernels goes over memory twice, and the host takes nothing from the device."""
+"""What public calls launch by Triton's kernels, which is what a GPU would be given."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) 
     seen = the_interpreter().call(passes.of_fused_step, optimizer, copies)
     expected = ["partial_norm_kernel", "finish_norm_kernel", _UPDATES[optimizer], "update_scale_kernel"]
     assert seen == (expected, [], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("call", "launches"),
+    [("clip_grad_norm_", ["partial_norm_kernel", "finish_norm_kernel", "clip_kernel"])],
+)
+def test_calls_launch_no_more(call: str, launches: list[str], dtype: torch.dtype) -> None:
+    assert the_interpreter().call(passes.launched_by, call, dtype) == launches

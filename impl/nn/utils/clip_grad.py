@@ -403,10 +403,10 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
         )
     if gradients.sharded is not None:
         gradients, total_norm = _beside(gradients, gradients.sharded, total_norm)
-    coefficient = clip_coefficient(max_norm, total_norm)
-    if type(coefficient) is not Tensor or coefficient.dim() > 0:
-        # No kernel takes such a factor: whether it fits is for the operators to say.
+    if type(total_norm) is not Tensor or total_norm.dim() > 0:
+        # No kernel takes such a norm: whether it fits is for the operators to say.
         gradients = gradients._replace(ordinary={}, others=gradients.every)
+    coefficient = kernels.clip_coefficient(max_norm, total_norm) if gradients.others else total_norm
 
     def scale_(tensors: list[Tensor], whole: bool) -> None:
         factor = coefficient.to(tensors[0].device)
@@ -418,7 +418,7 @@ def _scale_to_norm_(gradients: _Gradients, max_norm: float, total_norm: Tensor) 
 
     _change_others_(gradients, scale_)
     for device, tensors in gradients.ordinary.items():
-        kernels.scale_(tensors, coefficient.to(device))
+        kernels.clip_(tensors, max_norm, total_norm.to(device))
     if gradients.sharded is not None:
         gradients.sharded.note_written()
 
@@ -430,13 +430,6 @@ def _beside(gradients: _Gradients, sharded: ShardedTensors, total_norm: Tensor) 
         return gradients, local
     dtensors = list(sharded.dtensors)
     return _Gradients(dtensors, {}, dtensors, gradients.foreach), total_norm
-
-
-def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
-    """`max_norm / (total_norm + 1e-6)`, at most 1; `float / tensor` is a product with the reciprocal in torch."""
-    if type(total_norm) is Tensor:
-        return (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
 def _by_kernel(tensors: list[Tensor], foreach: bool | None) -> list[tuple[list[Tensor], bool]]:
