@@ -1,4 +1,4 @@
-"""What `ci/gpu` does before it measures: the C library, the warm-up, and hosts that cannot be described."""
+"""Tests of what `ci/gpu` does before it measures: C library, warm-up, and hosts that cannot be described."""
 
 from __future__ import annotations
 

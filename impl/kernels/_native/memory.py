@@ -129,7 +129,7 @@ def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
 
 
 def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
-    """One list after the other; its form is known if theirs are, of one dtype and device."""
+    """Return the lists joined. The layout is known if all are known, with one dtype and one device."""
     if len(lists) == 1:
         return lists[0]
     tensors = [*chain.from_iterable(lists)]

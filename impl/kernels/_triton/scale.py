@@ -62,7 +62,7 @@ def scale_kernel(
 
 @triton.jit
 def _clip_coefficient(norm: tl.tensor, max_norm: tl.tensor) -> tl.tensor:
-    """As torch's operators compute it: in f32, or f64 for f64, and each result is rounded to the norm's dtype."""
+    """Compute in f32, or f64 for f64, and round each result to the norm's dtype, like torch's operators."""
     own = norm.dtype
     wide = tl.float64 if own == tl.float64 else tl.float32
     one = tl.full([], 1.0, wide)

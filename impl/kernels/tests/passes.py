@@ -1,4 +1,4 @@
-"""What one public call does: the kernels that it launches, and torch's operators beside them."""
+"""Kernels that one public call launches, and torch's operators beside them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _KERNEL = "kernel "
 
 
 def launched_by(call: str, dtype: torch.dtype) -> list[str]:
-    """What a device would be given by a call of the steady state: Triton's kernels and torch's operators."""
+    """Return the launches of a call in the steady state: Triton's kernels and torch's operators."""
     from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  for the interpreter's process alone
 
     params = [torch.nn.Parameter(torch.ones(NUMEL, dtype=dtype)) for _ in range(3)]

@@ -108,7 +108,7 @@ def test_what_is_known_of_lists_is_known_of_all_together() -> None:
     "other", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), torch.zeros(4, device="meta")]
 )
 def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> None:
-    """Of another dtype or device, or not looked at."""
+    """Lists of another dtype or device, or with an unknown layout."""
     some = [torch.zeros(3)]
     whole = joined(
         [known(some), known([other]) if other.dtype is torch.bfloat16 or other.is_meta else [other]]

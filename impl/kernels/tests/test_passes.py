@@ -1,4 +1,4 @@
-"""What public calls launch by Triton's kernels, which is what a GPU would be given."""
+"""Count the Triton kernels that public calls launch, as on a GPU."""
 
 from __future__ import annotations
 
