@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.gpu import fake_group, graphs, summary, sync_promises, values, wait_cases, waits
+from conformance.gpu import fake_group, graphs, summary, sync_free_calls, sync_promises, values, waits
 from conformance.gpu.__main__ import phases
 from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
 from conformance.gpu.values import METHODS, Trained
 
 # A phase keeps the file of its rows open for as long as its process lives.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-CASES = {case.name: case for case in wait_cases.CASES}
+CASES = {case.name: case for case in sync_free_calls.CASES}
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,9 @@ def test_promises_of_docstrings_are_found() -> None:
 
 
 def test_every_promise_has_a_case() -> None:
-    covered = {name for case in wait_cases.CASES for name in case.covers}
+    covered = {name for case in sync_free_calls.CASES for name in case.covers}
     assert covered == sync_promises.promises().keys()
-    assert len(CASES) == len(wait_cases.CASES)
+    assert len(CASES) == len(sync_free_calls.CASES)
 
 
 @pytest.mark.deadline(120)
@@ -81,7 +81,7 @@ def test_synchronisation_fails_with_its_stack(debug_modes: list[str]) -> None:
         if debug_modes[-1] == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
-    case = wait_cases.WaitCase("waits", (), lambda device: synchronise_when_told_on)
+    case = sync_free_calls.WaitCase("waits", (), lambda device: synchronise_when_told_on)
     outcome, says = waits.outcome_of(case, "cuda")
     assert outcome == "failed"
     assert says.startswith("RuntimeError: called a synchronizing CUDA operation\n")
@@ -90,7 +90,7 @@ def test_synchronisation_fails_with_its_stack(debug_modes: list[str]) -> None:
 
 
 def test_call_that_never_waits_agrees(debug_modes: list[str]) -> None:
-    case = wait_cases.WaitCase("runs on", (), lambda device: lambda: "captured")
+    case = sync_free_calls.WaitCase("runs on", (), lambda device: lambda: "captured")
     assert waits.outcome_of(case, "cuda") == ("agrees", "captured")
     assert debug_modes == ["default", "error", "default"]
 
@@ -98,13 +98,13 @@ def test_call_that_never_waits_agrees(debug_modes: list[str]) -> None:
 @pytest.mark.usefixtures("debug_modes")
 def test_wait_that_only_the_profiler_sees_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "counted", lambda work, device: {"synchronisations": 2})
-    case = wait_cases.WaitCase("waits for events", (), lambda device: lambda: None)
+    case = sync_free_calls.WaitCase("waits for events", (), lambda device: lambda: None)
     outcome, says = waits.outcome_of(case, "cuda")
     assert (outcome, "waits 2 times" in says) == ("failed", True)
 
 
 def test_failed_case_leaves_no_process_group() -> None:
-    case = wait_cases.WaitCase("refuses", (), lambda device: 1 / 0, needs_group=True)  # type: ignore[return-value]
+    case = sync_free_calls.WaitCase("refuses", (), lambda device: 1 / 0, needs_group=True)  # type: ignore[return-value]
     assert waits.outcome_of(case, "cpu")[0] == "failed"
     with fake_group.fake_group(4):
         assert torch.distributed.get_world_size() == 4
