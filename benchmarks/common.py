@@ -94,6 +94,10 @@ def some_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one[(len(one) - 1) % step :: step].clone() for one, step in zip(flat, steps, strict=True)]
 
 
+def shapes_of(name: str) -> list[tuple[int, ...]]:
+    return (SHAPES | LARGE_SHAPES)[name]
+
+
 class TrainingTensors:
     """Parameters, gradients and torch's fused AdamW over them.
 
@@ -106,9 +110,8 @@ class TrainingTensors:
         # On the device itself: one host thread takes seconds for the numbers of a large list.
         self._random = torch.Generator(device).manual_seed(SEED)
         draw = functools.partial(self._draw, dtype=getattr(torch, dtype))
-        every_shape = (SHAPES | LARGE_SHAPES)[shapes]
-        self.parameters = [torch.nn.Parameter(draw(shape)) for shape in every_shape]
-        self._gradients = [draw(shape) for shape in every_shape]
+        self.parameters = [torch.nn.Parameter(draw(shape)) for shape in shapes_of(shapes)]
+        self._gradients = [draw(shape) for shape in shapes_of(shapes)]
         self._others: list[torch.Tensor] = []
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4, fused=True)
         self.keep()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import training
+from benchmarks.common import shapes_of, training
 from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from impl import kernels
@@ -66,8 +66,9 @@ def limit_threads(device: str) -> None:
 
 
 def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
-    tensors = _tensors(shapes, dtype, device)
-    once = sum(tensor.nbytes for tensor in tensors)
+    parameters = training(shapes, dtype, device).parameters
+    tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    once = _bytes_of(shapes, dtype)
     of = {"shapes": shapes, "dtype": dtype}
     copy_s = add_copy(rows, shapes, dtype, device)
     for name, (times, call) in calls_on(tensors).items():
@@ -88,14 +89,13 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
             )
 
 
-def _tensors(shapes: str, dtype: str, device: str) -> list[Tensor]:
-    parameters = training(shapes, dtype, device).parameters
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+def _bytes_of(shapes: str, dtype: str) -> int:
+    return sum(map(math.prod, shapes_of(shapes))) * getattr(torch, dtype).itemsize
 
 
 def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
     """Write the row of a plain copy of as many bytes as the tensors have. Return its time in seconds."""
-    once = sum(tensor.nbytes for tensor in _tensors(shapes, dtype, device))
+    once = _bytes_of(shapes, dtype)
     source = torch.zeros(once, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = seconds(lambda: target.copy_(source), device)
