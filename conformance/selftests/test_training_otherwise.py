@@ -47,7 +47,7 @@ def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
         return
     config = dataclasses.replace(small_config(dtype), optimizer="fused")
     expected = run(config)
-    bound = Bound.between(expected, run(config.one_rounding_away()))
+    bound = Bound.between(expected, *map(run, config.neighbours()))
     failed = [
         check for check in compare(config, expected, run(config, ByFusedStep), bound) if not check.passed
     ]
