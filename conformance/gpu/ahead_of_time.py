@@ -59,9 +59,11 @@ def _update(
 
 
 _FINISH = {"partial_ptr": "*fp64", "norm_ptr": "*fp32", "chunks": "i32", "p": "fp64"}
+_UNSCALE = {"rows_ptr": "*i64", "scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}
 _PARTIAL = {"rows_ptr": "*i64", "partial_ptr": "*fp64", "p": "fp64"}
 _WALKS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
-    "unscale": (unscale_kernel, {"rows_ptr": "*i64", "inv_scale_ptr": "*fp32", "found_inf_ptr": "*fp32"}, {}),
+    "unscale": (unscale_kernel, _UNSCALE, {"IS_INVERSE": True}),
+    "unscale_by": (unscale_kernel, _UNSCALE, {"IS_INVERSE": False}),
     "scale": (scale_kernel, {"rows_ptr": "*i64", "factor_ptr": "*fp32"}, {}),
     "clip": (clip_kernel, {"rows_ptr": "*i64", "norm_ptr": "*bf16", "max_norm": "fp64"}, {}),
     "clamp": (clamp_kernel, {"rows_ptr": "*i64", "low": "fp64", "high": "fp64"}, {}),
@@ -80,7 +82,7 @@ CASES = (
         )
         for name, (kernel, signature, constants) in _WALKS.items()
         for dtype in ("bfloat16", "float32")
-        if name in {"unscale", "scale", "clip", "norm_two"}
+        if name in {"unscale", "unscale_by", "scale", "clip", "norm_two"}
     ),
     KernelVariant(
         "finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}

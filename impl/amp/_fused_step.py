@@ -27,7 +27,6 @@ from torch import Tensor
 from impl import kernels
 from impl.amp._conditional_step import step_unless
 from impl.amp._gradients import borrowed_grads, coalesced
-from impl.amp._loss_scale import inverse
 from impl.amp._opt_state import Found, KeptResults, OptimizerState
 from impl.kernels import KnownLayoutList, joined, placed
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
@@ -132,7 +131,7 @@ def fused_step(
         try:
             with updates_of(optimizer, copies) as updates:
                 norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])
-                inv_scale = inverse(scale) if scale is not None and known is None else None
+                inv_scale = kernels.inverse(scale) if scale is not None and known is None else None
                 if inv_scale is not None and options.norm_type != 0:
                     norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
                 flag = None if scale is None else joint_flag(found, step.home)

@@ -30,15 +30,6 @@ class PerDevice(dict[torch.device, Tensor]):
         return copy
 
 
-def inverse(scale: Tensor) -> Tensor:
-    """One over `scale`, f32, the nearest there is."""
-    # CPUs divide exactly in float32, and mps has no float64. Elsewhere a compiler may have made division coarser;
-    # by way of float64 the result is the same as an exact float32 division's.
-    if scale.is_cpu or scale.is_mps:
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
-
-
 def times(outputs: Tensor, scale: Tensor) -> Tensor:
     """`outputs` times the 0-dim f32 `scale`, in float32 where float16 or bfloat16 could not hold it."""
     if outputs.dtype in _HALVES:

@@ -13,7 +13,7 @@ Cost for N f32 elements, launches counted on CUDA:
 
 | | bytes an element | launches |
 |---|---|---|
-| `unscale_` | 8 | 1 |
+| `unscale_`, `unscale_by_` | 8 | 1 |
 | `total_norm` | 4 | 2 |
 | `checked_norm` | 4 | 2 |
 | `scale_` | 8, 0 where the factor is 1 | 1 |
@@ -48,7 +48,7 @@ from impl.kernels.norm import total_norm
 from impl.kernels.rules import RULES, AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import clip_, clip_coefficient, scale_
 from impl.kernels.scale_update import update_scale_
-from impl.kernels.unscale import nonfinite_mask, unscale_
+from impl.kernels.unscale import inverse, nonfinite_mask, unscale_, unscale_by_
 
 __all__ = [
     "KERNEL_DTYPES",
@@ -76,6 +76,7 @@ __all__ = [
     "formed",
     "fused_step_",
     "has_host_copies",
+    "inverse",
     "is_capturing",
     "is_profiled",
     "joined",
@@ -95,5 +96,6 @@ __all__ = [
     "tensor_guards",
     "total_norm",
     "unscale_",
+    "unscale_by_",
     "update_scale_",
 ]

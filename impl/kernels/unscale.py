@@ -22,18 +22,47 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
     Sync: none. Collectives: none.
     Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
     """
+    _unscale(grads, inv_scale, found_inf, is_inverse=True)
+
+
+@no_grad_fast
+def unscale_by_(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply gradients in place by `inverse(scale)` and set `found_inf` if any held inf or nan.
+
+    Args:
+        grads: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        scale: f32, 0-dim, on that device.
+        found_inf: f32, one element, on that device; set to 1.0 or left alone, never cleared.
+
+    Sync: none. Collectives: none.
+    """
+    _unscale(grads, scale, found_inf, is_inverse=False)
+
+
+def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inverse: bool) -> None:
     if grads[0].is_cpu and asked_backend() != "triton":
         # There torch's operator takes mixed dtypes, and no other code is faster.
+        inv_scale = scale if is_inverse else inverse(scale)
         torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
         return
     dispatch = dispatch_for(grads)
     if dispatch.backend == "triton":
         from impl.kernels._triton.unscale import launch_unscale  # noqa: PLC0415  optional, and slow to import
 
-        if launch_unscale(grads, inv_scale, found_inf):
+        if launch_unscale(grads, scale, found_inf, is_inverse):
             return
+    inv_scale = scale if is_inverse else inverse(scale)
     for same_dtype in by_dtype(grads, dispatch.dtypes):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """Return 1 over `scale`, f32, rounded to nearest."""
+    # CPUs divide exactly in float32, and mps has no float64. Elsewhere a compiler may have made division coarser.
+    # By way of float64 the result is that of an exact division in float32.
+    if scale.is_cpu or scale.is_mps:
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()
 
 
 @no_grad_fast

@@ -21,6 +21,12 @@ from impl.kernels._triton.launch import launch
 
 
 @triton.jit
+def inverse(scale: tl.tensor) -> tl.tensor:
+    """Round to nearest, like `impl.kernels.inverse`."""
+    return tl.div_rn(tl.full([], 1.0, tl.float32), scale)
+
+
+@triton.jit
 def _unscale_chunk(
     address: tl.tensor,  # of `count` elements, read and overwritten
     DTYPE: tl.constexpr,
@@ -29,8 +35,9 @@ def _unscale_chunk(
     inputs: tl.tuple,
     BLOCK: tl.constexpr,
 ) -> None:
-    inv_scale_ptr, found_inf_ptr = inputs
-    inv_scale = tl.load(inv_scale_ptr)
+    scale_ptr, found_inf_ptr = inputs[0], inputs[1]
+    IS_INVERSE: tl.constexpr = inputs[2]
+    inv_scale = tl.load(scale_ptr) if IS_INVERSE else inverse(tl.load(scale_ptr))
     bad = _unscale_span(vector_pointer_to(address, DTYPE), 0, vectors, inv_scale, BLOCK)
     bad |= _unscale_span(pointer_to(address, DTYPE), vectors, count, inv_scale, BLOCK)
     tl.store(found_inf_ptr, 1.0, mask=bad == 1)
@@ -54,22 +61,26 @@ def _unscale_span(
 @triton.jit
 def unscale_kernel(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
-    inv_scale_ptr: tl.tensor,  # [] f32
+    scale_ptr: tl.tensor,  # [] f32, the loss scale or its inverse
     found_inf_ptr: tl.tensor,  # [] f32, set to 1.0 on inf or nan, never cleared here
+    IS_INVERSE: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Times inv_scale in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
-    visit_chunk(rows_ptr, _unscale_chunk, (inv_scale_ptr, found_inf_ptr), DTYPE, BLOCK)
+    """Times the inverse scale in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
+    visit_chunk(rows_ptr, _unscale_chunk, (scale_ptr, found_inf_ptr, IS_INVERSE), DTYPE, BLOCK)
 
 
-def launch_unscale(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> bool:
+def launch_unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inverse: bool) -> bool:
     """Run the kernel; False, and nothing done, where it cannot take these gradients."""
     table = chunk_table(grads)
     if table is None:
         return False
     if table.chunks:
         with on_device(found_inf):
-            launch(unscale_kernel, (table.chunks,), table.rows, inv_scale, found_inf, **shape_for(table))
+            launch(
+                unscale_kernel, (table.chunks,), table.rows, scale, found_inf,
+                IS_INVERSE=is_inverse, **shape_for(table),
+            )  # fmt: skip
         torch.autograd.graph.increment_version(grads)
     return True

@@ -55,7 +55,8 @@ def launch_all() -> bool:
     adam = AdamRule(torch.ones(()), 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
     sgd = SGDRule(0.1, 0.5, 0.0, 0.1, nesterov=True, maximize=False, is_first_step=True)
     return all((
-        launch_unscale(tensors, one, flag),
+        launch_unscale(tensors, one, flag, is_inverse=True),
+        launch_unscale(tensors, one, flag, is_inverse=False),
         launch_scale(tensors, one),
         launch_clip(tensors, 1.0, one),
         launch_clamp(tensors, -1.0, 1.0),

@@ -130,6 +130,15 @@ def unscaled_by(
     return grads, flag.item()
 
 
+def unscaled_by_scale(
+    backend: str, grads: list[Tensor], scale: float, found_inf: float
+) -> tuple[list[Tensor], float]:
+    flag = torch.full((), found_inf)
+    with kernels.backend(backend):
+        kernels.unscale_by_(grads, torch.tensor(scale), flag)
+    return grads, flag.item()
+
+
 def clamped_by(backend: str, tensors: list[Tensor], low: float, high: float) -> list[Tensor]:
     with kernels.backend(backend):
         kernels.clamp_(tensors, low, high)

@@ -70,7 +70,13 @@ def launched_by(call: str, dtype: torch.dtype) -> list[str]:
     params = [torch.nn.Parameter(torch.ones(NUMEL, dtype=dtype)) for _ in range(3)]
     for param in params:
         param.grad = torch.ones_like(param)
-    calls: dict[str, Callable[[], object]] = {"clip_grad_norm_": lambda: clip_grad_norm_(params, 1.0)}
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    optimizer = torch.optim.SGD(params)
+    calls: dict[str, Callable[[], object]] = {
+        "clip_grad_norm_": lambda: clip_grad_norm_(params, 1.0),
+        "unscale_": lambda: scaler.unscale_(optimizer),
+    }
     real = GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **more: Any) -> None:
@@ -79,6 +85,7 @@ def launched_by(call: str, dtype: torch.dtype) -> list[str]:
 
     with kernels.backend("triton"), mock.patch.object(GridExecutor, "__call__", launch):
         calls[call]()  # the first one makes tables
+        scaler.update(1.0)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             calls[call]()
     return [

@@ -36,6 +36,7 @@ from impl.kernels.tests.calls import (
     scaled_by,
     scaled_elsewhere_by_default,
     unscaled_by,
+    unscaled_by_scale,
     updated_by,
 )
 from impl.kernels.tests.interpreter import the_interpreter
@@ -150,6 +151,21 @@ def test_triton_unscales_as_torch_does(specs, inv_scale, found_inf):
     arguments = torch.tensor(inv_scale), torch.full((1,), found_inf)
     want = call("torch", "unscale_", specs, *arguments)
     assert_same_elements(by("triton", call, "unscale_", specs, *arguments), want)
+
+
+@pytest.mark.parametrize("backend", ["cpu_blocked", "triton"])
+@pytest.mark.parametrize("bad", [None, math.inf])
+def test_unscaling_by_a_scale_multiplies_by_its_nearest_reciprocal(backend, bad):
+    tiny, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    for scale in (tiny, 1e-30, 1 / 3, 1.0, 3.0, 6.1, 2.0**16, 49152.7, 2.0**126, 2.0**127, 3e38, largest):
+        grads = [torch.linspace(-3, 3, 1500).to(dtype) for dtype in DTYPES]
+        if bad is not None:
+            grads[1][-1] = bad
+        inv_scale = (1.0 / torch.tensor(scale).double()).float()
+        want = by("torch", unscaled_by, [grad.clone() for grad in grads], inv_scale.item(), 0.0)
+        ours = by(backend, unscaled_by_scale, grads, scale, 0.0)
+        assert all(map(torch.equal, ours[0], want[0])), scale
+        assert ours[1] == want[1] == (bad is not None)
 
 
 bounds = st.tuples(st.sampled_from([-math.inf, -0.5, 0.1, 1.0]), st.sampled_from([-0.7, 0.1, 0.6, math.inf]))

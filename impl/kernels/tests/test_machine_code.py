@@ -14,8 +14,8 @@ from conformance.gpu.update_bounds import EACH
 # Sixteen elements a thread need two wide reads in f16, two in bf16, four in f32, eight in f64.
 _WIDE = {"bfloat16": 2, "float32": 4}
 _WIDE_MIXED = 2 + 2 + 4 + 8
-_READ = ("unscale", "scale", "clip", "clamp", "norm_two")
-_WRITTEN = ("unscale", "scale", "clip", "clamp")
+_READ = ("unscale", "unscale_by", "scale", "clip", "clamp", "norm_two")
+_WRITTEN = ("unscale", "unscale_by", "scale", "clip", "clamp")
 # Of the updates, whose threads take eight elements a turn: one access of 128 bits in half precision, two in f32, for
 # each list of tensors that is read, and for each that is written. Twice as many would be a second pass.
 _A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
@@ -47,7 +47,8 @@ def test_what_the_launchers_ask_for_compiles():
     printed = printed_by("impl.kernels.tests.as_launched")
     assert printed["compiled_again"] == 0, "another learning rate or setting compiles another kernel"
     assert printed["launched"] == [
-        "update_scale_kernel", "unscale_kernel", "scale_kernel", "clip_kernel", "clamp_kernel", *norm, *norm,
+        "update_scale_kernel", "unscale_kernel", "unscale_kernel", "scale_kernel", "clip_kernel", "clamp_kernel",
+        *norm, *norm,
         "adam_kernel", "sgd_kernel", "adagrad_kernel", *(rule.KERNELS.triton for rule in EACH),
     ]  # fmt: skip
 

@@ -24,7 +24,10 @@ def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("call", "launches"),
-    [("clip_grad_norm_", ["partial_norm_kernel", "finish_norm_kernel", "clip_kernel"])],
+    [
+        ("clip_grad_norm_", ["partial_norm_kernel", "finish_norm_kernel", "clip_kernel"]),
+        ("unscale_", ["zero_", "unscale_kernel"]),
+    ],
 )
 def test_calls_launch_no_more(call: str, launches: list[str], dtype: torch.dtype) -> None:
     assert the_interpreter().call(passes.launched_by, call, dtype) == launches
