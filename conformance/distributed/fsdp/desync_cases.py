@@ -169,6 +169,25 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     return seen + [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
 
 
+def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str) -> tuple[str, list[float]]:
+    """Return what the ranks raised, and sums over the group that they still use."""
+    told = ""
+    try:
+        if by == "wrapping":
+            synchronise(rank, library=library)
+        elif by == "state":
+            ask_alone(rank, library=library, face=program.face, pause_s=0.0, timeout_s=TIMEOUT_S)
+        else:
+            run(rank, library=library, program=program)
+    except RuntimeError as error:
+        told = str(error)
+    dist.barrier()
+    sums = torch.arange(3.0) * (rank.rank + 1)
+    for _ in range(3):
+        dist.all_reduce(sums)
+    return told, sums.tolist()
+
+
 def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
     """One rank has the outermost module, whose policy is not the default, gathered before the first forward."""
     torch.manual_seed(0)

@@ -311,6 +311,39 @@ def test_one_rank_alone_asks_for_a_state(
     )
 
 
+@clause("distributed.fsdp.fsdp_desync.group_afterwards")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("program", "by", "ranks"),
+    [
+        (Program(parts_at=0), "order", 2),
+        (Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"), "order", 2),
+        pytest.param(Program(hidden=(8, 16, 24), parts_at=0), "order", 3, marks=FULL),
+        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), "order", 3, marks=FULL),
+        pytest.param(Program((*WAYS, *WAYS, *(WAYS[0],) * 4), parts_at=4), "order", 3, marks=FULL),
+        *(
+            pytest.param(Program(parts_at=2, face="fully_shard", by=by), by, 2, marks=FULL)
+            for by in ("unused", "frozen", "kept", "unsynchronised", "divided")
+        ),
+        pytest.param(Program(parts_at=0, face="fully_shard", by="computed"), "computed", 3, marks=FULL),
+        pytest.param(Program(), "wrapping", 3, marks=FULL),
+        *(pytest.param(Program(face=face), "state", 2, marks=FULL) for face in ("FSDP1", "fully_shard")),
+    ],
+    ids=lambda value: (
+        f"{value.face} {value.hidden} {value.parts_at}" if isinstance(value, Program) else str(value)
+    ),
+)
+def test_group_is_usable_after_ranks_differed(
+    subject: Library, program: Program, by: str, ranks: int
+) -> None:
+    with RankPool(ranks, grace_s=GRACE_S) as pool:
+        seen = pool.run(f"{CASES}:use_group_afterwards", library=subject.spec, program=program, by=by)
+    factor = sum(range(1, ranks + 1)) * ranks**2
+    for rank, (told, sums) in enumerate(seen):
+        assert "rank" in told, f"rank {rank} raised {told!r}"
+        assert sums == [0.0, factor, 2.0 * factor], f"rank {rank}"
+
+
 @clause("distributed.fsdp.fsdp_desync.changes_alike")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._desync.monitor import DIVIDED, GATHERED, REDUCED, WITH
 from impl.distributed.fsdp._groups import Groups, predivide_factor
 from impl.distributed.fsdp._transport.choosing import transport_for
-from impl.distributed.fsdp._transport.group_collectives import GroupCollectives, method_of_group
+from impl.distributed.fsdp._transport.group_collectives import GroupCollectives, all_reduce
 from impl.distributed.fsdp._transport.transport import Complete
-
-_all_reduce = method_of_group("allreduce")
 
 # Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
 _LOW_PRECISION: dict[Any, torch.dtype] = {
@@ -145,7 +143,7 @@ class Reduction:
         if scattered.is_reduced:
             return output
         if replicate is not None:
-            self.groups.order_checkers[replicate].run(scattered.entry, _all_reduce, replicate, [output])
+            self.groups.order_checkers[replicate].run(scattered.entry, all_reduce, replicate, [output])
         if self.on_reduced is not None:
             early = self._divisor_before_hook(divisor, output.dtype)
             self.on_reduced(output.div_(early))

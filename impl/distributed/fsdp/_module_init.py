@@ -17,10 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._param_registration import ManagedParam
-from impl.distributed.fsdp._transport.group_collectives import method_of_group
+from impl.distributed.fsdp._transport.group_collectives import GroupMethod
 
 _FIRST_RANK = 0  # of a group
-_broadcast = method_of_group("broadcast")
+_broadcast = GroupMethod("broadcast")
 # What was made of a parameter on the meta device: its other places, which may lie in other units, get the same.
 _made: Any = WeakIdKeyDictionary()  # by identity, as weak dictionaries compare tensors by their values
 

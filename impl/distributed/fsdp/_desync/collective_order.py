@@ -17,9 +17,11 @@ The first gather and the first reduction of a unit say what its sharding comes t
   group's time-out, has the monitors called: a rank that does not answer has ended or is stopped, and is named.
 
 The first difference is the verdict. The monitors, which look once a second, carry it to all ranks, where it is raised
-at once from a collective that waits, else at the next one or at the end of the step; a group that differed stays
-refused. With nccl the host does not wait in collectives: the verdict is logged too, since a host that waits for the
-device cannot be interrupted, and a rank that died is nccl's own watchdog's to find, which does not name it.
+from a collective that waits, else at the next one or at the end of the step; a group that differed stays refused.
+Before they raise, ranks complete what only some of them have entered (`entered_collectives.py`), so that the user's
+own collectives over the group go on working.
+With nccl the host does not wait in collectives. The verdict is logged too, since a host that waits for the device
+cannot be interrupted. A rank that died is found by nccl's own watchdog, which does not name it.
 Orders that change in the same way on all ranks are right. Where ranks part at a collective after which all of them have
 gone either way before, the digests alone tell.
 It is always on, for what it costs: of a step of 12 units on two ranks over gloo, 36 collectives, noting them takes
@@ -38,7 +40,6 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ import torch.distributed as dist
 
 from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, group_store_of
 from impl.distributed.fsdp._desync.monitor import CollectiveHistory, DesyncMonitor
-from impl.distributed.fsdp._transport.group_collectives import blocks_host
-from impl.distributed.fsdp._transport.transport import Complete, OwnFault
+from impl.distributed.fsdp._transport.group_collectives import GroupMethod, blocks_host
+from impl.distributed.fsdp._transport.transport import Complete, OwnFault, issue_and_wait
 
 _SLICE = timedelta(seconds=1)
 _MEETING_S = 10.0
@@ -68,21 +69,20 @@ class CollectiveOrderChecker:
         self._history = CollectiveHistory()
         self._monitor: DesyncMonitor | None = None
         self._is_open = False
+        self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
         self._blocking_devices: dict[str, bool] = {}  # by device type, whether a wait blocks the host
         self._followers: dict[str, _Followers] = {}
         self._known: _Followers = {}  # what has come after the last collective
 
-    def run(
-        self, entry: str, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *tensors: Any
-    ) -> None:
+    def run(self, entry: str, collective: GroupMethod, group: dist.ProcessGroup, *arguments: Any) -> None:
         """Note a collective, issue it, and wait for it as its backend does.
 
         Args:
             entry: what this rank did, as an error shall say it.
-            collective: takes the group and the tensors.
+            arguments: of the collective. The first is a tensor or a list of tensors.
         """
-        device = (tensors[0][0] if type(tensors[0]) is list else tensors[0]).device
-        self.exchange(entry, group, device, lambda complete: complete(collective(group, *tensors)))
+        device = (arguments[0][0] if type(arguments[0]) is list else arguments[0]).device
+        self.exchange(entry, group, device, lambda complete: complete(collective, group, *arguments))
 
     def exchange(
         self, entry: str, group: dist.ProcessGroup, device: torch.device, steps: Callable[[Complete], None]
@@ -95,7 +95,7 @@ class CollectiveOrderChecker:
         self.note(entry, group, device)
         monitor = self._monitor
         if monitor is None or not self._blocks_host(group, device):
-            steps(methodcaller("wait"))
+            steps(issue_and_wait)
             return
         try:
             steps(functools.partial(_complete, monitor))
@@ -122,10 +122,10 @@ class CollectiveOrderChecker:
         if monitor is None:
             return
         if monitor.verdict:
-            raise RuntimeError(monitor.verdict)
+            raise monitor.refusal(group)
         known = self._known.get(entry)
         if (known is None or awaits_all) and self._blocks_host(group, device):
-            self._meet(entry, monitor, awaits_all)
+            self._meet(entry, monitor, group, awaits_all)
         if known is None:
             known = self._known[entry] = self._followers.setdefault(entry, {})
         self._history.thread = threading.get_ident()
@@ -142,8 +142,9 @@ class CollectiveOrderChecker:
         if monitor is not None:
             if self._history.now.entries:
                 monitor.compare(self._history.close())
-            if monitor.verdict:
-                raise RuntimeError(monitor.verdict)
+            group = self._group()
+            if monitor.verdict and group is not None:
+                raise monitor.refusal(group)
 
     def _blocks_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         blocks = self._blocking_devices.get(device.type)
@@ -160,6 +161,7 @@ class CollectiveOrderChecker:
                 f"rank {rank} {entry} in vain; the store does not answer, so {STORE_IS_GONE}"
             ) from error
         self._is_open = True
+        self._group = weakref.ref(group)
         if store is not None:
             self._monitor = DesyncMonitor(
                 store,
@@ -170,7 +172,7 @@ class CollectiveOrderChecker:
             # Also at exit: a thread that is inside the store when the interpreter ends would take the process down.
             weakref.finalize(group, self._monitor.stop)
 
-    def _meet(self, entry: str, monitor: DesyncMonitor, awaits_all: bool) -> None:
+    def _meet(self, entry: str, monitor: DesyncMonitor, group: dist.ProcessGroup, awaits_all: bool) -> None:
         """Compare before anything is sent. Where no rank knows a follower yet, all of them come here and claim."""
         number = self._history.now.stop
         store = monitor.store
@@ -187,7 +189,7 @@ class CollectiveOrderChecker:
         except dist.DistError:  # without a store, go on as without any check
             return
         if monitor.verdict:
-            raise RuntimeError(monitor.verdict)
+            raise monitor.refusal(group)
 
     def _wait_for_all(self, number: int, monitor: DesyncMonitor) -> None:
         end = time.monotonic() + _MEETING_S
@@ -212,16 +214,32 @@ def order_checker_of(group: dist.ProcessGroup) -> CollectiveOrderChecker:
     return _order_checkers.setdefault(group, CollectiveOrderChecker())
 
 
-def _complete(monitor: DesyncMonitor, work: dist.Work) -> None:
-    """Wait slice by slice; raises when there is a verdict, or what the collective failed with."""
+def _complete(monitor: DesyncMonitor, method: GroupMethod, group: dist.ProcessGroup, *arguments: Any) -> None:
+    """Issue a collective and wait slice by slice. Raise when there is a verdict, or what the collective failed with."""
+    if not monitor.entered.enter(method, arguments):
+        raise monitor.refusal(group)
+    try:
+        _wait(monitor, method(group, *arguments))
+    finally:
+        monitor.entered.leave()
+    if monitor.verdict:  # another rank may have entered it with zeros
+        raise monitor.refusal(group)
+
+
+def _wait(monitor: DesyncMonitor, work: dist.Work) -> None:
     try:
         work.wait(_SLICE)
         return
     except RuntimeError:
         pass
-    while not work.is_completed():
-        if monitor.verdict or monitor.has_lost_the_keeper:
+    until = float("inf")
+    while not work.is_completed() and time.monotonic() < until:
+        if monitor.has_lost_the_keeper or (monitor.verdict and not monitor.peers_complete_collectives):
             raise RuntimeError(monitor.verdict)
+        if monitor.verdict:
+            until = min(until, time.monotonic() + _MEETING_S)
         with contextlib.suppress(RuntimeError):
             work.wait(_SLICE)
+    if not work.is_completed():
+        raise RuntimeError(monitor.verdict)
     work.wait()

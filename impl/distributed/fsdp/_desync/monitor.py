@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from impl.distributed.fsdp._desync.entered_collectives import EnteredCollectives
 from impl.distributed.fsdp._desync.foreign_collective import ForeignCollective, foreign_collective
 from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, GroupStore
 
@@ -36,6 +37,7 @@ GATHERED_ANEW = "gathered anew, since its shard was written to,"
 _LOOK_S = 1.0  # between looks at the store
 _LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
 _LONG_S = 5.0  # for a collective, and for a comparison
+_SETTLING_LOOK_S = 0.01
 _KEPT_SPANS = 64
 _KEPT_STEPS = 8  # in the store, of those that this rank was the first to end
 _NAMED_RANKS = 4
@@ -97,7 +99,11 @@ class DesyncMonitor:
     ) -> None:
         self.store = store
         self.verdict = ""  # why this group's collectives are refused from now on
+        self.peers_complete_collectives = False  # the verdict is of ranks that live and will all raise
         self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
+        self.entered = EnteredCollectives()
+        self._asked = 0  # the message that has every rank tell what it has entered
+        self._has_settled = False
         self._history = history
         self._ranks = ranks
         self._logs = host_may_wait_unseen
@@ -136,8 +142,26 @@ class DesyncMonitor:
     def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
         what, cure = difference_in_words(ours, theirs)
         self._tell(
-            f"{what}: rank {self._ranks[self.store.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}"
+            f"{what}: rank {self._ranks[self.store.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}",
+            is_difference=True,
         )
+
+    def refusal(self, group: dist.ProcessGroup) -> RuntimeError:
+        """Return the error of the verdict. The first call completes collectives that only other ranks have entered."""
+        if self.peers_complete_collectives and not self._has_settled:
+            self._has_settled = True
+            with contextlib.suppress(RuntimeError):  # the verdict is the news, not that a peer is gone
+                self._settle(group)
+        return RuntimeError(self.verdict)
+
+    def _settle(self, group: dist.ProcessGroup) -> None:
+        end = time.monotonic() + _LONG_S
+        while not self._asked and not self._is_over and time.monotonic() < end:
+            time.sleep(_SETTLING_LOOK_S)
+        if self._asked:
+            told = self.store.answers(self._asked, within_s=_LONG_S)
+            if len(told) == self.store.size:
+                self.entered.complete_those_of([*told.values()], group)
 
     def explained(self, entry: str) -> str:
         """The verdict about a collective that failed, or that waited until there was one."""
@@ -227,7 +251,10 @@ class DesyncMonitor:
         rank = message["rank"]
         match message["kind"]:
             case "verdict":
-                self._adopt(message["text"])
+                self._adopt(message["text"], is_difference=message["is_difference"])
+                if self.peers_complete_collectives and not self._asked:
+                    self.store.answer(number, self.entered.told())
+                    self._asked = number
             case "call":
                 entries = self._history.now.entries
                 last = f"last {entries[-1]}" if entries else "stands between two steps"
@@ -267,13 +294,15 @@ class DesyncMonitor:
     def _post(self, kind: str, **content: Any) -> int:
         return self.store.post({"kind": kind, "rank": self.store.rank, **content})
 
-    def _tell(self, verdict: str) -> None:
-        self._adopt(verdict)
-        self._post("verdict", text=verdict)
+    def _tell(self, verdict: str, *, is_difference: bool = False) -> None:
+        self._adopt(verdict, is_difference=is_difference)
+        self._post("verdict", text=verdict, is_difference=is_difference)
 
-    def _adopt(self, verdict: str) -> None:
+    def _adopt(self, verdict: str, *, is_difference: bool) -> None:
         if not self.verdict:
+            self.peers_complete_collectives = is_difference and not self._logs
             self.verdict = verdict
+            self.entered.close()
             if self._logs:
                 _log.error("%s", verdict)
 

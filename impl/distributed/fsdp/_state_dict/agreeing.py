@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker, order_checker_of
+from impl.distributed.fsdp._transport.group_collectives import all_reduce
 from impl.distributed.fsdp._wrapper import Wrapper
 
 _TEXT_BYTES = 2048
@@ -85,9 +85,5 @@ def _highest(values: Tensor, groups: Iterable[tuple[dist.ProcessGroup, Collectiv
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     for group, order_checker in groups:
-        order_checker.run("agreed on a state dict", partial(_all_reduce, options), group, values)
+        order_checker.run("agreed on a state dict", all_reduce, group, [values], options)
     return values
-
-
-def _all_reduce(options: dist.AllreduceOptions, group: dist.ProcessGroup, values: Tensor) -> dist.Work:
-    return group.allreduce([values], options)

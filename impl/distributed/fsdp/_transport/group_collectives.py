@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +12,19 @@ from torch import Tensor
 from impl.distributed.fsdp._transport.transport import Complete
 
 
-def method_of_group(*names: str) -> Callable[..., dist.Work]:
-    """What issues a collective by a group's own method: the first of these names that the group has.
+class GroupMethod:
+    """A collective that is issued by a method of the group itself: the first of `names` that the group has.
 
     The functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step
-    takes. Asked of the group itself, since one that is written in Python may be no more than its methods.
+    takes. A group that is written in Python may have no more than these methods.
     """
 
-    def issue(group: dist.ProcessGroup, *tensors: Any) -> dist.Work:
-        name = next((name for name in names if hasattr(group, name)), names[0])
-        return getattr(group, name)(*map(_as_real, tensors))
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
-    return issue
+    def __call__(self, group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
+        name = next((name for name in self.names if hasattr(group, name)), self.names[0])
+        return getattr(group, name)(*map(_as_real, arguments))
 
 
 def _as_real(given: Any) -> Any:
@@ -34,9 +35,10 @@ def _as_real(given: Any) -> Any:
 
 
 # From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
-_all_gather = method_of_group("all_gather_single", "_allgather_base")
-_reduce_scatter = method_of_group("reduce_scatter_single", "_reduce_scatter_base")
-all_to_all = method_of_group("all_to_all_single", "alltoall_base")
+_all_gather = GroupMethod("all_gather_single", "_allgather_base")
+_reduce_scatter = GroupMethod("reduce_scatter_single", "_reduce_scatter_base")
+all_to_all = GroupMethod("all_to_all_single", "alltoall_base")
+all_reduce = GroupMethod("allreduce")
 
 
 class GroupCollectives:
@@ -47,7 +49,7 @@ class GroupCollectives:
         self.is_over_gloo = is_over_gloo(group, torch.device("cpu"))
 
     def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
-        complete(_all_gather(self.group, output, mine))
+        complete(_all_gather, self.group, output, mine)
 
     def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
         rank, sizes = self.group.rank(), [output.shape[1] for output in outputs]
@@ -65,10 +67,10 @@ class GroupCollectives:
         gloo's own copies the buffer and reduces all of it for every rank: twice the traffic.
         """
         if not (self.is_over_gloo and buffer.is_cpu):
-            complete(_reduce_scatter(self.group, shard, buffer))
+            complete(_reduce_scatter, self.group, shard, buffer)
             return
         parts = torch.empty_like(buffer)
-        complete(all_to_all(self.group, parts, buffer, [], []))
+        complete(all_to_all, self.group, parts, buffer, [], [])
         torch.sum(parts.view(self.group.size(), -1), 0, out=shard)
 
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.distributed.fsdp._transport.group_collectives import all_reduce
 from impl.distributed.fsdp._transport.transport import Complete, OwnFault
 
 _CHUNK_BYTES = 1 << 18  # of what is summed at once: it stays in the cache
@@ -133,7 +134,7 @@ def _exchanged(group: dist.ProcessGroup, numbers: Sequence[int], complete: Compl
     """The numbers that each rank tells."""
     rows = torch.zeros(group.size(), len(numbers), dtype=torch.int64, device="cpu")
     rows[group.rank()] = torch.tensor(numbers, device="cpu")
-    complete(group.allreduce([rows]))
+    complete(all_reduce, group, [rows])
     return rows.tolist()
 
 

@@ -8,8 +8,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-# Waits for a collective; every one has to be completed before the next.
-Complete = Callable[[dist.Work], Any]
+# Takes what issues a collective and its arguments, the group first. Issues it and waits for it.
+Complete = Callable[..., Any]
+
+
+def issue_and_wait(issue: Callable[..., dist.Work], *arguments: Any) -> None:
+    issue(*arguments).wait()
 
 
 class OwnFault(RuntimeError):

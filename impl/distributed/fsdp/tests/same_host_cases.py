@@ -24,6 +24,7 @@ from impl.distributed.fsdp._desync.collective_order import order_checker_of
 from impl.distributed.fsdp._layout import per_param
 from impl.distributed.fsdp._transport import choosing, same_host
 from impl.distributed.fsdp._transport.same_host import SameHostPeers
+from impl.distributed.fsdp._transport.transport import issue_and_wait
 
 
 def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,8 +43,8 @@ def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch
     with torch.device("meta"), _new_group() as (_, found):
         if found is None:
             return None
-        found.all_gather(whole, mine, dist.Work.wait)
-        found.reduce_scatter(shard, buffer, dist.Work.wait)
+        found.all_gather(whole, mine, issue_and_wait)
+        found.reduce_scatter(shard, buffer, issue_and_wait)
     return whole, shard
 
 
@@ -66,7 +67,7 @@ def offer_unequal_sizes(rank: Rank) -> str | None:
             return None
         numel = 5 + rank.rank
         try:
-            found.all_gather(torch.empty(2 * numel), torch.zeros(numel), dist.Work.wait)
+            found.all_gather(torch.empty(2 * numel), torch.zeros(numel), issue_and_wait)
         except RuntimeError as error:
             return str(error)
     return ""
@@ -151,6 +152,6 @@ def _new_group() -> Generator[tuple[dist.ProcessGroup, SameHostPeers | None]]:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     try:
-        yield group, same_host.same_host_peers_in(group, dist.Work.wait)
+        yield group, same_host.same_host_peers_in(group, issue_and_wait)
     finally:
         dist.destroy_process_group(group)
