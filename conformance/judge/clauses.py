@@ -2,7 +2,7 @@
 
 They are written in a TOML file beside the tests that ask about them: `amp/grad_scaler.toml` holds the clauses
 `amp.grad_scaler.*`, asked by `amp/test_grad_scaler*.py`. An id is never renamed or reused. A table may name the thread
-where its matter was reported, and the torch versions (`torch = ["2.12", "2.13"]`) that it holds for, if not for all.
+where its matter was reported, and the torch versions (`torch = ">=2.12"`) that it holds for, if not for all.
 
 Each has a level:
     core         torch does it, so every subject must
@@ -38,7 +38,7 @@ class Clause:
     covers: tuple[str, ...]  # surface items (`conformance.judge.surface`) that this clause is about
     level: str  # one of `LEVELS`
     thread: str = ""  # where it was reported, or how it was found; its deviation's, unless it names one
-    torch: tuple[str, ...] = TORCH_VERSIONS  # that it holds for
+    torch: str = ""  # the range of versions that it holds for
 
     @property
     def area(self) -> str:
@@ -51,9 +51,8 @@ class Clause:
 
     @property
     def holds_here(self) -> bool:
-        """Whether it is about the torch that is installed; one that is not known is asked everything."""
-        installed = surface.torch_version()
-        return installed in self.torch or installed not in TORCH_VERSIONS
+        """Whether it is about the torch that is installed."""
+        return surface.is_torch_in(self.torch)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -78,8 +77,15 @@ def all_clauses() -> Mapping[str, Clause]:
 
 
 def for_report() -> list[dict[str, Any]]:
-    """Every clause as a report holds it: its fields and its area."""
-    return [asdict(found) | {"area": found.area} for found in all_clauses().values()]
+    """Every clause as a report holds it: its fields, its area, and the supported torch versions that it holds for."""
+    return [
+        asdict(found)
+        | {
+            "area": found.area,
+            "torch": tuple(each for each in TORCH_VERSIONS if surface.is_torch_in(found.torch, each)),
+        }
+        for found in all_clauses().values()
+    ]
 
 
 @functools.cache
@@ -114,9 +120,9 @@ def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> 
             f"has the level {table['level']!r}; only extension is written, "
             "the others follow from the rows of deviations.toml"
         )
-    holds_for = tuple(table.get("torch", TORCH_VERSIONS))
-    if unsupported := [each for each in holds_for if each not in TORCH_VERSIONS]:
-        raise ValueError(f"holds for torch {unsupported}; expected some of {TORCH_VERSIONS}")
+    holds_for = table.get("torch", "")
+    if not any(surface.is_torch_in(holds_for, version) for version in TORCH_VERSIONS):
+        raise ValueError(f"holds for torch {holds_for}, which is none of {', '.join(TORCH_VERSIONS)}")
     level = table.get("level") or ("deviation" if name in threads else "core")
     thread = table.get("thread", threads.get(name, ""))
     return Clause(name, table["says"], tuple(table.get("covers", ())), level, thread, holds_for)

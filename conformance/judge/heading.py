@@ -59,7 +59,7 @@ def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
         "seconds": round(time.time() - began, 1),
         "environment": environment.describe(),
         "clauses": clauses.for_report(),
-        "deviations": [asdict(row) for row in all_deviations().values()],
+        "deviations": [asdict(row) | {"fixed_in": row.fixed_in} for row in all_deviations().values()],
     }
 
 

@@ -22,6 +22,7 @@ from conformance.judge.expectations import CAN_BE_EXPECTED, Expectations, forgiv
 from conformance.judge.heading import replay_command
 from conformance.judge.library import NotProvided, load_library
 from conformance.judge.reference_limits import ReferenceCannot
+from conformance.judge.rows import all_reference_limits
 from conformance.judge.tolerances import take_margins
 
 RED = ("failed", "hang", "crash", "stale")
@@ -60,7 +61,8 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
     clause = clauses.clause_of(item)
     deviation = getattr(item, "deviation_judge", None)
     outcome, reason = _classify(item, call, report)
-    if outcome == "passed" and item.get_closest_marker("reference_limit") is not None:
+    limit = item.get_closest_marker("reference_limit")
+    if outcome == "passed" and limit is not None and all_reference_limits()[limit.args[0]].is_of_this_torch:
         outcome = "reference cannot run here"
     if outcome == "passed" and deviation is not None and deviation.subject_takes_torchs_side:
         outcome = "known"

@@ -44,7 +44,7 @@ def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | No
     is_claimed = clause in claimed_extensions(subject.spec)
     devices = {item.funcargs.get("device"), *(device for _, device in getattr(item, "pools_asked", ()))}
     for row in all_reference_limits().values():
-        if is_claimed and not row.of_the_device:
+        if not row.is_of_this_torch or (is_claimed and not row.of_the_device):
             continue
         is_here = clause in row.clauses and not devices.isdisjoint(row.devices)
         if is_here and re.search(row.error, _way_of_failing(error)):

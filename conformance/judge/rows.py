@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from conformance.judge.surface import is_torch_in, torch_bounds
+
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
 ANY = "any"  # in a deviation row, where no device changes what torch does
 # "sim" is the simulated device. An accelerator with a backend of its own is added here with its first row.
 _DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "npu", "sim", "xpu"})
 
 
 @dataclass(frozen=True)
-class Deviation:
+class Row:
+    """What both kinds of rows have: the torch versions that do so, if not all, and the day that it was recorded."""
+
     id: str
+    torch: str = field(default="", kw_only=True)  # a range such as `<2.14`
+    recorded: str = field(default="", kw_only=True)  # given if a version fixed it, such as 2026-01-31
+
+    def __post_init__(self) -> None:
+        try:
+            is_fixed = bool(self.fixed_in)
+        except ValueError as error:
+            raise ValueError(f"row {self.id}: {error}") from None
+        if is_fixed and not _DAY.fullmatch(self.recorded):
+            raise ValueError(
+                f"row {self.id}: torch {self.fixed_in} fixed it and recorded is {self.recorded!r}; "
+                "expected the day of the row, such as 2026-01-31"
+            )
+
+    @property
+    def is_of_this_torch(self) -> bool:
+        return is_torch_in(self.torch)
+
+    @property
+    def fixed_in(self) -> str:
+        """The first torch version that no longer does so, such as `2.14`, or an empty string."""
+        upper = [bound for side, bound in torch_bounds(self.torch) if side == "<"]
+        return ".".join(map(str, min(upper))) if upper else ""
+
+
+@dataclass(frozen=True)
+class Deviation(Row):
     clause: str
     torch_does: str
     we_do: str
@@ -30,13 +63,12 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class ReferenceLimit:
+class ReferenceLimit(Row):
     """Something that torch cannot do on some devices: a row of `reference_limits.toml`.
 
     Where the device lacks it, no subject can; else a subject may claim that it does better.
     """
 
-    id: str
     clauses: tuple[str, ...]  # whose tests meet it
     devices: tuple[str, ...]
     torch_does: str

@@ -10,6 +10,7 @@ import enum
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
@@ -44,6 +45,7 @@ CALLED_BY_TORCH = ("dynamo.OptimizerVariable",)
 LEFT_OUT = {
     "cuda.amp.amp_definitely_not_available": "asks whether this torch was built with CUDA; not part of AMP's behaviour"
 }
+_BOUND = re.compile(r"(>=|<)(\d+)\.(\d+)")  # of a range of torch versions
 _DUNDER_METHODS = ("__call__", "__enter__", "__exit__", "__getstate__", "__setstate__")
 
 
@@ -61,6 +63,30 @@ class SurfaceItem:
 def torch_version() -> str:
     """The installed torch's, such as `2.13`."""
     return ".".join(torch.__version__.split(".")[:2])
+
+
+def torch_bounds(torch_range: str) -> list[tuple[str, tuple[int, int]]]:
+    """Return the bounds of a range of torch versions, such as `>=2.12,<2.14`. An empty text is every version.
+
+    Raises:
+        ValueError: a bound is not `>=MAJOR.MINOR` or `<MAJOR.MINOR`.
+    """
+    bounds = [(text, _BOUND.fullmatch(text)) for text in torch_range.split(",") if torch_range]
+    if wrong := [text for text, match in bounds if match is None]:
+        raise ValueError(
+            f"torch = {torch_range!r} has the bound {wrong[0]!r}; expected >=MAJOR.MINOR or <MAJOR.MINOR, "
+            "with a comma between two"
+        )
+    return [(match[1], (int(match[2]), int(match[3]))) for _, match in bounds if match is not None]
+
+
+def is_torch_in(torch_range: str, version: str = "") -> bool:
+    """Return whether a version of torch, the installed one by default, is in a range such as `>=2.12,<2.14`."""
+    major, minor = map(int, (version or torch.__version__).split(".")[:2])
+    return all(
+        (major, minor) < bound if side == "<" else (major, minor) >= bound
+        for side, bound in torch_bounds(torch_range)
+    )
 
 
 def resolve(path: str) -> Any:

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from conformance.judge.judgement import RED
 from conformance.judge.results import Broken, broken_clauses
+from conformance.judge.surface import is_torch_in
 from conformance.report import simulation, speed
 from conformance.report.kill_table import kill_matrix
 from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
@@ -126,11 +127,17 @@ def _sides(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
         seen.setdefault(test["deviation"], []).append(test["outcome"])
     worst = {row: ranked(outcomes)[0][0] for row, outcomes in seen.items()}
     return {
-        row["id"]: (worst[row["id"]], _SIDES.get(worst[row["id"]], worst[row["id"]]))
+        row["id"]: (worst[row["id"]], _side(row, worst[row["id"]], report["torch"]))
         if row["id"] in worst
         else ("not run", "not asked")
         for row in report["deviations"]
     }
+
+
+def _side(row: dict[str, Any], outcome: str, torch: str) -> str:
+    if outcome == "passed" and not is_torch_in(row.get("torch", ""), torch):
+        return "does as torch does now"
+    return _SIDES.get(outcome, outcome)
 
 
 def _plots(report: dict[str, Any]) -> list[Markup]:

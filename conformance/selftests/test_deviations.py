@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from conformance.distributed.fsdp import twins
+from conformance.distributed.fsdp.lab import Lab
+from conformance.judge import surface
 from conformance.judge.deviations import DeviationJudge, StaleRow
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.judge.rows import Deviation, devices_of
+from conformance.judge.rows import Deviation, ReferenceLimit, devices_of
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", ("cpu",))
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []
@@ -29,10 +33,16 @@ def is_ours(seen: Any) -> bool:
 
 
 def takes_torchs_side(
-    torchs: Any, subjects: Any, *, is_promised: bool = False, device: str | None = None, **sides: Any
+    torchs: Any,
+    subjects: Any,
+    *,
+    is_promised: bool = False,
+    device: str | None = None,
+    row: Deviation = ROW,
+    **sides: Any,
 ) -> bool:
     libraries = {"conformance.mirror": subjects, "torch": torchs}
-    judge = DeviationJudge(Library("conformance.mirror"), Library("torch"), ROW, is_promised, device)
+    judge = DeviationJudge(Library("conformance.mirror"), Library("torch"), row, is_promised, device)
     judge.judge(lambda library: libraries[library.spec], we_do=is_ours, **sides)
     return judge.subject_takes_torchs_side
 
@@ -83,6 +93,110 @@ def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict
 def test_a_row_of_any_device_holds_on_all() -> None:
     row = replace(ROW, devices=("any",))
     assert all(row.holds_on(device) for device in ("cpu", "cuda", "sim", None))
+
+
+FIXED = replace(ROW, torch="<2.14", recorded="2026-11-22")
+
+
+@pytest.fixture
+def torch_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    return lambda version: monkeypatch.setattr(surface.torch, "__version__", version)
+
+
+@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+def test_on_a_torch_that_fixed_a_row_every_subject_does_as_we_do(
+    torch_is: Callable[[str], None], sides: dict[str, Any]
+) -> None:
+    torch_is("2.14.1+cpu")
+    assert not takes_torchs_side(OURS, OURS, row=FIXED, **sides)
+    with pytest.raises(AssertionError, match="torch does so too here"):
+        takes_torchs_side(OURS, TORCHS, row=FIXED, **sides)
+    torch_is("2.13.0+cpu")
+    assert takes_torchs_side(TORCHS, TORCHS, row=FIXED, **sides)
+    with pytest.raises(StaleRow, match="torch now does what we do"):
+        takes_torchs_side(OURS, OURS, row=FIXED, **sides)
+
+
+@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+@pytest.mark.parametrize("subjects", [OURS, TORCHS], ids=["ours", "torch's"])
+def test_a_row_that_ends_before_torch_fixed_it_is_stale(
+    torch_is: Callable[[str], None], subjects: Any, sides: dict[str, Any]
+) -> None:
+    torch_is("2.14.1+cpu")
+    with pytest.raises(StaleRow, match=r"is of torch <2\.14, but torch 2\.14 does so too"):
+        takes_torchs_side(TORCHS, subjects, row=FIXED, **sides)
+
+
+def test_a_third_way_of_the_torch_that_fixed_a_row_is_right_too(torch_is: Callable[[str], None]) -> None:
+    torch_is("2.14.1+cpu")
+    for right in (THIRD, OURS):
+        assert not takes_torchs_side(THIRD, right, row=FIXED, **REPORTED)
+    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+        takes_torchs_side(THIRD, TORCHS, row=FIXED, **REPORTED)
+
+
+def test_nothing_is_known_of_a_fix_on_a_device_that_a_row_does_not_name(
+    torch_is: Callable[[str], None],
+) -> None:
+    torch_is("2.14.1+cpu")
+    for torchs in (OURS, TORCHS):
+        assert not takes_torchs_side(torchs, OURS, row=FIXED, device="npu")
+
+
+@pytest.mark.parametrize(
+    ("torch_range", "version", "can", "does"),
+    [
+        ("<2.14", "2.13.0", False, ""),
+        ("<2.14", "2.13.0", True, "is of torch <2.14, but torch 2.13 succeeds"),
+        ("<2.14", "2.14.1", True, ""),
+        ("<2.14", "2.14.1", False, "is of torch <2.14, but torch 2.14 fails"),
+        ("", "2.14.1", False, ""),
+        ("", "2.14.1", True, "is of all versions, but torch 2.14 succeeds"),
+    ],
+)
+def test_a_limit_is_of_its_torchs(
+    torch_is: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    torch_range: str,
+    version: str,
+    can: bool,
+    does: str,
+) -> None:
+    row = ReferenceLimit("area.limit", (), ("cpu",), "", "", "", torch=torch_range, recorded="2026-11-22")
+    torch_is(version)
+    monkeypatch.setattr(twins, "_torch_can", lambda *_: can)
+    if not does:
+        twins.assert_limit(row, Lab.forward, sizes=(1, 2))
+    else:
+        with pytest.raises(StaleRow, match=f"{does} on 1 ranks"):
+            twins.assert_limit(row, Lab.forward, sizes=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("torch_range", "inside", "outside"),
+    [
+        ("", ["2.9.0", "2.13.0+cpu", "10.0"], []),
+        ("<2.14", ["2.9.1", "2.13.0+cpu"], ["2.14.0a0+git1", "2.14.1", "3.0"]),
+        (">=2.12", ["2.12.0", "2.100", "3.0"], ["2.11.0", "2.2"]),
+        (">=2.12,<2.14", ["2.12.1", "2.13"], ["2.11", "2.14"]),
+    ],
+)
+def test_a_range_holds_for_whole_releases(torch_range: str, inside: list[str], outside: list[str]) -> None:
+    assert all(surface.is_torch_in(torch_range, version) for version in inside)
+    assert not any(surface.is_torch_in(torch_range, version) for version in outside)
+
+
+@pytest.mark.parametrize("torch_range", ["2.14", "<=2.14", "<2.14.1", "<2", ">=2.12, <2.14", "<2.14,"])
+def test_a_range_of_another_form_is_refused(torch_range: str) -> None:
+    with pytest.raises(ValueError, match=r"row area.row: torch = .* expected >=MAJOR.MINOR or <MAJOR.MINOR"):
+        replace(ROW, torch=torch_range)
+
+
+def test_a_row_that_ended_has_its_day() -> None:
+    with pytest.raises(ValueError, match=r"row area\.row: torch 2\.14 fixed it and recorded is ''"):
+        replace(ROW, torch="<2.14")
+    assert FIXED.fixed_in == "2.14"
+    assert replace(ROW, torch=">=2.12").fixed_in == ""
 
 
 def test_a_row_names_its_devices() -> None:

@@ -293,6 +293,18 @@ def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, reported: 
     assert "1 deviation that this run does not tell about impl" in unasked
 
 
+@pytest.mark.parametrize(
+    ("version", "side"), [("2.13.0+cpu", "takes impl's side"), ("2.14.1+cpu", "does as torch does now")]
+)
+def test_a_deviation_that_torch_fixed_names_the_version(version: str, side: str, tmp_path: Path) -> None:
+    row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
+    row |= {"torch": "<2.14", "fixed_in": "2.14", "recorded": "2026-11-22"}
+    report = a_report(judged("passed", deviation="a.row"), deviations=[row]) | {"torch": version}
+    page = draw(report, tmp_path).text
+    assert "fixed in torch 2.14; the row was recorded on 2026-11-22" in page
+    assert side in page
+
+
 def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
     assert "python -m conformance.faults" in draw(a_report(judged("passed")), tmp_path).text
     silent = CLAUSE | {"id": "amp.grad_scaler.silent"}

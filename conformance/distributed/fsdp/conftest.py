@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.twins import Twins, TwinsOf, assert_limit
 from conformance.judge.library import Library
+from conformance.judge.rows import all_reference_limits
 from conformance.ranks import RankPool
 
 
@@ -42,3 +44,10 @@ def sites(sites_of: TwinsOf, world_size: int, device: str) -> Sites:
 def cpu_twins(twins_of: TwinsOf, world_size: int) -> Twins:
     """On the world size that the test runs with."""
     return twins_of(world_size)
+
+
+@pytest.fixture
+def torch_cannot(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`assert_limit` of the row that the test's `reference_limit` mark names."""
+    row = all_reference_limits()[request.node.get_closest_marker("reference_limit").args[0]]
+    return functools.partial(assert_limit, row)

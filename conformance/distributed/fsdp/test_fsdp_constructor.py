@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,6 @@ from conformance.distributed.fsdp.twins import (
     each_strategy,
     leaf_by_leaf,
     raises,
-    torch_cannot,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -86,8 +86,8 @@ def test_modules_on_the_meta_device_are_built_by_wrapping(twins: Twins, strategy
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
 @pytest.mark.reference_limit("fsdp.sync_module_states")
-def test_torch_cannot_synchronise_on_a_cpu() -> None:
-    torch_cannot("synchronises states on a CPU", construct_cases.synchronised, Setup(arguments=SYNCHRONISED))
+def test_torch_cannot_synchronise_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
+    torch_cannot(construct_cases.synchronised, Setup(arguments=SYNCHRONISED))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
@@ -110,8 +110,8 @@ def test_every_rank_begins_with_the_first_ones_states(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
 @pytest.mark.reference_limit("fsdp.cpu_offload")
-def test_torch_cannot_offload_parameters_on_a_cpu() -> None:
-    torch_cannot("offloads parameters on a CPU", Lab.backward, Setup(offload_params=True))
+def test_torch_cannot_offload_parameters_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
+    torch_cannot(Lab.backward, Setup(offload_params=True))
 
 
 def _offloaded(strategy: str, use_orig_params: bool) -> Training:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -17,7 +19,6 @@ from conformance.distributed.fsdp.twins import (
     each_strategy,
     each_wrapping,
     leaf_by_leaf,
-    torch_cannot,
 )
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import Tolerance
@@ -77,8 +78,8 @@ def test_a_hook_replaces_the_reduction(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.low_precision")
 @pytest.mark.reference_limit("fsdp.low_precision_comm_hooks")
-def test_torch_cannot_run_low_precision_hooks_on_a_cpu() -> None:
-    torch_cannot("runs low-precision hooks on a CPU", hook_cases.comm_hook, hook="bf16_compress_hook")
+def test_torch_cannot_run_low_precision_hooks_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
+    torch_cannot(hook_cases.comm_hook, hook="bf16_compress_hook")
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.low_precision")

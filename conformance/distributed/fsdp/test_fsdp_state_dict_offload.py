@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,7 +19,6 @@ from conformance.distributed.fsdp.twins import (
     Twins,
     both_kinds,
     leaf_by_leaf,
-    torch_cannot,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -44,9 +43,9 @@ def what_is_in_it(seen: Sequence[Outcome]) -> Seen:
 
 @clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
 @pytest.mark.reference_limit("fsdp.full_state_dict_to_cpu")
-def test_torch_cannot_bring_a_whole_dict_to_a_cpu() -> None:
+def test_torch_cannot_bring_a_whole_dict_to_a_cpu(torch_cannot: Callable[..., None]) -> None:
     form = Form("FULL", _TO_CPU)
-    torch_cannot("brings a whole state dict to a CPU", state_dict_cases.saved, FLAT, form=form)
+    torch_cannot(state_dict_cases.saved, FLAT, form=form)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")

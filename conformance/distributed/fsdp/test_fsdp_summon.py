@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from conformance.distributed.fsdp.twins import (
     each_wrapping,
     leaf_by_leaf,
     raises,
-    torch_cannot,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -214,11 +213,10 @@ def test_leaves_shards_behind(twins: Twins, strategy: str, asks: Any) -> None:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")
 @pytest.mark.reference_limit("fsdp.summon_offloaded_to_cpu")
-def test_torch_cannot_offload_on_a_cpu() -> None:
+def test_torch_cannot_offload_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
     """One rank alone is NO_SHARD, which is refused; two fail on freeing what they gathered."""
     options = {"offload_to_cpu": True, "writeback": False}
-    what = "offloads what is summoned on a CPU"
-    torch_cannot(what, summon_cases.unsharded, Setup(), sizes=(1, 2), options=options)
+    torch_cannot(summon_cases.unsharded, Setup(), sizes=(1, 2), options=options)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")

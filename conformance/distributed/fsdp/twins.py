@@ -24,6 +24,8 @@ from conformance.distributed.fsdp.rank_judging import (
 from conformance.judge.deviations import DeviationJudge, StaleRow
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
+from conformance.judge.rows import ReferenceLimit
+from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
 
@@ -177,19 +179,35 @@ class TwinsOf:
         return replace(self, subject=subject)
 
 
-def torch_cannot(
-    what: str, program: Program, setup: Setup = ONE_UNIT, *, sizes: Sequence[int] = (2,), **arguments: Any
+def assert_limit(
+    row: ReferenceLimit,
+    program: Program,
+    setup: Setup = ONE_UNIT,
+    *,
+    sizes: Sequence[int] = (2,),
+    **arguments: Any,
 ) -> None:
-    """Assert a row of `reference_limits.toml`, in pools that are thrown away: ranks may have been left hanging."""
-    torch = Library("torch")
+    """Assert that torch fails where a row of `reference_limits.toml` says so, and succeeds outside the row's range.
+
+    The pools are thrown away: ranks may have been left hanging.
+    """
     for size in sizes:
-        with RankPool(size) as pool:
-            try:
-                seen = Twins(torch, torch, pool).of_subject(program, setup, **arguments)
-            except RankFault:
-                continue
-            if all(outcome.raised is None for outcome in seen):
-                raise StaleRow(f"torch {what}")
+        if _torch_can(size, program, setup, **arguments) == row.is_of_this_torch:
+            does = "succeeds" if row.is_of_this_torch else "fails"
+            raise StaleRow(
+                f"row {row.id} of reference_limits.toml is of {f'torch {row.torch}' if row.torch else 'all versions'}, "
+                f"but torch {torch_version()} {does} on {size} ranks"
+            )
+
+
+def _torch_can(size: int, program: Program, setup: Setup, **arguments: Any) -> bool:
+    torch = Library("torch")
+    with RankPool(size) as pool:
+        try:
+            seen = Twins(torch, torch, pool).of_subject(program, setup, **arguments)
+        except RankFault:
+            return False
+    return all(outcome.raised is None for outcome in seen)
 
 
 def values_of(seen: Sequence[Outcome]) -> list[Any]:
