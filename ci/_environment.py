@@ -33,7 +33,7 @@ try:
 except ModuleNotFoundError:  # before 3.11; `enter` says so in words
     tomllib = None
 
-OLDEST, NEWEST = (3, 11), (3, 13)
+OLDEST, NEWEST = (3, 11), (3, 14)
 JUDGING = ("conformance", "report")  # what the gate needs, and the suite, which tests the gate's parts
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -88,7 +88,7 @@ def enter(extras: Iterable[str]) -> dict[str, str]:
 def _require_python() -> None:
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         sys.exit(
-            f"Tandem needs Python 3.11, 3.12 or 3.13, and this is {sys.version.split()[0]}; "
+            f"Tandem needs Python 3.11 to 3.14, and this is {sys.version.split()[0]}; "
             f"start the command with another one, for example: python3.12 {sys.argv[0]}"
         )
 
