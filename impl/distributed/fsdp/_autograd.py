@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+)
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 _Arguments = ParamSpec("_Arguments")
@@ -26,6 +36,37 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Remov
     for earlier in [key for key in hooks if key != handle.id]:
         hooks[earlier] = hooks.pop(earlier)
     return handle
+
+
+def differentiable_levels(tensor: Tensor) -> Iterator[Tensor]:
+    """Return what graphs were recorded for: the tensor, what transforms of torch.func wrap in it, and tangents.
+
+    Each level of a transform has a graph of its own, and a backward enters only the graph of its own level.
+    """
+    has_tangents = forward_ad._current_level >= 0
+    if not has_tangents and not torch._C._are_functorch_transforms_active():
+        if tensor.requires_grad:
+            yield tensor
+        return
+    levels = [tensor]
+    while levels:
+        level = levels.pop()
+        if level.requires_grad:
+            yield level
+        if is_functorch_wrapped_tensor(level):
+            levels.append(get_unwrapped(level))
+        if has_tangents and not is_batchedtensor(level):
+            tangent = _tangent_of(level)
+            levels += [] if tangent is None else [tangent]
+
+
+def _tangent_of(tensor: Tensor) -> Tensor | None:
+    """Return the tangent at the tensor's own level: transforms inside of it would answer for theirs."""
+    own_level = max(maybe_get_level(tensor), 0)
+    with ExitStack() as outside:
+        while torch._C._are_functorch_transforms_active() and peek_interpreter_stack().level() > own_level:
+            outside.enter_context(temporarily_pop_interpreter_stack())
+        return forward_ad.unpack_dual(tensor, level=0).tangent
 
 
 def runs_backward() -> bool:

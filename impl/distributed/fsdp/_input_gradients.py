@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._autograd import register_first_hook
+from impl.distributed.fsdp._autograd import differentiable_levels, register_first_hook
 from impl.distributed.fsdp._nested import tensors_in
 
 _FEW = 16
@@ -39,7 +39,7 @@ class InputGradients:
         if len(self._hooks) >= self._many:
             self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
             self._many = max(_FEW, 2 * len(self._hooks))
-        self._last = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        self._last = [level for tensor in tensors_in(given) for level in differentiable_levels(tensor)]
         for tensor in self._last:
             times = self._times.get(tensor)
             if times is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from impl.distributed.fsdp._autograd import runs_backward
+from impl.distributed.fsdp._autograd import outside_transforms, runs_backward
 from impl.distributed.fsdp._memory import Memory
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import (
@@ -149,6 +149,7 @@ class Root:
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
 
+    @outside_transforms
     def end_backward(self) -> None:
         """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added."""
         for unit in self.units:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._autograd import next_node
+from impl.distributed.fsdp._autograd import differentiable_levels, next_node, outside_transforms
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._input_gradients import InputGradients, follow_in_backward
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
@@ -193,10 +193,16 @@ class Unit(Generic[_Group]):
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
         """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
-        found = [each for each in tensors_in(outputs) if not each.is_leaf]
-        for each in held:
-            if each.grad_fn is not None and each.grad_fn._sequence_nr() >= self._first_node:
-                found.append(each)
+        found = [
+            level
+            for output in tensors_in(outputs)
+            for level in differentiable_levels(output)
+            if not level.is_leaf
+        ]
+        for tensor in held:
+            for level in differentiable_levels(tensor):
+                if level.grad_fn is not None and level.grad_fn._sequence_nr() >= self._first_node:
+                    found.append(level)
         return found
 
     def abandon_forward(self) -> None:
@@ -256,12 +262,11 @@ class Unit(Generic[_Group]):
 
     def follow(self, gradient: Tensor | None) -> None:
         """Of an input or an output, or of such a gradient: to differentiate it will read the views once more."""
-        if gradient is None or not gradient.requires_grad:
-            return
-        if gradient.is_leaf:  # the very tensor that a backward was begun with
-            self._follow_gradients_of(gradient)
-        else:
-            gradient.register_hook(self.before_backward_of_backward)
+        for level in () if gradient is None else differentiable_levels(gradient):
+            if level.is_leaf:  # the very tensor that a backward was begun with
+                self._follow_gradients_of(level)
+            else:
+                level.register_hook(self.before_backward_of_backward)
 
     def _follow_gradients_of(self, tensor: Tensor) -> None:
         """Of whatever order, for as long as there is a graph."""
@@ -284,6 +289,7 @@ class Unit(Generic[_Group]):
         elif self._inputs.are_complete:
             note_unreduced(self.param_groups, self._in_graph, self.name)
 
+    @outside_transforms
     def finish_backward(self) -> None:
         """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""
         if self.phase in BACKWARDS:

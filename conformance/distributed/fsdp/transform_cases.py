@@ -1,0 +1,118 @@
+"""Backwards through what transforms of torch.func return of a model, for both APIs and without sharding."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_gradients
+from conformance.distributed.fsdp.fully_shard_beside_cases import Block, blocks
+from conformance.distributed.fsdp.fully_shard_cases import full_value
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import Lab
+
+Transform = Callable[[Any, Tensor], Tensor]  # of a model and its inputs [4, 6]
+
+
+def _tangents(x: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
+
+
+def _energy(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().sum()
+
+
+def _dual(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        output, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, _tangents(x))))
+        return output + tangent.square()
+
+
+def _vjp_and_output(model: Any, x: Tensor) -> Tensor:
+    output, pull_back = vjp(model, x)
+    return output.square() + pull_back(_tangents(x))[0].square()
+
+
+# Where the model is called with tensors that an outer graph records: torch puts its hooks on these.
+FORWARD: dict[str, Transform] = {
+    "vmap": lambda model, x: vmap(model)(x),
+    "vmap of vmap": lambda model, x: vmap(vmap(model))(x.view(2, 2, 6)),
+    "jvp": lambda model, x: torch.stack(jvp(model, (x,), (_tangents(x),))),
+    "jvp of jvp": lambda model, x: jvp(
+        lambda inner: jvp(model, (inner,), (_tangents(x),))[1], (x,), (_tangents(x),)
+    )[1],
+    "vmap of jvp": lambda model, x: vmap(lambda row: jvp(model, (row,), (_tangents(row),))[1])(x),
+    "jacfwd": lambda model, x: jacfwd(model)(x[0]),
+}
+# Where a graph inside the transform is differentiated too.
+REVERSE: dict[str, Transform] = {
+    "vjp": lambda model, x: vjp(model, x)[1](_tangents(x))[0],
+    "vjp and output": _vjp_and_output,
+    "grad": lambda model, x: grad(_energy(model))(x),
+    "grad of grad": lambda model, x: grad(lambda inner: grad(_energy(model))(inner).square().sum())(x),
+    "vmap of grad": lambda model, x: vmap(grad(_energy(model)))(x),
+    "grad of vmap": lambda model, x: grad(lambda inner: vmap(model)(inner).square().sum())(x),
+    "jvp of grad": lambda model, x: jvp(grad(_energy(model)), (x,), (_tangents(x),))[1],
+    "jacrev": lambda model, x: jacrev(model)(x[0]),
+    "jacrev of jacrev": lambda model, x: jacrev(jacrev(_energy(model)))(x[0]),
+    "hessian": lambda model, x: hessian(_energy(model))(x[0]),
+    "dual level": _dual,
+}
+
+
+def _inputs(device: torch.device, differentiable: bool) -> Tensor:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64, device=device).view(4, 6)
+    return x.requires_grad_(differentiable)
+
+
+def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
+    """Two backwards: also the second one finds the units as the first one did."""
+    outputs: list[Tensor] = []
+    with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first transform
+        for _ in range(2):
+            output = transform(model, x)
+            output.square().sum().backward()
+            outputs.append(output.detach())
+    return {"outputs": outputs, "of inputs": x.grad}
+
+
+def without_sharding(device: torch.device, name: str, differentiable: bool) -> dict[str, Any]:
+    model = blocks(2).to(device)
+    seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    grads = {key: param.grad for key, param in model.named_parameters()}
+    # A transform may have nothing to do with the last bias.
+    none = {key: torch.zeros_like(param) for key, param in model.named_parameters()}
+    return {**seen, "gradients": {key: none[key] if g is None else g for key, g in grads.items()}}
+
+
+def through_fully_shard(site: Site, name: str, differentiable: bool, reshards: bool) -> list[dict[str, Any]]:
+    """What a sharded model gives, and the same model without sharding."""
+    model = blocks(2).to(site.rank.device)
+    for block in (*model, model):
+        site.shard(block, reshard_after_forward=reshards)
+    device = site.rank.device
+    seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    for block in (*model, model):
+        block.reshard()
+    seen["gradients"] = {
+        key: full_value(torch.zeros_like(param) if param.grad is None else param.grad)
+        for key, param in model.named_parameters()
+    }
+    return [seen, without_sharding(device, name, differentiable)]
+
+
+def through_flat(
+    lab: Lab, *, name: str, differentiable: bool, strategy: str, use_orig_params: bool
+) -> list[dict[str, Any]]:
+    """What a wrapped model gives, and the same model without sharding."""
+    device = lab.rank.device
+    model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[Block], use_orig_params=use_orig_params)
+    seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    seen["gradients"] = gathered_gradients(lab.library, model)
+    return [seen, without_sharding(device, name, differentiable)]
