@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import DTYPES, OPTIONS, SHAPE
 from impl.kernels._triton.clamp import clamp_kernel
-from impl.kernels._triton.norm import finish_norm_kernel, partial_norm_kernel
+from impl.kernels._triton.norm import finish_norm_kernel, finish_step_kernel, partial_norm_kernel
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.scale import clip_kernel, scale_kernel
 from impl.kernels._triton.scale_update import update_scale_kernel
@@ -94,6 +94,20 @@ CASES = (
         {"KIND": "two", "BLOCK": 1024, "found_inf_ptr": None},
     ),
     KernelVariant("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024, "found_inf_ptr": None}),
+    *(
+        KernelVariant(
+            f"finish_step {dtype}",
+            finish_step_kernel,
+            {
+                "partial_ptr": "*fp64", "scale_ptr": "*fp32", "scaled_norm_ptr": dtype, "found_inf_ptr": "*fp32",
+                "norm_ptr": dtype, "factor_ptr": "*fp32", "taken_ptr": "*fp32", "chunks": "i32", "p": "fp64",
+                "max_norm": "fp64",
+            },
+            {"CLIPS": True, "KIND": "two", "BLOCK": 1024},
+            {**OPTIONS, "enable_fp_fusion": False},
+        )
+        for dtype in ("*fp32", "*bf16")
+    ),
     KernelVariant(
         "update_scale",
         update_scale_kernel,

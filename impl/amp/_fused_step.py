@@ -18,7 +18,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from impl import kernels
 from impl.amp._conditional_step import step_unless
 from impl.amp._gradients import borrowed_grads, coalesced
 from impl.amp._opt_state import Found, KeptResults, OptimizerState
-from impl.kernels import KnownLayoutList, joined, placed
+from impl.kernels import KnownLayoutList, StepNumbers, joined, placed
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
@@ -130,7 +130,11 @@ def fused_step(
     with kernels.span("GradScaler.fused_step", name), borrowed_grads(params, options.low_precision_params):
         try:
             with updates_of(optimizer, copies) as updates:
-                norm, here, found = _agreed(step, [(update.params, update.grads) for update in updates])
+                agreed = _agreed(step, [(update.params, update.grads) for update in updates])
+                norm, here, found, numbers = agreed
+                if numbers is not None:
+                    step_by(optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken)
+                    return FusedStepResult(numbers.norm, here, found, None)
                 inv_scale = kernels.inverse(scale) if scale is not None and known is None else None
                 if inv_scale is not None and options.norm_type != 0:
                     norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
@@ -160,7 +164,7 @@ def _by_optimizer(step: _Step) -> FusedStepResult:
         having = [(param, coalesced(param)) for param in step.params if param.grad is not None]
         if step.groups:
             parts = [param for param, _ in having], [local_part(grad) for _, grad in having]
-            norm, _, found = _agreed(step, [parts])
+            norm, _, found, _ = _agreed(step, [parts])
             if step.scale is not None:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         else:
@@ -221,10 +225,15 @@ def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
     return norm, {device: flag.float()}
 
 
-def _agreed(
-    step: _Step, parts: Sequence[tuple[Sequence[Tensor], list[Tensor]]]
-) -> tuple[Tensor, Found, Found]:
-    """Joint norm of all processes' gradients, what a check finds in this one's, and what decides.
+class _Agreed(NamedTuple):
+    norm: Tensor  # of all processes' gradients, as they are
+    here: Found  # in this process's gradients
+    found: Found  # what decides
+    numbers: StepNumbers | None  # if they were launched with the norm, and no other process has a say
+
+
+def _agreed(step: _Step, parts: Sequence[tuple[Sequence[Tensor], list[Tensor]]]) -> _Agreed:
+    """Take the norm and the check of this process's gradients, and agree on both with others.
 
     Args:
         parts: lists of parameters, and of this process's part of their gradients.
@@ -239,15 +248,27 @@ def _agreed(
     else:
         replicated = joined([grads for _, grads in parts])
     here: Found = {}
+    numbers = None if sharded else _step_numbers(step, replicated)
+    if numbers is not None:
+        here[step.home] = numbers.found_inf
     norms = Norms(
         step.options.norm_type,
-        _norm(step, replicated, here),
+        _norm(step, replicated, here) if numbers is None else numbers.scaled_norm,
         {group: _norm(step, some, here) for group, some in sharded.items()},
     )
     norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
     if step.scale is not None and not found:
         raise AssertionError("No inf checks were recorded for this optimizer.")
-    return norm, here, found
+    if numbers is not None and (norm is not numbers.scaled_norm or found is not here):
+        numbers = None
+    return _Agreed(norm, here, found, numbers)
+
+
+def _step_numbers(step: _Step, grads: Sequence[Tensor]) -> StepNumbers | None:
+    if step.scale is None or step.known is not None or step.scale.device != step.home:
+        return None
+    options = step.options
+    return kernels.step_numbers(grads, options.norm_type, step.scale, options.max_norm, step.norm_dtype)
 
 
 def _norm(step: _Step, grads: Sequence[Tensor], here: Found) -> Tensor:

@@ -15,7 +15,7 @@ Cost for N f32 elements, launches counted on CUDA:
 |---|---|---|
 | `unscale_`, `unscale_by_` | 8 | 1 |
 | `total_norm` | 4 | 2 |
-| `checked_norm` | 4 | 2 |
+| `checked_norm`, `step_numbers` | 4 | 2 |
 | `scale_` | 8, 0 where the factor is 1 | 1 |
 | `clip_` | 8, 0 where the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |
@@ -41,7 +41,7 @@ from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
 from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
-from impl.kernels.checked_norm import checked_norm, nonfinite_flag
+from impl.kernels.checked_norm import StepNumbers, checked_norm, nonfinite_flag, step_numbers
 from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import fused_step_
 from impl.kernels.norm import total_norm
@@ -64,6 +64,7 @@ __all__ = [
     "Parameters",
     "Rule",
     "SGDRule",
+    "StepNumbers",
     "are_on",
     "backend",
     "checked_norm",
@@ -93,6 +94,7 @@ __all__ = [
     "scale_",
     "sent_to_host",
     "span",
+    "step_numbers",
     "tensor_guards",
     "total_norm",
     "unscale_",

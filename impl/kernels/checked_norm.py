@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._dispatch import dispatch_for
+from impl.kernels._dispatch import asked_backend, dispatch_for
+from impl.kernels._lists import are_on
+from impl.kernels._native.memory import KnownLayoutList
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
@@ -54,6 +57,57 @@ def checked_norm(
     if dispatch.backend == "cpu_blocked" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, _flag(False, norm.device)
     return norm, _found_inf_by_torch(by_dtype(tensors, dispatch.dtypes))
+
+
+class StepNumbers(NamedTuple):
+    """What a step from scaled gradients needs: 0-dim and on their device, f32 but for the norms."""
+
+    scaled_norm: Tensor  # as `checked_norm` returns it
+    found_inf: Tensor  # likewise
+    norm: Tensor  # of the unscaled gradients, in the dtype of the scaled norm
+    factor: Tensor  # by what a scaled gradient is multiplied, to unscale and to clip it
+    taken: Tensor  # 1.0 if the step is taken, which it is unless an element is inf or nan; else 0.0
+
+
+@no_grad_fast
+def step_numbers(
+    tensors: Sequence[Tensor],
+    norm_type: float,
+    scale: Tensor,
+    max_norm: float,
+    dtype: torch.dtype | None = None,
+) -> StepNumbers | None:
+    """Return what `checked_norm` returns and what follows from it, in the two launches of the norm.
+
+    Args:
+        tensors: scaled gradients: dense tensors of any shape and of mixed dtypes.
+        norm_type: any float, inf and -inf included.
+        scale: f32, 0-dim: the loss scale.
+        max_norm: the unscaled gradients are clipped to it; inf clips nothing.
+        dtype: of the norm, as for `total_norm`.
+
+    Returns:
+        The same numbers as torch's operators make of the norm. None, and nothing launched, if Triton's kernels do not
+        take the tensors, one of them is empty or on another device than the scale, or a float64 is among the dtypes.
+    Sync: none. Collectives: none.
+    """
+    if not tensors or (scale.is_cpu and asked_backend() != "triton"):
+        return None
+    dispatch = dispatch_for(tensors)
+    if dispatch.backend != "triton" or norm_type not in _TELLING:
+        return None
+    dtype = dtype or result_dtype(dispatch.dtypes)
+    if torch.float64 in (*dispatch.dtypes, dtype):
+        return None
+    if tensors[0].device != scale.device or not (
+        isinstance(tensors, KnownLayoutList)
+        or (are_on(scale.device, tensors) and all(map(Tensor.numel, tensors)))
+    ):
+        return None
+    from impl.kernels._triton.norm import launch_step_norm  # noqa: PLC0415  optional, and slow to import
+
+    numbers = launch_step_norm(tensors, norm_type, dtype, scale, max_norm)
+    return None if numbers is None else StepNumbers(*numbers)
 
 
 def _found_inf_by_torch(groups: list[list[Tensor]]) -> Tensor:

@@ -41,11 +41,12 @@ class Counters:
         """Whether somebody gave one of them other memory since this was last asked, by `.data` or `set_`."""
         return self._addresses is not None and self._addresses.have_moved()
 
-    def advance(self) -> None:
+    def advance(self, taken: Tensor | None = None) -> None:
+        """Add 1; or `taken`, f32 and 0-dim on their device, which is 0 if the step that follows is skipped."""
         if self.flat is not None:
-            self.flat.add_(self._one)
+            self.flat.add_(self._one if taken is None else taken)
         elif self.steps:
-            torch._foreach_add_(self.steps, 1)
+            torch._foreach_add_(self.steps, 1 if taken is None else [taken] * len(self.steps))
 
     def take_back(self, found_inf: Tensor) -> None:
         """Undo `advance` where `found_inf` is 1."""

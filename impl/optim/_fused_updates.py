@@ -65,10 +65,15 @@ class Update:
     bucket: Bucket
     unfilled: bool
 
-    def apply(self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None) -> None:
+    def apply(
+        self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None, taken: Tensor | None
+    ) -> None:
         """Step from gradients times `factor`, unless `found_inf` is 1.0; None: it is known to be 0.0.
 
-        Both may lie on another device.
+        Args:
+            optimizer: has the parameters.
+            factor, found_inf: may be on another device.
+            taken: f32, 0-dim, on the parameters' device: 1 - `found_inf`, if the caller has it.
 
         Sync: one where momentum begins with `dampening` and whether it does is known on the device alone.
         """
@@ -86,9 +91,9 @@ class Update:
             settings["is_first_step"] = True
         rule = self.rule(**settings)
         counters = self.bucket.counters
-        counters.advance()
+        counters.advance(taken)
         fused_step_(rule, self.parameters, self.grads, factor, found_inf)
-        if found_inf is not None:
+        if found_inf is not None and taken is None:
             counters.take_back(found_inf)
         if self.unfilled:
             for param, momentum in zip(self.params, self.parameters.states[0], strict=True):
@@ -137,7 +142,11 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
 
 
 def step_by(
-    optimizer: Optimizer, updates: Sequence[Update], factor: Tensor, found_inf: Tensor | None
+    optimizer: Optimizer,
+    updates: Sequence[Update],
+    factor: Tensor,
+    found_inf: Tensor | None,
+    taken: Tensor | None = None,
 ) -> None:
     """Call `optimizer.step()`, which applies the updates and does nothing else: hooks and schedulers see a step."""
 
@@ -145,7 +154,7 @@ def step_by(
         """In the place of `_init_group`: does the group's updates, and returns lists that leave nothing to do."""
         for update in updates:
             if update.group is group:
-                update.apply(optimizer, factor, found_inf)
+                update.apply(optimizer, factor, found_inf, taken)
         return _RULE_OF[type(optimizer)].NOTHING_LEFT
 
     attributes: Any = optimizer

@@ -1,7 +1,8 @@
-"""The p-norm of a list of tensors in two launches."""
+"""The p-norm of a list of tensors in two launches, and the numbers of a step in the same two."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,8 @@ from impl.kernels._triton.chunk import (
     visit_chunk,
 )
 from impl.kernels._triton.launch import launch
+from impl.kernels._triton.scale import clip_coefficient
+from impl.kernels._triton.unscale import inverse
 
 _FINISH_BLOCK = 1024
 
@@ -107,16 +110,10 @@ def partial_norm_kernel(
 
 
 @triton.jit
-def finish_norm_kernel(
-    partial_ptr: tl.tensor,  # [chunks] f64
-    norm_ptr: tl.tensor,  # [] any float dtype, written
-    found_inf_ptr: tl.tensor | None,  # [] f32, written: 1.0 where the norm in f64 is inf or nan, else 0.0
-    chunks: tl.tensor,
-    p: F64,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program combines the partials, always in the same order, and takes the root. 8 B a chunk, read."""
+def _norm_of_partials(
+    partial_ptr: tl.tensor, chunks: tl.tensor, p: F64, KIND: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """Combine the partials, always in the same order, and take the root, in f64."""
     neutral = float("inf") if KIND == "smallest" else 0.0
     sums = tl.full([BLOCK], neutral, tl.float64)
     start = tl.full([], 0, tl.int32)
@@ -130,11 +127,58 @@ def finish_norm_kernel(
         norm = tl.sqrt(norm)
     elif KIND == "power":
         norm = tl.exp2(tl.log2(norm) / p)
+    return norm
+
+
+@triton.jit
+def finish_norm_kernel(
+    partial_ptr: tl.tensor,  # [chunks] f64
+    norm_ptr: tl.tensor,  # [] any float dtype, written
+    found_inf_ptr: tl.tensor | None,  # [] f32, written: 1.0 where the norm in f64 is inf or nan, else 0.0
+    chunks: tl.tensor,
+    p: F64,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program. 8 B a chunk, read."""
+    norm = _norm_of_partials(partial_ptr, chunks, p, KIND, BLOCK)
     if found_inf_ptr is not None:
         tl.store(found_inf_ptr, tl.where(tl.abs(norm) < float("inf"), 0.0, 1.0))
     if norm_ptr.dtype.element_ty != tl.float64:
         norm = norm.to(tl.float32)
     tl.store(norm_ptr, norm.to(norm_ptr.dtype.element_ty))
+
+
+@triton.jit
+def finish_step_kernel(
+    partial_ptr: tl.tensor,  # [chunks] f64
+    scale_ptr: tl.tensor,  # [] f32, the loss scale
+    scaled_norm_ptr: tl.tensor,  # [] f32 or narrower; this and all below are written, as `StepNumbers` says
+    found_inf_ptr: tl.tensor,  # [] f32
+    norm_ptr: tl.tensor,  # [] of the dtype of the scaled norm
+    factor_ptr: tl.tensor,  # [] f32
+    taken_ptr: tl.tensor,  # [] f32
+    chunks: tl.tensor,
+    p: F64,
+    max_norm: F64,
+    CLIPS: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program. 8 B a chunk, read. Each result is rounded like that of torch's operator, so no sum is fused."""
+    wide = _norm_of_partials(partial_ptr, chunks, p, KIND, BLOCK)
+    is_finite = tl.abs(wide) < float("inf")
+    tl.store(found_inf_ptr, tl.where(is_finite, 0.0, 1.0))
+    tl.store(taken_ptr, tl.where(is_finite, 1.0, 0.0))
+    own = norm_ptr.dtype.element_ty
+    scaled_norm = wide.to(tl.float32).to(own)
+    tl.store(scaled_norm_ptr, scaled_norm)
+    factor = inverse(tl.load(scale_ptr))
+    norm = (scaled_norm.to(tl.float32) * factor).to(own)
+    tl.store(norm_ptr, norm)
+    if CLIPS:
+        factor = factor * clip_coefficient(norm, tl.full([], max_norm, tl.float64))
+    tl.store(factor_ptr, factor)
 
 
 def _kind(p: float) -> str:
@@ -149,6 +193,38 @@ def launch_norm(
     The partials, one f64 a chunk, are all that is allocated beside the result. Where `found_inf` is given, f32 and
     0-dim, it is overwritten: 1.0 where the norm is inf or nan before it is rounded to `dtype`, else 0.0.
     """
+    partials = _partials_of(tensors, norm_type)
+    if partials is None:
+        return None
+    norm = torch.empty((), dtype=dtype, device=partials.device)
+    _finish(finish_norm_kernel, partials, norm_type, norm, found_inf)
+    return norm
+
+
+def launch_step_norm(
+    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, scale: Tensor, max_norm: float
+) -> tuple[Tensor, ...] | None:
+    """Run the kernels and return the fields of `StepNumbers`; None where they cannot take these tensors or this norm.
+
+    `dtype` is not f64.
+    """
+    partials = _partials_of(tensors, norm_type)
+    if partials is None:
+        return None
+
+    def number(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((), dtype=dtype, device=scale.device)
+
+    numbers = number(dtype), number(), number(dtype), number(), number()
+    _finish(
+        finish_step_kernel, partials, norm_type, scale, *numbers,
+        more=(max_norm,), CLIPS=max_norm < math.inf, enable_fp_fusion=False,
+    )  # fmt: skip
+    return numbers
+
+
+def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+    """Launch the first kernel and return what it writes; None, and nothing launched, if it cannot take the tensors."""
     # torch's norm of order 0 counts tensors, and for an empty one it refuses orders without a neutral element.
     if norm_type == 0 or math.isnan(norm_type):
         return None
@@ -157,31 +233,29 @@ def launch_norm(
     table = chunk_table(tensors)
     if table is None:
         return None
-    device = tensors[0].device
-    partials = torch.empty(table.chunks, dtype=torch.float64, device=device)
-    norm = torch.empty((), dtype=dtype, device=device)
-    kind = _kind(norm_type)
-    with on_device(norm):
-        if table.chunks:
+    partials = torch.empty(table.chunks, dtype=torch.float64, device=tensors[0].device)
+    if table.chunks:
+        with on_device(partials):
             launch(
                 partial_norm_kernel,
                 (table.chunks,),
                 table.rows,
                 partials,
                 norm_type,
-                KIND=kind,
+                KIND=_kind(norm_type),
                 **shape_for(table),
             )
-        launch(
-            finish_norm_kernel,
-            (1,),
-            partials,
-            norm,
-            found_inf,
-            table.chunks,
-            norm_type,
-            KIND=kind,
-            BLOCK=_FINISH_BLOCK,
-            **OPTIONS,
-        )
-    return norm
+    return partials
+
+
+def _finish(
+    kernel: Any,
+    partials: Tensor,
+    norm_type: float,
+    *tensors: Tensor | None,
+    more: tuple[float, ...] = (),
+    **constants: Any,
+) -> None:
+    constants |= {"KIND": _kind(norm_type), "BLOCK": _FINISH_BLOCK}
+    with on_device(partials):
+        launch(kernel, (1,), partials, *tensors, len(partials), norm_type, *more, **(OPTIONS | constants))

@@ -61,7 +61,7 @@ def scale_kernel(
 
 
 @triton.jit
-def _clip_coefficient(norm: tl.tensor, max_norm: tl.tensor) -> tl.tensor:
+def clip_coefficient(norm: tl.tensor, max_norm: tl.tensor) -> tl.tensor:
     """Compute in f32, or f64 for f64, and round each result to the norm's dtype, like torch's operators."""
     own = norm.dtype
     wide = tl.float64 if own == tl.float64 else tl.float32
@@ -81,7 +81,7 @@ def clip_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Times the clip coefficient in place. Bytes as of `scale_kernel`; one launch a list."""
-    factor = _clip_coefficient(tl.load(norm_ptr), tl.full([], max_norm, tl.float64))
+    factor = clip_coefficient(tl.load(norm_ptr), tl.full([], max_norm, tl.float64))
     if factor != 1.0:
         visit_chunk(rows_ptr, _scale_chunk, (factor,), DTYPE, BLOCK)
 

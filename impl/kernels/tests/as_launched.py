@@ -17,7 +17,7 @@ from impl.kernels import RULES, AdagradRule, AdamRule, Parameters, Rule, SGDRule
 from impl.kernels._triton import rules
 from impl.kernels._triton.clamp import clamp_kernel, launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
-from impl.kernels._triton.norm import launch_norm
+from impl.kernels._triton.norm import launch_norm, launch_step_norm
 from impl.kernels._triton.scale import launch_clip, launch_scale
 from impl.kernels._triton.scale_update import launch_update_scale, update_scale_kernel
 from impl.kernels._triton.unscale import launch_unscale
@@ -62,6 +62,7 @@ def launch_all() -> bool:
         launch_clamp(tensors, -1.0, 1.0),
         launch_norm(tensors, 2.0, torch.bfloat16) is not None,
         launch_norm(tensors, 2.0, torch.float32, flag) is not None,
+        launch_step_norm(tensors, 2.0, torch.float32, one, 1.0) is not None,
         _step(adam, 3, torch.float32, torch.bfloat16, flag),
         _step(sgd, 1, torch.float16, None, None),
         _step(AdagradRule(0.1, 0.5, 1e-8, 0.0, maximize=True), 1, torch.float32, None, flag),

@@ -90,6 +90,21 @@ def checked_norm_by(backend: str, tensors: list[Tensor], p: float) -> tuple[floa
     return norm.item(), found_inf.item()
 
 
+def step_numbers_by(
+    backend: str, gradients: list[Tensor], scale: float, max_norm: float, dtype: torch.dtype | None = None
+) -> list[Tensor | None]:
+    """The numbers of a step in one launch, and the same by torch's operators from the checked norm."""
+    wide = torch.tensor(scale)
+    with kernels.backend(backend):
+        numbers = kernels.step_numbers(gradients, 2.0, wide, max_norm, dtype)
+        scaled_norm, found_inf = kernels.checked_norm(gradients, 2.0, dtype)
+    assert numbers is not None
+    inv_scale = kernels.inverse(wide)
+    norm = (scaled_norm * inv_scale).to(scaled_norm.dtype)
+    factor = inv_scale if max_norm == math.inf else inv_scale * kernels.clip_coefficient(max_norm, norm)
+    return [*numbers, scaled_norm, found_inf, norm, factor, 1 - found_inf]
+
+
 def scaled_by(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
     with kernels.backend(backend):
         kernels.scale_(tensors, torch.tensor(factor))

@@ -72,9 +72,10 @@ def launched_by(call: str, dtype: torch.dtype) -> list[str]:
         param.grad = torch.ones_like(param)
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
-    optimizer = torch.optim.SGD(params)
+    optimizer = torch.optim.AdamW(params)
     calls: dict[str, Callable[[], object]] = {
         "clip_grad_norm_": lambda: clip_grad_norm_(params, 1.0),
+        "fused_step": lambda: scaler.fused_step(optimizer, max_norm=1.0),
         "unscale_": lambda: scaler.unscale_(optimizer),
     }
     real = GridExecutor.__call__
@@ -84,8 +85,10 @@ def launched_by(call: str, dtype: torch.dtype) -> list[str]:
             real(self, *args, **more)
 
     with kernels.backend("triton"), mock.patch.object(GridExecutor, "__call__", launch):
-        calls[call]()  # the first one makes tables
-        scaler.update(1.0)
+        for _ in range(2):  # the first one makes tables and states, the second one moves counters together
+            calls[call]()
+            if call == "unscale_":
+                scaler.update(1.0)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             calls[call]()
     return [

@@ -44,11 +44,12 @@ def printed_by(program, *words):
 def test_what_the_launchers_ask_for_compiles():
     """The interpreter takes arguments of any type; a GPU's compiler does not."""
     norm = ["partial_norm_kernel", "finish_norm_kernel"]
+    step = ["partial_norm_kernel", "finish_step_kernel"]
     printed = printed_by("impl.kernels.tests.as_launched")
     assert printed["compiled_again"] == 0, "another learning rate or setting compiles another kernel"
     assert printed["launched"] == [
         "update_scale_kernel", "unscale_kernel", "unscale_kernel", "scale_kernel", "clip_kernel", "clamp_kernel",
-        *norm, *norm,
+        *norm, *norm, *step,
         "adam_kernel", "sgd_kernel", "adagrad_kernel", *(rule.KERNELS.triton for rule in EACH),
     ]  # fmt: skip
 
@@ -95,6 +96,8 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
         assert kernels[name]["wide_loads"] == turns * read, (name, kernels[name])
         assert kernels[name]["wide_stores"] == turns * written, (name, kernels[name])
         # As the interpreter computes, to the bit: no sum is fused but by name, quotients and roots are to nearest.
+        assert kernels[name]["loose"] == [], (name, kernels[name])
+    for name in ("finish_step *fp32", "finish_step *bf16"):
         assert kernels[name]["loose"] == [], (name, kernels[name])
     for name in ("adamw_copies", "adam_halves"):
         assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])

@@ -17,7 +17,7 @@ _UPDATES = {rule.OPTIMIZERS[-1].__name__: rule.KERNELS.triton for rule in RULES}
 def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) -> None:
     """One reads the gradients, one updates; torch's operators see numbers, counters and tables alone."""
     seen = the_interpreter().call(passes.of_fused_step, optimizer, copies)
-    expected = ["partial_norm_kernel", "finish_norm_kernel", _UPDATES[optimizer], "update_scale_kernel"]
+    expected = ["partial_norm_kernel", "finish_step_kernel", _UPDATES[optimizer], "update_scale_kernel"]
     assert seen == (expected, [], 0)
 
 
@@ -26,6 +26,10 @@ def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) 
     ("call", "launches"),
     [
         ("clip_grad_norm_", ["partial_norm_kernel", "finish_norm_kernel", "clip_kernel"]),
+        (
+            "fused_step",
+            ["partial_norm_kernel", "finish_step_kernel", "add_", "adam_kernel", "update_scale_kernel"],
+        ),
         ("unscale_", ["zero_", "unscale_kernel"]),
     ],
 )
