@@ -215,6 +215,16 @@ def _deal_in_two_parts(found: dict[str, Any]) -> None:
         found[_SOME] = ShardedTensor._init_from_local_shards(parts, dealt.size())
 
 
+def _drop_values(found: dict[str, Any]) -> None:
+    """Put a tensor on the meta device. `ShardedTensor.to("meta")` asks for an accelerator from torch 2.14 on."""
+    value = found[_SOME]
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            shard.tensor = shard.tensor.to("meta")
+    else:
+        found[_SOME] = value.to("meta")
+
+
 FAULTS: dict[str, Damage] = {
     "missing": lambda found: (found.pop(_SOME), found.pop("head.bias")),
     "missing buffer": lambda found: found.pop(_BUFFER),
@@ -225,7 +235,7 @@ FAULTS: dict[str, Damage] = {
     "misshaped buffer": lambda found: found.update({_BUFFER: torch.ones(2)}),
     "a word": lambda found: found.update({_SOME: "word"}),
     "whole": lambda found: found.update({_SOME: torch.ones(4, 3)}),
-    "without values": lambda found: found.update({_SOME: found[_SOME].to("meta")}),
+    "without values": _drop_values,
     "two parts": _deal_in_two_parts,
     "misshaped part": lambda found: found.update({_SOME: found["head.weight"]}),
 }
