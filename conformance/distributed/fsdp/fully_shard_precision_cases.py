@@ -212,7 +212,8 @@ def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes
 def _in_full(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Of a parameter that is made in low precision."""
     compute, reduce, master = dtypes
-    return compute or LOW, reduce or compute or LOW, master or LOW
+    compute, master = compute or LOW, master or LOW
+    return compute, reduce or (master if torch.__version__ >= "2.15" else compute), master
 
 
 def _gradients(

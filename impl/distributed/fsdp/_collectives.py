@@ -178,7 +178,8 @@ class Reduction:
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
             if earlier is not None:
-                output = earlier.add_(output)
+                # Gradients of any dtype may have come in a narrower one.
+                output = earlier.add_(output) if earlier.dtype is output.dtype else earlier + output
             if self.defers_all_reduce:
                 # The buffer is COMPUTE's memory, and kept no longer than its own reduction.
                 self.partial = output.clone() if output is buffer else output

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, accumulation_dtype, has_grad_dtype
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_as
 from impl.distributed.fsdp._module_state import lender_of, state_of
 from impl.distributed.fsdp._param_registration import ManagedParam, ParamInfo, ParamLocation
@@ -209,7 +210,11 @@ def _refuse_other_dtypes(one: ManagedParam, param: ShardedParam, policy: MixedPr
     has, own = group.precision_of(group.params.index(param)), one.original.dtype
     asked = precision_by(policy, one.info.name, one.original)
     computes = asked.param_dtype or own
-    asked = ParamPrecision(computes, asked.reduce_dtype or computes, asked.master_dtype or own)
+    stepped = asked.master_dtype or own
+    reduces = accumulation_dtype(one.original, asked, computes) or computes
+    if asked.reduce_dtype is None and FOLLOWS_PARAM and not has_grad_dtype(one.original):
+        reduces = stepped
+    asked = ParamPrecision(computes, reduces, stepped)
     if one.original.is_floating_point() and asked != has:
         raise ValueError(
             f"{one.info.name} was sharded by an earlier call, as {param.name}: to compute in {has.param_dtype}, reduce "

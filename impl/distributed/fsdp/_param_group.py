@@ -100,9 +100,12 @@ class Gradients(Protocol):
         """Add those of all parameters to what a backward that synchronises will reduce."""
 
     def reduce_input(
-        self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
-        """All that has not been reduced, with `grads` added, [W * S]; it may be overwritten."""
+        """Return all that has not been reduced, with `grads` added, [W * S]; it may be overwritten.
+
+        It has `dtype`, or the dtype that the group reduces in.
+        """
         ...
 
     def add(self, reduced: Tensor) -> None:

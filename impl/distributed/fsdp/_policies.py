@@ -15,11 +15,14 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: to compute and to gather in; None: the parameters' own.
-        reduce_dtype: to reduce gradients in, and to add up in where they are not synchronised; None: as computed.
+        reduce_dtype: to reduce gradients in, and to add up in where they are not synchronised; None: the parameter's
+            `grad_dtype` with torch 2.15 or later. Before, that is so if it is set and differs from the parameter's
+            dtype, and otherwise gradients are reduced as computed.
         output_dtype: that floating-point outputs of the modules are cast to.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
 
-    Source: torch.distributed.fsdp.MixedPrecisionPolicy 2.13; differences: none.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy 2.15; differences: before 2.15 torch ignores `grad_dtype`;
+        a real `reduce_dtype` does not drop the imaginary part of complex gradients.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16).cast_forward_inputs
     True
@@ -37,7 +40,7 @@ class ParamPrecision:
 
     Args:
         param_dtype: it is computed with and gathered in; None: its own.
-        reduce_dtype: its gradients are reduced in; None: as computed.
+        reduce_dtype: its gradients are reduced in; None: like None of MixedPrecisionPolicy.
         master_dtype: of the shards that the optimizer steps, and of `.grad`; None: its own.
 
     Source: torch has no such thing.

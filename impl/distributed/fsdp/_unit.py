@@ -488,7 +488,7 @@ class Unit(Generic[_Group]):
             gradients.accumulate_unreduced(grads)
             return
         is_as_computed = reduction.casts_itself or self._is_in_full_precision()
-        dtype = group.compute_dtype if is_as_computed else group.reduce_dtype
+        dtype = group.compute_dtype if is_as_computed else None
         # A user's hook may keep what it is given; what is not sharded becomes `.grad`.
         is_lent = reduction.hook is None and group.groups.shard is not None
         buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._collectives import Reduction
 from impl.distributed.fsdp._desync.monitor import WITHOUT
 from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._layout.grad_dtypes import promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
@@ -94,9 +95,13 @@ class DTensorGradients:
         unsharded = self._group.unsharded_params
         if unsharded is not None and any(view.grad is not None for view in unsharded.views):
             self._add_to_unreduced(unsharded.take_gradients())
+        if unsharded is not None:
+            unsharded.take_gradients_as_computed()
 
     def abandon_backward(self) -> None:
         self._forget_reduced()
+        if self._group.unsharded_params is not None:
+            self._group.unsharded_params.take_gradients_as_shown()
         if self._state.abandon_backward():
             self._forget_unreduced()
 
@@ -114,25 +119,30 @@ class DTensorGradients:
         self._add_to_unreduced(grads)
 
     def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        """In the dtype that they are reduced in; what is added is rounded with the sum alone."""
-        dtype, earlier = self._group.reduce_dtype, self._unreduced or [None] * len(grads)
-        sums = [_sum(one, grad) for one, grad in zip(earlier, grads, strict=True)]
-        self._unreduced = [one if one is None else one.to(dtype) for one in sums]
+        self._unreduced = self._added_to_unreduced(grads)
+
+    def _added_to_unreduced(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        unsharded, earlier = self._group.unsharded_params, self._unreduced or [None] * len(grads)
+        assert unsharded is not None
+        triples = zip(earlier, grads, unsharded.grad_dtypes, strict=True)
+        return [_added(one, grad, dtype) for one, grad, dtype in triples]
 
     def reduce_input(
-        self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
-        group = self._group
+        group, unsharded = self._group, self._group.unsharded_params
+        assert unsharded is not None
         if self._unreduced and not self._state.is_on_the_way:
-            grads = [_sum(one, grad) for one, grad in zip(self._unreduced, grads, strict=True)]
+            grads = self._added_to_unreduced(grads)
             self._state.is_on_the_way = True  # should this backward raise, the other ones count
         if group.options.reduces_unused:
             grads = [
-                torch.zeros(param.shape, dtype=group.compute_dtype, device=group.device)
+                torch.zeros(param.shape, dtype=grad_dtype or group.compute_dtype, device=group.device)
                 if grad is None and param.sharded.requires_grad
                 else grad
-                for param, grad in zip(group.params, grads, strict=True)
+                for param, grad, grad_dtype in zip(group.params, grads, unsharded.grad_dtypes, strict=True)
             ]
+        dtype = dtype or self._dtype_to_reduce(grads, unsharded.grad_dtypes)
         pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
         self._note_reduced([param for param, _ in pairs])
         world = group.groups.shard_size
@@ -143,9 +153,19 @@ class DTensorGradients:
         else:
             buffer = custom.allocate((numel,), dtype=dtype, device=group.device)
         rows = [param.rows(grad) for param, grad in pairs if grad.numel()]
+        if len({row.dtype for row in rows}) > 1:  # the operator takes one, and rounds it to the buffer's
+            rows = [row.to(dtype) for row in rows]
         if rows:  # the operator takes none without elements
             torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
+
+    def _dtype_to_reduce(
+        self, grads: Sequence[Tensor | None], grad_dtypes: Sequence[torch.dtype | None]
+    ) -> torch.dtype:
+        pairs = zip(grads, grad_dtypes, strict=True)
+        dtypes = {grad_dtype or grad.dtype for grad, grad_dtype in pairs if grad is not None}
+        partial = self._group.reduction.partial
+        return promoted(dtypes if partial is None else dtypes | {partial.dtype})
 
     def _note_reduced(self, params: list[ShardedParam]) -> None:
         """Ranks whose gradients are of other parameters would add up what does not belong together."""
@@ -163,11 +183,11 @@ class DTensorGradients:
         group, params = self._group, self._on_the_way
         self._were_reduced = True
         has_hooks = any(param.sharded._post_accumulate_grad_hooks for param in params)
+        reduced = self._as_shown(params, reduced) if group.offloads or has_hooks else reduced
         if group.offloads:
-            reduced = reduced.to(group.dtype)
             reduced = sent_to_host(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
-            self._show(params, reduced.to(group.dtype))
+            self._show(params, reduced)
             self._forget_unreduced()  # which is in it, and counts even if this backward raises
         else:
             self._reduced.append((params, reduced))
@@ -180,9 +200,15 @@ class DTensorGradients:
         reduced = list(self._reduced)
         self._forget_reduced()
         for params, flat in reduced:
-            self._show(params, flat.to(self._group.dtype))
+            self._show(params, self._as_shown(params, flat))
         if self._group.options.reshards_after_backward:
             self._group.drop_parts()  # of what this backward did not use
+
+    def _as_shown(self, params: Sequence[ShardedParam], flat: Tensor) -> Tensor:
+        """Cast all gradients at once, if those of all parameters have one dtype."""
+        dtypes = {param.grad_dtype for param in params}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        return flat if dtype is None else flat.to(dtype)
 
     def _forget_reduced(self) -> None:
         self._reduced.clear()
@@ -198,7 +224,7 @@ class DTensorGradients:
         if unsharded is None or not self._unreduced:
             return
         if all(
-            grad is None or grad.dtype is view.dtype
+            grad is None or view.grad_dtype in (None, grad.dtype)
             for grad, view in zip(self._unreduced, unsharded.views, strict=True)
         ):
             params = self._group.params
@@ -210,11 +236,11 @@ class DTensorGradients:
     def _show(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
         start = int(flat.storage_offset())
         for param in params:
-            sharded, mine = param.sharded, param.part_in(flat, start)
+            sharded, mine = param.sharded, param.in_grad_dtype(param.part_in(flat, start))
             start += param.padded_numel
             held = sharded.grad
             if held is None:
-                sharded.grad = param.as_dtensor(mine)
+                sharded.grad = param.gradient(mine)
             else:
                 held._local_tensor.add_(mine)
             if sharded._post_accumulate_grad_hooks:
@@ -222,10 +248,13 @@ class DTensorGradients:
                     hook(sharded)
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+def _added(earlier: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """Return the sum in `dtype`, or in that of the first gradient if there is none."""
+    if grad is None:
+        return earlier
+    if earlier is None:
+        return grad if dtype is None else grad.to(dtype)
+    return (earlier + grad).to(dtype or earlier.dtype)
 
 
 def _alone(buffer: Tensor) -> list[Tensor]:

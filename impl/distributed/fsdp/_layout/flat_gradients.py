@@ -121,10 +121,11 @@ class GradientShard:
             _add(self._unreduced_views, grads)
 
     def reduce_input(
-        self, grads: Sequence[Tensor | None], dtype: torch.dtype, new_buffer: NewBuffer
+        self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """All that has not been averaged, with `grads` added, [padded_numel]."""
         unsharded, handle = self._unreduced, self._handle
+        dtype = dtype or handle.reduce_dtype
         if unsharded is not None and not self._state.is_on_the_way:
             self._state.is_on_the_way = True
             total = unsharded.clone()  # should this backward raise, the other ones count

@@ -19,6 +19,7 @@ from impl.distributed.fsdp._collectives import Reduction
 from impl.distributed.fsdp._groups import Groups
 from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_extension
+from impl.distributed.fsdp._layout.grad_dtypes import accumulation_dtype, promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
@@ -86,15 +87,17 @@ class DTensorGroup:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        asked = self.options.precision
-        # What is computed with may be their own dtype, whatever was asked for.
-        if asked.reduce_dtype is None or asked.reduce_dtype is asked.param_dtype:
-            return self.compute_dtype
-        return asked.reduce_dtype
+        trained = [param for param in self.params if param.sharded.requires_grad]
+        floating = [param for param in self.params if param.dtype.is_floating_point or param.dtype.is_complex]
+        return promoted(
+            self._grad_dtype_of(param) or self._dtype_of(param)
+            for param in trained or floating or self.params
+        )
 
     def precision_of(self, index: int) -> ParamPrecision:
         param = self.params[index]
-        return ParamPrecision(self._dtype_of(param), self.reduce_dtype, param.dtype)
+        reduce_dtype = self._grad_dtype_of(param) or self._dtype_of(param)
+        return ParamPrecision(self._dtype_of(param), reduce_dtype, param.dtype)
 
     @property
     def param_infos(self) -> list[ParamInfo]:
@@ -108,6 +111,9 @@ class DTensorGroup:
         """That it is computed with: integers keep their own."""
         asked = self.options.precision.param_dtype
         return asked if asked is not None and param.dtype.is_floating_point else param.dtype
+
+    def _grad_dtype_of(self, param: ShardedParam) -> torch.dtype | None:
+        return accumulation_dtype(param.sharded, self.options.precision, self._dtype_of(param))
 
     def _sharded_with(self) -> str:
         placed = [f"{param.name} as Shard({param.dim})" for param in self.params if param.dim]
@@ -135,6 +141,8 @@ class DTensorGroup:
             if isinstance(found, nn.Parameter):
                 self.params[index].replace(found)
                 was_changed = True
+        if was_changed and self.unsharded_params is not None:
+            self.unsharded_params.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
         if was_changed or (self.pins and self._has_other_parts()):
             self.pin()
         return was_changed
@@ -237,7 +245,10 @@ class DTensorGroup:
                     GatherExtension(param, self.device, self.options.policy) if extends else None
                     for param, extends in zip(self.params, self._extends, strict=True)
                 ]
-                found = self.unsharded_params = UnshardedParams(self.params, dtypes, self.device, extensions)
+                grad_dtypes = [self._grad_dtype_of(param) for param in self.params]
+                found = self.unsharded_params = UnshardedParams(
+                    self.params, dtypes, self.device, extensions, grad_dtypes
+                )
         return found
 
     def begin_gather(self, dtype: torch.dtype) -> Gathering | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.distributed.fsdp._layout.grad_dtypes import has_grad_dtype
 from impl.distributed.fsdp._param_registration import ManagedParam
 from impl.distributed.fsdp._tensor_parallel import made_dtensor, mesh_beside
 
@@ -93,6 +95,8 @@ class ShardedParam:
             local = local.cpu()
         # An nn.Parameter, and a DTensor.
         self.sharded: Any = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)
+        if has_grad_dtype(managed.original):
+            self.sharded.grad_dtype = managed.original.grad_dtype
 
     def _spec_over(self, mesh: DeviceMesh, dtype: torch.dtype) -> DTensorSpec:
         """How it lies, also over the ranks of tensor parallelism, whose parts of the same dimension are the coarser."""
@@ -147,11 +151,25 @@ class ShardedParam:
                 "DTensor there, as distribute_tensor(value, parameter.device_mesh, parameter.placements) makes it, or "
                 "copy what is whole to the ranks by set_model_state_dict()"
             )
+        if has_grad_dtype(self.sharded) and not has_grad_dtype(other):
+            other.grad_dtype = self.sharded.grad_dtype
         self.sharded = other
 
-    def as_dtensor(self, local: Tensor) -> Any:
-        """A part of the parameter or its gradient, laid out as the parameter is."""
-        return made_dtensor(local, self.sharded._spec)
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Dtype of the sharded gradient; None for any."""
+        return self.sharded.grad_dtype
+
+    def in_grad_dtype(self, shard: Tensor) -> Tensor:
+        grad_dtype = self.grad_dtype
+        return shard if grad_dtype is None else shard.to(grad_dtype)
+
+    def gradient(self, local: Tensor) -> Any:
+        """Return the sharded gradient that has this rank's shard of it."""
+        spec = self.sharded._spec
+        if local.dtype is not self.dtype:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+        return made_dtensor(local, spec)
 
     def kept_of(self, run: Tensor, rank: int, ranks: int) -> Tensor:
         """A copy of the part of a run [W * n] that `rank` of fewer `ranks` keeps for a backward.
@@ -169,7 +187,10 @@ class ShardedParam:
         meta = self.sharded._spec.tensor_meta
         spec = DTensorSpec(mesh, (Replicate(), Shard(0)), tensor_meta=meta)
         made = made_dtensor(beginning_of(part, shape), spec)
-        return nn.Parameter(made, requires_grad=self.sharded.requires_grad)
+        shown = nn.Parameter(made, requires_grad=self.sharded.requires_grad)
+        if has_grad_dtype(self.sharded):
+            shown.grad_dtype = self.grad_dtype
+        return shown
 
     def copy_out(self, parts: Tensor, unsharded: Tensor) -> None:
         """Into the unsharded parameter what all ranks have, [W, n], of one that is not cut in its first dimension."""

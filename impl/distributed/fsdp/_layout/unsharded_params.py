@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension
+from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, has_grad_dtype, is_wider
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of, offsets
 
 _ALIGNMENT = 16  # bytes, so that any dtype may begin there
@@ -72,6 +73,7 @@ class UnshardedParams:
         dtypes: to compute in, of each.
         device: to compute with.
         extensions: of those that say themselves what is gathered of them; None for others.
+        grad_dtypes: to accumulate gradients in, of each; None for any.
     """
 
     aliases_shard = False
@@ -83,6 +85,7 @@ class UnshardedParams:
         dtypes: Sequence[torch.dtype],
         device: torch.device,
         extensions: Sequence[GatherExtension | None],
+        grad_dtypes: Sequence[torch.dtype | None],
     ) -> None:
         self.dtypes = list(dtypes)
         self._params = params
@@ -117,7 +120,37 @@ class UnshardedParams:
         self._filled_from: _Held = ([], [], [])
         self.trainable: list[Tensor] = []
         self.has_frozen = False
+        self.grad_dtypes: list[torch.dtype | None] = []
+        self._view_grad_dtypes: list[torch.dtype | None] = []  # that autograd leaves them in
+        self._wider_grads: list[int] = []  # indices of views with gradients wider than they are
+        self.use_grad_dtypes(grad_dtypes)
         self.free()
+
+    def use_grad_dtypes(self, grad_dtypes: Sequence[torch.dtype | None]) -> None:
+        self.grad_dtypes = list(grad_dtypes)
+        triples = zip(self._params, grad_dtypes, self.dtypes, strict=True)
+        self._view_grad_dtypes = [
+            grad_dtype if FOLLOWS_PARAM or has_grad_dtype(param.sharded) else dtype
+            for param, grad_dtype, dtype in triples
+        ]
+        triples = zip(self._params, self._view_grad_dtypes, self.dtypes, strict=True)
+        self._wider_grads = [
+            index
+            for index, (param, grad_dtype, dtype) in enumerate(triples)
+            # Tensor parallelism may sum a gradient over its own ranks, which must have the wider dtype too.
+            if is_wider(grad_dtype, dtype) and param.info.parallel is None
+        ]
+        for view, grad_dtype in zip(self.views, self._view_grad_dtypes, strict=True):
+            _set_grad_dtype(view, grad_dtype)
+
+    def take_gradients_as_computed(self) -> None:
+        """Have autograd leave wider gradients uncast in this backward: whatever adds or reduces them casts them."""
+        for index in self._wider_grads:
+            self.views[index].grad_dtype = None
+
+    def take_gradients_as_shown(self) -> None:
+        for index in self._wider_grads:
+            _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
     @property
     def memory(self) -> set[int]:
@@ -182,6 +215,7 @@ class UnshardedParams:
         for index, extension in enumerate(self._extensions) if self._is_extended else ():
             if extension is not None:
                 self.views[index] = extension.unsharded(self.dtypes[index])
+                _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
     def follow_requires_grad(self) -> None:
         wanted = [param.sharded.requires_grad for param in self._params]
@@ -237,9 +271,15 @@ class UnshardedParams:
         grads = [view.grad for view in self.views]
         for view in self.views:
             view.grad = None
+        self.take_gradients_as_shown()
         if not self._is_parallel:
             return grads
         return [param.info.local_part(grad) for param, grad in zip(self._params, grads, strict=True)]
 
     def changed(self) -> None:
         """Changes in place during a forward are the module's own, as in torch."""
+
+
+def _set_grad_dtype(view: nn.Parameter, grad_dtype: torch.dtype | None) -> None:
+    if view.grad is None and view.grad_dtype is not grad_dtype:
+        view.grad_dtype = grad_dtype

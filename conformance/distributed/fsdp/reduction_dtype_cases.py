@@ -1,0 +1,144 @@
+"""In which dtypes gradients accumulate and are reduced: coefficients are chosen so that each dtype gives other bits.
+
+K = backwards, N = elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, mesh_of
+from conformance.distributed.fsdp.fully_shard_cases import full_value
+from conformance.distributed.fsdp.fully_shard_construct_cases import Site
+from conformance.distributed.fsdp.lab import Lab
+
+LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+BACKWARDS = 3
+_NUMEL = 24
+
+
+class Weighted(nn.Module):
+    """The gradient of its weight is the input, in the dtype that it is computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, _NUMEL, dtype=FULL))
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        return (self.weight * coefficients.to(self.weight.dtype)).sum()
+
+
+def coefficients(rank: int) -> Tensor:
+    """Return the gradients [K, N] of a rank: neither their sums nor those over ranks fit into float32."""
+    backward, element = torch.arange(BACKWARDS).view(-1, 1), torch.arange(_NUMEL)
+    steps = 1 + (7 * element + 31 * backward + 57 * rank) % 101
+    return (steps.to(DOUBLE) / 3) * 2.0 ** (4 * ((element + backward + rank) % 3) - 9)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes of gradients: as computed, accumulated without synchronization, reduced and shown."""
+
+    computed: torch.dtype
+    accumulated: torch.dtype
+    reduced: torch.dtype
+    shown: torch.dtype = FULL
+    rounds_before_sum: bool = False
+
+
+def expected(dtypes: Dtypes, world_size: int, schedule: str) -> Tensor:
+    """Return the averaged gradient [N] in float64, rounded after each step to the dtype of that step."""
+    ranks = [coefficients(rank).to(dtypes.computed) for rank in range(world_size)]
+    if schedule == "deferred":
+        partial = torch.zeros(world_size, _NUMEL, dtype=DOUBLE)
+        for number in range(BACKWARDS):
+            own = [_rounded(each[number], dtypes.reduced) for each in ranks]
+            partial = torch.stack(
+                [_rounded(p + g, dtypes.reduced) for p, g in zip(partial, own, strict=True)]
+            )
+        return _average(list(partial), dtypes)
+    return _average([_accumulated(each[: _count(schedule)], dtypes) for each in ranks], dtypes)
+
+
+def _count(schedule: str) -> int:
+    return 1 if schedule == "one" else BACKWARDS
+
+
+def _accumulated(grads: Tensor, dtypes: Dtypes) -> Tensor:
+    total = _rounded(grads[0], dtypes.accumulated)
+    for grad in grads[1:]:
+        added = _rounded(grad, dtypes.accumulated) if dtypes.rounds_before_sum else grad.to(DOUBLE)
+        total = _rounded(total + added, dtypes.accumulated)
+    return total
+
+
+def _average(ranks: Sequence[Tensor], dtypes: Dtypes) -> Tensor:
+    """Sums over two ranks are rounded once, in whatever order; a division by two is exact."""
+    total = _rounded(ranks[0], dtypes.reduced)
+    for own in ranks[1:]:
+        total = _rounded(total + _rounded(own, dtypes.reduced), dtypes.reduced)
+    return _rounded(total / len(ranks), dtypes.shown)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).to(DOUBLE)
+
+
+# -- fully_shard
+
+Policy = tuple[torch.dtype | None, torch.dtype | None]  # param_dtype and reduce_dtype
+POLICIES: dict[str, Policy] = {
+    "none": (None, None),
+    "low": (LOW, None),
+    "low, reduced in low": (LOW, LOW),
+    "low, reduced in full": (LOW, FULL),
+    "reduced in low": (None, LOW),
+    "low, reduced in double": (LOW, DOUBLE),
+}
+
+
+def of_fully_shard(site: Site, schedule: str, replicates: bool) -> dict[str, Tensor]:
+    """Return the gradient of one parameter of float32 under each policy."""
+    return {name: _by_fully_shard(site, policy, schedule, replicates) for name, policy in POLICIES.items()}
+
+
+def _by_fully_shard(site: Site, policy: Policy, schedule: str, replicates: bool) -> Tensor:
+    model: Any = Weighted().to(site.rank.device)
+    given = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
+    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(*policy), **given)
+    return _gradient(site, model, schedule)
+
+
+def _gradient(site: Site, model: Any, schedule: str) -> Tensor:
+    count = _count(schedule)
+    for number, grad in enumerate(coefficients(site.rank.rank)[:count]):
+        if schedule == "deferred":
+            model.set_requires_all_reduce(number == count - 1)
+        else:
+            model.set_requires_gradient_sync(number == count - 1)
+        model(grad.to(site.rank.device)).backward()
+    return full_value(model.weight.grad).cpu()
+
+
+# -- FullyShardedDataParallel
+
+
+def of_fsdp(lab: Lab, *, schedule: str, strategy: str) -> dict[str, Tensor]:
+    return {name: _by_fsdp(lab, policy, schedule, strategy) for name, policy in POLICIES.items()}
+
+
+def _by_fsdp(lab: Lab, policy: Policy, schedule: str, strategy: str) -> Tensor:
+    mixed = lab.api.MixedPrecision(*policy, cast_forward_inputs=False)
+    model = lab.wrap(Weighted(), strategy=strategy, mixed_precision=mixed, use_orig_params=True)
+    count = _count(schedule)
+    for number, grad in enumerate(coefficients(lab.rank.rank)[:count]):
+        with model.no_sync() if number < count - 1 else contextlib.nullcontext():
+            model(grad.to(lab.rank.device)).backward()
+    (gradient,) = gathered_gradients(lab.library, model).values()
+    return gradient.cpu()

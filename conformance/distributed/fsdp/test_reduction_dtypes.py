@@ -1,0 +1,70 @@
+"""In which dtypes gradients accumulate and are reduced: bit for bit, by both APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conformance.distributed.fsdp import reduction_dtype_cases as cases
+from conformance.distributed.fsdp.fully_shard_judging import Sites
+from conformance.distributed.fsdp.reduction_dtype_cases import FULL, POLICIES, Dtypes, Policy
+from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, values_of
+from conformance.judge.clauses import clause
+from conformance.judge.tolerances import EXACT
+
+_FOLLOWS_PARAM = torch.__version__ >= "2.15"
+
+
+def _of_fully_shard(policy: Policy) -> Dtypes:
+    computed, reduced = policy[0] or FULL, policy[1]
+    reduced = reduced or (FULL if _FOLLOWS_PARAM else computed)
+    return Dtypes(computed, reduced, reduced, rounds_before_sum=_FOLLOWS_PARAM)
+
+
+def _of_fsdp(policy: Policy) -> Dtypes:
+    computed = policy[0] or FULL
+    return Dtypes(computed, computed, policy[1] or computed)
+
+
+def _assert_rounded(seen: Seen, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
+    for name, policy in POLICIES.items():
+        dtypes = dtypes_of(policy)
+        expected = cases.expected(dtypes, len(seen), schedule)
+        for found in values_of(seen):
+            gradient = found[name].values
+            assert gradient.dtype is dtypes.shown
+            assert torch.equal(gradient.double(), expected), f"{name}: not rounded by {dtypes}"
+
+
+@clause("distributed.fsdp.fully_shard.reduction_dtype")
+@pytest.mark.parametrize(
+    ("schedule", "replicates"),
+    [("one", False), ("accumulated", False), ("accumulated", True)],
+    ids=["sharded", "accumulated", "replicated"],
+)
+def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicates: bool) -> None:
+    seen = sites.agree(cases.of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
+    _assert_rounded(seen, _of_fully_shard, schedule)
+
+
+@clause("distributed.fsdp.fully_shard.reduction_dtype")
+def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
+    seen = sites_of(2).agree(cases.of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
+    _assert_rounded(seen, _of_fully_shard, "deferred")
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
+@pytest.mark.parametrize(
+    ("strategy", "schedule"),
+    [
+        ("FULL_SHARD", "one"),
+        ("FULL_SHARD", "accumulated"),
+        ("NO_SHARD", "one"),
+        ("NO_SHARD", "accumulated"),
+    ],
+)
+def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
+    seen = twins.agree(cases.of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
+    _assert_rounded(seen, _of_fsdp, schedule)

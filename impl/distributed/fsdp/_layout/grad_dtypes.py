@@ -1,0 +1,55 @@
+"""Dtypes in which the gradients of `fully_shard` accumulate and are reduced.
+
+A policy without `reduce_dtype` leaves the choice to the parameter. From torch 2.15 on its `grad_dtype` counts, and
+without one its own dtype. Before, gradients stayed in the dtype that they were computed in, and torch ignored
+`grad_dtype`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from impl.distributed.fsdp._policies import ParamPrecision
+
+FOLLOWS_PARAM = torch.__version__ >= "2.15"
+
+
+def has_grad_dtype(param: nn.Parameter) -> bool:
+    """Return whether a user has set `grad_dtype`.
+
+    Before torch 2.15 a `grad_dtype` that equals the parameter's dtype looks like none.
+    """
+    if FOLLOWS_PARAM:
+        return param._has_grad_dtype_override  # pyright: ignore[reportAttributeAccessIssue]  new in torch 2.15
+    return param.grad_dtype is not param.dtype
+
+
+def accumulation_dtype(
+    param: nn.Parameter, asked: ParamPrecision, compute_dtype: torch.dtype
+) -> torch.dtype | None:
+    """Return the dtype in which unreduced gradients add up, or None for any that they come in."""
+    reduce_dtype = asked.reduce_dtype
+    # A real dtype would drop the imaginary part.
+    if reduce_dtype is not None and (reduce_dtype.is_complex or not param.dtype.is_complex):
+        return reduce_dtype
+    if has_grad_dtype(param):
+        return param.grad_dtype
+    return param.dtype if FOLLOWS_PARAM else compute_dtype
+
+
+def promoted(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def is_wider(dtype: torch.dtype | None, other: torch.dtype) -> bool:
+    """Return whether a floating-point dtype has more bytes than another one."""
+    return (
+        dtype is not None
+        and dtype.is_floating_point
+        and other.is_floating_point
+        and dtype.itemsize > other.itemsize
+    )
