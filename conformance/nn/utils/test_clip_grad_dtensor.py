@@ -274,6 +274,33 @@ def test_extreme_dtensors(
     )
 
 
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_powers")
+@pytest.mark.deviation("clip_grad.norms_are_gathered")
+@pytest.mark.parametrize(("value", "dtype"), [(200.0, torch.float16), (1e19, torch.float32)], ids=str)
+@pytest.mark.world_sizes(fewest=2)
+def test_norms_of_dtensors_whose_powers_overflow(
+    deviation: DeviationJudge, clipping: Clipping, value: float, dtype: torch.dtype
+) -> None:
+    gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
+    norm = 2 * value
+
+    def is_right(seen: list[Outcome]) -> bool:
+        clipped = unsharded_gradient(0, gradients[0], seen)
+        norms = [norm_of_the_unsharded(outcome).item() for outcome in seen]
+        return all(one == pytest.approx(norm, rel=1e-3) for one in norms) and bool(
+            torch.allclose(clipped.double(), torch.tensor(value / norm).double(), rtol=1e-3)
+        )
+
+    deviation.judge(
+        lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0),
+        torch_does=lambda seen: (
+            all(norm_of_the_unsharded(outcome).isinf() for outcome in seen)
+            and not unsharded_gradient(0, gradients[0], seen).any()
+        ),
+        we_do=is_right,
+    )
+
+
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_among_plain")
 @pytest.mark.parametrize("foreach", [None, False], ids=str)
 @given(gradients=placed_gradients(), plain=st.integers(0, 5))
