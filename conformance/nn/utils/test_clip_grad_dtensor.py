@@ -321,6 +321,27 @@ def test_dtensors_among_plain_tensors(
     assert_ranks_agree_with(expected, actual, tolerance_of(gradients))
 
 
+@clause("nn.utils.clip_grad.refusal_is_whole")
+@pytest.mark.deviation("clip_grad.refusal_is_whole")
+@pytest.mark.parametrize("shard_dim", [None, 0])
+def test_refused_mix_of_dtensors_and_plain_tensors_stays_as_it_was(
+    clipping: Clipping, deviation: DeviationJudge, shard_dim: int | None
+) -> None:
+    gradients = [
+        PlacedGradient(torch.full((4,), 9.0), shard_dim),
+        PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False),
+    ]
+
+    def is_refused(seen: list[Outcome]) -> bool:
+        return all(outcome.raised is not None for outcome in seen)
+
+    deviation.judge(
+        lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0, foreach=False),
+        torch_does=lambda seen: is_refused(seen) and not are_unchanged(gradients, seen),
+        we_do=lambda seen: is_refused(seen) and are_unchanged(gradients, seen),
+    )
+
+
 @clause("nn.utils.clip_grad.clip_grad_value_.dtensor")
 @pytest.mark.parametrize("foreach", [None, False, True], ids=str)
 @given(gradients=placed_gradients(), clip_value=st.sampled_from([0.0, 0.1, 1.0, 1e3]))

@@ -12,7 +12,7 @@ Two ways through every call
 All or nothing
     Ordinary gradients cannot refuse a change once it is known that their dtypes hold its numbers. So the others go
     first; when one of those refuses, all of them are put back. Copies are made for this of plain tensors that are
-    not ordinary, never of tensor subclasses: a list of those is one sharded model, taken or refused as a whole.
+    not ordinary, and of DTensors among plain tensors. A list of DTensors only is taken or refused as a whole.
 """
 
 from __future__ import annotations
@@ -456,7 +456,12 @@ def _change_others_(gradients: _Gradients, change_: Callable[[list[Tensor], bool
         kept: list[tuple[Tensor, Tensor]] = []
     else:
         _refuse_hidden_overlap(gradients.others)
-        kept = [(tensor, tensor.clone()) for tensor in gradients.others if type(tensor) in PLAIN_TYPES]
+        is_mixed = any(type(tensor) in PLAIN_TYPES for tensor in gradients.others)
+        kept = [
+            (tensor, tensor.clone())
+            for tensor in gradients.others
+            if type(tensor) in PLAIN_TYPES or (is_mixed and is_distributed(tensor))
+        ]
     try:
         for tensors, whole in lists:
             change_(tensors, whole)
