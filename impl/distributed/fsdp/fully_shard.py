@@ -222,6 +222,14 @@ class FSDPModule:
         unit = self._state.unit
         return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of unsharded parameters when they are resharded, so that its addresses stay the same.
+
+        CUDA graphs need that. Torch has this method from 2.15 on.
+        """
+        for group in self._groups(recurse):
+            group.options.keeps_storage = keep
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module, and of the earlier calls that it has some from.
 

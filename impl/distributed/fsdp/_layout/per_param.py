@@ -355,5 +355,5 @@ class DTensorGroup:
             self.use_sharded_views()
 
     def free(self) -> None:
-        if self.unsharded_params is not None:
+        if self.unsharded_params is not None and not self.options.keeps_storage:
             self.unsharded_params.free()
