@@ -138,6 +138,15 @@ def test_sharded_training_has_one_result_and_a_seed_one_course(tmp_path: Path) -
     assert status == 0
 
 
+def test_a_script_that_fails_in_its_own_order_is_reported_as_failed(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise ValueError('it fails')\n")
+    status, told = simulate("fails.py", "--seeds", 3, cwd=tmp_path)
+    assert status == 1
+    assert "failed in its own order, so no other schedule was compared" in told
+    assert "ValueError: it fails" in told
+    assert "schedules change the result" not in told
+
+
 def test_differences_name_the_first_line_and_each_tensor() -> None:
     reference = ScheduledRun(0, output="a\nb\n", saved={"m.pt: w": "1", "m.pt: v": "2"})
     course = ScheduledRun(
