@@ -86,7 +86,9 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
         warnings.simplefilter("always")
         # Dynamo warns about the interpreter, and Dynamo and autograd warn once a process, whichever library is judged.
         warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0", RuntimeWarning)
-        warnings.filterwarnings("ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning)  # Python 3.14
+        warnings.filterwarnings(
+            "ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning
+        )  # Python 3.14
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
         try:
             value = call(*args, **kwargs)

@@ -97,6 +97,10 @@ EXCEPTIONS = {
         "impl.distributed.fsdp.checkpoint.reading",
         "asks torch for a name known at run time",
     ): "the dtype that a pickle names",
+    (
+        "impl.distributed.fsdp._desync.entered_collectives",
+        "asks torch for a name known at run time",
+    ): "the dtype that another rank names",
     ("impl.kernels._dispatch", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
     ("impl.kernels.checked_norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
     ("impl.kernels.clamp", "imports impl.kernels._triton.clamp in a function"): _OPTIONAL,

@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from impl.distributed.fsdp._desync.group_store import STORE_IS_GONE, group_store_of
 from impl.distributed.fsdp._desync.monitor import CollectiveHistory, DesyncMonitor
-from impl.distributed.fsdp._transport.group_collectives import GroupMethod, blocks_host
+from impl.distributed.fsdp._transport.group_collectives import blocks_host
 from impl.distributed.fsdp._transport.transport import Complete, OwnFault, issue_and_wait
 
 _SLICE = timedelta(seconds=1)
@@ -74,7 +74,9 @@ class CollectiveOrderChecker:
         self._followers: dict[str, _Followers] = {}
         self._known: _Followers = {}  # what has come after the last collective
 
-    def run(self, entry: str, collective: GroupMethod, group: dist.ProcessGroup, *arguments: Any) -> None:
+    def run(
+        self, entry: str, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *arguments: Any
+    ) -> None:
         """Note a collective, issue it, and wait for it as its backend does.
 
         Args:
@@ -214,12 +216,14 @@ def order_checker_of(group: dist.ProcessGroup) -> CollectiveOrderChecker:
     return _order_checkers.setdefault(group, CollectiveOrderChecker())
 
 
-def _complete(monitor: DesyncMonitor, method: GroupMethod, group: dist.ProcessGroup, *arguments: Any) -> None:
+def _complete(
+    monitor: DesyncMonitor, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *arguments: Any
+) -> None:
     """Issue a collective and wait slice by slice. Raise when there is a verdict, or what the collective failed with."""
-    if not monitor.entered.enter(method, arguments):
+    if not monitor.entered.enter(collective, arguments):
         raise monitor.refusal(group)
     try:
-        _wait(monitor, method(group, *arguments))
+        _wait(monitor, collective(group, *arguments))
     finally:
         monitor.entered.leave()
     if monitor.verdict:  # another rank may have entered it with zeros

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,44 +23,48 @@ _COMPLETES = timedelta(seconds=10)  # an equal collective that all other ranks h
 
 
 class EnteredCollectives:
-    """The collectives of one group. The thread that issues them enters and leaves, the monitor closes and tells."""
+    """The collectives of one group. The thread that issues them enters and leaves, the monitor closes and describes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
         self._count = 0
-        self._pending: tuple[GroupMethod, Sequence[Any]] | None = None
+        self._pending: tuple[Callable[..., dist.Work], Sequence[Any]] | None = None
 
-    def enter(self, method: GroupMethod, arguments: Sequence[Any]) -> bool:
+    def enter(self, collective: Callable[..., dist.Work], arguments: Sequence[Any]) -> bool:
         """Record that this rank is about to issue a collective. Return False if it must not, after `close`."""
         with self._lock:
             if not self._is_closed:
                 self._count += 1
-                self._pending = method, arguments
+                self._pending = collective, arguments
             return not self._is_closed
 
     def leave(self) -> None:
         self._pending = None
 
     def close(self) -> None:
-        """Refuse further collectives. What `told` returns stays true as long as this rank waits where it is."""
+        """Refuse further collectives. `describe_pending` stays true as long as this rank waits where it is."""
         with self._lock:
             self._is_closed = True
 
-    def told(self) -> str:
-        """Return the number and the form of the collective that this rank waits in, for `complete_those_of`."""
-        pending = self._pending
-        form = None if pending is None else [pending[0].names, _form_of([*pending[1]])]
+    def describe_pending(self) -> str:
+        """Return the number and the form of the collective that this rank waits in, for `complete_pending`.
+
+        The form is null if the rank waits in none, or in one that no group method issues, such as a gather to one rank.
+        """
+        form = None
+        if (pending := self._pending) is not None and isinstance(pending[0], GroupMethod):
+            form = [pending[0].names, _form_of([*pending[1]])]
         return json.dumps([self._count, form])
 
-    def complete_those_of(self, ranks: Sequence[str], group: dist.ProcessGroup) -> None:
+    def complete_pending(self, descriptions: Sequence[str], group: dist.ProcessGroup) -> None:
         """Enter collectives equal to those that other ranks wait in, until this rank has entered as many.
 
         Args:
-            ranks: what each rank's `told` returned after its `close`.
+            descriptions: what each rank's `describe_pending` returned after its `close`.
         """
         forms: dict[int, list[Any]] = {}
-        for count, form in map(json.loads, ranks):
+        for count, form in map(json.loads, descriptions):
             if form is not None:
                 forms.setdefault(count, []).append(form)
         # Collectives of several forms under one number cannot all be completed.

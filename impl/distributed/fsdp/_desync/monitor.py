@@ -161,7 +161,7 @@ class DesyncMonitor:
         if self._asked:
             told = self.store.answers(self._asked, within_s=_LONG_S)
             if len(told) == self.store.size:
-                self.entered.complete_those_of([*told.values()], group)
+                self.entered.complete_pending([*told.values()], group)
 
     def explained(self, entry: str) -> str:
         """The verdict about a collective that failed, or that waited until there was one."""
@@ -253,7 +253,7 @@ class DesyncMonitor:
             case "verdict":
                 self._adopt(message["text"], is_difference=message["is_difference"])
                 if self.peers_complete_collectives and not self._asked:
-                    self.store.answer(number, self.entered.told())
+                    self.store.answer(number, self.entered.describe_pending())
                     self._asked = number
             case "call":
                 entries = self._history.now.entries

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from impl.distributed.fsdp._groups import Groups
@@ -195,8 +193,15 @@ class Redistribution:
         parts = [_narrowed(sources, one) for ranges in outgoing for one in ranges]
         sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
         received = sent.new_empty(sum(_lengths(incoming)))
-        exchange = partial(_issue, _lengths(incoming), _lengths(outgoing))
-        self._groups.order_checkers[group].run(f"resharded '{self._name}'", exchange, group, received, sent)
+        self._groups.order_checkers[group].run(
+            f"resharded '{self._name}'",
+            all_to_all,
+            group,
+            received,
+            sent,
+            _lengths(incoming),
+            _lengths(outgoing),
+        )
         ranges = [one for ranges in incoming for one in ranges]
         if ranges:
             arrived = received.split_with_sizes([one.length for one in ranges])
@@ -204,12 +209,6 @@ class Redistribution:
 
     def _without_own(self, route: _Route) -> _Route:
         return [[] if peer == self._rank else ranges for peer, ranges in enumerate(route)]
-
-
-def _issue(
-    received: list[int], sent: list[int], group: dist.ProcessGroup, output: Tensor, given: Tensor
-) -> dist.Work:
-    return all_to_all(group, output, given, received, sent)
 
 
 def _lengths(route: _Route) -> list[int]:
