@@ -1,5 +1,7 @@
 """The virtual environment that every command of ci/ runs in: made once, reused in a moment.
 
+`TANDEM_TORCH=VERSION` chooses another torch than the recorded one, in an environment `.venv-torch-VERSION`.
+
 Why a lock: each command holds `.venv.lock` shared for as long as it runs (the program it becomes inherits the
 lock), and whoever must change the environment takes it alone. So two commands at once never build twice, and
 no environment is pulled from under a running test.
@@ -36,10 +38,12 @@ except ModuleNotFoundError:  # before 3.11; `enter` says so in words
 OLDEST, NEWEST = (3, 11), (3, 14)
 JUDGING = ("conformance", "report")  # what the gate needs, and the suite, which tests the gate's parts
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+# Another torch than the recorded one has an environment of its own, so that neither is made again for the other.
+OTHER_TORCH = os.environ.get("TANDEM_TORCH")
+VENV = ROOT / (f".venv-torch-{OTHER_TORCH}" if OTHER_TORCH else ".venv")
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "tandem-stamp.json"
-LOCK = ROOT / ".venv.lock"
+LOCK = VENV.with_name(f"{VENV.name}.lock")
 
 CPU_INDEX = os.environ.get("TANDEM_TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 INDEX_DEADLINE_S = 5  # to connect, not to download
@@ -98,7 +102,7 @@ def _wait_for(lock: int, kind: int) -> None:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         others = "another command sets it up" if kind == fcntl.LOCK_SH else "commands that run in it end"
-        say(f".venv: waiting until {others} (lock: {LOCK.name})")
+        say(f"{VENV.name}: waiting until {others} (lock: {LOCK.name})")
         fcntl.flock(lock, kind)
 
 
@@ -145,8 +149,12 @@ def _digest() -> str:
     return digest.hexdigest()
 
 
+def _torch_version() -> str:
+    return OTHER_TORCH or project()["tool"]["tandem"]["torch"]
+
+
 def _torch_build() -> str:
-    return f"{project()['tool']['tandem']['torch']} {'for CUDA' if _has_nvidia_driver() else 'for the CPU'}"
+    return f"{_torch_version()} {'for CUDA' if _has_nvidia_driver() else 'for the CPU'}"
 
 
 def _has_nvidia_driver() -> bool:
@@ -165,26 +173,25 @@ def _build(expected: dict[str, str], stamp: dict[str, Any] | None, extras: set[s
     began = time.monotonic()
     if stamp is not None and PYTHON.exists() and _same(stamp, expected, "root", "python", "torch"):
         extras = extras | set(stamp["extras"])
-        say(f".venv: bringing it up to date ({', '.join(sorted(extras))})")
+        say(f"{VENV.name}: bringing it up to date ({', '.join(sorted(extras))})")
         STAMP.unlink()
     else:
         _make_anew(stamp)
         _install_torch(expected["torch"])
-    say(f".venv: installing the extras {', '.join(sorted(extras))}")
-    pin = f"torch=={project()['tool']['tandem']['torch']}"
-    if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", pin):
+    say(f"{VENV.name}: installing the extras {', '.join(sorted(extras))}")
+    if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", f"torch=={_torch_version()}"):
         sys.exit("ci: pip could not install the packages above; there is no environment to run in")
     STAMP.write_text(json.dumps(expected | {"extras": sorted(extras)}, indent=1))
     took_s = time.monotonic() - began
-    say(f".venv: ready in {took_s:.0f} s, torch {_installed_torch()}, {_size_mb()} MB on disk")
+    say(f"{VENV.name}: ready in {took_s:.0f} s, torch {_installed_torch()}, {_size_mb()} MB on disk")
 
 
 def _make_anew(stamp: dict[str, Any] | None) -> None:
     if VENV.exists():
         say(
-            ".venv: was left half-made, starting afresh"
+            f"{VENV.name}: was left half-made, starting afresh"
             if stamp is None
-            else ".venv: is for another set-up, starting afresh"
+            else f"{VENV.name}: is for another set-up, starting afresh"
         )
         STAMP.unlink(missing_ok=True)
         shutil.rmtree(VENV)
@@ -192,7 +199,7 @@ def _make_anew(stamp: dict[str, Any] | None) -> None:
         sys.exit(
             "this Python has no ensurepip; install it first (on Debian and Ubuntu: apt install python3-venv)"
         )
-    say(f".venv: making it with Python {sys.version.split()[0]}")
+    say(f"{VENV.name}: making it with Python {sys.version.split()[0]}")
     base = getattr(
         sys, "_base_executable", sys.executable
     )  # not the interpreter of a .venv that was just deleted
@@ -202,17 +209,17 @@ def _make_anew(stamp: dict[str, Any] | None) -> None:
 def _install_torch(build: str) -> None:
     version, kind = build.split(" ", 1)
     if kind == "for the CPU":
-        say(f".venv: no NVIDIA driver here, asking {CPU_INDEX} for the CPU build of torch {version}")
+        say(f"{VENV.name}: no NVIDIA driver here, asking {CPU_INDEX} for the CPU build of torch {version}")
         if _answers(CPU_INDEX) and not _pip_install(
             "--index-url", CPU_INDEX, f"torch=={version}", quiet=True
         ):
             return
         say(
-            f".venv: not to be had there; taking the plain torch {version} (it may bring CUDA's libraries,"
+            f"{VENV.name}: not to be had there; taking the plain torch {version} (it may bring CUDA's libraries,"
             " several GB; TANDEM_TORCH_INDEX names another index)"
         )
     else:
-        say(f".venv: NVIDIA driver found, installing the plain torch {version}")
+        say(f"{VENV.name}: NVIDIA driver found, installing the plain torch {version}")
     if _pip_install(f"torch=={version}"):
         sys.exit(f"ci: pip could not install torch {version}; see its message above")
 
