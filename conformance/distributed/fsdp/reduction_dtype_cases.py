@@ -126,6 +126,30 @@ def _gradient(site: Site, model: Any, schedule: str) -> Tensor:
     return full_value(model.weight.grad).cpu()
 
 
+class Pair(nn.Module):
+    """Two parameters of bfloat16 in one unit. Gradients of the first one have `grad_dtype` float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Weighted().to(LOW), Weighted().to(LOW)
+        self.first.weight.grad_dtype = FULL
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        return self.first(coefficients).float() + self.second(coefficients).float()
+
+
+def of_grad_dtype(site: Site, schedule: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both parameters."""
+    model: Any = Pair().to(site.rank.device)
+    site.shard(model)
+    count = _count(schedule)
+    for number, grad in enumerate(coefficients(site.rank.rank)[:count]):
+        model.set_requires_gradient_sync(number == count - 1)
+        model(grad.to(site.rank.device)).backward()
+    first, second = (full_value(layer.weight.grad).cpu() for layer in (model.first, model.second))
+    return first, second
+
+
 # -- FullyShardedDataParallel
 
 

@@ -9,7 +9,7 @@ import torch
 
 from conformance.distributed.fsdp import reduction_dtype_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.reduction_dtype_cases import FULL, POLICIES, Dtypes, Policy
+from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Policy
 from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
@@ -53,6 +53,20 @@ def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicate
 def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
     seen = sites_of(2).agree(cases.of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
     _assert_rounded(seen, _of_fully_shard, "deferred")
+
+
+@clause("distributed.fsdp.fully_shard.grad_dtype")
+@pytest.mark.parametrize("schedule", ["one", "accumulated"])
+def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: str) -> None:
+    if _FOLLOWS_PARAM:
+        seen = sites.agree(cases.of_grad_dtype, tolerance=EXACT, schedule=schedule)
+    else:  # torch ignores it
+        seen = sites.of_subject(cases.of_grad_dtype, schedule=schedule)
+    dtypes = (Dtypes(LOW, FULL, FULL, FULL), Dtypes(LOW, LOW, FULL, LOW))
+    for gradients in values_of(seen):
+        for gradient, expected_by in zip(gradients, dtypes, strict=True):
+            expected = cases.expected(expected_by, len(seen), schedule)
+            assert torch.equal(getattr(gradient, "values", gradient).double(), expected), expected_by
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
