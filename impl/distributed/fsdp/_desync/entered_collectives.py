@@ -1,8 +1,8 @@
-"""What this rank has entered of a group's collectives, and how ranks complete what only some of them have entered.
+"""Collectives of a group that this rank has entered, and completion of those that only some ranks have entered.
 
 When ranks differ, some already wait in a collective that the others will not enter. If they left it, the group's
-counts would disagree, and the user's next collective would hang. So every rank tells which collective it is in, and a
-rank that is not in it enters an equal one, of zeros, before it raises. Its result is not used: all ranks raise.
+counts would disagree, and the user's next collective would hang. So every rank describes the collective that it waits
+in, and a rank that is not in it enters an equal one of zeros before it raises. The result is not used: all ranks raise.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class EnteredCollectives:
             self._is_closed = True
 
     def describe_pending(self) -> str:
-        """Return the number and the form of the collective that this rank waits in, for `complete_pending`.
+        """Return the number and the signature of the collective that this rank waits in, for `complete_pending`.
 
-        The form is null if the rank waits in none, or in one that no group method issues, such as a gather to one rank.
+        The signature is null if the rank waits in no collective, or in one that no group method issues (a gather).
         """
-        form = None
+        signature = None
         if (pending := self._pending) is not None and isinstance(pending[0], GroupMethod):
-            form = [pending[0].names, _form_of([*pending[1]])]
-        return json.dumps([self._count, form])
+            signature = [pending[0].names, _described([*pending[1]])]
+        return json.dumps([self._count, signature])
 
     def complete_pending(self, descriptions: Sequence[str], group: dist.ProcessGroup) -> None:
         """Enter collectives equal to those that other ranks wait in, until this rank has entered as many.
@@ -63,18 +63,19 @@ class EnteredCollectives:
         Args:
             descriptions: what each rank's `describe_pending` returned after its `close`.
         """
-        forms: dict[int, list[Any]] = {}
-        for count, form in map(json.loads, descriptions):
-            if form is not None:
-                forms.setdefault(count, []).append(form)
-        # Collectives of several forms under one number cannot all be completed.
-        while (entered := forms.get(self._count + 1)) and all(form == entered[0] for form in entered):
+        signatures: dict[int, list[Any]] = {}
+        for count, signature in map(json.loads, descriptions):
+            if signature is not None:
+                signatures.setdefault(count, []).append(signature)
+        # Different collectives under one number cannot all be completed.
+        while (pending := signatures.get(self._count + 1)) and all(other == pending[0] for other in pending):
             self._count += 1
-            names, arguments = entered[0]
-            GroupMethod(*names)(group, *map(_value_of, arguments)).wait(_COMPLETES)
+            names, arguments = pending[0]
+            GroupMethod(*names)(group, *map(_zeros_like, arguments)).wait(_COMPLETES)
 
 
-def _form_of(value: Any) -> Any:
+def _described(value: Any) -> Any:
+    """Return tensors as shape, dtype and device. Options of a collective are left out: they decide no size."""
     if isinstance(value, Tensor):
         return {
             "shape": [*value.shape],
@@ -82,14 +83,13 @@ def _form_of(value: Any) -> Any:
             "device": value.device.type,
         }
     if isinstance(value, list):
-        parts: list[Any] = value
-        return [
-            _form_of(part) for part in parts if isinstance(part, Tensor | list | int)
-        ]  # options decide no size
+        items: list[Any] = value
+        return [_described(item) for item in items if isinstance(item, Tensor | list | int)]
     return value
 
 
-def _value_of(form: Any) -> Any:
-    if isinstance(form, dict):
-        return torch.zeros(form["shape"], dtype=getattr(torch, form["dtype"]), device=form["device"])
-    return [_value_of(part) for part in form] if isinstance(form, list) else form
+def _zeros_like(described: Any) -> Any:
+    if isinstance(described, dict):
+        dtype = getattr(torch, described["dtype"])
+        return torch.zeros(described["shape"], dtype=dtype, device=described["device"])
+    return [_zeros_like(item) for item in described] if isinstance(described, list) else described

@@ -102,7 +102,7 @@ class DesyncMonitor:
         self.peers_complete_collectives = False  # the verdict is of ranks that live and will all raise
         self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
         self.entered = EnteredCollectives()
-        self._asked = 0  # the message that has every rank tell what it has entered
+        self._verdict_number = 0  # the message that every rank answers with its pending collective
         self._has_settled = False
         self._history = history
         self._ranks = ranks
@@ -156,12 +156,12 @@ class DesyncMonitor:
 
     def _settle(self, group: dist.ProcessGroup) -> None:
         end = time.monotonic() + _LONG_S
-        while not self._asked and not self._is_over and time.monotonic() < end:
+        while not self._verdict_number and not self._is_over and time.monotonic() < end:
             time.sleep(_SETTLING_LOOK_S)
-        if self._asked:
-            told = self.store.answers(self._asked, within_s=_LONG_S)
-            if len(told) == self.store.size:
-                self.entered.complete_pending([*told.values()], group)
+        if self._verdict_number:
+            descriptions = self.store.answers(self._verdict_number, within_s=_LONG_S)
+            if len(descriptions) == self.store.size:
+                self.entered.complete_pending([*descriptions.values()], group)
 
     def explained(self, entry: str) -> str:
         """The verdict about a collective that failed, or that waited until there was one."""
@@ -252,9 +252,9 @@ class DesyncMonitor:
         match message["kind"]:
             case "verdict":
                 self._adopt(message["text"], is_difference=message["is_difference"])
-                if self.peers_complete_collectives and not self._asked:
+                if self.peers_complete_collectives and not self._verdict_number:
                     self.store.answer(number, self.entered.describe_pending())
-                    self._asked = number
+                    self._verdict_number = number
             case "call":
                 entries = self._history.now.entries
                 last = f"last {entries[-1]}" if entries else "stands between two steps"
