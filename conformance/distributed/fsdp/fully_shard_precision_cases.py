@@ -13,6 +13,7 @@ from conformance.distributed.fsdp.fsdp_cases import mesh_of
 from conformance.distributed.fsdp.fully_shard_cases import full_value, held
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
+from conformance.judge.surface import is_torch_in
 
 _LEARNING_RATE = 0.25
 _STEPS = 2
@@ -213,7 +214,7 @@ def _in_full(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Of a parameter that is made in low precision."""
     compute, reduce, master = dtypes
     compute, master = compute or LOW, master or LOW
-    return compute, reduce or (master if torch.__version__ >= "2.15" else compute), master
+    return compute, reduce or (master if is_torch_in(">=2.15") else compute), master
 
 
 def _gradients(

@@ -54,16 +54,16 @@ class Dtypes:
 
 def expected(dtypes: Dtypes, world_size: int, schedule: str) -> Tensor:
     """Return the averaged gradient [N] in float64, rounded after each step to the dtype of that step."""
-    ranks = [coefficients(rank).to(dtypes.computed) for rank in range(world_size)]
+    grads = [coefficients(rank).to(dtypes.computed) for rank in range(world_size)]
     if schedule == "deferred":
         partial = torch.zeros(world_size, _NUMEL, dtype=DOUBLE)
         for number in range(BACKWARDS):
-            own = [_rounded(each[number], dtypes.reduced) for each in ranks]
+            own = [_rounded(grad[number], dtypes.reduced) for grad in grads]
             partial = torch.stack(
                 [_rounded(p + g, dtypes.reduced) for p, g in zip(partial, own, strict=True)]
             )
         return _average(list(partial), dtypes)
-    return _average([_accumulated(each[: _count(schedule)], dtypes) for each in ranks], dtypes)
+    return _average([_accumulated(grad[: _count(schedule)], dtypes) for grad in grads], dtypes)
 
 
 def _count(schedule: str) -> int:

@@ -12,9 +12,10 @@ from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Policy
 from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
+from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
 
-_FOLLOWS_PARAM = torch.__version__ >= "2.15"
+_FOLLOWS_PARAM = is_torch_in(">=2.15")
 
 
 def _of_fully_shard(policy: Policy) -> Dtypes:
@@ -32,8 +33,8 @@ def _assert_rounded(seen: Seen, dtypes_of: Callable[[Policy], Dtypes], schedule:
     for name, policy in POLICIES.items():
         dtypes = dtypes_of(policy)
         expected = cases.expected(dtypes, len(seen), schedule)
-        for found in values_of(seen):
-            gradient = found[name].values
+        for gradients in values_of(seen):
+            gradient = gradients[name].values
             assert gradient.dtype is dtypes.shown
             assert torch.equal(gradient.double(), expected), f"{name}: not rounded by {dtypes}"
 
@@ -66,7 +67,8 @@ def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: s
     for gradients in values_of(seen):
         for gradient, expected_by in zip(gradients, dtypes, strict=True):
             expected = cases.expected(expected_by, len(seen), schedule)
-            assert torch.equal(getattr(gradient, "values", gradient).double(), expected), expected_by
+            assert gradient.values.dtype is expected_by.shown
+            assert torch.equal(gradient.values.double(), expected), expected_by
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")

@@ -72,7 +72,7 @@ def _inputs(device: torch.device, differentiable: bool) -> Tensor:
 
 
 def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
-    """Two backwards: also the second one finds the units as the first one did."""
+    """Run two backwards, since the first one may leave units in another state."""
     outputs: list[Tensor] = []
     with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first transform
         for _ in range(2):
@@ -85,14 +85,17 @@ def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
 def without_sharding(device: torch.device, name: str, differentiable: bool) -> dict[str, Any]:
     model = blocks(2).to(device)
     seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
-    grads = {key: param.grad for key, param in model.named_parameters()}
-    # A transform may have nothing to do with the last bias.
-    none = {key: torch.zeros_like(param) for key, param in model.named_parameters()}
-    return {**seen, "gradients": {key: none[key] if g is None else g for key, g in grads.items()}}
+    seen["gradients"] = {key: _gradient(param) for key, param in model.named_parameters()}
+    return seen
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """Return zeros for a parameter that the result does not depend on, such as the last bias."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 def through_fully_shard(site: Site, name: str, differentiable: bool, reshards: bool) -> list[dict[str, Any]]:
-    """What a sharded model gives, and the same model without sharding."""
+    """Return the results of a sharded model, and of the same model without sharding."""
     model = blocks(2).to(site.rank.device)
     for block in (*model, model):
         site.shard(block, reshard_after_forward=reshards)
@@ -100,17 +103,14 @@ def through_fully_shard(site: Site, name: str, differentiable: bool, reshards: b
     seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
     for block in (*model, model):
         block.reshard()
-    seen["gradients"] = {
-        key: full_value(torch.zeros_like(param) if param.grad is None else param.grad)
-        for key, param in model.named_parameters()
-    }
+    seen["gradients"] = {key: full_value(_gradient(param)) for key, param in model.named_parameters()}
     return [seen, without_sharding(device, name, differentiable)]
 
 
 def through_flat(
     lab: Lab, *, name: str, differentiable: bool, strategy: str, use_orig_params: bool
 ) -> list[dict[str, Any]]:
-    """What a wrapped model gives, and the same model without sharding."""
+    """Return the results of a wrapped model, and of the same model without sharding."""
     device = lab.rank.device
     model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[Block], use_orig_params=use_orig_params)
     seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
