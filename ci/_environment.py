@@ -38,7 +38,7 @@ except ModuleNotFoundError:  # before 3.11; `enter` says so in words
 OLDEST, NEWEST = (3, 11), (3, 14)
 JUDGING = ("conformance", "report")  # what the gate needs, and the suite, which tests the gate's parts
 ROOT = Path(__file__).resolve().parent.parent
-# Another torch than the recorded one has an environment of its own, so that neither is made again for the other.
+# A torch other than the recorded one has its own environment, so that switching between them rebuilds neither.
 OTHER_TORCH = os.environ.get("TANDEM_TORCH")
 VENV = ROOT / (f".venv-torch-{OTHER_TORCH}" if OTHER_TORCH else ".venv")
 PYTHON = VENV / "bin" / "python"

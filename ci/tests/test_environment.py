@@ -1,4 +1,4 @@
-"""Which environment the commands of ci/ make, and what they hand on to what they start."""
+"""Environments that the commands of ci/ make, and the variables that they pass to programs."""
 
 from __future__ import annotations
 

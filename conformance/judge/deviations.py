@@ -57,8 +57,8 @@ class DeviationJudge:
         Without `torch_does` it is what torch is seen to do here, as `does_as` tells. With `may_agree` torch may do what
         we do, and then every subject must: a world of one shards nothing, and so knows few of torch's faults.
         On a device that the row does not name, torch may do anything, and the subject does the same or what we do.
-        On a torch outside the row's range, torch must have left its side, and every subject must do as it does, or
-        what we do.
+        On a torch outside the row's range, torch must have left its side. Every subject must then do what torch does
+        or what we do.
         """
         seen = probe(self.reference)
         torch_does_too = (may_agree or self._is_fixed) and we_do(seen)

@@ -20,7 +20,7 @@ _DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "npu", "sim", "x
 
 @dataclass(frozen=True)
 class Row:
-    """What both kinds of rows have: the torch versions that do so, if not all, and the day that it was recorded."""
+    """Fields of deviations and reference limits: the torch versions that behave so, and the day of the row."""
 
     id: str
     torch: str = field(default="", kw_only=True)  # a range such as `<2.14`

@@ -85,8 +85,11 @@ def test_a_clause_has_the_thread_of_its_deviation_and_holds_for_torchs_that_are_
     ("table", "reported"),
     [
         ('[x]\nsays = "It does."\nlevels = "core"', "has the unknown keys ['levels']"),
-        ('[x]\nsays = "It does."\ntorch = "<1.0"', "holds for torch <1.0, which is none of"),
-        ('[x]\nsays = "It does."\ntorch = "~=2.12"', "'~=2.12'; expected >=MAJOR.MINOR or <MAJOR.MINOR"),
+        ('[x]\nsays = "step returns None."\ntorch = "<1.0"', "holds for torch <1.0, which is none of"),
+        (
+            '[x]\nsays = "step returns None."\ntorch = "~=2.12"',
+            "'~=2.12'; expected >=MAJOR.MINOR or <MAJOR.MINOR",
+        ),
     ],
 )
 def test_a_slip_in_a_clause_is_reported(tmp_path: Path, table: str, reported: str) -> None:
@@ -97,7 +100,7 @@ def test_a_slip_in_a_clause_is_reported(tmp_path: Path, table: str, reported: st
 
 
 def test_a_clause_of_other_torchs_is_not_asked_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.toml").write_text('[x]\nsays = "It does."\ntorch = ">=2.11,<2.13"')
+    (tmp_path / "x.toml").write_text('[x]\nsays = "step returns None."\ntorch = ">=2.11,<2.13"')
     [clause] = clauses._read("amp", tmp_path / "x.toml")
     for version, holds in {"2.9.0": False, "2.11.1": True, "2.12.0a0+git": True, "2.13.0+cpu": False}.items():
         monkeypatch.setattr(surface.torch, "__version__", version)

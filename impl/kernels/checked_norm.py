@@ -60,13 +60,13 @@ def checked_norm(
 
 
 class StepNumbers(NamedTuple):
-    """What a step from scaled gradients needs: 0-dim and on their device, f32 but for the norms."""
+    """Numbers that a step from scaled gradients needs: 0-dim, on their device, and f32 except the norms."""
 
-    scaled_norm: Tensor  # as `checked_norm` returns it
-    found_inf: Tensor  # likewise
+    scaled_norm: Tensor  # the norm of `checked_norm`
+    found_inf: Tensor  # the flag of `checked_norm`
     norm: Tensor  # of the unscaled gradients, in the dtype of the scaled norm
-    factor: Tensor  # by what a scaled gradient is multiplied, to unscale and to clip it
-    taken: Tensor  # 1.0 if the step is taken, which it is unless an element is inf or nan; else 0.0
+    factor: Tensor  # unscales and clips a scaled gradient
+    taken: Tensor  # 1 - found_inf
 
 
 @no_grad_fast

@@ -48,6 +48,6 @@ def cpu_twins(twins_of: TwinsOf, world_size: int) -> Twins:
 
 @pytest.fixture
 def torch_cannot(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`assert_limit` of the row that the test's `reference_limit` mark names."""
+    """Return `assert_limit` for the row that the test's mark `reference_limit` names."""
     row = all_reference_limits()[request.node.get_closest_marker("reference_limit").args[0]]
     return functools.partial(assert_limit, row)

@@ -170,8 +170,8 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
 
 
 def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str) -> tuple[str, list[float]]:
-    """Return what the ranks raised, and sums over the group that they still use."""
-    told = ""
+    """Return the error of this rank, and sums over the group that it still uses."""
+    message = ""
     try:
         if by == "wrapping":
             synchronise(rank, library=library)
@@ -180,12 +180,12 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
         else:
             run(rank, library=library, program=program)
     except RuntimeError as error:
-        told = str(error)
+        message = str(error)
     dist.barrier()
     sums = torch.arange(3.0) * (rank.rank + 1)
     for _ in range(3):
         dist.all_reduce(sums)
-    return told, sums.tolist()
+    return message, sums.tolist()
 
 
 def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:

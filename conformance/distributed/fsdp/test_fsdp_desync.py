@@ -339,8 +339,8 @@ def test_group_is_usable_after_ranks_differed(
     with RankPool(ranks, grace_s=GRACE_S) as pool:
         seen = pool.run(f"{CASES}:use_group_afterwards", library=subject.spec, program=program, by=by)
     factor = sum(range(1, ranks + 1)) * ranks**2
-    for rank, (told, sums) in enumerate(seen):
-        assert "rank" in told, f"rank {rank} raised {told!r}"
+    for rank, (message, sums) in enumerate(seen):
+        assert "rank" in message, f"rank {rank} raised {message!r}"
         assert sums == [0.0, factor, 2.0 * factor], f"rank {rank}"
 
 

@@ -39,9 +39,9 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Remov
 
 
 def differentiable_levels(tensor: Tensor) -> Iterator[Tensor]:
-    """Return what graphs were recorded for: the tensor, what transforms of torch.func wrap in it, and tangents.
+    """Yield the tensors that graphs were recorded for: `tensor`, those that torch.func wraps in it, and their tangents.
 
-    Each level of a transform has a graph of its own, and a backward enters only the graph of its own level.
+    Each level of a transform has its own graph, and a backward enters only the graph of its own level.
     """
     has_tangents = forward_ad._current_level >= 0
     if not has_tangents and not torch._C._are_functorch_transforms_active():
@@ -61,7 +61,7 @@ def differentiable_levels(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _tangent_of(tensor: Tensor) -> Tensor | None:
-    """Return the tangent at the tensor's own level: transforms inside of it would answer for theirs."""
+    """Return the tangent at the tensor's own level, not at the level of a transform inside it."""
     own_level = max(maybe_get_level(tensor), 0)
     with ExitStack() as outside:
         while torch._C._are_functorch_transforms_active() and peek_interpreter_stack().level() > own_level:

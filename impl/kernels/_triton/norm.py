@@ -140,7 +140,7 @@ def finish_norm_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program. 8 B a chunk, read."""
+    """Take the norm and its check in one program. 8 B a chunk, read."""
     norm = _norm_of_partials(partial_ptr, chunks, p, KIND, BLOCK)
     if found_inf_ptr is not None:
         tl.store(found_inf_ptr, tl.where(tl.abs(norm) < float("inf"), 0.0, 1.0))
@@ -165,7 +165,7 @@ def finish_step_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program. 8 B a chunk, read. Each result is rounded like that of torch's operator, so no sum is fused."""
+    """Compute `StepNumbers` in one program, rounded like torch's operators: no sum is fused. 8 B a chunk, read."""
     wide = _norm_of_partials(partial_ptr, chunks, p, KIND, BLOCK)
     is_finite = tl.abs(wide) < float("inf")
     tl.store(found_inf_ptr, tl.where(is_finite, 0.0, 1.0))

@@ -93,7 +93,7 @@ def checked_norm_by(backend: str, tensors: list[Tensor], p: float) -> tuple[floa
 def step_numbers_by(
     backend: str, gradients: list[Tensor], scale: float, max_norm: float, dtype: torch.dtype | None = None
 ) -> list[Tensor | None]:
-    """The numbers of a step in one launch, and the same by torch's operators from the checked norm."""
+    """Return the numbers of a step, and the same by torch's operators from the checked norm."""
     wide = torch.tensor(scale)
     with kernels.backend(backend):
         numbers = kernels.step_numbers(gradients, 2.0, wide, max_norm, dtype)

@@ -141,14 +141,14 @@ def test_clipping_scales_by_the_coefficient_of_torchs_operators(backend, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32], ids=str)
 def test_triton_makes_numbers_of_step_like_torchs_operators(dtype, norm_dtype):
-    seen = set()
+    factors = set()
     values = (0.0, 3e-7, 0.37, 771.7, 6e4, 1e30, math.inf, math.nan)
     for value, scale, max_norm in itertools.product(
         values, (1.0, 3.0, 6.1, 65536.0), (math.inf, 1.0, 1 / 3, -2.0)
     ):
         gradients = [torch.full((3,), value).to(dtype), torch.full((1500,), value / 7).to(dtype)]
-        found = by("triton", step_numbers_by, gradients, scale, max_norm, norm_dtype)
-        ours, theirs = found[:5], found[5:]
+        numbers = by("triton", step_numbers_by, gradients, scale, max_norm, norm_dtype)
+        ours, theirs = numbers[:5], numbers[5:]
         for name, actual, want in zip(kernels.StepNumbers._fields, ours, theirs, strict=True):
             assert actual.dtype is want.dtype, name
             assert torch.equal(actual, want) or (actual.isnan() and want.isnan()), (
@@ -157,8 +157,8 @@ def test_triton_makes_numbers_of_step_like_torchs_operators(dtype, norm_dtype):
                 scale,
                 max_norm,
             )
-        seen.add(ours[3].item())
-    assert len(seen) > 30
+        factors.add(ours[3].item())
+    assert len(factors) > 30
 
 
 @many
