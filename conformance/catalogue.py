@@ -64,16 +64,20 @@ def version() -> int:
 
 def is_due() -> bool:
     """Whether the clauses are others than those that the newest number was given for."""
-    return _read()["digest"] != _digest(_digests(clauses.for_report()))
+    return _read()["digest"] != _digest(_digests(clauses.for_report(), clauses.TORCH_VERSIONS))
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _digests(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Of each clause: of all that it says about itself."""
-    return {row["id"]: _digest(row) for row in rows}
+def _digests(rows: Sequence[Mapping[str, Any]], supported: Sequence[str]) -> dict[str, str]:
+    """Return a digest of all fields of each clause.
+
+    Of `torch` it has the supported versions that the clause does not hold for, so that support of a new version changes
+    only the clauses that do not hold for it.
+    """
+    return {row["id"]: _digest(row | {"torch": sorted(set(supported) - set(row["torch"]))}) for row in rows}
 
 
 def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -101,19 +105,20 @@ def as_dict() -> dict[str, Any]:
     }
 
 
-def raised(why: str, before: Mapping[str, Any], then: Sequence[Mapping[str, Any]]) -> str:
-    """The file under the next number.
+def raised(why: str, before: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """Return the text of the file under the next number.
 
     Args:
         why: what was changed, and why.
         before: the file as it was under the number before.
-        then: the clauses as they were then.
+        then: the catalogue of that time, as `as_dict` returns it.
 
     Raises:
         ValueError: no clause differs.
     """
-    now, known = _digests(clauses.for_report()), _changes(before)
-    found = difference(_digests(then), now)
+    now, known = _digests(clauses.for_report(), clauses.TORCH_VERSIONS), _changes(before)
+    rows = [{key: row[key] for key in row.keys() - {"since"}} for row in then["clauses"]]
+    found = difference(_digests(rows, then["torch"]), now)
     if not any(found.values()):
         raise ValueError(f"no clause has changed since catalogue {known[0].version}; it keeps its number")
     return _written([CatalogueVersion(known[0].version + 1, why, **found), *known], _digest(now))
@@ -130,8 +135,8 @@ def _written(rows: Sequence[CatalogueVersion], digest: str) -> str:
     return "\n".join(lines)
 
 
-def _before() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The file and the clauses in the commit that has raised the number last."""
+def _before() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the file and the catalogue in the commit that raised the number last."""
     git = functools.partial(subprocess.check_output, cwd=FILE.parents[1])
     path = f"{FILE.parent.name}/{FILE.name}"
     commit = git(["git", "log", "-1", "--format=%H", "--", path], text=True).strip()
@@ -140,8 +145,7 @@ def _before() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         command = [sys.executable, "-m", "conformance.catalogue", "--json"]
         printed = json.loads(subprocess.check_output(command, cwd=folder))
-        file = tomllib.loads(Path(folder, path).read_text())
-    return file, [{key: row[key] for key in row.keys() - {"since"}} for row in printed["clauses"]]
+        return tomllib.loads(Path(folder, path).read_text()), printed
 
 
 @functools.cache

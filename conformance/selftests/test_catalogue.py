@@ -39,20 +39,39 @@ def test_whatever_a_clause_says_of_itself_changes_it(monkeypatch: pytest.MonkeyP
     changed, *others = clauses.for_report()
     monkeypatch.setattr(clauses, "for_report", lambda: [changed | {key: "something else"}, *others])
     assert catalogue.is_due()
-    found = catalogue.difference(
-        catalogue._digests([changed, *others]), catalogue._digests(clauses.for_report())
+    then, now = (
+        catalogue._digests(rows, clauses.TORCH_VERSIONS)
+        for rows in ([changed, *others], clauses.for_report())
     )
-    assert found == {"added": (), "changed": (changed["id"],), "removed": ()}
+    assert catalogue.difference(then, now) == {"added": (), "changed": (changed["id"],), "removed": ()}
+
+
+def test_new_torch_version_changes_only_clauses_that_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = {"always": "", "began": ">=2.12", "ended": "<9.1"}
+    monkeypatch.setattr(
+        clauses,
+        "all_clauses",
+        lambda: {
+            n: clauses.Clause(f"amp.grad_scaler.{n}", n, (), "core", torch=r) for n, r in ranges.items()
+        },
+    )
+    digests = []
+    for newest in ("9.0", "9.1"):
+        monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11", "2.12", newest))
+        digests.append(catalogue._digests(clauses.for_report(), clauses.TORCH_VERSIONS))
+    assert catalogue.difference(*digests)["changed"] == ("amp.grad_scaler.ended",)
 
 
 def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tomllib.loads(catalogue._written([CatalogueVersion(1, "The first.")], "0"))
-    then = [{"id": name, "says": name} for name in "abc"]
-    monkeypatch.setattr(clauses, "for_report", lambda: then)
+    rows = [{"id": name, "says": name, "torch": ["2.11"]} for name in "abc"]
+    then = {"torch": ["2.11"], "clauses": [row | {"since": 1} for row in rows]}
+    monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11",))
+    monkeypatch.setattr(clauses, "for_report", lambda: rows)
     with pytest.raises(ValueError, match="no clause has changed since catalogue 1"):
         catalogue.raised("nothing", first, then)
     now = [{"id": "a", "says": "a"}, {"id": "b", "says": "B"}, {"id": "d" * 200, "says": "d"}]
-    monkeypatch.setattr(clauses, "for_report", lambda: now)
+    monkeypatch.setattr(clauses, "for_report", lambda: [row | {"torch": ["2.11"]} for row in now])
     written = tomllib.loads(catalogue.raised('said "so" — once', first, then))
     assert catalogue._changes(written) == (
         CatalogueVersion(2, 'said "so" — once', ("d" * 200,), ("b",), ("c",)),
@@ -66,7 +85,7 @@ def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.Mo
 def test_the_number_before_is_read_from_the_commit_that_gave_it() -> None:
     file, then = catalogue._before()
     assert file["changes"]
-    assert {row["id"] for row in then} & clauses.all_clauses().keys()
+    assert {row["id"] for row in then["clauses"]} & clauses.all_clauses().keys()
 
 
 def test_a_clause_has_the_thread_of_its_deviation_and_holds_for_torchs_that_are_supported() -> None:
