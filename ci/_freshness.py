@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import _differences
 from _environment import ROOT, project
 
 sys.path.insert(0, str(ROOT))
 from benchmarks import history
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-
+DOCUMENTS = tuple(
+    str(file.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for file in sorted(folder.glob("*.md"))
+)
 
 MOST_COMMITS_BEHIND = 10
 
@@ -102,6 +104,7 @@ CHECKS: tuple[Callable[[], list[str]], ...] = (
     version_agrees,
     benchmarked_torch_agrees,
     dependencies_have_reasons,
+    _differences.stale,
 )
 
 

@@ -14,6 +14,9 @@ from conformance.judge.surface import is_torch_in, torch_bounds
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 ANY = "any"  # in a deviation row, where no device changes what torch does
+# What torch does to the user, worst first: silently wrong numbers or weights; a hang, an ended process or lost work;
+# an undue or misleading error; more memory or time, or missing information; nothing, because Tandem lacks something.
+HARMS = ("silent", "hang", "error", "cost", "limit")
 # "sim" is the simulated device. An accelerator with a backend of its own is added here with its first row.
 _DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "npu", "sim", "xpu"})
 
@@ -55,7 +58,13 @@ class Deviation(Row):
     we_do: str
     why: str
     thread: str
+    harm: str  # one of HARMS
     devices: tuple[str, ...]  # device types on which torch is known to do so, or ANY alone
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.harm not in HARMS:
+            raise ValueError(f"row {self.id}: harm is {self.harm!r}; expected one of {', '.join(HARMS)}")
 
     def holds_on(self, device: str | None) -> bool:
         """Return whether torch is known to do so on `device`. None means that the test names no device."""

@@ -17,8 +17,13 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.judge.rows import Deviation, ReferenceLimit, devices_of
 
-ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", ("cpu",))
+ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", "silent", ("cpu",))
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []
+
+
+def test_deviation_with_unknown_harm_raises() -> None:
+    with pytest.raises(ValueError, match=r"row area\.row: harm is 'small'; expected one of silent, hang"):
+        replace(ROW, harm="small")
 
 
 def raising(error: Exception) -> list[Outcome]:

@@ -1,0 +1,64 @@
+"""Documents that are made from other files: what `ci/check` says of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance.judge.rows import HARMS
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import _differences
+
+DEVIATION = """
+["clip_grad.norm"]
+torch_does = "clip_grad_norm_ returns inf."
+we_do = "Tandem returns the norm."
+why = "The step is lost."
+devices = ["cpu"]
+thread = "pytorch/pytorch#1"
+harm = "{harm}"
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(_differences, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "conformance").mkdir()
+    return tmp_path
+
+
+def write_deviations(tree: Path, text: str) -> None:
+    (tree / _differences.SOURCE).write_text(text)
+
+
+def test_differences_page_is_complained_about_until_written(tree: Path) -> None:
+    write_deviations(tree, DEVIATION.format(harm="silent"))
+    assert "run ci/check --fix" in _differences.stale()[0]
+    _differences.write()
+    assert _differences.stale() == []
+    write_deviations(tree, DEVIATION.format(harm="hang"))
+    assert len(_differences.stale()) == 1
+
+
+def test_differences_page_lists_the_worst_first(tree: Path) -> None:
+    hang = DEVIATION.format(harm="hang").replace("clip_grad.norm", "clip_grad.early")
+    write_deviations(tree, hang + DEVIATION.format(harm="silent"))
+    page = _differences.page()
+    assert page.index("**clip_grad.norm**") < page.index("**clip_grad.early**")
+    assert "- torch: `clip_grad_norm_` returns inf." in page
+    assert "[pytorch/pytorch#1](https://github.com/pytorch/pytorch/issues/1)" in page
+    assert "| [Gradient clipping](#gradient-clipping) | 1 | 1 |" in page
+
+
+def test_differences_page_needs_an_api_for_each_deviation(tree: Path) -> None:
+    write_deviations(tree, DEVIATION.format(harm="silent").replace("clip_grad.", "new."))
+    with pytest.raises(ValueError, match=r"no API is known for new\.norm"):
+        _differences.page()
+
+
+def test_differences_page_knows_all_harms() -> None:
+    assert tuple(_differences._HARMS) == HARMS
