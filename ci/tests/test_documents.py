@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from conformance.judge.rows import HARMS
+from conformance.judge.clauses import all_clauses
+from conformance.judge.rows import HARMS, all_deviations, all_reference_limits
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import _differences
@@ -62,3 +64,13 @@ def test_differences_page_needs_an_api_for_each_deviation(tree: Path) -> None:
 
 def test_differences_page_knows_all_harms() -> None:
     assert tuple(_differences._HARMS) == HARMS
+
+
+def test_torch_versions_page_links_to_all_rows_with_a_range() -> None:
+    page = Path(__file__).parents[2] / "docs" / "torch-versions.md"
+    links = dict(re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", page.read_text()))
+    rows = {**all_clauses(), **all_deviations(), **all_reference_limits()}
+    assert links.keys() <= rows.keys()
+    assert {name for name, row in rows.items() if row.torch} - links.keys() == set()
+    for name, file in links.items():
+        assert name.rpartition(".")[2] in (page.parent / file).read_text()
