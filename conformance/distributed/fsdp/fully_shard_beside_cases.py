@@ -267,6 +267,27 @@ def transformed(site: Site, how: str) -> dict[str, Any]:
     return {"made": made.detach(), "held": held(model)}
 
 
+def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
+    """Evaluations before and after a write to shards: of a sharded model, and of the same one without sharding."""
+    outputs: list[torch.Tensor] = []
+    for shards in (True, False):
+        model = blocks(2).to(site.rank.device)
+        for block in (*model, model) if shards else ():
+            site.shard(block, reshard_after_forward=False)
+        params = list(model.parameters())
+        batch = batch_of(site, 0)
+        with torch.no_grad():
+            outputs.append(model(batch))
+            targets = [torch.zeros_like(param) for param in params]
+            if how == "foreach":
+                torch._foreach_lerp_(params, targets, 0.5)
+            else:
+                for param, target in zip(params, targets, strict=True):
+                    param.data.copy_(target)
+            outputs.append(model(batch))
+    return outputs
+
+
 class _Headed(nn.Module):
     """Whose head is left to the loss."""
 

@@ -11,8 +11,9 @@ import torch
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
 from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import Seen, TwinsOf, raises
+from conformance.distributed.fsdp.twins import Seen, TwinsOf, each, raises
 from conformance.judge.clauses import clause
+from conformance.judge.deviations import does_as
 from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe
 
@@ -205,3 +206,15 @@ def test_torchs_helpers_save_and_load(sites: Sites, whole: bool) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 def test_states_are_put_together(sites: Sites, flat: bool, offloads: bool) -> None:
     sites.agree(cases.full_states, flat=flat, offloads=offloads)
+
+
+@clause("distributed.fsdp.fully_shard.written_after_evaluation")
+@pytest.mark.deviation("fully_shard.written_after_evaluation")
+@pytest.mark.parametrize("how", ["foreach", "data"])
+def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str) -> None:
+    sites.deviate(
+        cases.written_after_evaluation,
+        how=how,
+        torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
+        we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
+    )

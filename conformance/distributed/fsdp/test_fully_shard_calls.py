@@ -41,9 +41,17 @@ def seen_by(
 
 
 def played(
-    twins: Twins, calls: Sequence[UnitCall], *, names_groups: bool = False, **how: Any
+    twins: Twins,
+    calls: Sequence[UnitCall],
+    *,
+    names_groups: bool = False,
+    gathers_anew: bool = True,
+    **how: Any,
 ) -> tuple[list[Trace], list[Trace]]:
-    """Judges the calls and that they send no more than torch's; what each rank of both sent.
+    """Compare the calls and that they send no more than torch's. Return what each rank of both sent.
+
+    Args:
+        gathers_anew: units that stay unsharded after an evaluation may be gathered again in the next forward.
 
     Ranks that name a group by its members cannot make one of that name again, so others come in their place.
     """
@@ -55,10 +63,24 @@ def played(
         traces.append([list(trace) for trace in twins.pool.traces])
     assert_ranks_agree(*seen)
     values_of(seen[1])
-    for most, actual in zip(*traces, strict=True):
-        assert counts(actual) <= counts(most), f"{reported(actual)}; torch {reported(most)}"
-        assert bytes_by_kind(actual) <= bytes_by_kind(most), f"{reported(actual)}; torch {reported(most)}"
+    if not are_at_most(traces[1], traces[0]) and gathers_anew:
+        # Row fully_shard.written_after_evaluation: units kept after an evaluation may be gathered again.
+        seen_by(twins, twins.reference, _resharded_after_evaluations(calls), **how)
+        traces[0] = [list(trace) for trace in twins.pool.traces]
+    assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
     return traces[0], traces[1]
+
+
+def are_at_most(traces: Sequence[Trace], most: Sequence[Trace]) -> bool:
+    return all(
+        counts(trace) <= counts(bound) and bytes_by_kind(trace) <= bytes_by_kind(bound)
+        for trace, bound in zip(traces, most, strict=True)
+    )
+
+
+def _resharded_after_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:
+    reshards = [setting("reshard", unit) for unit in range(ROOT + 1)]
+    return [step for call in calls for step in ([call, *reshards] if call == LOOK else [call])]
 
 
 def reported(trace: Trace) -> list[str]:
@@ -443,6 +465,14 @@ def test_there_may_be_nothing_to_reset(twins: Twins) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_parameters_may_be_replaced(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
+
+
+@clause("distributed.fsdp.fully_shard.unshard")
+@pytest.mark.world_sizes(fewest=2)
+def test_units_kept_by_the_user_are_gathered_once_for_evaluations(twins: Twins) -> None:
+    unshards = [setting("unshard", unit) for unit in range(ROOT + 1)]
+    calls = (*unshards, LOOK, LOOK, LOOK, *TRAIN)
+    played(twins, calls, sharding=Sharding(reshard_after_forward=False), gathers_anew=False)
 
 
 @clause("distributed.fsdp.fully_shard.any_order")

@@ -132,6 +132,8 @@ class ModuleState:
         for state in (self, *self.lenders):
             state.ensure_shared()
             state.unit.gather_ahead()
+            options = [group.options for group in state.groups]
+            state.unit.is_kept_by_user = all(option.reshards_after_forward is False for option in options)
 
     def show_unsharded(self) -> None:
         """The modules see what a user has had gathered."""

@@ -197,6 +197,8 @@ class Root:
         self._leave_forward()
         if self._forwards == 0 and not torch.is_grad_enabled():
             self._end_step()  # no backward will
+            for evaluated in self.units:
+                evaluated.gather_again_if_kept()
 
     def note_abandoned(self) -> None:
         if not self.is_in_backward:

@@ -63,6 +63,10 @@ class Unit(Generic[_Group]):
         self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
+        # Kept after an evaluation, after which writes to shards may go unnoticed.
+        self._may_be_stale = False
+        # Unsharded by the user, who reshards it before such writes.
+        self.is_kept_by_user = False
         self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
         self.awaits_backward = False
         self._inputs = InputGradients()
@@ -363,7 +367,7 @@ class Unit(Generic[_Group]):
 
     def gather_ahead(self) -> None:
         """Gather what is not unsharded, because a user asks for it."""
-        if not self.is_unsharded and self.param_groups:
+        if self.param_groups and (self._may_be_stale or not self.is_unsharded):
             if self.root.is_idle():  # what has begun has waited
                 shards_were_written(self.root.streams)
             self.gather()
@@ -384,6 +388,7 @@ class Unit(Generic[_Group]):
             self._wait_for_writes(dtypes)
         is_kept = self._dtypes == dtypes
         if self._dtypes is not None:
+            is_kept = is_kept and not self._may_be_stale
             if is_kept and not any(changed) and self._shards_are_as_gathered():
                 return
             self.reshard()
@@ -411,7 +416,7 @@ class Unit(Generic[_Group]):
         if self.summoned:
             return
         self._dtypes = None
-        self._was_prefetched = False
+        self._was_prefetched = self._may_be_stale = self.is_kept_by_user = False
         self.wait_for_gather()
         self._gathered = None
         self.root.memory.note_resharded(self)
@@ -428,6 +433,13 @@ class Unit(Generic[_Group]):
         if self._was_prefetched and not self.awaits_backward:
             self.reshard()
         self._was_prefetched = False
+
+    def gather_again_if_kept(self) -> None:
+        """Make the next forward gather again: no backward reads the parameters before.
+
+        A write to `.data` of a shard, or by a foreach operator to DTensors, moves no version counter.
+        """
+        self._may_be_stale = self.is_unsharded and not (self.awaits_backward or self.is_kept_by_user)
 
     def free(self) -> None:
         for group in self.param_groups:

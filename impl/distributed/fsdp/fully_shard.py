@@ -233,6 +233,10 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module, and of the earlier calls that it has some from.
 
+        Evaluations without gradients gather a unit again, because a write to `parameter.data` or by `torch._foreach`
+        operators to DTensors cannot be noticed. They do not if it stays unsharded (`reshard_after_forward=False`) and
+        was gathered by this method. Call `reshard` before such a write then.
+
         Sync: over gloo the host waits, also with `async_op`, until all ranks have come to a gather that has not come
             behind the one before it so far; torch's call returns at once.
         Collectives: an all-gather of each call's, unless they are there.
