@@ -86,6 +86,10 @@ EXCEPTIONS = {
         "imports impl.dynamo.fsdp by name",
     ): "as soon as somebody has imported Dynamo",
     (
+        "impl.optim.captured",
+        "imports impl.dynamo.captured by name",
+    ): "as soon as Dynamo is imported",
+    (
         "impl.amp.autocast_mode",
         "asks torch for a name known at run time",
     ): "the module of a privateuse1 backend",
@@ -93,6 +97,10 @@ EXCEPTIONS = {
         "impl.dynamo._installing",
         "names torch._dynamo.variables.builder.OptimizerVariable",
     ): "to replace it",
+    (
+        "impl.dynamo.captured",
+        "names torch._dynamo.variables.optimizer.OptimizerVariable",
+    ): "Dynamo's own tracker traces captured optimizers unless `impl.dynamo` is installed",
     (
         "impl.distributed.fsdp.checkpoint.reading",
         "asks torch for a name known at run time",

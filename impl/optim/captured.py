@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch._guards import TracingContext
 from torch.optim import Optimizer
 
+from impl._after_dynamo import import_after_dynamo
 from impl.kernels import dynamo_disable, is_profiled, span
 from impl.optim._fused_operators import rule_for, step_bucket
 from impl.optim._graphed_update import Backoff, GraphedUpdate
@@ -310,3 +311,6 @@ def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanatio
     captures = sum(each.captures for each in graphed)
     reported = next((each for each in graphed if not each.replayed), graphed[0])
     return GraphExplanation(reported.replayed, reported.reason, captures)
+
+
+import_after_dynamo("impl.dynamo.captured")
