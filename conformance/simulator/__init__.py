@@ -6,8 +6,8 @@
     ...                                     # any program that is not written for one device alone
     for hazard in simulator.take_hazards(): print(hazard)
 
-`python -m conformance.simulator train.py --seeds 100` runs a script under a hundred of them. It stands on torch 2.13
-and needs a C++ compiler once; nothing else of this project. The variable TANDEM_SIMULATOR_NAME gives it another name.
+`python -m conformance.simulator train.py --seeds 100` runs a script under a hundred of them. It needs torch 2.13
+or 2.14 and, once, a C++ compiler, but nothing else of this project. TANDEM_SIMULATOR_NAME gives it another name.
 
 How an operator travels, and the file of csrc that it passes:
 

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-TORCH = "2.13"
+TORCH_VERSIONS = ("2.13", "2.14")
 MODULE = "_sim"
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
@@ -38,10 +38,10 @@ class Unavailable(RuntimeError):
 
 
 def load() -> ModuleType:
-    """The extension, built if it is not in the cache.
+    """Load the extension. Build it first if it is not in the cache.
 
     Raises:
-        Unavailable: torch is not 2.13, no compiler is there, or it failed.
+        Unavailable: torch is not one of `TORCH_VERSIONS`, there is no compiler, or the build failed.
     """
     path = ensure_built()
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
@@ -53,9 +53,11 @@ def load() -> ModuleType:
 
 
 def ensure_built() -> Path:
-    """Where the extension lies, built if it is not in the cache, without loading it; raises as `load`."""
-    if not torch.__version__.startswith(TORCH + "."):
-        raise Unavailable(f"the simulator stands on torch {TORCH}, and this is {torch.__version__}")
+    """Return the path of the extension without loading it. Build it first if necessary. Raises like `load`."""
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TORCH_VERSIONS)):
+        raise Unavailable(
+            f"the simulator needs torch {' or '.join(TORCH_VERSIONS)}, but the installed torch is {torch.__version__}"
+        )
     cache = _cache()
     compiler = _compiler()
     path = cache / f"{MODULE}-{_digest(compiler or _any_built(cache))}.so"
