@@ -1,4 +1,4 @@
-"""Backwards through what transforms of torch.func return of a sharded model."""
+"""Transforms of torch.func and functional_call over sharded models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from conformance.distributed.fsdp import fully_shard_functional_cases as functional_cases
 from conformance.distributed.fsdp import transform_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.twins import Twins, each
@@ -68,4 +69,21 @@ def test_backward_after_transform_reaches_flat_parameters(
         we_do=each(_is_like_unsharded),
         may_agree=twins.is_alone,
         may_fault=True,
+    )
+
+
+@clause("distributed.fsdp.fully_shard.functional_call")
+@pytest.mark.deviation("fully_shard.functional_call")
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("how", "inner_steps"), [("sharded", 0), ("sharded", 1), ("whole", 0), ("whole", 1)])
+def test_functional_call_computes_with_given_tensors(
+    sites: Sites, how: str, inner_steps: int, keeps: bool
+) -> None:
+    sites.deviate(
+        functional_cases.substituted,
+        how=how,
+        keeps=keeps,
+        inner_steps=inner_steps,
+        we_do=each(_is_like_unsharded),
+        may_agree=keeps and how == "whole",
     )

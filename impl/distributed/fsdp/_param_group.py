@@ -124,7 +124,6 @@ class ParamGroup(Protocol):
     pins: bool  # in memory that is copied from, and to, while the host goes on
     syncs: bool  # a backward reduces its gradients
     is_tracked: bool  # optimizers are told of the group, and the group of their steps
-    shows_what_is_kept: bool  # modules see what is unsharded between a forward and a backward too
 
     @property
     def reduction(self) -> Reduction: ...
@@ -188,6 +187,9 @@ class ParamGroup(Protocol):
 
     def use_sharded_views(self, *, behind_forward: bool = False) -> None:
         """Have the modules see the shards, or what stands for them; behind a forward, what is kept for a backward."""
+
+    def show_kept(self) -> None:
+        """Show the modules a group that stays unsharded after a forward or backward."""
 
     def free(self) -> None:
         """Free the memory of what is unsharded, in every dtype."""

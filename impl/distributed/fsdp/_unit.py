@@ -452,8 +452,10 @@ class Unit(Generic[_Group]):
             group.use_sharded_views(behind_forward=behind_forward)
 
     def _show_kept(self) -> None:
-        if not all(group.shows_what_is_kept for group in self.param_groups):
-            self._use_sharded_views()
+        for params in self.summoned:
+            params.use_summoned_params()
+        for group in () if self.summoned else self.param_groups:
+            group.show_kept()
 
     def _prefetch_for_backward(self) -> None:
         if self.prefetches_in_backward:

@@ -28,7 +28,6 @@ class FlatParamGroup(FlatParamHandle):
     """A flat parameter as the engine knows it."""
 
     is_tracked = True
-    shows_what_is_kept = False
 
     def __init__(
         self,
@@ -68,6 +67,9 @@ class FlatParamGroup(FlatParamHandle):
         if not awaits_backward:
             return False
         return is_outermost or not self._config.frees_after_forward or not self.is_sharded
+
+    def show_kept(self) -> None:
+        self.use_sharded_views()
 
     def frees_in_backward(self) -> bool:
         if not self.is_sharded:

@@ -5,7 +5,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_
 from impl.distributed.fsdp._layout.grad_dtypes import accumulation_dtype, promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
+from impl.distributed.fsdp._layout.substitutes import Substitute, unsharded_substitute
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import Gathering, dtypes_of
 from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
@@ -41,7 +42,6 @@ class DTensorGroup:
     """
 
     is_tracked = False  # DTensors tell who holds them; a module that is moved has to own its parameters alone
-    shows_what_is_kept = True
 
     def __init__(  # noqa: PLR0913  what it has, with whom, and where
         self,
@@ -67,6 +67,7 @@ class DTensorGroup:
         self.unsharded_params: UnshardedParams | None = None
         self._backward_mesh = backward_mesh
         self._parts: list[Tensor] = []  # of what was unsharded, that this rank keeps for a backward
+        self._substitutes: dict[int, Substitute] = {}  # parameter number: tensor
         self._rounded: dict[ShardedParam, str] = {}  # masters that were cast, and not loaded since
         self.is_shown = False
         self.pin()
@@ -134,10 +135,17 @@ class DTensorGroup:
     # what the user changes
 
     def write_back_changes(self) -> bool:
-        if self.is_shown or self._parts:
+        if self._parts:
+            return False
+        replaced = self._registration.replaced(self._own_tensors())
+        if self._has_views_put_back(replaced):
+            self._registration.register(self.stepped)
+            replaced = []
+        self._note_substitutes(replaced)
+        if self.is_shown:
             return False
         was_changed = False
-        for index, found in self._registration.replaced(self.stepped):
+        for index, found in replaced:
             if isinstance(found, nn.Parameter):
                 self.params[index].replace(found)
                 was_changed = True
@@ -146,6 +154,32 @@ class DTensorGroup:
         if was_changed or (self.pins and self._has_other_parts()):
             self.pin()
         return was_changed
+
+    def _own_tensors(self) -> Sequence[nn.Parameter]:
+        """Return the tensors that modules have now unless the user replaced them."""
+        if not self.is_shown:
+            return self.stepped
+        assert self.unsharded_params is not None
+        return self.unsharded_params.views
+
+    def _has_views_put_back(self, replaced: Iterable[tuple[int, Tensor | None]]) -> bool:
+        """Whether functional_call began while the group was unsharded, and ended after it was resharded."""
+        unsharded = self.unsharded_params
+        if self.is_shown or unsharded is None:
+            return False
+        return any(tensor is unsharded.views[index] for index, tensor in replaced)
+
+    def _note_substitutes(self, replaced: Iterable[tuple[int, Tensor | None]]) -> None:
+        before, self._substitutes = self._substitutes, {}
+        for index, tensor in replaced:
+            # A parameter in the place of a sharded one is assigned, and stays.
+            if tensor is None or (isinstance(tensor, nn.Parameter) and not self.is_shown):
+                continue
+            # Several units may unshard this group in one forward.
+            if index in before and tensor is before[index].unsharded:
+                self._substitutes[index] = before[index]
+            else:
+                self._substitutes[index] = Substitute(tensor, None)
 
     def _has_other_parts(self) -> bool:
         return self.unsharded_params is not None and self.unsharded_params.has_other_parts()
@@ -318,11 +352,41 @@ class DTensorGroup:
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedParams:
         unsharded = self.unsharded_params or self.unsharded(dtype)
         unsharded.follow_requires_grad()
-        if not self.is_shown:
-            self._registration.register(unsharded.views)
+        if not self.is_shown or self._substitutes:
+            self._registration.register(self._unsharded_tensors(unsharded.views))
             self.is_shown = True
             self._parts = []
         return unsharded
+
+    def _unsharded_tensors(self, views: Sequence[Tensor]) -> list[Tensor]:
+        tensors, param_dtype = list(views), self.options.precision.param_dtype
+        for index, substitute in self._substitutes.items():
+            if substitute.unsharded is None:
+                whole = unsharded_substitute(
+                    substitute.original, self.params[index], self.device, param_dtype
+                )
+                substitute = self._substitutes[index] = substitute._replace(unsharded=whole)  # noqa: PLW2901
+            assert substitute.unsharded is not None
+            tensors[index] = substitute.unsharded
+        return tensors
+
+    def show_kept(self) -> None:
+        if self._substitutes:
+            self._registration.register(self._with_substitutes(self._own_tensors()))
+
+    def _with_substitutes(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Return `own`, with the user's tensor instead where a module still has a substitute."""
+        tensors = list(own)
+        for index, shown in self._registration.registered() if self._substitutes else ():
+            substitute = self._substitutes.get(index)
+            if substitute is not None and (shown is substitute.original or shown is substitute.unsharded):
+                tensors[index] = substitute.original
+        self._substitutes = {
+            index: substitute
+            for index, substitute in self._substitutes.items()
+            if substitute.unsharded is None
+        }
+        return tensors
 
     def use_sharded_views(self, *, behind_forward: bool = False) -> None:
         self._parts = self._parts_for_backward() if behind_forward else []
@@ -332,7 +396,7 @@ class DTensorGroup:
                 [param.shown_for_backward(part, self._backward_mesh) for param, part in pairs]
             )
         else:
-            self._registration.register([param.sharded for param in self.params])
+            self._registration.register(self._with_substitutes(self.stepped))
         self.is_shown = False
 
     def _parts_for_backward(self) -> list[Tensor]:
