@@ -1,1 +1,1 @@
-"""The clock: `impl` beside torch, under asv for history and `python -m benchmarks` for a look now."""
+"""Benchmarks of `impl` against torch: `python -m benchmarks` measures now, asv draws the recorded results."""

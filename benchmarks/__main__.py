@@ -1,11 +1,11 @@
-"""A subject ÷ torch for every case, printed as it is measured; needs torch and nothing else.
+"""Measure a subject ÷ torch for every case and print each ratio. Only torch is required.
 
 python -m benchmarks --quick
 python -m benchmarks --only RatioAmpStep --only gpt2 --json ratios.json
 
-A case of impl that has become slower than at the last points of this machine, or of the pool of equal machines that
---machine names (benchmarks/results), three measurements out of three, is a regression. Without such points speed is
-not judged. Exit code: 0, 1 for regressions and failures, 2 for no case at all.
+A case of impl is a regression if three of three measurements are slower than the last recorded results
+(benchmarks/results) of this machine, or of the pool of equal machines that --machine names. Without such results speed
+is not judged. Exit code: 0 for success, 1 for regressions and failures, 2 if no case matches.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import asv_format, benchmark_cases, comparison, decision, earlier, point, slowed, source
 from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK
-from benchmarks.machine import checked_name, describe_machine, own_name
+from benchmarks.machine import describe_machine, machine_name, own_name
 from benchmarks.timing import FULL, HISTORY, QUICK, Effort
 
 _AGAIN_DEADLINE_S = 300
@@ -45,20 +45,20 @@ def main() -> int:
     elsewhere = earlier.elsewhere(options.machine, _release()) if options.subject == "impl" else {}
     print(_header(options.subject, effort, elsewhere))
     rows: list[dict[str, Any]] = []
-    kept: asv_format.Measured = {}
+    measured: asv_format.Measured = {}
     began_ms, ran = round(time.time() * 1000), source.here() if options.point else {}
     for position, (kind, case) in enumerate(cases, 1):
         _show_progress(f"  {position}/{len(cases)} {benchmark_cases.name_of(kind, case)}")
-        row, values = benchmark_cases.measured(kind, case, effort, options.subject)
-        beside = {
+        row, values = benchmark_cases.measure_case(kind, case, effort, options.subject)
+        others = {
             machine: ratios[row["name"]] for machine, ratios in elsewhere.items() if row["name"] in ratios
         }
-        rows.append(row | ({"elsewhere": beside} if beside else {}))
+        rows.append(row | ({"elsewhere": others} if others else {}))
         _show_progress("")
         print(_line(rows[-1]), flush=True)
         if options.point:
-            benchmark_cases.keep(kept, kind, case, row["outcome"], values)
-            _write(options.point, _as_point(kept, options.machine, began_ms, ran))
+            benchmark_cases.add_to(measured, kind, case, row["outcome"], values)
+            _write(options.point, _as_point(measured, options.machine, began_ms, ran))
     _print_summary(rows)
     report = {"machine": _machine(), "subject": options.subject, "rows": rows} | _judge(rows, options)
     if options.json:
@@ -76,59 +76,74 @@ def _options() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME",
-        help="cases whose name has NAME in it; all of them if repeated",
+        help="only cases with NAME in their names (repeatable: with all of them)",
     )
-    add("--without", action="append", default=[], metavar="NAME", help="not those whose name has NAME in it")
+    add(
+        "--without",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="no cases with NAME in their names (repeatable)",
+    )
     add(
         "--case",
         action="append",
         default=[],
         metavar="NAME",
-        help="the case of exactly this name (repeatable)",
+        help="only the case with exactly this name (repeatable)",
     )
-    add("--subject", default="impl", help="a package with torch's paths (default: impl)")
-    add("--device", choices=["cpu", "cuda"], help="default: every device there is")
+    add("--subject", default="impl", help="package to time, with torch's module paths (default: impl)")
+    add("--device", choices=["cpu", "cuda"], help="only this device (default: all available devices)")
     how_many = parser.add_mutually_exclusive_group()
     how_many.add_argument(
         "--quick",
         action="store_true",
-        help="the cases that tell most, and fewer pairs: about two seconds a case",
+        help="only the most informative cases, with fewer pairs: about two seconds a case",
     )
     how_many.add_argument(
         "--history",
         action="store_true",
-        help="those, and sharded training on one rank, all its checkpoints and its memory: what the dashboard draws",
+        help="the cases of the dashboard: also sharded training on one and four ranks, all checkpoints, and memory",
     )
-    add("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    add("--json", type=Path, metavar="FILE", help="also write the numbers to FILE")
     add(
-        "--baseline", type=Path, metavar="REPORT.JSON", help="judge by this run of ci/gate, not by the points"
+        "--baseline",
+        type=Path,
+        metavar="REPORT.JSON",
+        help="judge by this report of ci/gate instead of the recorded results",
     )
     add(
-        "--before", type=int, metavar="MS", default=sys.maxsize, help="judge by points of commits before this"
+        "--before",
+        type=int,
+        metavar="MS",
+        default=sys.maxsize,
+        help="judge by results of commits before this date",
     )
-    add("--unjudged", action="store_true", help="measure only")
+    add("--unjudged", action="store_true", help="only measure, do not judge")
     add(
         "--machine",
-        type=checked_name,
+        type=machine_name,
         metavar="NAME",
-        help="judge by the points of this pool of equal machines (default: of this machine)",
+        help="judge by the results of this pool of equal machines (default: of this machine)",
     )
     add(
         "--point",
         type=Path,
         metavar="FILE",
-        help="measure what is no ratio too, but with --quick, and write it all for ci/bench --add",
+        help="write all results to FILE for ci/bench --add; without --quick, also measure absolute times and memory",
     )
     add(
         "--slow",
         type=float,
         metavar="TIMES",
-        help="impl's kernels take so many times as long: does it turn red?",
+        help="slow down impl's kernels by this factor, to test the verdict",
     )
     options = parser.parse_args()
     options.machine = options.machine or own_name()
     if options.point and (options.slow or options.subject != "impl"):
-        parser.error("--point keeps what impl takes as it is: neither --slow nor another --subject with it")
+        parser.error(
+            "--point records impl without changes; do not combine it with --slow or another --subject"
+        )
     return options
 
 
@@ -152,24 +167,24 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
 
 
 def _judge(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, str]:
-    """Judge the ratios by what there is of earlier ones; says what they were judged `against`, or why `not_judged`."""
+    """Judge the ratios by earlier ones. Return the source (`against`) or the reason for not judging (`not_judged`)."""
     if options.unjudged:
-        return {"not_judged": "not asked for"}
+        return {"not_judged": "not requested"}
     if options.baseline:
         report = json.loads(options.baseline.read_text())
-        found, ratios = earlier.of_baseline(report, options.subject, _machine())
+        source_text, ratios = earlier.of_baseline(report, options.subject, _machine())
     else:
-        found, ratios = earlier.of_points(options.machine, _release(), options.subject, options.before)
+        source_text, ratios = earlier.of_points(options.machine, _release(), options.subject, options.before)
     if ratios:
         judged = [row for row in rows if row["outcome"] != "measured" or "ratio" in row]
-        decision.judge(judged, ratios, functools.partial(_measured_again, options))
-    _print_verdicts(rows, found)
-    return found
+        decision.judge(judged, ratios, functools.partial(_measure_again, options))
+    _print_verdicts(rows, source_text)
+    return source_text
 
 
-def _measured_again(options: argparse.Namespace, names: list[str]) -> dict[str, float]:
-    """The ratios of these cases, measured in a process of its own; without those that could not be measured."""
-    _show_progress(f"  {len(names)} once more")
+def _measure_again(options: argparse.Namespace, names: list[str]) -> dict[str, float]:
+    """Measure these cases again in a new process. Return the ratios of the cases that could be measured."""
+    _show_progress(f"  {len(names)} again")
     words = [f"--case={name}" for name in names] + [f"--subject={options.subject}", "--unjudged"]
     words += ["--quick"] if options.quick else []
     words += [f"--slow={options.slow}"] if options.slow else []
@@ -182,16 +197,19 @@ def _measured_again(options: argparse.Namespace, names: list[str]) -> dict[str, 
     return {row["name"]: row["ratio"] for row in rows if row["outcome"] == "measured"}
 
 
-def _as_point(kept: asv_format.Measured, machine: str, began_ms: int, ran: dict[str, Any]) -> dict[str, Any]:
+def _as_point(
+    measured: asv_format.Measured, machine: str, began_ms: int, ran: dict[str, Any]
+) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    described = describe_machine(machine, gpu)
+    description = describe_machine(machine, gpu)
     versions = {"python": ".".join(platform.python_version_tuple()[:2]), "torch": _release()}
-    benchmarks = asv_format.described(benchmark_cases.load_all())
-    return point.whole(asv_format.results(benchmarks, kept, described, versions, began_ms), described, ran)
+    benchmarks = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    results = asv_format.results(benchmarks, measured, description, versions, began_ms)
+    return point.content_of(results, description, ran)
 
 
 def _write(file: Path, content: Any) -> None:
-    """Whole or not at all: the run may be stopped at any time."""
+    """Write the file completely or not at all, because the run may be stopped at any time."""
     file.with_suffix(".part").write_text(json.dumps(content, indent=1) + "\n")
     file.with_suffix(".part").replace(file)
 
@@ -217,9 +235,9 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['name']:64} measured"
     interval = f"{row['low']:.3f} to {row['high']:.3f}"
     times = f"{_time(row['subject_s']):>9}  {_time(row['reference_s']):>9}"
-    beside = ", ".join(f"{ratio:.3f}" for ratio in row.get("elsewhere", {}).values())
+    others = ", ".join(f"{ratio:.3f}" for ratio in row.get("elsewhere", {}).values())
     return (
-        f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}  {beside}".rstrip()
+        f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}  {others}".rstrip()
     )
 
 
@@ -230,14 +248,15 @@ def _print_summary(rows: list[dict[str, Any]]) -> None:
     if measured:
         mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in measured))
         print(f"geometric mean of the ratios: {mean:.3f}")
-        title = f"surely slower than torch (whole interval above {decision.SURELY}): {len(slower)}"
+        title = f"clearly slower than torch (interval above {decision.SURELY}): {len(slower)}"
         print("\n  ".join([title, *slower]))
 
 
-def _print_verdicts(rows: list[dict[str, Any]], found: dict[str, str]) -> None:
-    print(
-        f"judged by {found['against']}" if "against" in found else f"speed: not judged: {found['not_judged']}"
-    )
+def _print_verdicts(rows: list[dict[str, Any]], source_text: dict[str, str]) -> None:
+    if "against" in source_text:
+        print(f"judged by {source_text['against']}")
+    else:
+        print(f"speed: not judged: {source_text['not_judged']}")
     for row in rows:
         if row.get("verdict", decision.NEW) not in (decision.OK, decision.NEW):
             print(f"  {row['verdict']}: {decision.sentence(row)}")

@@ -1,7 +1,7 @@
-"""asv's files, written by Python alone: on a machine that has no asv, what was measured can still join its dashboard.
+"""Writer of asv's files in plain Python, so that a machine without asv can contribute to the dashboard.
 
-A benchmark here is a method `time_*` or `track_*` of a class in a `bench_*` module, as for asv. Two files: what the
-benchmarks are (`benchmarks.json`) and what they gave at one commit on one machine.
+A benchmark is a method `time_*` or `track_*` of a class in a `bench_*` module, as asv defines it. There are two files:
+the description of the benchmarks (`benchmarks.json`), and their results at one commit on one machine.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any
 VERSION_OF_BENCHMARKS = 2
 VERSION_OF_RESULTS = 2
 VERSION_OF_MACHINE = 1
-NOT_MEASURED = math.nan  # asv's n/a; None would be its "failed"
+NOT_MEASURED = math.nan  # asv's n/a; None is its "failed"
 _COLUMNS = (
     "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
     "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
@@ -32,8 +32,8 @@ def name_of(kind: type, method: str) -> str:
     return f"{kind.__module__.removeprefix('benchmarks.')}.{kind.__name__}.{method}"
 
 
-def described(kinds: Iterable[Any]) -> dict[str, Any]:
-    """The content of benchmarks.json."""
+def describe_benchmarks(kinds: Iterable[Any]) -> dict[str, Any]:
+    """Return the content of benchmarks.json."""
     described: dict[str, Any] = {"version": VERSION_OF_BENCHMARKS}
     for kind in kinds:
         for method in methods_of(kind):
@@ -63,13 +63,14 @@ def results(
     versions: Mapping[str, str],
     started_at_ms: int,
 ) -> dict[str, Any]:
-    """The content of a results file but for its commit, which whoever adds it to the results must know.
+    """Return the content of a results file without its commit, which `history.add` adds.
 
     Args:
         described: the content of benchmarks.json.
-        measured: by a benchmark's name and its case (the parameters' reprs) the `result` and, for a timing,
-            `ci_99_a`, `ci_99_b`, `q_25`, `q_75`, `number`, `repeat`; None is asv's "failed", a missing case its n/a.
-        versions: of `python` and `torch`.
+        measured: results by benchmark name and case (the reprs of its parameters). A result has the key `result` and,
+            for a timing, `ci_99_a`, `ci_99_b`, `q_25`, `q_75`, `number` and `repeat`. None means "failed" to asv, and a
+            missing case means n/a.
+        versions: the versions of `python` and `torch`.
     """
     rows: dict[str, list[Any]] = {}
     for name, cases in measured.items():
@@ -93,13 +94,18 @@ def _row(
     cases: Mapping[tuple[str, ...], Mapping[str, float] | None],
     started_at_ms: int,
 ) -> list[Any]:
-    found = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*described["params"])]
-    row: list[Any] = [[case and case["result"] for case in found], described["params"], described["version"]]
+    values = [cases.get(case, {"result": NOT_MEASURED}) for case in itertools.product(*described["params"])]
+    row: list[Any] = [
+        [value and value["result"] for value in values],
+        described["params"],
+        described["version"],
+    ]
     row.append(started_at_ms)
-    row.append(None)  # how long it took as a whole, which asv only shows while it runs
+    # The total duration: asv shows it only while it runs the benchmarks.
+    row.append(None)
     for column in _STATS:
-        values = [case and case.get(column.removeprefix("stats_")) for case in found]
-        row.append(None if all(value is None for value in values) else values)
+        cells = [value and value.get(column.removeprefix("stats_")) for value in values]
+        row.append(None if all(cell is None for cell in cells) else cells)
     while row[-1] is None:
         row.pop()
     return row

@@ -1,6 +1,6 @@
-"""The optimizer's side of a mixed-precision step: `unscale_`, `clip_grad_norm_`, `step`, `update`.
+"""AMP step after backward: `unscale_`, `clip_grad_norm_`, `step`, `update`.
 
-The optimizer is torch's fused AdamW for every subject, so its share of the time is the same on both sides.
+The optimizer is torch's fused AdamW for every subject, so it takes the same time in both libraries.
 """
 
 import torch

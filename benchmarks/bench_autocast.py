@@ -1,4 +1,4 @@
-"""Entering and leaving autocast regions, which a model does thousands of times a second."""
+"""Entry and exit of autocast regions, which a model does thousands of times a second."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gradient clipping. "clipped" scales the gradients, "unclipped" finds that they need not be."""
+"""Gradient clipping. "clipped" scales the gradients, "unclipped" has gradients below the maximum norm."""
 
 import torch
 
@@ -6,8 +6,9 @@ from benchmarks import comparison
 from benchmarks.common import DEVICES, DTYPES, GRADIENTS, HEADLINES, SHAPES, SUBJECTS, member, training
 from benchmarks.timing import Workload
 
-# Gradients clipped to a positive norm need no clipping at the next call, and an implementation may see that. A norm of
-# -1 turns them round at every call, by a factor that soon is -1 for ever: each call does the whole work on equal sizes.
+# Gradients clipped to a positive norm need no clipping in the next call, and an implementation may skip the work. With
+# a norm of -1, every call multiplies the gradients by a factor that converges to -1. So each call does the full work
+# on gradients of the same size.
 MAX_NORM = {"clipped": -1.0, "unclipped": 1e9}
 
 
@@ -47,7 +48,8 @@ def total_norm(subject: str, shapes: str, dtype: str, norm_type: float, device: 
 
 class RatioClipGradNorm(comparison.Ratio):
     title = "clip_grad_norm_"
-    version = "2"  # 1 clipped to 1.0, which was no clipping after the first calls
+    # Version 1 clipped to 1.0, and nothing was left to clip after the first calls.
+    version = "2"
     area = "Clipping"
     params = [list(SHAPES), DTYPES, ["clipped"], GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
@@ -100,7 +102,8 @@ class RatioTotalNorm(comparison.Ratio):
 
 class ClipGradNorm(comparison.Absolute):
     title = "clip_grad_norm_"
-    version = "2"  # 1 clipped to 1.0, which was no clipping after the first calls
+    # Version 1 clipped to 1.0, and nothing was left to clip after the first calls.
+    version = "2"
     params = [SUBJECTS, HEADLINES, DTYPES, ["clipped", "unclipped"], ["kept"], DEVICES]
     param_names = ["subject", "shapes", "dtype", "outcome", "gradients", "device"]
     workload = staticmethod(clip_grad_norm)

@@ -1,4 +1,4 @@
-"""fully_shard against torch's: the cost of a unit, whole steps, and what is done with its DTensors."""
+"""fully_shard against torch's: the overhead of a unit, full steps, clipping and checkpoints of its DTensors."""
 
 import functools
 import warnings
@@ -17,14 +17,14 @@ _RANKS = "benchmarks.fully_shard_ranks"
 
 
 def small_units(subject: str, parameters: int, device: str) -> Workload:
-    """Forward and backward of units that compute next to nothing."""
+    """Return forward and backward of units with almost no computation."""
     group_of_eight()
     torch.manual_seed(0)
     return forward_and_backward(member(subject, "distributed.fsdp.fully_shard"), parameters, device)
 
 
 def step(subject: str, against: str, world_size: int, device: str) -> Workload:
-    """Of torch FSDP1's, `against` which ours is timed."""
+    """Return a step of impl's fully_shard, or of FSDP1 if the subject is torch."""
     if subject == "torch":
         return bench_fsdp.step(subject, world_size, "original", device)
     return _on_ranks("step", "logits_after_a_step", subject, world_size, device)
@@ -35,17 +35,17 @@ def own_shards(subject: str, shards: str, world_size: int, device: str) -> Workl
 
 
 def _on_ranks(call: str, effect: str, subject: str, world_size: int, device: str) -> Workload:
-    given: dict[str, Any] = {"subject": subject, "deadline_s": 300}
+    arguments: dict[str, Any] = {"subject": subject, "deadline_s": 300}
     pool = ranks(world_size)
     return Workload(
-        functools.partial(pool.run, f"{_RANKS}:{call}", **given),
-        effect=lambda: pool.run(f"{_RANKS}:{effect}", **given)[0],
+        functools.partial(pool.run, f"{_RANKS}:{call}", **arguments),
+        effect=lambda: pool.run(f"{_RANKS}:{effect}", **arguments)[0],
     )
 
 
 class RatioFullyShardSmallUnits(comparison.Ratio):
-    title = "fully_shard: units that compute next to nothing"
-    area, curve = "FSDP: the cost of a unit", "fully_shard"
+    title = "fully_shard: units with almost no computation"
+    area, curve = "FSDP: overhead of a unit", "fully_shard"
     params = [[2, 8, 24], _DEVICES]
     param_names = ["parameters", "device"]
     workload = staticmethod(small_units)
@@ -58,7 +58,7 @@ class RatioFullyShardSmallUnits(comparison.Ratio):
 
 
 class RatioFullyShardStep(comparison.Ratio):
-    title = "fully_shard: a step of a transformer of 21 million parameters"
+    title = "fully_shard: step of a transformer with 21 million parameters"
     area, curve = "fully_shard step", "{world_size} ranks"
     params = [_WORLDS, _DEVICES]
     param_names = ["world_size", "device"]
@@ -71,8 +71,8 @@ class RatioFullyShardStep(comparison.Ratio):
 
 
 class RatioFullyShardStepToFsdp1(comparison.Ratio):
-    title = "fully_shard: a step of the same transformer, against torch's FSDP1"
-    area, curve = "FSDP step against torch's other ways", "fully_shard against {against}"
+    title = "fully_shard: step of the same transformer, against torch's FSDP1"
+    area, curve = "FSDP step against other APIs of torch", "fully_shard against {against}"
     params = [["FSDP1"], [2, 4], _DEVICES]
     param_names = ["against", "world_size", "device"]
     workload = staticmethod(step)
@@ -84,7 +84,7 @@ class RatioFullyShardStepToFsdp1(comparison.Ratio):
 
 
 class RatioFullyShardClip(comparison.Ratio):
-    title = "fully_shard: clip_grad_norm_ over the DTensors of the same transformer"
+    title = "fully_shard: clip_grad_norm_ on the DTensors of the same transformer"
     area, curve = "Clipping", "of DTensors, {world_size} ranks"
     params = [_WORLDS, _DEVICES]
     param_names = ["world_size", "device"]
@@ -97,7 +97,7 @@ class RatioFullyShardClip(comparison.Ratio):
 
 
 class RatioFullyShardOwnState(comparison.Ratio):
-    title = "fully_shard: state_dict and load_state_dict of the same transformer, of each rank's rows"
+    title = "fully_shard: state_dict and load_state_dict of each rank's rows of the same transformer"
     area, curve = "Checkpoints", "rows of DTensors, {shards}"
     params = [["saved", "loaded"], _WORLDS, _DEVICES]
     param_names = ["shards", "world_size", "device"]
@@ -111,7 +111,7 @@ class RatioFullyShardOwnState(comparison.Ratio):
 
 
 class RatioFullyShardWholeState(comparison.Ratio):
-    title = "fully_shard: the whole state of the same transformer on every rank"
+    title = "fully_shard: full state dict of the same transformer on every rank"
     area, curve = "Checkpoints", "of DTensors, {world_size} ranks"
     params = [_WORLDS, _DEVICES]
     param_names = ["world_size", "device"]
@@ -125,7 +125,7 @@ class RatioFullyShardWholeState(comparison.Ratio):
 
 
 class FullyShardPeak:
-    """Most memory that the first rank takes in a step, above what it takes without a model."""
+    """Peak memory of the first rank in a step, above its memory without a model."""
 
     area, curve = "Peak memory", "in a step of fully_shard"
     params = [["impl", "torch"], [2, 4]]
@@ -134,7 +134,7 @@ class FullyShardPeak:
     timeout = 600
 
     def track_bytes(self, subject, world_size):
-        return process_memory.asked_of_new_ranks(f"{_RANKS}:peak_bytes", world_size, subject=subject)
+        return process_memory.run_on_new_ranks(f"{_RANKS}:peak_bytes", world_size, subject=subject)
 
     track_bytes.unit, track_bytes.type = "bytes", "memory"
     track_bytes.pretty_name = "fully_shard: peak memory of a rank in a step"

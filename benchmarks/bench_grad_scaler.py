@@ -1,4 +1,4 @@
-"""GradScaler's calls one by one: `scale`, `unscale_`, `update`."""
+"""Single calls of GradScaler: `scale`, `unscale_` and `update`."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ def unscale(subject: str, shapes: str, dtype: str, gradients: str, device: str) 
     scaler.unscale_(data.optimizer)
 
     def prepare() -> None:
-        scaler.update()  # after it the gradients may be unscaled once more
+        scaler.update()  # allows the next unscale_
         if gradients == "renewed":
             data.renew()
 
     def effect() -> list[torch.Tensor]:
         scaler.update(new_scale=4.0)
-        made = data.effect_on_gradients(lambda: scaler.unscale_(data.optimizer))
+        gradients_after = data.effect_on_gradients(lambda: scaler.unscale_(data.optimizer))
         scaler.update(new_scale=1.0)
         scaler.unscale_(data.optimizer)
-        return made
+        return gradients_after
 
     return Workload(lambda: scaler.unscale_(data.optimizer), prepare, effect)
 

@@ -1,4 +1,4 @@
-"""What importing impl adds to a program that imports torch anyway. The ratio is that share of torch's own import."""
+"""Import time of impl after torch is imported. The ratio is impl's import time ÷ torch's."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,7 @@ from benchmarks import comparison
 from benchmarks.common import SUBJECTS
 from benchmarks.timing import FEWEST_PAIRS, FULL, Effort, Paired, Workload, summary
 
-# Prints the seconds of both imports in a fresh interpreter.
+# The program prints the seconds of both imports.
 PROGRAM = """
 import time
 start = time.perf_counter()
@@ -24,7 +24,10 @@ DEADLINE_S = 120
 
 
 def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
-    """Seconds for the subject after torch, and for torch, `times` over; importing both here has filled the caches."""
+    """Return the import seconds of the subject after torch, and of torch, from `times` fresh processes.
+
+    The modules are imported in this process first, to fill the file caches.
+    """
     if subject == "torch":
         raise NotImplementedError("nothing is left to import after torch")
     for module in (subject, f"{subject}.amp", f"{subject}.nn", f"{subject}.nn.utils"):
@@ -43,8 +46,8 @@ def import_seconds(subject: str, times: int) -> tuple[list[float], list[float]]:
 
 
 class RatioImport(comparison.Ratio):
-    title = "import after torch's"
-    area, curve = "Once a run", "import"
+    title = "import after torch"
+    area, curve = "One-off work", "import"
     params = [["cpu"]]
     param_names = ["device"]
     is_one_off = True
@@ -74,4 +77,4 @@ class Import:
         return seconds[subject]
 
     track_seconds.unit, track_seconds.type = "seconds", "time"
-    track_seconds.pretty_name = "import after torch's: seconds"
+    track_seconds.pretty_name = "import after torch: seconds"

@@ -1,6 +1,6 @@
-"""What the judge itself costs: seconds a clause, and seconds of a pool of two ranks. torch has no twin of these.
+"""Cost of the judge: seconds per clause, and seconds of a pool of two ranks. torch has no counterpart.
 
-The judge is that of the working tree, as the benchmarks are.
+The judge is the one of the working tree, like the benchmarks.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ CASE = "conformance.ranks.fault_cases"
 
 
 class Clause:
-    """A fresh pytest process on one file, profile quick, without workers: its wall time ÷ the clauses it asks."""
+    """Wall time of a fresh pytest process on one file ÷ its clauses, with profile quick and without workers."""
 
     params = [list(TESTS)]
     param_names = ["tests"]
@@ -42,17 +42,17 @@ class Clause:
             command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         took_s = time.perf_counter() - began
-        asked = re.search(r"(\d+) clauses? asked", run.stdout)
-        if run.returncode or asked is None:
-            raise RuntimeError(f"the judge said: {(run.stdout + run.stderr)[-300:]}")
-        return took_s / int(asked[1])
+        counted = re.search(r"(\d+) clauses? asked", run.stdout)
+        if run.returncode or counted is None:
+            raise RuntimeError(f"the judge failed: {(run.stdout + run.stderr)[-300:]}")
+        return took_s / int(counted[1])
 
     track_seconds.unit, track_seconds.type = "seconds", "time"
-    track_seconds.pretty_name = "judge: seconds a clause"
+    track_seconds.pretty_name = "judge: seconds per clause"
 
 
 class RankPool:
-    """Two ranks on gloo: until the first case is done, one more case, and a case after one in which a rank raised."""
+    """Seconds of two ranks on gloo: start and first case, another case, and a case after one in which a rank raised."""
 
     params = [PARTS]
     param_names = ["part"]
@@ -61,9 +61,8 @@ class RankPool:
 
     def setup(self, part):
         _require("pytest")
-        sys.path.append(
-            str(ROOT)
-        )  # last: where the clock is started in another folder, impl is that folder's
+        # ROOT comes last: if the benchmarks run in another folder, impl is imported from that folder.
+        sys.path.append(str(ROOT))
 
     def track_seconds(self, part):
         with _pool() as pool:
@@ -82,7 +81,7 @@ class RankPool:
 
 @contextmanager
 def _pool() -> Iterator:
-    from conformance.ranks.pool import RankPool as Pool  # noqa: PLC0415 (brings what only the judge needs)
+    from conformance.ranks.pool import RankPool as Pool  # noqa: PLC0415 (imports modules that only the judge needs)
 
     with Pool(2) as pool:
         yield pool
@@ -95,7 +94,7 @@ def _rebuild_s(pool) -> float:
         pool.run(f"{CASE}:raises", where=0)
     except RankFault:
         return _seconds(lambda: pool.run(f"{CASE}:healthy"))
-    raise RuntimeError("a rank raised and nobody was told")
+    raise RuntimeError("a rank raised, but the pool reported no error")
 
 
 def _seconds(call: Callable[[], object]) -> float:

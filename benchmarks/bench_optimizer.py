@@ -1,6 +1,6 @@
-"""The step of a captured optimizer: impl's beside torch's, which has the same optimizer without it.
+"""Step of an optimizer captured by impl, against the same optimizer without capture.
 
-`against` is torch's implementation; impl's is the fused one, where torch has one.
+`against` is the implementation in torch. impl captures the fused one if torch has it.
 """
 
 import itertools
@@ -33,8 +33,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def optimizer_of(subject: str, data: TrainingTensors, name: str, **options: Any) -> torch.optim.Optimizer:
-    made = getattr(torch.optim, name)(data.parameters, **options)
-    return made if subject == "torch" else member(subject, "optim.capture")(made)
+    optimizer = getattr(torch.optim, name)(data.parameters, **options)
+    return optimizer if subject == "torch" else member(subject, "optim.capture")(optimizer)
 
 
 def work(
@@ -59,14 +59,14 @@ def step(subject: str, shapes: str, against: str, gradients: str, device: str) -
     return work(data, optimizer, optimizer.step, gradients)
 
 
-def other_step(subject: str, optimizer: str, shapes: str, device: str) -> Workload:
+def other_step(subject: str, name: str, shapes: str, device: str) -> Workload:
     data = training(shapes, "float32", device)
-    made = optimizer_of(subject, data, optimizer, **OPTIMIZERS[optimizer])
-    return work(data, made, made.step, "renewed")
+    optimizer = optimizer_of(subject, data, name, **OPTIMIZERS[name])
+    return work(data, optimizer, optimizer.step, "renewed")
 
 
 def changing_step(subject: str, shapes: str, device: str) -> Workload:
-    """The first parameter has a gradient in every second step alone: lists are never the same twice."""
+    """Give the first parameter a gradient only in every second step, so that cached lists never fit."""
     data = training(shapes, "float32", device)
     optimizer = optimizer_of(subject, data, "AdamW", lr=1e-4, fused=True)
     gradients = itertools.cycle([None, data.parameters[0].grad])
@@ -74,12 +74,12 @@ def changing_step(subject: str, shapes: str, device: str) -> Workload:
     def prepare() -> None:
         data.parameters[0].grad = next(gradients)
 
-    done = work(data, optimizer, optimizer.step, "kept")
-    return Workload(done.call, prepare, done.effect)
+    workload = work(data, optimizer, optimizer.step, "kept")
+    return Workload(workload.call, prepare, workload.effect)
 
 
 def compiled_step(subject: str, shapes: str, device: str) -> Workload:
-    """impl's is captured, torch's compiled, which takes a minute for a hundred tensors and needs a compiler."""
+    """Capture impl's optimizer and compile torch's, which takes a minute for 100 tensors and needs a compiler."""
     if device == "cpu" and shutil.which("c++") is None:
         raise NotImplementedError("no C++ compiler")
     data = training(shapes, "float32", device)
@@ -115,7 +115,7 @@ class RatioCapturedOther(comparison.Ratio):
 
 
 class RatioCapturedChanging(comparison.Ratio):
-    title = "optimizer.step, captured, its lists built again each time"
+    title = "optimizer.step, captured, with other gradients in each step"
     area = "Captured optimizer"
     params = [["1000x1k"], DEVICES]
     param_names = ["shapes", "device"]
@@ -126,7 +126,7 @@ class RatioCapturedChanging(comparison.Ratio):
 
 
 class RatioCapturedAgainstCompiled(comparison.Ratio):
-    title = "optimizer.step, captured, against torch's compiled"
+    title = "optimizer.step, captured, against torch.compile"
     area = "Captured optimizer"
     params = [["1x1k", "100x1k"], DEVICES]
     param_names = ["shapes", "device"]

@@ -1,6 +1,6 @@
-"""An optimizer's step under `torch.compile`: until it is traced and has been taken once, and every time after that.
+"""Optimizer step under `torch.compile`: the first step with its tracing, and later steps.
 
-The backend runs the graph as it was traced, so that what is timed is the tracing and the guards.
+The backend "eager" runs the traced graph unchanged, so the times are those of tracing and of the guards.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def tracing(subject: str) -> contextlib.AbstractContextManager[None]:
 
 
 class Step:
-    """One optimizer's step, compiled when it is first taken."""
+    """A step of an optimizer, compiled at its first call."""
 
     def __init__(self, subject: str, optimizer: str, shapes: str, device: str) -> None:
         self._subject, data = subject, training(shapes, "float32", device)
@@ -33,7 +33,7 @@ class Step:
         self.take = torch.compile(self.optimizer.step, backend="eager")
 
     def compile(self) -> None:
-        # All optimizers' steps are one function, and the limit is the function's.
+        # All optimizers share one step function, and the limit counts per function.
         with tracing(self._subject), torch._dynamo.config.patch(recompile_limit=1_000):
             self.take()
 
@@ -49,14 +49,14 @@ def cold(subject: str, optimizer: str, shapes: str, device: str) -> Workload:
 
 def steady(subject: str, optimizer: str, shapes: str, device: str) -> Workload:
     step = Step(subject, optimizer, shapes, device)
-    for _ in range(3):  # SGD's momentum is there from the second step on
+    for _ in range(3):  # SGD has momentum from the second step on
         step.compile()
     return Workload(step.take)
 
 
 class RatioOptimizerCompile(comparison.Ratio):
     title = "optimizer step, compiling"
-    area, curve = "Once a run", "compiling"
+    area, curve = "One-off work", "compiling"
     params = [list(OPTIMIZERS), SIZES[:1], ["cpu"]]
     param_names = ["optimizer", "shapes", "device"]
     is_one_off = True

@@ -1,4 +1,4 @@
-"""What the ranks of bench_fsdp_checkpoint.py do: save and load the state of a sharded model and of its optimizer."""
+"""Cases for the ranks of bench_fsdp_checkpoint.py: save and load the state of a sharded model and its optimizer."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from impl.distributed.fsdp.api import (
 
 @functools.cache
 def _stepped(subject: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, and an optimizer that keeps two tensors for each parameter."""
+    """Return the model after a step, and its optimizer, which has two state tensors per parameter."""
     torch.manual_seed(0)
     model = fully_sharded("torch") if subject == "FSDP2" else _wrapped(subject)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -45,8 +45,8 @@ def _wrapped(subject: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _form(subject: str, model: nn.Module, kind: str, rank0_only: bool) -> Iterator[Any]:
-    """torch cannot offload whole parameters on a CPU."""
+def _state_dict_type(subject: str, model: nn.Module, kind: str, rank0_only: bool) -> Iterator[Any]:
+    # The configs offload nothing, because torch cannot offload full parameters of a CPU model.
     fsdp = member(subject, "distributed.fsdp.FullyShardedDataParallel")
     configs = {
         "FULL": lambda: (
@@ -64,48 +64,53 @@ def _form(subject: str, model: nn.Module, kind: str, rank0_only: bool) -> Iterat
         yield fsdp
 
 
-def _saved(subject: str, what: str, kind: str, rank0_only: bool) -> dict[str, Any]:
+def _state_of(subject: str, saved_object: str, kind: str, rank0_only: bool) -> dict[str, Any]:
     model, optimizer = _stepped(subject)
     if subject == "FSDP2":
         options = helpers.StateDictOptions(full_state_dict=kind == "FULL", cpu_offload=rank0_only)
-        if what == "model":
+        if saved_object == "model":
             return helpers.get_model_state_dict(model, options=options)
         return helpers.get_optimizer_state_dict(model, optimizer, options=options)
-    with _form(subject, model, kind, rank0_only) as fsdp:
-        return model.state_dict() if what == "model" else fsdp.optim_state_dict(model, optimizer)
+    with _state_dict_type(subject, model, kind, rank0_only) as fsdp:
+        return model.state_dict() if saved_object == "model" else fsdp.optim_state_dict(model, optimizer)
 
 
 @functools.cache
-def _to_load(subject: str, what: str, kind: str) -> dict[str, Any]:
-    return _saved(subject, what, kind, rank0_only=False)
+def _to_load(subject: str, saved_object: str, kind: str) -> dict[str, Any]:
+    return _state_of(subject, saved_object, kind, rank0_only=False)
 
 
-def save(rank: Any, *, subject: str, what: str, kind: str) -> None:
-    _saved(subject, what, kind, rank0_only=True)
+def save(rank: Any, *, subject: str, saved_object: str, kind: str) -> None:
+    _state_of(subject, saved_object, kind, rank0_only=True)
 
 
-def load(rank: Any, *, subject: str, what: str, kind: str) -> None:
+def load(rank: Any, *, subject: str, saved_object: str, kind: str) -> None:
     model, optimizer = _stepped(subject)
-    given = _to_load(subject, what, kind)
-    with _form(subject, model, kind, rank0_only=False) as fsdp:
-        if what == "model":
-            model.load_state_dict(given)
+    state = _to_load(subject, saved_object, kind)
+    with _state_dict_type(subject, model, kind, rank0_only=False) as fsdp:
+        if saved_object == "model":
+            model.load_state_dict(state)
         else:
-            optimizer.load_state_dict(fsdp.optim_state_dict_to_load(model, optimizer, given))
+            optimizer.load_state_dict(fsdp.optim_state_dict_to_load(model, optimizer, state))
 
 
-def first_values(rank: Any, *, subject: str, what: str, kind: str, loads: bool) -> list[Tensor]:
-    """Of what is saved, or of what the rank steps once it was loaded."""
+def first_values(rank: Any, *, subject: str, saved_object: str, kind: str, loads: bool) -> list[Tensor]:
+    """Return the first values of each saved tensor, or of the model's and optimizer's own tensors after loading."""
     if loads:
-        load(rank, subject=subject, what=what, kind=kind)
+        load(rank, subject=subject, saved_object=saved_object, kind=kind)
         model, optimizer = _stepped(subject)
         states = optimizer.state.values()
-        values = list(model.parameters()) if what == "model" else [state["exp_avg"] for state in states]
+        is_model = saved_object == "model"
+        values = list(model.parameters()) if is_model else [state["exp_avg"] for state in states]
     else:
-        saved = _saved(subject, what, kind, rank0_only=True)
-        if not saved:  # of a rank that is to have nothing
+        saved = _state_of(subject, saved_object, kind, rank0_only=True)
+        if not saved:  # a rank without a full state
             return []
-        states = saved if what == "model" else {name: one["exp_avg"] for name, one in saved["state"].items()}
+        states = (
+            saved
+            if saved_object == "model"
+            else {name: state["exp_avg"] for name, state in saved["state"].items()}
+        )
         values = [
             states[name].local_shards()[0].tensor if isinstance(states[name], ShardedTensor) else states[name]
             for name in sorted(states)
@@ -113,11 +118,11 @@ def first_values(rank: Any, *, subject: str, what: str, kind: str, loads: bool) 
     return [value.detach().flatten()[:100].clone() for value in values]
 
 
-def peak_bytes(rank: Any, *, subject: str, what: str, kind: str) -> int:
-    """Of this process while it saves, above what it holds with the model and its optimizer."""
+def peak_bytes(rank: Any, *, subject: str, saved_object: str, kind: str) -> int:
+    """Return the peak memory of this process while it saves, above its memory with model and optimizer."""
     for _ in range(2):
-        save(rank, subject=subject, what=what, kind=kind)
+        save(rank, subject=subject, saved_object=saved_object, kind=kind)
     before = process_memory.resident_bytes()
     process_memory.forget_peak()
-    save(rank, subject=subject, what=what, kind=kind)
+    save(rank, subject=subject, saved_object=saved_object, kind=kind)
     return process_memory.peak_bytes() - before

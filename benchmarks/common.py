@@ -1,6 +1,6 @@
-"""What the benchmarks share: shapes, inputs from a fixed seed, and the subjects by name.
+"""Shapes, seeded inputs and subjects of all benchmarks.
 
-Shapes are only ever added to: an old commit is timed with today's benchmarks.
+Shapes are only added and never changed, because old commits are timed with today's benchmarks.
 """
 
 import functools
@@ -16,13 +16,13 @@ SEED = 20_260_101
 SUBJECTS = ["impl", "torch"]
 DEVICES = ["cpu", "cuda"]
 DTYPES = ["float32", "bfloat16"]
-# "kept": the gradients stay where they are. "renewed": each call finds gradients at other addresses, as a training
-# loop does that sets them to None.
+# "kept": the gradients keep their addresses. "renewed": each call gets gradients at other addresses, as in a training
+# loop that sets them to None.
 GRADIENTS = ["kept", "renewed"]
 
 
 def _gpt2() -> list[tuple[int, ...]]:
-    """The parameters of GPT-2's smallest model: 148 tensors, 124 million elements."""
+    """Return the parameter shapes of the smallest GPT-2: 148 tensors, 124 million elements."""
     width, layers, vocabulary, context = 768, 12, 50_257, 1_024
     norm = [(width,), (width,)]
     attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
@@ -35,18 +35,18 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     **{f"{count}x1k": [(1_000,)] * count for count in (1, 4, 16, 100, 1_000, 10_000)},
     "gpt2": _gpt2(),
 }
-# A billion parameters, which `ci/gpu` alone times: too many for the benchmarks that take all of SHAPES.
+# A billion parameters. Only `ci/gpu` times them, because they are too many for benchmarks of all SHAPES.
 LARGE_SHAPES: dict[str, list[tuple[int, ...]]] = {"64x16m": [(1 << 24,)] * 64}
 HEADLINES = ["1000x1k", "gpt2"]
-# Values of parameters. Memory is measured with torch's other ways too, which no commit of ours changes.
+# Excluded parameter values. Memory is also measured for other APIs of torch, which no commit of impl changes.
 LEFT_OUT_OF_HISTORY: LeftOut = {
     "shapes": set(SHAPES) - {"1x1k", *HEADLINES},
     "gradients": {"renewed"},
     "norm_type": {1.0, float("inf")},
     "subject": {"FSDP2", "DDP"},
 }
-# Steps of more ranks than cores are long and tell least; foreach and FSDP1 are other ways of torch's for the same step
-# of ours. What each rank saves of its own takes no time beside whole states.
+# Steps on more ranks than cores are slow and say little. With foreach and FSDP1 only the reference differs. Saving the
+# shards of each rank takes little time compared with full states.
 LEFT_OUT_OF_QUICK: LeftOut = {
     **LEFT_OUT_OF_HISTORY,
     "world_size": {1, 4},
@@ -57,15 +57,16 @@ LEFT_OUT_OF_QUICK: LeftOut = {
 }
 
 
-def tells_most(given: Mapping[str, Any], left_out: LeftOut) -> bool:
-    """Whether none of a case's parameters, by name, has a value that is left out."""
-    return not any(given.get(name) in values for name, values in left_out.items())
+def is_included(parameters: Mapping[str, Any], left_out: LeftOut) -> bool:
+    """Return whether a case has none of the values in `left_out`. Both map parameter names to values."""
+    return not any(parameters.get(name) in values for name, values in left_out.items())
 
 
 def member(subject: str, path: str) -> Any:
-    """`member("impl", "nn.utils.clip_grad_norm_")`: the same path in every subject.
+    """Return the object at `path` in a subject, for example `member("impl", "nn.utils.clip_grad_norm_")`.
 
-    Raises NotImplementedError where the subject, or the commit being timed, has no such name: asv shows n/a.
+    Raises:
+        NotImplementedError: the subject, or the commit being timed, has no such name. asv shows n/a.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -76,8 +77,8 @@ def member(subject: str, path: str) -> Any:
 
 @functools.cache
 def ranks(world_size: int) -> Any:
-    """Of all cases that train on so many."""
-    from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
+    """Return the pool of ranks for all cases with this world size."""
+    from conformance.ranks import RankPool  # noqa: PLC0415 (imports modules that only the judge needs)
 
     return RankPool(world_size)
 
@@ -88,10 +89,12 @@ def require(device: str) -> None:
 
 
 def some_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of a few thousand elements of each of at most 1000 tensors, the last element among them."""
+    """Return copies of a few thousand elements of each of the first 1000 tensors, always with the last element."""
     flat = [tensor.detach().flatten() for tensor in tensors[:1_000]]
-    steps = [len(one) // 4_096 + 1 for one in flat]
-    return [one[(len(one) - 1) % step :: step].clone() for one, step in zip(flat, steps, strict=True)]
+    steps = [len(tensor) // 4_096 + 1 for tensor in flat]
+    return [
+        tensor[(len(tensor) - 1) % step :: step].clone() for tensor, step in zip(flat, steps, strict=True)
+    ]
 
 
 def shapes_of(name: str) -> list[tuple[int, ...]]:
@@ -99,15 +102,15 @@ def shapes_of(name: str) -> list[tuple[int, ...]]:
 
 
 class TrainingTensors:
-    """Parameters, gradients and torch's fused AdamW over them.
+    """Parameters, their gradients, and torch's fused AdamW for them.
 
-    Both subjects work on the same one, so that neither is favoured by where its memory happens to lie.
+    Both subjects use the same instance, so that memory addresses favour neither.
     """
 
     def __init__(self, shapes: str, dtype: str, device: str) -> None:
         require(device)
         self.device = device
-        # On the device itself: one host thread takes seconds for the numbers of a large list.
+        # Draw on the device, because a host thread takes seconds for a large list.
         self._random = torch.Generator(device).manual_seed(SEED)
         draw = functools.partial(self._draw, dtype=getattr(torch, dtype))
         self.parameters = [torch.nn.Parameter(draw(shape)) for shape in shapes_of(shapes)]
@@ -120,11 +123,11 @@ class TrainingTensors:
         return torch.randn(shape, generator=self._random, device=self.device).mul_(0.01).to(dtype)
 
     def keep(self) -> None:
-        """Put the gradients where they have always been."""
+        """Restore the gradients with constant addresses."""
         self._give(self._gradients)
 
     def renew(self) -> None:
-        """Put gradients of the same values at other addresses, those of the call before last."""
+        """Set gradients with the same values at other addresses. Two buffers alternate."""
         if not self._others:
             self._others = [gradient.clone() for gradient in self._gradients]
         self._give(self._others)
@@ -135,9 +138,9 @@ class TrainingTensors:
             parameter.grad = gradient
 
     def effect_on_gradients(self, call: Callable[[], object]) -> list[torch.Tensor]:
-        """What `call` returned, if a tensor, and some of the gradients after it; all put back.
+        """Return the result of `call`, if a tensor, and samples of the gradients after it. Restore the gradients.
 
-        Earlier calls may have left them clipped: they are made large again, so that this one has something to do.
+        Earlier calls may have clipped the gradients. They are scaled up first, so that this call has work to do.
         """
         before = [gradient.clone() for gradient in self._gradients]
         self.keep()
@@ -148,7 +151,7 @@ class TrainingTensors:
         return [returned.clone(), *after] if isinstance(returned, torch.Tensor) else after
 
     def effect_on_step(self, call: Callable[[], object]) -> list[torch.Tensor]:
-        """Some of the parameters after a first step by `call`, and what it did to the gradients; all put back."""
+        """Return `effect_on_gradients` of a first step by `call`, and samples of the parameters. Restore both."""
         before = [parameter.detach().clone() for parameter in self.parameters]
         self.optimizer.state.clear()
         gradients = self.effect_on_gradients(call)
@@ -158,7 +161,7 @@ class TrainingTensors:
         return gradients + after
 
     def effect_on_parameters(self, call: Callable[[], object]) -> list[torch.Tensor]:
-        """What `call` returned and some of the parameters after a first step by it; all put back."""
+        """Return the result of a first step by `call` and samples of the parameters. Restore all tensors."""
         returned, *effect = self.effect_on_step(call)
         return [returned, *effect[len(effect) // 2 :]]
 
@@ -169,8 +172,8 @@ def training(shapes: str, dtype: str, device: str) -> TrainingTensors:
 
 
 def scaler_of(subject: str, device: str) -> Any:
-    """A scaler whose factor stays 1, so that its calls can be repeated on the same gradients."""
+    """Return a scaler with a constant scale of 1, so that its calls can be repeated on the same gradients."""
     require(device)
     scaler = member(subject, "amp.GradScaler")(device, init_scale=1.0, growth_interval=2**30)
-    scaler.scale(torch.ones((), device=device))  # it makes its tensors when it is first used
+    scaler.scale(torch.ones((), device=device))  # creates the tensors of the scaler
     return scaler

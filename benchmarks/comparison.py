@@ -1,4 +1,4 @@
-"""The two kinds of benchmark: torch and impl side by side, and their ratio. asv finds their subclasses by name."""
+"""Base classes of the benchmarks: the ratio of impl to torch, and absolute times. asv finds subclasses by name."""
 
 import abc
 import functools
@@ -12,19 +12,21 @@ from benchmarks.timing import FULL, Effort, Paired, Workload, paired
 
 
 class Ratio(abc.ABC):
-    """impl ÷ torch over `params`, measured by turns in one process; both numbers of a case come from one measurement.
+    """Ratio impl ÷ torch for each case of `params`, measured alternately in one process, with its noise.
 
-    asv runs a `setup_cache` once for all the benchmarks that share its line in its file. So each subclass must
-    spell out its own, `return self.measure_all()`: one inherited from here would be run for one class alone.
+    asv runs `setup_cache` once for all benchmarks that define it on the same line of the same file. So each subclass
+    must define its own (`return self.measure_all()`). An inherited one would run for one class only.
     """
 
-    title: str  # what is timed, as the dashboard has it
-    area: str  # with whose others it makes a picture on the dashboard's first page
-    curve = ""  # of its area, if that has several; with names of parameters
+    title: str  # name on the dashboard
+    area: str  # picture on the dashboard's first page
+    # Name of the curve if the area has several. It may contain parameters in braces.
+    curve = ""
     params: list[list[Any]]
     param_names: list[str]
-    version = "1"  # to be raised whenever the meaning of the numbers changes; asv then begins a new series
-    is_one_off = False  # what a program does once: see decision
+    # Raise the version if the meaning of the numbers changes, and asv begins a new series.
+    version = "1"
+    is_one_off = False  # work that a program does once (see decision)
 
     @staticmethod
     @abc.abstractmethod
@@ -63,13 +65,13 @@ class Ratio(abc.ABC):
 
 
 class Absolute(abc.ABC):
-    """Seconds of one call, the subject first among `params`."""
+    """Seconds of one call. The subject is the first of `params`."""
 
     title: str
     params: list[list[Any]]
     param_names: list[str]
     version = "1"
-    # A call may need its inputs put back, which asv does once a sample.
+    # A call may need restored inputs, and asv runs `setup` once a sample.
     number = 1
     repeat = (10, 50, 2.0)
     rounds = 2
@@ -97,7 +99,7 @@ class Absolute(abc.ABC):
 
 
 def _name_methods(kind: Any) -> None:
-    """Give the class methods of its own, with names for people: asv takes these from the functions alone."""
+    """Copy the methods into the class with readable names, because asv reads the names from the functions."""
     for name, method in inspect.getmembers(kind, lambda member: hasattr(member, "label")):
         own = types.FunctionType(
             method.__code__, method.__globals__, name, method.__defaults__, method.__closure__
@@ -111,7 +113,7 @@ def _or_error(measure: Callable[[], Paired]) -> Paired | Exception:
         return measure()
     except NotImplementedError as missing:
         return NotImplementedError(str(missing))
-    except Exception as error:  # one broken case must not take the others with it
+    except Exception as error:  # the other cases are still measured
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -123,6 +125,6 @@ def _remembered(benchmark: type[Absolute], case: tuple[Any, ...]) -> Workload:
 def _synchronizer(case: tuple[Any, ...]) -> Callable[[], object]:
     if "cuda" not in case:
         return lambda: None
-    import torch  # noqa: PLC0415 (only where there is a device to wait for)
+    import torch  # noqa: PLC0415 (only needed for a CUDA device)
 
     return torch.cuda.synchronize

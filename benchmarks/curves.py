@@ -1,7 +1,7 @@
-"""The course of an area over commits: the geometric mean of its cases' ratios, with an interval.
+"""Curves of the dashboard: the geometric mean of an area's ratios at each commit, with an interval.
 
-Points differ in what they measured. A case that a commit lacks counts as at the nearest commit that has it, so that a
-curve moves where something was measured and not where a case came or went; a commit that lacks most cases is left out.
+Recorded results do not all have the same cases. A case that a commit lacks counts with its value at the nearest commit
+that has it. So a curve does not move when a case is added or removed. A commit that lacks most cases is left out.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 
 from benchmarks import decision, history
 
-# Half of a ratio's 95% interval, in parts of its noise, if it is the median of nine pairs, the fewest of a quick case:
-# 1.96 standard errors, each 1.253 / 3 of a standard deviation, which is 1.483 of the median deviation.
+# Half of a ratio's 95% interval as a multiple of its noise, for the median of nine pairs (the minimum of a quick case).
+# It is 1.96 standard errors of 1.253 / 3 standard deviations each, and a standard deviation is 1.483 median deviations.
 _HALF_INTERVAL = 1.96 * 1.253 / 3 * 1.483
-_LEAST_SHARE = 0.5  # of the cases
+_LEAST_SHARE = 0.5  # share of the cases
 
 
 @dataclass(frozen=True)
 class Spot:
-    """One commit of a curve."""
+    """The value of a curve at a commit."""
 
     point: history.Point
     value: float
-    low: float  # 95% interval, as far as the pairs' spread tells it
+    low: float  # 95% interval, estimated from the spread of the pairs
     high: float
 
 
 @dataclass(frozen=True)
 class Curve:
-    name: str  # empty if it is the only one of its area
-    spots: Sequence[Spot]  # the oldest first, at least one
+    name: str  # empty if the area has no other curve
+    spots: Sequence[Spot]  # oldest first, at least one
 
     @property
     def now(self) -> Spot:
@@ -46,7 +46,7 @@ class Curve:
 
 
 def spots(points: Sequence[history.Point], cases: Collection[str]) -> list[Spot]:
-    """The course of these cases' mean, the oldest point first."""
+    """Return the mean of these cases at each commit, oldest first."""
     measured = {case for case in cases if any(case in point.ratios for point in points)}
     own = [
         point
@@ -59,12 +59,12 @@ def spots(points: Sequence[history.Point], cases: Collection[str]) -> list[Spot]
 
 
 def _filled(ratios: Sequence[history.RatioPoint | None]) -> list[history.RatioPoint]:
-    """With the nearest one, the later of two, where there is none; empty if there is none at all."""
+    """Replace each None by the nearest ratio, the later of two equally near. Return [] if all are None."""
     known = [(position, ratio) for position, ratio in enumerate(ratios) if ratio is not None]
     if not known:
         return []
     return [
-        ratio or min(known, key=lambda one: (abs(one[0] - position), -one[0]))[1]
+        ratio or min(known, key=lambda entry: (abs(entry[0] - position), -entry[0]))[1]
         for position, ratio in enumerate(ratios)
     ]
 
@@ -77,7 +77,7 @@ def _mean(point: history.Point, ratios: Sequence[history.RatioPoint]) -> Spot:
 
 
 def since(points: Sequence[history.Point], case: str, limit: float) -> history.Point | None:
-    """The first of the points up to the newest at which a case lies above a ratio; None if it does not."""
+    """Return the first of the newest consecutive points at which a case is above `limit`, or None."""
     first = None
     for point in reversed(points):
         if case in point.ratios:

@@ -1,4 +1,4 @@
-"""Small pictures of curves as SVG that stands in a page: no library, no network; colours are the page's."""
+"""Pictures of curves as inline SVG, without libraries or network. The page defines the colours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from html import escape
 from benchmarks import history
 from benchmarks.curves import Curve, Spot
 
-# The finest that makes few enough.
+# `_ratio_axis` takes the first, finest row that gives at most `_MOST_TICKS` ticks.
 _TICKS = (
     (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0),
     (0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0),
@@ -20,17 +20,16 @@ _TICKS = (
     (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0),
 )
 _MOST_TICKS = 6
-_LEAST_SPAN = (
-    1.6  # from the lowest to the highest ratio of a picture, so that noise does not look like mountains
-)
+# Least ratio of the highest to the lowest value of an axis, so that noise does not fill the picture.
+_LEAST_SPAN = 1.6
 _LINE_HEIGHT = 15.0
 _DATE_WIDTH, _LETTER_WIDTH = 48.0, 7.2
-_LINES_OF_A_PICTURE = 4  # whose colours the page has
+_LINES_OF_A_PICTURE = 4  # number of line colours in the page
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From positions and ratios, drawn as logarithms, to the picture's units."""
+    """Map from commit positions and ratios (on a logarithmic axis) to picture coordinates."""
 
     left: float
     right: float
@@ -48,8 +47,8 @@ class _Scale:
         return round(self.bottom - (self.bottom - self.top) * share, 1)
 
 
-def picture(curves: Sequence[Curve], says: str, subjects: Mapping[str, str], width: int = 360) -> str:
-    """The curves of an area: axes, bands, lines, a label at each end, and under the pointer what each commit has."""
+def picture(curves: Sequence[Curve], alt_text: str, subjects: Mapping[str, str], width: int = 360) -> str:
+    """Return the picture of an area: axes, bands, lines, a label at each line's end, and a tooltip for each commit."""
     height, longest = 190, max(len(_label(curve)) for curve in curves)
     points = sorted(
         {spot.point.commit: spot.point for curve in curves for spot in curve.spots}.values(),
@@ -63,22 +62,22 @@ def picture(curves: Sequence[Curve], says: str, subjects: Mapping[str, str], wid
     parts += [_band(scale, at, curve, colour) for curve, colour in shown]
     parts += [_line(scale, at, curve, colour) for curve, colour in shown]
     parts += _end_labels(scale, shown)
-    parts += [_under_pointer(scale, at, point, curves, subjects) for point in points]
+    parts += [_tooltip(scale, at, point, curves, subjects) for point in points]
     return (
-        f'<svg class="picture" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(says)}">'
+        f'<svg class="picture" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt_text)}">'
         f"{''.join(parts)}</svg>"
     )
 
 
-def sparkline(ratios: Sequence[float], says: str) -> str:
-    """A curve beside a number: torch's own time as a broken line, a dot on today."""
+def sparkline(ratios: Sequence[float], alt_text: str) -> str:
+    """Return a small curve for a table cell: torch as a dashed line, a dot on the newest ratio."""
     low, high = _range(ratios, around_one=False)
     scale = _Scale(2, 108, 3, 21, len(ratios), low, high)
     path = " ".join(f"{scale.x(position)},{scale.y(ratio)}" for position, ratio in enumerate(ratios))
-    one = f'<path class="torch" d="M2 {scale.y(1.0)}H108"/>' if low <= 1.0 <= high else ""
+    torch_line = f'<path class="torch" d="M2 {scale.y(1.0)}H108"/>' if low <= 1.0 <= high else ""
     return (
-        f'<svg class="spark" viewBox="0 0 110 24" role="img" aria-label="{escape(says)}"><title>{escape(says)}</title>'
-        f'{one}<polyline class="line" points="{path}"/>'
+        f'<svg class="spark" viewBox="0 0 110 24" role="img" aria-label="{escape(alt_text)}">'
+        f'<title>{escape(alt_text)}</title>{torch_line}<polyline class="line" points="{path}"/>'
         f'<circle class="dot" cx="{scale.x(len(ratios) - 1)}" cy="{scale.y(ratios[-1])}" r="2.5"/></svg>'
     )
 
@@ -117,7 +116,7 @@ def _ratio_axis(scale: _Scale) -> str:
 
 
 def _commit_axis(scale: _Scale, points: Sequence[history.Point]) -> str:
-    """A date below the first commit of each day, as far as there is room, and of the last day in any case."""
+    """Return the axis with a date below the first commit of each day, where there is room, and below the last day."""
     days = [day(point) for point in points]
     shown: list[int] = []
     for position, name in enumerate(days):
@@ -148,13 +147,13 @@ def _line(scale: _Scale, at: Mapping[str, float], curve: Curve, colour: int) -> 
 
 
 def _end_labels(scale: _Scale, shown: Sequence[tuple[Curve, int]]) -> list[str]:
-    """Beside the ends of the lines, moved apart where they would cover one another."""
+    """Return labels at the ends of the lines, moved apart so that they do not overlap."""
     parts: list[str] = []
     lowest_free = -math.inf
-    ordered = sorted(shown, key=lambda one: -one[0].now.value)
+    ordered = sorted(shown, key=lambda entry: -entry[0].now.value)
     room = len(ordered) * _LINE_HEIGHT
     for position, (curve, colour) in enumerate(ordered):
-        # What is below needs its room too.
+        # Leave room for the labels below this one.
         most = scale.bottom - room + (position + 1) * _LINE_HEIGHT
         y = max(min(scale.y(curve.now.value) + 4, most), lowest_free)
         lowest_free = y + _LINE_HEIGHT
@@ -167,19 +166,19 @@ def _label(curve: Curve) -> str:
     return f"{in_digits(curve.now.value)} {curve.name}".strip()
 
 
-def _under_pointer(
+def _tooltip(
     scale: _Scale,
     at: Mapping[str, float],
     point: history.Point,
     curves: Sequence[Curve],
     subjects: Mapping[str, str],
 ) -> str:
-    found = [
+    values = [
         (curve.name, spot) for curve in curves for spot in curve.spots if spot.point.commit == point.commit
     ]
     lines = [f"{point.commit[:8]}, {_date(point, '%-d %b %Y %H:%M UTC')}"]
     lines += [subjects[point.commit]] if point.commit in subjects else []
-    lines += [f"{name} {_text(spot)}".strip() for name, spot in found]
+    lines += [f"{name} {_text(spot)}".strip() for name, spot in values]
     step = (scale.right - scale.left) / scale.commits
     x = at[point.commit] - step / 2
     return (

@@ -1,6 +1,6 @@
-"""What the ratios of today are judged by, if there is anything, and what is only shown beside them.
+"""Earlier ratios: recorded results or a baseline to judge by, and results of other machines to show.
 
-Both of the former say in words what it is, `against`, or why the run is `not_judged`.
+The functions for judging also return a text: `against` names the source, `not_judged` says why there is none.
 """
 
 from __future__ import annotations
@@ -10,38 +10,43 @@ from typing import Any
 
 from benchmarks import decision, history
 
-# Of two reports whose ratios can be compared.
+# Keys that must be equal in two reports for their ratios to be comparable.
 _SAME_MACHINE = ("torch", "cores", "threads", "instructions", "device")
 _CURES = (
-    "ci/bench makes one, ci/bench --add report of a gate's timings; --machine NAME takes those of a pool of equal "
-    "machines, --baseline an earlier run"
+    "record one by ci/bench, or by ci/bench --add report after ci/gate; --machine NAME uses the results of a pool of "
+    "equal machines, --baseline an earlier run"
 )
 
 
 def of_points(
     machine: str, torch: str, subject: str, before_ms: int
 ) -> tuple[dict[str, str], dict[str, list[float]]]:
-    """The newest points of a machine, empty if this one has no name, with that torch and of commits before a date."""
+    """Return the newest ratios recorded on `machine` with this `torch`, at commits before a date.
+
+    There are none if `machine` is empty, which means that this machine has recorded nothing.
+    """
     if subject != "impl":
         return {
-            "not_judged": f"points are impl's, and this is {subject}; --baseline takes an earlier run"
+            "not_judged": f"results are recorded of impl, and this is {subject}; --baseline uses an earlier run"
         }, {}
-    found = [point for point in history.of_machine(machine, torch) if point.date_ms < before_ms]
-    ratios = history.ratios_by_case(found, decision.EARLIER_POINTS)
+    points = [point for point in history.of_machine(machine, torch) if point.date_ms < before_ms]
+    ratios = history.ratios_by_case(points, decision.EARLIER_POINTS)
     if not ratios:
-        whose = (
-            f"{machine} has no earlier points with torch {torch}" if machine else "this machine has no points"
+        missing = (
+            f"{machine} has no earlier recorded results with torch {torch}"
+            if machine
+            else "this machine has no recorded results"
         )
-        return {"not_judged": f"{whose} ({_CURES})"}, {}
+        return {"not_judged": f"{missing} ({_CURES})"}, {}
     return {
-        "against": f"the points of {machine} with torch {torch}, the newest {found[-1].commit[:8]}"
+        "against": f"the recorded results of {machine} with torch {torch}, the newest {points[-1].commit[:8]}"
     }, ratios
 
 
 def of_baseline(
     report: dict[str, Any], subject: str, here: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, list[float]]]:
-    """A run that the user names."""
+    """Return the ratios of a baseline report that the user names, if it is comparable."""
     speed = report.get("speed") or report
     rows, there = speed.get("rows", []), speed.get("machine", {})
     if not rows:
@@ -55,14 +60,14 @@ def of_baseline(
 
 
 def elsewhere(machine: str, torch: str) -> dict[str, dict[str, float]]:
-    """By other machines with the same torch the ratios of their newest points: to be seen, not to judge by."""
+    """Return the newest ratios of other machines with the same torch. They are shown and not judged by."""
     names = sorted({point.machine for point in history.points()} - {machine})
-    found = {
+    by_machine = {
         name: history.ratios_by_case(history.of_machine(name, torch), decision.EARLIER_POINTS)
         for name in names
     }
     return {
         name: {case: statistics.median(of_case) for case, of_case in ratios.items()}
-        for name, ratios in found.items()
+        for name, ratios in by_machine.items()
         if ratios
     }

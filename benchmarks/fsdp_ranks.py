@@ -1,4 +1,4 @@
-"""What the ranks of bench_fsdp.py do: each keeps its sharded models between calls, so that a call is one step."""
+"""Cases for the ranks of bench_fsdp.py. Each rank keeps its sharded models between calls, so that a call is a step."""
 
 import functools
 import warnings
@@ -49,17 +49,17 @@ class Transformer(nn.Module):
         return nn.functional.linear(self.norm(x), self.words.weight)
 
 
-@functools.lru_cache(maxsize=4)  # as many as are stepped by turns
+@functools.lru_cache(maxsize=4)  # number of models timed together
 def trained(subject: str, use_orig_params: bool) -> tuple[Callable[[], None], Tensor]:
-    """A step of the model, sharded or replicated, which has taken one; and logits after that."""
+    """Return a step of a sharded or replicated model, and the logits after its first step."""
     torch.manual_seed(0)
-    with warnings.catch_warnings(action="ignore"):  # a world of one is told to be NO_SHARD
+    with warnings.catch_warnings(action="ignore"):  # FSDP switches one rank to NO_SHARD
         model = _PEERS[subject]() if subject in _PEERS else _sharded(subject, use_orig_params)
     return stepping(model)
 
 
 def stepping(model: nn.Module) -> tuple[Callable[[], None], Tensor]:
-    """A step of any of these models, which has taken one; and logits after that."""
+    """Return a step of `model`, and the logits after its first step, which has been taken."""
     words = torch.randint(
         0, WORDS, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank())
     )
@@ -111,8 +111,12 @@ def peak_bytes(rank: Any, *, subject: str, use_orig_params: bool) -> int:
 
 
 def peak_of(take_step: Callable[[], None]) -> int:
-    """Of this process in a step, above what it holds without a model, which the first step makes."""
-    local = Transformer()  # what torch and the allocator keep after a step of any model is there before
+    """Return the peak memory of this process in a step, above its memory before the model exists.
+
+    The first call of `take_step` creates the model.
+    """
+    # A step of any model leaves memory of torch and the allocator, which does not count.
+    local = Transformer()
     local(torch.zeros(SEQUENCES, TOKENS, dtype=torch.long)).sum().backward()
     del local
     process_memory.give_back_at_once()
@@ -125,7 +129,7 @@ def peak_of(take_step: Callable[[], None]) -> int:
 
 
 def bytes_sent(rank: Any, *, subject: str, use_orig_params: bool) -> int:
-    """Over the loopback interface in a step, by all ranks together and whoever else uses it."""
+    """Return the bytes sent over the loopback interface in a step, by all ranks and other programs."""
     for _ in range(2):
         step(rank, subject=subject, use_orig_params=use_orig_params)
     dist.barrier()

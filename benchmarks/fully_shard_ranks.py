@@ -1,4 +1,4 @@
-"""What the ranks of bench_fully_shard.py do: each keeps its sharded models between calls."""
+"""Cases for the ranks of bench_fully_shard.py. Each rank keeps its sharded models between calls."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _HELPER = "distributed.checkpoint.state_dict.get_model_state_dict"
 class Trained:
     model: nn.Module
     step: Callable[[], None]
-    logits: Tensor  # after a step
+    logits: Tensor  # logits after the first step
 
 
 @functools.lru_cache(maxsize=2)
@@ -38,9 +38,9 @@ def logits_after_a_step(rank: Any, *, subject: str) -> list[Tensor]:
 
 
 def clip(rank: Any, *, subject: str) -> list[Tensor]:
-    """The norm of gradients that are the same in each call: they are clipped to far more than they have."""
+    """Clip the gradients to a norm far above theirs, so that they stay the same. Return their norm."""
     model: Any = trained(subject).model
-    model.reshard()  # the root keeps what its last forward has unsharded
+    model.reshard()  # reshards the root, which stays unsharded after forward
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.ones_like(parameter)
@@ -53,7 +53,7 @@ def peak_bytes(rank: Any, *, subject: str) -> int:
 
 
 def saved(rank: Any, *, subject: str) -> list[Tensor]:
-    """This rank's rows of the state, a few values of them."""
+    """Return a few values of this rank's rows of the state dict."""
     state = trained(subject).model.state_dict()
     return [state["words.weight"].to_local()[:2, :4].clone()]
 
@@ -70,10 +70,10 @@ def loaded(rank: Any, *, subject: str) -> list[Tensor]:
 
 
 def save_full_state(rank: Any, *, subject: str) -> list[Tensor]:
-    """A few values of it."""
+    """Save the full state dict. Return a few of its values."""
     try:
         helper = member(subject, _HELPER)
-    except NotImplementedError:  # an earlier commit, whose models torch's own served
+    except NotImplementedError:  # earlier commits used torch's function
         helper = member("torch", _HELPER)
     state = helper(trained(subject).model, options=StateDictOptions(full_state_dict=True))
     return [state["words.weight"][:2, :4].clone()]

@@ -1,6 +1,6 @@
-"""The points of the clock: what was measured at one commit on one machine, as it lies in `benchmarks/results`.
+"""Recorded results in `benchmarks/results`. A point holds the measurements of one commit on one machine.
 
-Needs nothing but Python, and git where commits are counted.
+This module needs only Python, and git to count commits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_HASH_LENGTH = 8  # of asv's file names
+_HASH_LENGTH = 8  # hash length of asv's file names
 _RESULT, _PARAMS, _VERSION = 0, 1, 2  # positions in asv's rows
-_WHOLE = (_PARAMS, _VERSION, 3, 4)  # these and the two times are of the row, the others have a value a case
+# Columns with one value per row, the two times among them. The other columns have one value per case.
+_ROW_COLUMNS = (_PARAMS, _VERSION, 3, 4)
 _RATIO, _NOISE, _BYTES = "track_ratio_vs_torch", "track_noise", "track_bytes"
 
 
 @dataclass(frozen=True)
 class RatioPoint:
     value: float  # impl ÷ torch, lower is better
-    noise: (
-        float  # median deviation of the pairs' ratios, as a share; nan if unknown, 0 of what was counted once
-    )
+    # Median deviation of the pairs' ratios as a share of the ratio. It is nan if unknown, and 0 for counted bytes.
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,20 @@ class Point:
     file: Path
     machine: str
     commit: str
-    date_ms: int  # of the commit
-    traits: dict[str, str]  # the keys by which asv tells machines and versions apart
-    ratios: dict[
-        str, RatioPoint
-    ]  # by the case's name, as `python -m benchmarks` has it; of bytes without the subject
+    date_ms: int  # author date of the commit
+    traits: dict[str, str]  # asv's keys of the machine and versions
+    # Ratios by the case's name in `python -m benchmarks`. The names of byte counts leave out the subject.
+    ratios: dict[str, RatioPoint]
 
 
 def points(results: Path = RESULTS) -> list[Point]:
-    """All of them, the oldest commit first."""
+    """Return all recorded points, oldest commit first."""
     files = (file for file in results.glob("*/*.json") if file.name != "machine.json")
     return sorted(map(_read, files), key=lambda point: (point.date_ms, point.commit))
 
 
 def of_machine(machine: str, torch: str, results: Path = RESULTS) -> list[Point]:
-    """Those that can be compared with what is measured here and now."""
+    """Return the points of a machine with this release of torch, oldest first."""
     return [
         point
         for point in points(results)
@@ -57,7 +56,7 @@ def of_machine(machine: str, torch: str, results: Path = RESULTS) -> list[Point]
 
 
 def commits_since(commit: str, root: Path = RESULTS.parents[1]) -> int | None:
-    """How many commits of the current branch touch impl after this one; None where git cannot tell."""
+    """Return how many commits of the current branch change impl after `commit`, or None if git cannot count them."""
     command = ["git", "rev-list", "--count", "--first-parent", f"{commit}..HEAD", "--", "impl"]
     try:
         run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
@@ -67,7 +66,7 @@ def commits_since(commit: str, root: Path = RESULTS.parents[1]) -> int | None:
 
 
 def subjects(root: Path = RESULTS.parents[1]) -> dict[str, str]:
-    """What each commit's message begins with, by its id; empty where git cannot tell."""
+    """Return the subject of each commit by its id, or an empty dict without git."""
     command = ["git", "log", "--all", "--format=%H %s"]
     try:
         run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
@@ -77,48 +76,50 @@ def subjects(root: Path = RESULTS.parents[1]) -> dict[str, str]:
 
 
 def ratios_by_case(earlier: list[Point], most: int) -> dict[str, list[float]]:
-    """The ratios of the newest points that have the case, `most` of them at most, the newest first."""
-    found: dict[str, list[float]] = {}
+    """Return up to `most` ratios of each case, newest first."""
+    ratios: dict[str, list[float]] = {}
     for point in reversed(earlier):
         for name, ratio in point.ratios.items():
-            if len(of_case := found.setdefault(name, [])) < most:
+            if len(of_case := ratios.setdefault(name, [])) < most:
                 of_case.append(ratio.value)
-    return found
+    return ratios
 
 
 def add(
     results: dict[str, Any], machine: dict[str, Any], commit: str, date_ms: int, folder: Path = RESULTS
 ) -> list[Path]:
-    """Put what was measured at a commit where asv finds it; the files that were written.
+    """Store the results of a commit where asv finds them. Return the written files.
 
-    What an earlier run at the same commit measured, and this one did not, is kept.
+    Cases that only an earlier run at the same commit measured are kept.
     """
     own = folder / machine["machine"]
     own.mkdir(parents=True, exist_ok=True)
     file = own / f"{commit[:_HASH_LENGTH]}-{results['env_name']}.json"
     earlier = json.loads(file.read_text())["results"] if file.is_file() else {}
-    whole = {"commit_hash": commit, "date": date_ms} | results
-    rows = {name: _joined(earlier.get(name), row) for name, row in results["results"].items()}
-    whole["results"] = dict(sorted((earlier | rows).items()))
-    file.write_text(json.dumps(whole))
-    # To the byte as asv writes it, which would else change it again.
+    content = {"commit_hash": commit, "date": date_ms} | results
+    rows = {name: _merge_rows(earlier.get(name), row) for name, row in results["results"].items()}
+    content["results"] = dict(sorted((earlier | rows).items()))
+    file.write_text(json.dumps(content))
+    # The same bytes as asv writes, so that asv does not change the file again.
     (own / "machine.json").write_text(json.dumps(machine, indent=4, sort_keys=True))
     return [file, own / "machine.json"]
 
 
-def _joined(earlier: list[Any] | None, later: list[Any]) -> list[Any]:
-    """The later row of a benchmark, with the earlier one's cases where it has none of its own."""
+def _merge_rows(earlier: list[Any] | None, later: list[Any]) -> list[Any]:
+    """Return the later row of a benchmark, with the cases that it lacks taken from the earlier row."""
     if earlier is None or earlier[_PARAMS : _VERSION + 1] != later[_PARAMS : _VERSION + 1]:
         return later
     length = max(len(earlier), len(later))
     columns = zip(*(row + [None] * (length - len(row)) for row in (earlier, later)), strict=True)
-    kept = [value is not None and math.isnan(value) for value in later[_RESULT] or []]
+    is_missing = [value is not None and math.isnan(value) for value in later[_RESULT] or []]
     return [
         [
-            a if keep else b
-            for a, b, keep in zip(_cells_of(old, kept), _cells_of(new, kept), kept, strict=True)
+            old_cell if missing else new_cell
+            for old_cell, new_cell, missing in zip(
+                _cells_of(old, is_missing), _cells_of(new, is_missing), is_missing, strict=True
+            )
         ]
-        if position not in _WHOLE and (old is not None or new is not None)
+        if position not in _ROW_COLUMNS and (old is not None or new is not None)
         else new
         for position, (old, new) in enumerate(columns)
     ]
@@ -134,9 +135,9 @@ def _read(file: Path) -> Point:
     noises: dict[str, float] = {}
     for benchmark, row in content["results"].items():
         _, kind, method = benchmark.rsplit(".", 2)
-        found = {_RATIO: values, _NOISE: noises}.get(method)
-        if found is not None:
-            found |= {f"{kind}[{case}]": value for case, value in _cells(row)}
+        target = {_RATIO: values, _NOISE: noises}.get(method)
+        if target is not None:
+            target |= {f"{kind}[{case}]": value for case, value in _cells(row)}
         elif method == _BYTES:
             ratios = {f"{kind}[{case}]": value for case, value in _of_subjects(dict(_cells(row)))}
             values |= ratios
@@ -152,7 +153,7 @@ def _read(file: Path) -> Point:
 
 
 def _of_subjects(cells: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """impl's bytes ÷ torch's, by the case without its subject, which comes first."""
+    """Yield impl's bytes ÷ torch's by case, without the subject at the front of the case."""
     for case, value in cells.items():
         subject, _, others = case.partition(", ")
         if subject == "impl" and cells.get(f"torch, {others}"):
@@ -160,7 +161,7 @@ def _of_subjects(cells: dict[str, float]) -> Iterator[tuple[str, float]]:
 
 
 def _cells(row: list[Any]) -> list[tuple[str, float]]:
-    """The cases that were measured, by their parameters; asv keeps these as Python writes them."""
+    """Return the measured cases with their values. asv stores the parameters of a case as their reprs."""
     results, params = row[_RESULT] or [], row[_PARAMS]
     cases = (", ".join(word.strip("'\"") for word in case) for case in itertools.product(*params))
     return [

@@ -1,6 +1,6 @@
-"""The dashboard's first page: each area over commits, what is slower than torch or than before, and since when.
+"""First page of the dashboard: each area over commits, and the cases that are slower than torch or than before.
 
-`python -m benchmarks.landing FILE` draws it from `benchmarks/results`, with links into asv's pages beside it.
+`python -m benchmarks.landing FILE` draws it from `benchmarks/results`, with links to asv's pages in the same folder.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from benchmarks.common import LEFT_OUT_OF_HISTORY
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
 _SHOWN_HASH = 8
-_STEADY = 1.05  # a mean that has changed by less since its first point
-# What training does in every step comes first, what it does once last.
+_STEADY = 1.05  # largest change of a steady mean
+# Areas of every training step come first, one-off work last.
 AREAS = (
     "FSDP step", "AMP step", "Fused AMP step", "Clipping", "GradScaler", "Captured optimizer", "Compiled optimizer",
-    "FSDP step against torch's other ways", "FSDP: the cost of a unit", "fully_shard step",
-    "Peak memory", "Bytes through collectives", "autocast", "Checkpoints", "Once a run",
+    "FSDP step against other APIs of torch", "FSDP: overhead of a unit", "fully_shard step",
+    "Peak memory", "Bytes through collectives", "autocast", "Checkpoints", "One-off work",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Label:
-    """How the page speaks of a case."""
+    """Title, place and asv benchmark of a case on the page."""
 
     title: str
-    benchmark: str  # its name in asv
+    benchmark: str  # name in asv
     parameters: dict[str, Any]
     area: str = "Clipping"
-    curve: str = ""  # of its area
-    unit: str = "time"  # or bytes: of which it is a ratio
+    curve: str = ""  # name within the area
+    unit: str = "time"  # "time" or "bytes"
     is_one_off: bool = False
 
     @property
@@ -47,21 +47,21 @@ class Label:
         return ", ".join(str(value) for name, value in self.parameters.items() if name != "subject")
 
     def link(self, machine: str) -> str:
-        """Into asv's pages: the curve of this case on that machine."""
-        chosen = {"machine": machine} | {f"p-{name}": repr(value) for name, value in self.parameters.items()}
-        return f"asv.html#{self.benchmark}?{urlencode(chosen, quote_via=quote)}"
+        """Return the link to the curve of this case on `machine` in asv's pages."""
+        query = {"machine": machine} | {f"p-{name}": repr(value) for name, value in self.parameters.items()}
+        return f"asv.html#{self.benchmark}?{urlencode(query, quote_via=quote)}"
 
 
 @dataclass(frozen=True)
 class LatestRatio:
-    """A ratio at the newest point that has it, and how it came to be."""
+    """The ratio of a case at the newest point that has it, with its history."""
 
     label: Label
     machine: str
     now: history.RatioPoint
-    was: float | None  # median of the points before; None if there are none
-    course: Sequence[float]  # all its ratios, the oldest first
-    since: history.Point | None = None  # which began what its mark says, of one that is slower or worse
+    was: float | None  # median of the points before, None if there are none
+    course: Sequence[float]  # all ratios of the case, oldest first
+    since: history.Point | None = None  # first point of a slower or worse case
 
     @property
     def mark(self) -> str:
@@ -75,13 +75,13 @@ class LatestRatio:
     def spark(self) -> str:
         first, *_, last = (*self.course, self.course[-1])
         return drawing.sparkline(
-            self.course, f"{len(self.course)} points, from {first:.3f} to {last:.3f}, "
+            self.course, f"{len(self.course)} results, from {first:.3f} to {last:.3f}, "
             f"lowest {min(self.course):.3f}, highest {max(self.course):.3f}",
         )  # fmt: skip
 
 
 def _mark(label: Label, now: history.RatioPoint, was: float | None) -> str:
-    # A point does not keep the seconds without which what is done once is not called worse: see decision.
+    # Points store no seconds, and one-off work cannot be judged without them (see decision).
     if was is not None and now.value > decision.LIMIT * was and not label.is_one_off:
         return "worse"
     noise = 0.0 if math.isnan(now.noise) else now.noise
@@ -92,7 +92,7 @@ def _mark(label: Label, now: history.RatioPoint, was: float | None) -> str:
 
 @dataclass(frozen=True)
 class DashboardArea:
-    """The curves of what belongs together, and what they show."""
+    """Curves and cases of one area, with a summary in words."""
 
     name: str
     unit: str
@@ -104,7 +104,7 @@ class DashboardArea:
         now = [(drawing.in_digits(curve.now.value), curve.name) for curve in self.curves]
         if len(now) == 1:
             return f"{now[0][0]} × torch's {self.unit}"
-        return f"{', '.join(f'{value} {_before(name)}' for value, name in now)} × torch's {self.unit}"
+        return f"{', '.join(f'{value} {_in_brackets(name)}' for value, name in now)} × torch's {self.unit}"
 
     @property
     def detail(self) -> str:
@@ -113,34 +113,31 @@ class DashboardArea:
     @property
     def _trend(self) -> str:
         first, now = (
-            math.prod(s.value for s in ends) for ends in ([c.spots[0] for c in self.curves], self._ends)
+            math.prod(spot.value for spot in spots)
+            for spots in ([curve.spots[0] for curve in self.curves], [curve.now for curve in self.curves])
         )
         change = (now / first) ** (1 / len(self.curves))
         oldest = min((curve.spots[0].point for curve in self.curves), key=lambda point: point.date_ms)
         began = f"since {drawing.day(oldest)}"
         if max(len(curve.spots) for curve in self.curves) == 1:
-            return "one point so far"
+            return "one result so far"
         if 1 / _STEADY < change < _STEADY:
             return f"steady {began}"
         together = "together " if len(self.curves) > 1 else ""
         return f"{together}{'down' if change < 1 else 'up'} by {abs(100 * (change - 1)):.0f}% {began}"
 
     @property
-    def _ends(self) -> list[curves.Spot]:
-        return [curve.now for curve in self.curves]
-
-    @property
     def _slower(self) -> str:
         slower = sum(case.now.value * (1 - (case.now.noise or 0.0)) > decision.SURELY for case in self.cases)
         word = "slower than" if self.unit == "time" else "above"
         cases = "case" if len(self.cases) == 1 else "cases"
-        return f"{slower or 'none'} of {len(self.cases)} {cases} {word} torch"
+        return f"{slower} of {len(self.cases)} {cases} {word} torch"
 
     def picture(self, subjects: Mapping[str, str], width: int) -> str:
         return drawing.picture(self.curves, f"{self.name}: {self.finding}", subjects, width)
 
 
-def _before(name: str) -> str:
+def _in_brackets(name: str) -> str:
     return f"({name})" if name else ""
 
 
@@ -149,8 +146,8 @@ class Machine:
     name: str
     newest: history.Point
     points: int
-    behind: int | None  # commits of impl since the newest point; None where git cannot tell
-    cases: list[LatestRatio]  # the worst first
+    newer_commits: int | None  # commits of impl since then, None without git
+    cases: list[LatestRatio]  # worst first
     areas: list[DashboardArea]
 
     @property
@@ -173,7 +170,7 @@ class Machine:
 
     @property
     def first(self) -> list[LatestRatio]:
-        """What a reviewer should look at before the rest."""
+        """The cases to look at first: slower than torch, or worse than before."""
         return [case for case in self.cases if case.mark in ("worse", "slower")]
 
     @property
@@ -190,8 +187,8 @@ class Machine:
 
 
 def machines(points: Sequence[history.Point], label: dict[str, Label]) -> list[Machine]:
-    """By machine, the one with the newest point first. `label` has the cases to show."""
-    found: list[Machine] = []
+    """Return the machines to show, newest point first. `label` has the cases to show."""
+    shown: list[Machine] = []
     for name in {point.machine for point in points}:
         own = [point for point in points if point.machine == name and point.ratios.keys() & label.keys()]
         if not own:
@@ -200,14 +197,14 @@ def machines(points: Sequence[history.Point], label: dict[str, Label]) -> list[M
             _case(label[case], own, case) for case in label if any(case in point.ratios for point in own)
         ]
         order = sorted(cases, key=lambda case: (case.mark != "worse", -case.now.value))
-        behind = history.commits_since(own[-1].commit)
-        found.append(Machine(name, own[-1], len(own), behind, order, _areas(own, label, cases)))
-    return sorted(found, key=lambda machine: -machine.newest.date_ms)
+        newer = history.commits_since(own[-1].commit)
+        shown.append(Machine(name, own[-1], len(own), newer, order, _areas(own, label, cases)))
+    return sorted(shown, key=lambda machine: -machine.newest.date_ms)
 
 
 def _case(label: Label, own: Sequence[history.Point], name: str) -> LatestRatio:
-    having = [point for point in own if name in point.ratios]
-    now, course = having[-1].ratios[name], [point.ratios[name].value for point in having]
+    with_case = [point for point in own if name in point.ratios]
+    now, course = with_case[-1].ratios[name], [point.ratios[name].value for point in with_case]
     earlier = course[-1 - decision.EARLIER_POINTS : -1]
     was = statistics.median(earlier) if earlier else None
     limit = {"worse": decision.LIMIT * (was or 0.0), "slower": 1.0}.get(_mark(label, now, was), math.inf)
@@ -217,7 +214,7 @@ def _case(label: Label, own: Sequence[history.Point], name: str) -> LatestRatio:
 def _areas(
     own: Sequence[history.Point], label: Mapping[str, Label], cases: Sequence[LatestRatio]
 ) -> list[DashboardArea]:
-    found: list[DashboardArea] = []
+    areas: list[DashboardArea] = []
     for area in AREAS:
         names = [name for name in label if label[name].area == area]
         lines = dict.fromkeys(label[name].curve for name in names)
@@ -228,45 +225,45 @@ def _areas(
         ]
         if drawn:
             inside = [case for case in cases if case.label.area == area]
-            found.append(DashboardArea(area, inside[0].label.unit, drawn, inside))
-    return found
+            areas.append(DashboardArea(area, inside[0].label.unit, drawn, inside))
+    return areas
 
 
 def headlines() -> dict[str, Label]:
-    """What history measures, by the name that a point has for it."""
-    found: dict[str, Label] = {}
+    """Return the cases that `ci/bench --history` measures, by their names in a point."""
+    labels: dict[str, Label] = {}
     for kind in filter(benchmark_cases.is_tracked, benchmark_cases.load_all()):
         for case in benchmark_cases.cases(kind, LEFT_OUT_OF_HISTORY):
-            given = dict(zip(kind.param_names, case, strict=True))
-            if given.get("subject", "impl") == "impl":
-                values = [value for name, value in given.items() if name != "subject"]
-                found[benchmark_cases.name_of(kind, tuple(values))] = _label(kind, given)
-    return found
+            parameters = dict(zip(kind.param_names, case, strict=True))
+            if parameters.get("subject", "impl") == "impl":
+                values = [value for name, value in parameters.items() if name != "subject"]
+                labels[benchmark_cases.name_of(kind, tuple(values))] = _label(kind, parameters)
+    return labels
 
 
-def _label(kind: Any, given: dict[str, Any]) -> Label:
+def _label(kind: Any, parameters: dict[str, Any]) -> Label:
     is_ratio = issubclass(kind, comparison.Ratio)
     method = "track_ratio_vs_torch" if is_ratio else "track_bytes"
     return Label(
         kind.title if is_ratio else kind.track_bytes.pretty_name,
         asv_format.name_of(kind, method),
-        given,
+        parameters,
         kind.area,
-        re.sub(r"^1 (\w+)s$", r"1 \1", kind.curve.format(**given)),
+        re.sub(r"^1 (\w+)s$", r"1 \1", kind.curve.format(**parameters)),
         "time" if is_ratio else "bytes",
         getattr(kind, "is_one_off", False),
     )
 
 
-def page(found: list[Machine], subjects: Mapping[str, str] | None = None) -> str:
-    """The page; `subjects` are the commits' by their ids."""
+def page(shown: list[Machine], subjects: Mapping[str, str] | None = None) -> str:
+    """Return the page as HTML. `subjects` maps commit ids to the subjects of their messages."""
     import jinja2  # noqa: PLC0415 (asv imports each module of this folder, also where there is no jinja2)
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"day": drawing.day, "ratio": drawing.in_digits}
     template = environment.from_string(_TEMPLATE.read_text())
     return template.render(
-        machines=found, limit=decision.LIMIT, earlier=decision.EARLIER_POINTS, subjects=subjects or {}
+        machines=shown, limit=decision.LIMIT, earlier=decision.EARLIER_POINTS, subjects=subjects or {}
     )
 
 

@@ -1,10 +1,11 @@
-"""Whose the numbers are, and what they depend on.
+"""Names and descriptions of the machines that record results.
 
-A machine is judged only by points of its own, or of a pool of equal machines whose name was given: what can be read of
-a machine, a processor and a number of cores or the id of its system's image, is shared by machines of other speed. So
-one that makes points gets a name that no other has, once, which is kept where programs keep their state.
+A machine is judged only by its own recorded results, or by those of a pool of equal machines that the user names. A
+processor and a number of cores do not identify a machine, nor does the id of its system image, because machines of
+different speed share them. So a machine gets a unique name when it first records a result, stored in the user's state
+folder.
 
-Needs nothing but Python: `ci/bench` asks before there is an environment, `ci/gpu` where none may be made.
+This module needs only Python, because `ci/bench` and `ci/gpu` use it without an environment.
 """
 
 import argparse
@@ -15,29 +16,29 @@ import secrets
 import subprocess
 from pathlib import Path
 
-NAME = r"\w[\w.-]*"  # it is a folder's
+NAME = r"\w[\w.-]*"  # name of a folder, too
 NAME_RULE = "letters, digits, '-', '_' and '.', such as lab-h100"
 
 
-def checked_name(text: str) -> str:
-    """What an option `--machine` takes."""
+def machine_name(text: str) -> str:
+    """Return `text` if it is a valid machine name. Raise ArgumentTypeError otherwise."""
     if not re.fullmatch(NAME, text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a machine; expected {NAME_RULE}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid machine name; expected {NAME_RULE}")
     return text
 
 
 def own_name() -> str:
-    """The name under which this machine has made points; empty if it has made none."""
+    """Return the name under which this machine has recorded results, or an empty string if it has not."""
     try:
         name = _own_file().read_text().strip()
     except (OSError, RuntimeError, ValueError):  # no file, no home, no text
         return ""
-    # A home that has moved to other hardware took the file along.
+    # A home folder that was moved to other hardware contains the file of the old machine.
     return name if re.fullmatch(rf"{re.escape(_kind())}-[0-9a-f]+", name) else ""
 
 
 def make_own_name() -> str:
-    """The same, made if there is none: for whoever adds points."""
+    """Return this machine's name, and create it if there is none. Call it only to record results."""
     if not (name := own_name()):
         name = f"{_kind()}-{secrets.token_hex(3)}"
         _own_file().parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def make_own_name() -> str:
 
 
 def _own_file() -> Path:
-    """By the host, since hosts may share a home."""
+    """Return the file with this machine's name. Its name contains the host, because hosts may share a home folder."""
     state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
     return Path(state, "tandem", f"machine-{platform.node()}")
 
@@ -58,9 +59,9 @@ def _kind() -> str:
 
 
 def describe_machine(name: str, gpu_in_use: str = "none") -> dict[str, str]:
-    """The keys by which asv tells machines apart; all machines must have the same ones.
+    """Return asv's keys of a machine. All machines must have the same keys.
 
-    `gpu_in_use` is what a caller knows of, where nvidia-smi may be missing.
+    `gpu_in_use` is the GPU that the caller knows of. It is used if nvidia-smi is missing.
     """
     gpu, driver = nvidia()
     memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
@@ -77,7 +78,7 @@ def describe_machine(name: str, gpu_in_use: str = "none") -> dict[str, str]:
 
 
 def nvidia() -> tuple[str, str]:
-    """Name and driver of the first GPU."""
+    """Return the name and driver of the first GPU, or 'none' for both."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         reported = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -89,8 +90,8 @@ def nvidia() -> tuple[str, str]:
 
 def cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    found = (
+    match = (
         re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     )
-    name = found[1] if found else platform.processor() or platform.machine()
+    name = match[1] if match else platform.processor() or platform.machine()
     return re.sub(r"\(R\)|\(TM\)|\bCPU\b|@.*$", "", name).strip()

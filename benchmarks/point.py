@@ -1,7 +1,7 @@
-"""A point of the clock in one file, `point.json`: `ci/gate` and `ci/gpu` leave it, `ci/bench --add` keeps it.
+"""Results in one file, `point.json`, which `ci/gate` and `ci/gpu` write and `ci/bench --add` records.
 
-It holds what asv is to show, what ran (git's ids of the files, for a machine without git), and whose it is. Needs
-nothing but Python, and git where it is added.
+The file holds asv's results, the source files that ran (as git's ids, for a machine without git), and the machine.
+This module needs only Python, and git to record the results.
 """
 
 from __future__ import annotations
@@ -20,39 +20,43 @@ FILE = "point.json"
 
 
 class Unfit(ValueError):
-    """Why the point cannot be kept, in words for its user."""
+    """Raised when the results in a file cannot be recorded. The text is for the user."""
 
 
-def whole(results: Mapping[str, Any], described: Mapping[str, str], ran: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the file.
+def content_of(
+    results: Mapping[str, Any], description: Mapping[str, str], ran: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of the file.
 
     Args:
-        results: asv's, without a commit.
-        described: the machine, as `describe_machine` does it.
-        ran: what `source.here` says.
+        results: asv's results, without a commit.
+        description: the machine, from `describe_machine`.
+        ran: the source files, from `source.here`.
     """
     return {
         "results": results,
-        "machine": {**described, "version": asv_format.VERSION_OF_MACHINE},
+        "machine": {**description, "version": asv_format.VERSION_OF_MACHINE},
         "host": _this_host(),
         "source": ran,
     }
 
 
 def add(point: Path, name: str | None = None, root: Path = source.ROOT) -> list[Path]:
-    """Put a point, or the one of a folder, where asv finds it; the files that hold it. To do it again changes nothing.
+    """Record the results of a file, or of a folder with such a file, where asv finds them. Return the written files.
+
+    Adding the same results again changes nothing.
 
     Args:
-        name: the machine's, if it is not to be the one that it was measured under.
+        name: the machine's name, if it differs from the name in the file.
 
     Raises:
-        Unfit: it is no point, is of code that is no commit of this repository, or of a machine without a name.
+        Unfit: the file is invalid, its code is not a commit of this repository, or its machine has no name.
     """
     content = _read(point / FILE if point.is_dir() else point)
     try:
         commit = source.commit_of(content["source"]["files"], content["source"]["commit"], root)
     except source.UnknownSource as error:
-        raise Unfit(f"{point} cannot be kept: {error}") from None
+        raise Unfit(f"{point} cannot be recorded: {error}") from None
     own = {"machine": name or content["machine"]["machine"] or _name_here(content, point)}
     if not re.fullmatch(machine.NAME, own["machine"]):
         raise Unfit(f"{point} names its machine {own['machine']!r}; expected {machine.NAME_RULE}")
@@ -63,12 +67,12 @@ def add(point: Path, name: str | None = None, root: Path = source.ROOT) -> list[
 
 def _name_here(content: Mapping[str, Any], point: Path) -> str:
     if content["host"] != _this_host():
-        raise Unfit(f"{point} is of another machine and has no name for it; give one by --machine NAME")
+        raise Unfit(f"{point} was measured on another machine, which has no name; pass --machine NAME")
     return machine.make_own_name()
 
 
 def _this_host() -> str:
-    """Enough to tell hosts apart; reports are published, and their names need not be."""
+    """Return a hash that identifies the host. Reports are published, so they must not contain its name."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
@@ -77,11 +81,11 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
     except OSError as error:
         raise Unfit(
-            f"there are no timings at {file} ({error.strerror}); a run of ci/gate or ci/gpu that times impl leaves them"
+            f"there are no timings at {file} ({error.strerror}); run ci/gate or ci/gpu with timing of impl first"
         ) from None
     except ValueError as error:
-        raise Unfit(f"{file} is not whole: {error}") from None
+        raise Unfit(f"{file} is incomplete: {error}") from None
     missing = {"results", "machine", "host", "source"} - set(content)
     if missing:
-        raise Unfit(f"{file} is no point: it lacks {', '.join(sorted(missing))}")
+        raise Unfit(f"{file} is not a file of results: it lacks {', '.join(sorted(missing))}")
     return content

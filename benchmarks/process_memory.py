@@ -1,4 +1,4 @@
-"""What Linux says of the memory that this process takes; what the allocator has kept for later is given back first."""
+"""Memory of this process as Linux reports it, without the free memory that the allocator holds."""
 
 import ctypes
 import gc
@@ -9,37 +9,38 @@ _PEAK = Path("/proc/self/clear_refs")
 
 
 def give_back_at_once() -> None:
-    """From here on whatever is freed of what is large goes back to the system, so that the peak is what is in use."""
-    of_mmap_threshold = -3  # M_MMAP_THRESHOLD of <malloc.h>
-    ctypes.CDLL(None).mallopt(of_mmap_threshold, 1 << 16)
+    """Return freed large blocks to the system immediately, so that the peak counts only memory in use."""
+    m_mmap_threshold = -3  # M_MMAP_THRESHOLD of <malloc.h>
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 16)
 
 
 def resident_bytes() -> int:
-    return _reported("VmRSS")
+    return _read_status("VmRSS")
 
 
 def forget_peak() -> None:
-    """Have the peak begin anew."""
+    """Reset the peak to the current memory."""
     gc.collect()
     _PEAK.write_text("5")
 
 
 def peak_bytes() -> int:
-    return _reported("VmHWM")
+    return _read_status("VmHWM")
 
 
-def asked_of_new_ranks(case: str, world_size: int, **given: Any) -> int:
-    """What the first of `world_size` ranks that have had no other model answers to `module:function`."""
-    from conformance.ranks import RankPool  # noqa: PLC0415 (brings what only the judge needs)
+def run_on_new_ranks(case: str, world_size: int, **arguments: Any) -> int:
+    """Run `case` (`module:function`) on `world_size` fresh ranks and return the result of the first rank."""
+    from conformance.ranks import RankPool  # noqa: PLC0415 (imports modules that only the judge needs)
 
     if not _PEAK.exists():
-        raise NotImplementedError("asks Linux")
+        raise NotImplementedError("reads /proc, which only Linux has")
     with RankPool(world_size) as pool:
-        return pool.run(case, deadline_s=300, **given)[0]
+        return pool.run(case, deadline_s=300, **arguments)[0]
 
 
-def _reported(what: str) -> int:
+def _read_status(key: str) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    [line] = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(what)]
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(key)]
     return int(line.split()[1]) * 1024

@@ -1,9 +1,9 @@
-"""How often the clock's verdict is red, with a slowdown injected into impl and without: whole runs, counted.
+"""Count how many runs of the benchmarks are red, with a slowdown injected into impl and without.
 
 python -m benchmarks.rates --runs 20
-python -m benchmarks.rates --runs 20 --busy 1      with so many cores taken by another program
+python -m benchmarks.rates --runs 20 --busy 1      while another program occupies one core
 
-What the runs are judged by is the median of three runs before them.
+The baseline is the median of three runs before them.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CASES = (
     "RatioUnscale[1000x1k, float32, kept, cpu]",
 )
 _DEADLINE_S = 600
-# Ends with its parent, even one that is killed.
+# The program ends with its parent, even if the parent is killed.
 _BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
@@ -37,29 +37,46 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--runs", type=int, default=20, metavar="N", help="with the slowdown, and as many without")
-    add("--slow", type=float, default=1.5, metavar="TIMES", help="as python -m benchmarks has it")
-    add("--busy", type=int, default=0, metavar="CORES", help="cores that another program takes meanwhile")
-    add("--case", action="append", metavar="NAME", help="which cases (default: three on 1000 short tensors)")
+    add(
+        "--runs",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of runs with the slowdown, and of runs without (default: 20)",
+    )
+    add("--slow", type=float, default=1.5, metavar="TIMES", help="factor of the slowdown (default: 1.5)")
+    add(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="CORES",
+        help="number of cores that another program occupies (default: 0)",
+    )
+    add(
+        "--case",
+        action="append",
+        metavar="NAME",
+        help="case to run (repeatable; default: three on 1000 short tensors)",
+    )
     options = parser.parse_args()
     cases = options.case or list(CASES)
     with tempfile.TemporaryDirectory() as folder:
         baseline = Path(folder, "baseline.json")
-        baseline.write_text(json.dumps(_middle([_run(cases, "--unjudged") for _ in range(3)])))
-        kinds = {"as it is": [], f"slowed {options.slow:g} times": [f"--slow={options.slow:g}"]}
+        baseline.write_text(json.dumps(_median_report([_run(cases, "--unjudged") for _ in range(3)])))
+        kinds = {"unchanged": [], f"slower by a factor of {options.slow:g}": [f"--slow={options.slow:g}"]}
         red, verdicts = Counter(), {kind: Counter() for kind in kinds}
         with _busy(options.busy):
             for position in range(1, options.runs + 1):
                 for kind, words in kinds.items():
-                    found = [row["verdict"] for row in _run(cases, f"--baseline={baseline}", *words)["rows"]]
-                    red[kind] += any(verdict in decision.RED for verdict in found)
-                    verdicts[kind].update(found)
-                reported = (f"{kind}: {_reported(red[kind], position, verdicts[kind])}" for kind in kinds)
-                print("; ".join(reported), flush=True)
+                    rows = _run(cases, f"--baseline={baseline}", *words)["rows"]
+                    red[kind] += any(row["verdict"] in decision.RED for row in rows)
+                    verdicts[kind].update(row["verdict"] for row in rows)
+                lines = (f"{kind}: {_summary(red[kind], position, verdicts[kind])}" for kind in kinds)
+                print("; ".join(lines), flush=True)
     return 0
 
 
-def _reported(red: int, runs: int, verdicts: Counter[str]) -> str:
+def _summary(red: int, runs: int, verdicts: Counter[str]) -> str:
     cases = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
     return f"{red} of {runs} runs red (cases: {cases})"
 
@@ -73,8 +90,8 @@ def _run(cases: list[str], *words: str) -> dict[str, Any]:
         return json.loads(file.read_text())
 
 
-def _middle(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """One report with the median ratio of each case."""
+def _median_report(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first report with the median ratio of each case."""
     rows = zip(*(report["rows"] for report in reports), strict=True)
     return reports[0] | {
         "rows": [

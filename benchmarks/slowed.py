@@ -1,4 +1,4 @@
-"""A slowdown injected into impl: does the verdict on time find it? On CUDA it slows launches only."""
+"""Slowdown of impl's kernels, to test that the speed verdict finds it. On CUDA it only slows launches."""
 
 import functools
 import importlib
@@ -11,8 +11,9 @@ KERNELS = ("clamp_", "scale_", "total_norm", "unscale_")
 
 
 def slow_kernels(times: float) -> None:
-    """Make each kernel of this process take that many times as long, wherever impl has its name."""
-    for public in ("amp", "nn.utils"):  # whose modules hold the kernels under names of their own
+    """Multiply the time of each kernel in this process by `times`, in all modules of impl that import it."""
+    # The modules that bind the kernels to names of their own must be imported before they can be patched.
+    for public in ("amp", "nn.utils"):
         importlib.import_module(f"impl.{public}")
     kernels = importlib.import_module("impl.kernels")
     slowed = {id(kernel): _slowed(kernel, times) for kernel in (getattr(kernels, name) for name in KERNELS)}
@@ -27,10 +28,10 @@ def _slowed(kernel: Callable[..., Any], times: float) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        made = kernel(*args, **kwargs)
+        result = kernel(*args, **kwargs)
         end = start + (time.perf_counter() - start) * times
         while time.perf_counter() < end:
             pass
-        return made
+        return result
 
     return call

@@ -1,4 +1,7 @@
-"""Which code ran. A host need have no git: the files' ids, which are git's own, tell the commit to whoever has it."""
+"""Identity of the code that ran: git's id of each file.
+
+The ids can be computed on a host without git. A repository that has the commit finds it by them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a result depends on.
+# Files that a result depends on.
 _FOLDERS = ("impl", "benchmarks", "conformance")
 _FILES = ("ci/gpu", "pyproject.toml")
 _MADE = ("__pycache__", "benchmarks/results")
@@ -16,16 +19,16 @@ _DEADLINE_S = 60
 
 
 class UnknownSource(ValueError):
-    """No commit of this repository is what ran."""
+    """Raised if no commit of this repository has the files that ran."""
 
 
 def here(root: Path = ROOT) -> dict[str, Any]:
-    """What would run now."""
+    """Return the current commit and the ids of the current files."""
     return {"commit": commit_here(root), "files": files(root)}
 
 
 def files(root: Path = ROOT) -> dict[str, str]:
-    """git's id of each file, by its path."""
+    """Return git's id of each file, by path."""
     paths = [path for folder in _FOLDERS for path in (root / folder).rglob("*")]
     paths += [root / name for name in _FILES]
     names = (path.relative_to(root).as_posix() for path in paths if path.is_file())
@@ -47,7 +50,7 @@ def files_of(commit: str, root: Path = ROOT) -> dict[str, str]:
 
 
 def commit_here(root: Path = ROOT) -> str | None:
-    """The commit that is checked out; None where nobody can say."""
+    """Return the commit that is checked out, or None without git."""
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", "HEAD").strip() or None
     except (OSError, subprocess.SubprocessError):
@@ -55,10 +58,10 @@ def commit_here(root: Path = ROOT) -> str | None:
 
 
 def commit_of(ran: dict[str, str], claimed: str | None, root: Path = ROOT) -> str:
-    """The commit whose files are those that ran: the one claimed, or else the oldest of the history that has them.
+    """Return the commit with the files that ran: `claimed` if given, else the oldest commit in history with them.
 
     Raises:
-        UnknownSource: the claimed commit is not in this repository, or has other files; or no commit has these.
+        UnknownSource: `claimed` is not in this repository or has other files, or no commit has these files.
     """
     if claimed is not None:
         try:
@@ -70,34 +73,35 @@ def commit_of(ran: dict[str, str], claimed: str | None, root: Path = ROOT) -> st
         if known != ran:
             raise UnknownSource(
                 f"they were measured in a dirty tree: at commit {claimed[:12]}, but with other contents of "
-                f"{_some(differing(known, ran))}; commit them and measure again"
+                f"{_list_some(differing(known, ran))}; commit them and measure again"
             )
         return claimed
-    found = [commit for commit in _history(root) if files_of(commit, root) == ran]
-    if not found:
+    commits = [commit for commit in _history(root) if files_of(commit, root) == ran]
+    if not commits:
         head = files_of("HEAD", root)
         raise UnknownSource(
-            "they were measured with files that no commit of this repository has (compared with the current one, "
-            f"others are {_some(differing(head, ran))}); commit them and measure again"
+            "they were measured with files that no commit of this repository has (different from the current commit: "
+            f"{_list_some(differing(head, ran))}); commit them and measure again"
         )
-    return found[-1]
+    return commits[-1]
 
 
-def differing(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+def differing(expected: dict[str, str], actual: dict[str, str]) -> list[str]:
+    names = expected.keys() | actual.keys()
+    return sorted(name for name in names if expected.get(name) != actual.get(name))
 
 
-def _some(names: list[str], most: int = 5) -> str:
+def _list_some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _history(root: Path) -> list[str]:
-    """Newest first."""
+    """Return all commits that changed the files, newest first."""
     return _git(root, "rev-list", "--all", "--topo-order", "--", *_FOLDERS, *_FILES).split()
 
 
 def author_date_ms(commit: str, root: Path = ROOT) -> int:
-    """The date by which asv orders commits."""
+    """Return the author date of a commit, by which asv orders commits."""
     return int(_git(root, "show", "-s", "--format=%at", commit)) * 1000
 
 

@@ -1,8 +1,8 @@
-"""Two pieces of work timed against each other in one process, by turns.
+"""Paired timing: two workloads timed alternately in one process, for their ratio.
 
-Why by turns: on a shared machine the absolute time of the same code drifts by tens of per cent within a minute,
-but neighbours in time drift together, so the ratio of two neighbouring chunks holds still. Many short chunks do
-better than few long ones: of a true 0.63, 15 pairs of 5 ms gave 0.50 to 0.68, 150 pairs of 0.5 ms 0.62 to 0.634.
+On a shared machine the absolute time of the same code drifts by tens of per cent within a minute. Neighbouring chunks
+drift together, so their ratio is stable. Many short chunks are better than few long ones: for a true ratio of 0.63,
+15 pairs of 5 ms gave 0.50 to 0.68, and 150 pairs of 0.5 ms gave 0.62 to 0.634.
 """
 
 import gc
@@ -16,34 +16,34 @@ import torch
 
 from benchmarks.decision import LIMIT
 
-# The effects of both subjects are compared before they are timed. This finds wrong or missing work, not rounding,
-# which the conformance suite judges: torch's own norm of 10^8 float32 elements is off by almost 1e-3.
+# The effects of both libraries are compared before they are timed. This finds wrong or missing work. It does not check
+# rounding, which the conformance suite judges: torch's norm of 10^8 float32 elements has an error of almost 1e-3.
 SPOT_CHECK_RTOL = {torch.float32: 5e-3, torch.bfloat16: 2e-2}
-SPOT_CHECK_ATOL = 1e-6  # clipped to norm 1, an element of the largest list is about 1e-4
+# An element of the largest list is about 1e-4 after clipping to norm 1.
+SPOT_CHECK_ATOL = 1e-6
 
 
-FEWEST_PAIRS = 5  # however slow the machine
-LONG_S = 0.25  # a call that is warmed up twice, not three times
+FEWEST_PAIRS = 5  # minimum on a slow machine
+LONG_S = 0.25  # a longer call is warmed up twice, not three times
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed: `call`. `prepare` puts things back before each call and is not timed."""
+    """Work to time. `call` is timed, `prepare` restores the inputs before each call and is not timed."""
 
     call: Callable[[], object]
     prepare: Callable[[], object] | None = None
-    effect: Callable[[], list[torch.Tensor]] | None = (
-        None  # from fixed inputs, one call, copies of what it made
-    )
+    # Makes one call on fixed inputs and returns copies of its results.
+    effect: Callable[[], list[torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure. A case takes about `budget_s`; for its `least_pairs` up to three times that.
+    """Amount of measurement. A case takes about `budget_s`, and up to three times that to reach `least_pairs`.
 
-    After so many pairs as one of `looks` it is done if its interval is so narrow that a ratio that has stayed the same
-    does not look slower. Each look is another chance of being wrong: each interval is wider for it, so that the one
-    at which a case ends, whichever that is, holds the median as often as if there had been no choice.
+    After a number of pairs in `looks`, a case ends early if its interval is so narrow that an unchanged ratio cannot
+    look slower. Every look is another chance of error. So all intervals are wider, and the final interval contains the
+    median as often as without looks.
     """
 
     pairs: int = 150
@@ -51,7 +51,8 @@ class Effort:
     chunk_s: float = 0.0005
     budget_s: float = 10.0
     looks: tuple[int, ...] = ()
-    looks_from_s: float = 0.5  # pairs of one moment can agree for its sake: shorter cases go on to their end
+    # No look before this time, because pairs of one short moment can agree by chance.
+    looks_from_s: float = 0.5
 
     @property
     def confidence(self) -> float:
@@ -68,7 +69,7 @@ class Paired:
     ratio: float  # subject ÷ reference, median over the pairs: lower is better
     low: float  # 95% interval of that median, over all looks
     high: float
-    noise: float  # median absolute deviation of the pairs' ratios, as a share of `ratio`
+    noise: float  # median absolute deviation ÷ `ratio`
     subject_s: float
     reference_s: float
     pairs: int
@@ -81,7 +82,7 @@ def paired(subject: Workload, reference: Workload, device: str = "cpu", effort: 
 def by_turns(
     subject: Workload, references: Sequence[Workload], device: str = "cpu", effort: Effort = FULL
 ) -> list[Paired]:
-    """Measure `subject` ÷ each reference, in chunks of several calls, in the order ABBA so that drift cancels."""
+    """Measure `subject` ÷ each reference, in chunks of several calls, in the order ABBA so that drift cancels out."""
     _check_same_effects(subject, references)
     stopwatch = CudaStopwatch() if device == "cuda" else HostStopwatch()
     works = [subject, *references]
@@ -91,8 +92,8 @@ def by_turns(
     try:
         calls = [_calls_per_chunk(work, stopwatch, effort.chunk_s) for work in works]
         turn = list(zip(works, calls, seconds, strict=True))
-        begun = time.perf_counter()
-        while not _is_enough(seconds, time.perf_counter() - begun, effort):
+        began = time.perf_counter()
+        while not _is_enough(seconds, time.perf_counter() - began, effort):
             for work, number, taken in turn:
                 taken.append(stopwatch.per_call(work, number))
             turn.reverse()
@@ -111,7 +112,7 @@ def _is_enough(seconds: list[list[float]], spent_s: float, effort: Effort) -> bo
         or (
             pairs in effort.looks
             and spent_s >= effort.looks_from_s
-            and all(one.high < one.low * LIMIT for one in _summaries(seconds, effort))
+            and all(pair.high < pair.low * LIMIT for pair in _summaries(seconds, effort))
         )
     )
 
@@ -131,13 +132,14 @@ def summary(subject_s: list[float], reference_s: list[float], confidence: float 
 
 
 def median_interval(ordered: list[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The order statistics that enclose the median of the distribution with at least that confidence.
+    """Return the order statistics that enclose the median of the distribution with at least this confidence.
 
-    How many of n draws fall below it is binomial(n, 1/2), whatever the distribution. Too few draws (under six
-    for 95%) enclose it with less; they give their whole range.
+    The number of n draws below the median is binomial(n, 1/2) for every distribution. With too few draws (under six for
+    95%) the confidence is lower, and the result is their full range.
     """
     n = len(ordered)
-    tail, below = 0.0, 0  # chance that at most `below` - 1 draws fall below the median
+    # `tail` is the probability that at most `below` - 1 draws are below the median.
+    tail, below = 0.0, 0
     while tail + (step := math.comb(n, below) / 2**n) <= (1 - confidence) / 2:
         tail, below = tail + step, below + 1
     rank = max(below - 1, 0)
@@ -162,7 +164,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """Device time between two events. A call whose launches take longer than its kernels shows its launches."""
+    """Device time between two events. It is the launch time if the launches take longer than the kernels."""
 
     def per_call(self, work: Workload, calls: int) -> float:
         events = [
@@ -181,9 +183,11 @@ class CudaStopwatch:
 
 def _calls_per_chunk(work: Workload, stopwatch: HostStopwatch | CudaStopwatch, chunk_s: float) -> int:
     calls = 1
-    if work.effect is None:  # which called it
-        stopwatch.per_call(work, 1)  # first calls build caches and compile
-    if stopwatch.per_call(work, 1) >= LONG_S:  # a chunk of its own, and more calls cost more than they give
+    # First calls build caches and compile. `effect` has made one already.
+    if work.effect is None:
+        stopwatch.per_call(work, 1)
+    # A long call is a chunk by itself, and more warm-up costs more than it gains.
+    if stopwatch.per_call(work, 1) >= LONG_S:
         return calls
     stopwatch.per_call(work, 1)
     while (took_s := stopwatch.per_call(work, calls) * calls) < chunk_s and calls < 1 << 16:
@@ -195,11 +199,13 @@ def _check_same_effects(subject: Workload, references: Sequence[Workload]) -> No
     effects = [reference.effect for reference in references if reference.effect is not None]
     if subject.effect is None or not effects:
         return
-    made = subject.effect()
+    results = subject.effect()
     for effect in effects:
         expected = effect()
-        assert len(made) == len(expected), f"the subject made {len(made)} tensors, torch {len(expected)}"
-        for actual, want in zip(made, expected, strict=True):
+        assert len(results) == len(expected), (
+            f"the subject returned {len(results)} tensors, torch {len(expected)}"
+        )
+        for actual, want in zip(results, expected, strict=True):
             torch.testing.assert_close(
                 actual.to(want.dtype), want, rtol=SPOT_CHECK_RTOL[want.dtype], atol=SPOT_CHECK_ATOL
             )

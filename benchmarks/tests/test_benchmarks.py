@@ -1,4 +1,4 @@
-"""The clock's own arithmetic, and that asv will find every benchmark. Nothing is timed here."""
+"""Tests of the benchmarks' arithmetic, and that asv finds every benchmark. Nothing is timed here."""
 
 import argparse
 import math
@@ -20,8 +20,8 @@ RATIOS = comparison.Ratio.__subclasses__()
 
 
 @pytest.mark.parametrize("kind", RATIOS, ids=lambda kind: kind.__name__)
-def test_each_ratio_spells_out_its_setup_cache(kind):
-    """One that is inherited shares its line with the others, and asv would run it for one class alone."""
+def test_each_ratio_defines_its_setup_cache(kind):
+    """An inherited one has the same line for all classes, and asv would run it for one class only."""
     assert "setup_cache" in vars(kind)
 
 
@@ -34,7 +34,7 @@ def test_parameters_have_names(kind):
     assert int(kind.version) >= 1
 
 
-def test_what_is_done_once_is_known():
+def test_benchmarks_of_one_off_work_are_marked():
     assert {kind.__name__ for kind in RATIOS if kind.is_one_off} == {
         "RatioImport",
         "RatioFsdpWrap",
@@ -46,14 +46,14 @@ def test_what_is_done_once_is_known():
     }
 
 
-def test_quick_leaves_something_of_each_ratio_but_those_that_tell_least():
+def test_quick_has_cases_of_each_ratio_except_two():
     assert {kind.__name__ for kind in RATIOS if not benchmark_cases.cases(kind, LEFT_OUT_OF_QUICK)} == {
         "RatioFullyShardOwnState",
         "RatioFullyShardStepToFsdp1",
     }
 
 
-def test_history_has_what_the_dashboard_draws():
+def test_history_includes_all_cases_of_the_dashboard():
     tracked = [kind for kind in benchmark_cases.load_all() if benchmark_cases.is_tracked(kind)]
     assert set(RATIOS) <= set(tracked)
     assert all(hasattr(kind, "curve") for kind in tracked)
@@ -82,32 +82,32 @@ def test_median_interval_encloses_the_median_often_enough(draws):
     assert hits / trials > 0.95 - 3 * math.sqrt(0.05 * 0.95 / trials)
 
 
-def test_summary_is_of_pairs_not_of_sums():
-    """One pair during which the machine stood still must not count."""
+def test_summary_is_the_median_of_pairs():
+    """A pair during which the machine paused must not change the result."""
     result = summary([1.0, 2.0, 30.0, 1.0, 1.0], [2.0, 4.0, 1.0, 2.0, 2.0])
     assert (result.ratio, result.noise, result.pairs) == (0.5, 0.0, 5)
 
 
-class Drawn:
-    """A stopwatch by which a call takes what it says."""
+class FakeStopwatch:
+    """Stopwatch whose time of a call is the value that the call returns."""
 
     def per_call(self, work, calls):
         return work.call()
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.1, 0.15, 0.3])
-def test_a_case_that_ends_early_is_wrong_no_more_often(monkeypatch, spread):
-    """Its interval misses what is true, and a case that is as it was looks slower, as rarely as after all pairs."""
-    monkeypatch.setattr(timing, "HostStopwatch", Drawn)
+def test_early_end_adds_no_errors(monkeypatch, spread):
+    """An early end misses the true ratio, and raises a false alarm, no more often than all pairs."""
+    monkeypatch.setattr(timing, "HostStopwatch", FakeStopwatch)
     chance = random.Random(spread)
     subject, reference = Workload(lambda: 0.7 * chance.lognormvariate(0.0, spread)), Workload(lambda: 1.0)
     trials = 1_000
     rates = {}
     for effort in (replace(QUICK, looks_from_s=0.0), replace(QUICK, looks=())):
-        found = [paired(subject, reference, "cpu", effort) for _ in range(trials)]
-        missed = sum(not one.low <= 0.7 <= one.high for one in found) / trials
-        alarms = sum(one.ratio > 0.7 * LIMIT for one in found) / trials
-        rates[effort.looks] = missed, alarms, statistics.fmean(one.pairs for one in found)
+        results = [paired(subject, reference, "cpu", effort) for _ in range(trials)]
+        missed = sum(not result.low <= 0.7 <= result.high for result in results) / trials
+        alarms = sum(result.ratio > 0.7 * LIMIT for result in results) / trials
+        rates[effort.looks] = missed, alarms, statistics.fmean(result.pairs for result in results)
     (missed, alarms, pairs), (missed_by_all, alarms_by_all, all_pairs) = rates.values()
     assert missed < min(missed_by_all + 0.01, 0.05)
     assert alarms <= alarms_by_all + 0.001
@@ -115,43 +115,43 @@ def test_a_case_that_ends_early_is_wrong_no_more_often(monkeypatch, spread):
     assert pairs < 0.2 * all_pairs or spread > 0.05
 
 
-def test_what_is_timed_by_turns_has_a_ratio_to_each(monkeypatch):
-    """Each turn is taken backwards after it was taken forwards, so that drift cancels."""
-    monkeypatch.setattr(timing, "HostStopwatch", Drawn)
+def test_timing_by_turns_gives_a_ratio_to_each_reference(monkeypatch):
+    """The order of the workloads is reversed after each turn, so that drift cancels out."""
+    monkeypatch.setattr(timing, "HostStopwatch", FakeStopwatch)
     order = []
     works = [Workload(lambda took=took: order.append(took) or took) for took in (0.5, 1.0, 2.0)]
-    found = by_turns(works[0], works[1:], effort=QUICK)
-    assert [(one.ratio, one.pairs) for one in found] == [(0.5, QUICK.pairs), (0.25, QUICK.pairs)]
+    results = by_turns(works[0], works[1:], effort=QUICK)
+    assert [(result.ratio, result.pairs) for result in results] == [(0.5, QUICK.pairs), (0.25, QUICK.pairs)]
     assert order[-6:] == [0.5, 1.0, 2.0, 2.0, 1.0, 0.5]
 
 
 @pytest.mark.parametrize("wrong", ["value", "missing"])
-def test_what_does_other_work_is_not_timed(wrong):
+def test_workloads_with_different_effects_are_not_timed(wrong):
     def call() -> None: ...
 
-    made = [torch.full((3,), 1.5)] if wrong == "value" else []
-    subject = Workload(call, effect=lambda: made)
+    results = [torch.full((3,), 1.5)] if wrong == "value" else []
+    subject = Workload(call, effect=lambda: results)
     reference = Workload(call, effect=lambda: [torch.ones(3)])
     with pytest.raises(AssertionError):
         paired(subject, reference, "cpu", QUICK)
 
 
 @pytest.mark.parametrize("size", [1, 4_096, 4_097, 1_000_000])
-def test_some_of_a_tensor_spans_it(size):
-    (found,) = some_of([torch.arange(size).view(1, size)])
-    assert found[-1] == size - 1
-    assert len(found) == size if size <= 4_000 else 2_000 < len(found) <= 4_096
-    assert found[0] < size / 1_000
+def test_sample_spans_the_tensor(size):
+    (sample,) = some_of([torch.arange(size).view(1, size)])
+    assert sample[-1] == size - 1
+    assert len(sample) == size if size <= 4_000 else 2_000 < len(sample) <= 4_096
+    assert sample[0] < size / 1_000
 
 
-def test_an_effect_leaves_the_gradients_as_they_were():
+def test_effect_restores_the_gradients():
     data = training("4x1k", "float32", "cpu")
     before = [parameter.grad.clone() for parameter in data.parameters]
     data.effect_on_gradients(lambda: torch._foreach_mul_([p.grad for p in data.parameters], 3.0))
     assert all(map(torch.equal, before, [parameter.grad for parameter in data.parameters]))
 
 
-def test_renewed_gradients_have_the_same_values_elsewhere():
+def test_renewed_gradients_have_equal_values_at_other_addresses():
     data = training("4x1k", "float32", "cpu")
     data.keep()
     before = [parameter.grad for parameter in data.parameters]
@@ -162,46 +162,50 @@ def test_renewed_gradients_have_the_same_values_elsewhere():
 
 
 @pytest.mark.parametrize("reported", [("NVIDIA H200", "580"), ("none", "none")])
-def test_a_machine_tells_its_gpu_also_without_nvidia_smi(monkeypatch, reported):
+def test_machine_description_names_the_gpu_without_nvidia_smi(monkeypatch, reported):
     monkeypatch.setattr(machine, "nvidia", lambda: reported)
-    found = machine.describe_machine("lab", "NVIDIA H200")
-    assert (found["machine"], found["gpu"], found["driver"]) == ("lab", "NVIDIA H200", reported[1])
+    description = machine.describe_machine("lab", "NVIDIA H200")
+    assert (description["machine"], description["gpu"], description["driver"]) == (
+        "lab",
+        "NVIDIA H200",
+        reported[1],
+    )
 
 
 @pytest.fixture
 def state(monkeypatch, tmp_path):
-    """An empty place for the state of programs."""
+    """Empty folder for the state of programs."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state"
 
 
-def test_only_who_adds_points_has_a_name(state):
+def test_machine_gets_its_name_only_when_it_records_results(state):
     assert machine.own_name() == ""
     assert not state.exists()
     name = machine.make_own_name()
     assert machine.own_name() == machine.make_own_name() == name
-    assert machine.checked_name(name) == name
+    assert machine.machine_name(name) == name
 
 
-def test_no_two_machines_are_given_one_name(state, monkeypatch, tmp_path):
+def test_equal_machines_get_different_names(state, monkeypatch, tmp_path):
     name = machine.make_own_name()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another, equal one"))
     assert machine.make_own_name() != name
 
 
 @pytest.mark.parametrize(
-    ("what", "other"),
+    ("trait", "other"),
     [("platform.node", "another-host"), ("cpu_model", "Another CPU"), ("os.cpu_count", 999)],
 )
-def test_a_home_on_another_machine_brings_no_name(state, monkeypatch, what, other):
+def test_name_is_ignored_if_the_home_folder_is_on_another_machine(state, monkeypatch, trait, other):
     name = machine.make_own_name()
     with monkeypatch.context() as there:
-        there.setattr(f"benchmarks.machine.{what}", lambda: other)
+        there.setattr(f"benchmarks.machine.{trait}", lambda: other)
         assert machine.own_name() == ""
         assert machine.make_own_name() != name
 
 
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "two words", "a/b"])
-def test_what_cannot_name_a_folder_names_no_machine(name):
-    with pytest.raises(argparse.ArgumentTypeError, match="is no name of a machine"):
-        machine.checked_name(name)
+def test_machine_name_must_be_a_folder_name(name):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a valid machine name"):
+        machine.machine_name(name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import history
-from benchmarks.tests.clock_cases import CI, MACHINE, git, loaded, results
+from benchmarks.tests.result_cases import CI, MACHINE, git, load_command, results
 from conformance.judge.judgement import unavailable
 
 
@@ -142,7 +142,7 @@ def test_a_commit_that_is_none_is_reported(ci_history: ModuleType, repository: P
 def test_what_is_kept_of_a_run(
     monkeypatch: pytest.MonkeyPatch, ci_history: ModuleType, words: list[str], kept: str, stopped: bool
 ) -> None:
-    bench = loaded("bench")
+    bench = load_command("bench")
     added: list[Any] = []
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:

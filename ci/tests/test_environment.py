@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tests.clock_cases import CI
+from benchmarks.tests.result_cases import CI
 
 
 def test_what_they_start_keeps_its_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
         cwd=tmp_path, timeout=100, check=True,
     )  # fmt: skip
     theirs = {found["name"]: found for found in json.loads(file.read_text())}
-    ours = asv_format.described(benchmark_cases.load_all())
+    ours = asv_format.describe_benchmarks(benchmark_cases.load_all())
     assert ours.pop("version") == 2
     assert ours.keys() == theirs.keys()
     for name, described in ours.items():

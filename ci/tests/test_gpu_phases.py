@@ -43,7 +43,11 @@ def test_results_say_what_failed_and_what_was_not_measured() -> None:
         ("'torch'", "'cpu'"): None,
     }
     made = asv_format.results(
-        asv_format.described([kind]), {name: cases}, {"machine": "m"}, {"python": "3.12", "torch": "2.11"}, 7
+        asv_format.describe_benchmarks([kind]),
+        {name: cases},
+        {"machine": "m"},
+        {"python": "3.12", "torch": "2.11"},
+        7,
     )
     row = dict(zip(made["result_columns"], made["results"][name], strict=False))
     impl_cpu, impl_cuda, torch_cpu, torch_cuda = row["result"]

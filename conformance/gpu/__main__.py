@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import checked_name
+from benchmarks.machine import machine_name
 from conformance.gpu import judging_phase
 from conformance.gpu.bundle import Bundle
 from conformance.gpu.bundle_files import REPORT, SUMMARY
@@ -117,7 +117,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         help=f"seconds in all (default: {_BUDGET_S:g})",
     )
     add("--only", action="append", choices=NAMES, help="this phase (may be repeated)")
-    add("--machine", type=checked_name, metavar="NAME", help="under which its timings are kept")
+    add("--machine", type=machine_name, metavar="NAME", help="under which its timings are kept")
     add("--subject", default="impl", help="impl, torch, or any package that mirrors torch's paths")
     add("--profile", default="quick", choices=_PROFILES, help="how much to try")
     add("--tests", default="conformance", help="what the judge is asked for, as pytest takes it")

@@ -136,7 +136,7 @@ class Bundle:
         began_ms = int(self.began * 1000)
         results = asv_format.results(json.loads(described.read_text()), measured, machine, versions, began_ms)
         ran = {"commit": self._commit, "files": self._files}
-        self._put(point.FILE, json.dumps(point.whole(results, machine, ran)))
+        self._put(point.FILE, json.dumps(point.content_of(results, machine, ran)))
 
 
 def measured_by_name(rows: Sequence[dict[str, Any]]) -> asv_format.Measured:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import benchmark_cases, comparison, single
-from benchmarks.common import LEFT_OUT_OF_QUICK, tells_most
+from benchmarks.common import LEFT_OUT_OF_QUICK, is_included
 from benchmarks.timing import FULL
 from conformance.gpu.bundle_files import BENCHMARKS
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
@@ -37,7 +37,7 @@ class BenchmarkCase:
 
     @property
     def is_headline(self) -> bool:
-        return tells_most(dict(zip(self.kind.param_names, self.values, strict=True)), LEFT_OUT_OF_QUICK)
+        return is_included(dict(zip(self.kind.param_names, self.values, strict=True)), LEFT_OUT_OF_QUICK)
 
     @property
     def is_ratio(self) -> bool:
@@ -100,7 +100,7 @@ def _run(case: BenchmarkCase, most_s: float, subject: str, rows: Rows) -> None:
 def _measured(case: BenchmarkCase, most_s: float, subject: str) -> tuple[single.Values, dict[str, Any]]:
     """What asv keeps of each method, and what a report says beside."""
     effort = replace(FULL, budget_s=min(FULL.budget_s, most_s / 3))  # it may take three times that
-    values, paired = single.measured(case.kind, case.values, effort, subject, most_s)
+    values, paired = single.measure(case.kind, case.values, effort, subject, most_s)
     return values, vars(paired) if paired else {}
 
 

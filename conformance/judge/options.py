@@ -44,7 +44,7 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
 
 def of_gate(describes: str | None) -> argparse.ArgumentParser:
     """What `ci/gate` takes: it judges, times and trains, for which it needs the checkout."""
-    from benchmarks.machine import checked_name  # noqa: PLC0415 (lies in a checkout alone)
+    from benchmarks.machine import machine_name  # noqa: PLC0415 (lies in a checkout alone)
 
     parser = argparse.ArgumentParser(
         prog="ci/gate", description=describes, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,7 +67,7 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
     add("--baseline", type=file, metavar="REPORT.JSON", help="an earlier run to compare with")
     add(
         "--machine",
-        type=checked_name,
+        type=machine_name,
         metavar="NAME",
         help="whose points judge its speed: a pool of equal machines (default: this machine's own)",
     )

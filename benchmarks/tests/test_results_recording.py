@@ -1,4 +1,4 @@
-"""The points of the clock: how they are read and joined, and how a measured one finds its commit and its machine."""
+"""Tests of recorded results: reading, merging, and how a file of results finds its commit and machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import asv_format, benchmark_cases, history, machine, point, source
 from benchmarks.point import Unfit
-from benchmarks.tests.clock_cases import MACHINE, git, loaded, results
+from benchmarks.tests.result_cases import MACHINE, git, load_command, results
 
 pytestmark = pytest.mark.deadline(60)
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ GPU = {"machine": "a-gpu", "os": "Linux", "arch": "x86_64", "cpu": "C", "num_cpu
 GPU |= {"gpu": "H200", "driver": "580"}
 
 
-def test_a_point_is_read_as_it_was_added(tmp_path: Path) -> None:
+def test_added_point_reads_back_equal(tmp_path: Path) -> None:
     files = history.add(results({"few": 0.5}), MACHINE, "a" * 40, 1_000, tmp_path)
     assert [file.relative_to(tmp_path).as_posix() for file in files] == [
         "m/aaaaaaaa-existing-py3.11-torch2.13.0.json",
@@ -31,21 +31,21 @@ def test_a_point_is_read_as_it_was_added(tmp_path: Path) -> None:
     assert point.ratios == {"RatioClip[few]": history.RatioPoint(0.5, 0.1)}
 
 
-def test_memory_is_read_as_a_ratio_too(tmp_path: Path) -> None:
+def test_memory_is_read_as_a_ratio(tmp_path: Path) -> None:
     described = {
         "b.Peak.track_bytes": {"params": [["'impl'", "'torch'", "'DDP'"], ["2", "4"]], "version": "1"}
     }
     cells = {("'impl'", "2"): 60, ("'torch'", "2"): 80, ("'DDP'", "2"): 160, ("'impl'", "4"): 1}
-    kept: asv_format.Measured = {
+    values: asv_format.Measured = {
         "b.Peak.track_bytes": {case: {"result": value} for case, value in cells.items()}
     }
-    made = asv_format.results(described, kept, MACHINE, {"python": "3", "torch": "2"}, 7)
-    history.add(made, MACHINE, "a" * 40, 1_000, tmp_path)
-    (found,) = history.points(tmp_path)
-    assert found.ratios == {"Peak[2]": history.RatioPoint(0.75, 0.0)}
+    content = asv_format.results(described, values, MACHINE, {"python": "3", "torch": "2"}, 7)
+    history.add(content, MACHINE, "a" * 40, 1_000, tmp_path)
+    (point,) = history.points(tmp_path)
+    assert point.ratios == {"Peak[2]": history.RatioPoint(0.75, 0.0)}
 
 
-def test_what_a_later_run_did_not_measure_is_kept(tmp_path: Path) -> None:
+def test_later_run_keeps_cases_that_it_did_not_measure(tmp_path: Path) -> None:
     for ratios in ({"few": 0.5, "many": 0.6}, {"many": 0.7}):
         history.add(results(ratios), MACHINE, "a" * 40, 1_000, tmp_path)
     (point,) = history.points(tmp_path)
@@ -55,32 +55,32 @@ def test_what_a_later_run_did_not_measure_is_kept(tmp_path: Path) -> None:
     }
 
 
-def test_a_timing_keeps_the_statistics_of_its_other_cases(tmp_path: Path) -> None:
+def test_later_timing_keeps_the_statistics_of_other_cases(tmp_path: Path) -> None:
     described = {"b.Step.time_call": {"params": [["'few'", "'many'"]], "version": "1"}}
     for size, stats in (("few", {"result": 1.0, "q_25": 0.9}), ("many", {"result": 2.0, "q_25": 1.9})):
-        kept: asv_format.Measured = {"b.Step.time_call": {(repr(size),): stats}}
-        made = asv_format.results(described, kept, MACHINE, {"python": "3", "torch": "2"}, 7)
-        file, _ = history.add(made, MACHINE, "a" * 40, 1_000, tmp_path)
+        values: asv_format.Measured = {"b.Step.time_call": {(repr(size),): stats}}
+        row_of_size = asv_format.results(described, values, MACHINE, {"python": "3", "torch": "2"}, 7)
+        file, _ = history.add(row_of_size, MACHINE, "a" * 40, 1_000, tmp_path)
     content = json.loads(file.read_text())
     row = dict(zip(content["result_columns"], content["results"]["b.Step.time_call"], strict=False))
     assert (row["result"], row["stats_q_25"]) == ([1.0, 2.0], [0.9, 1.9])
 
 
-def test_points_are_compared_within_a_machine_and_a_torch_the_newest_first(tmp_path: Path) -> None:
+def test_points_are_selected_by_machine_and_torch_newest_first(tmp_path: Path) -> None:
     for position, ratio in enumerate((0.1, 0.2, 0.3, 0.4)):
         history.add(results({"few": ratio}), MACHINE, str(position) * 40, position, tmp_path)
     history.add(results({"few": 9.0}), {"machine": "other"}, "b" * 40, 9, tmp_path)
-    found = history.of_machine("m", "2.13.0", tmp_path)
-    assert history.ratios_by_case(found, 3) == {"RatioClip[few]": [0.4, 0.3, 0.2]}
+    points = history.of_machine("m", "2.13.0", tmp_path)
+    assert history.ratios_by_case(points, 3) == {"RatioClip[few]": [0.4, 0.3, 0.2]}
     assert history.of_machine("m", "2.12.0", tmp_path) == []
 
 
-# Which commit it was
+# The commit and the machine of a file of results
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with the files that count, at its first commit, on branch main."""
+    """Repository with files that results depend on, at its first commit on branch main."""
     root = tmp_path / "repository"
     for name in ("impl/a.py", "benchmarks/b.py", "conformance/c.toml", "ci/gpu", "pyproject.toml"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,15 +96,15 @@ def commit(root: Path, message: str) -> str:
     return git(root, "rev-parse", "HEAD")
 
 
-def test_files_have_gits_own_ids(repository: Path) -> None:
+def test_file_ids_equal_git_ids(repository: Path) -> None:
     (repository / "impl/__pycache__").mkdir()
-    for made in ("impl/__pycache__/a.pyc", "impl/_library.cpython-311.so"):
-        (repository / made).write_text("made")
+    for name in ("impl/__pycache__/a.pyc", "impl/_library.cpython-311.so"):
+        (repository / name).write_text("generated")
     assert source.files(repository) == source.files_of("HEAD", repository)
     assert len(source.files(repository)) == 5
 
 
-def test_a_commit_is_found_by_what_it_holds(repository: Path) -> None:
+def test_commit_is_found_by_its_files(repository: Path) -> None:
     first = source.commit_here(repository)
     ran = source.files(repository)
     (repository / "README.md").write_text("which nothing depends on")
@@ -118,17 +118,17 @@ def test_a_commit_is_found_by_what_it_holds(repository: Path) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, repository: Path) -> Path:
-    """A point of the repository's commit, in a folder of its own."""
+    """File of results of the repository's commit, in a separate folder."""
     name = "bench_grad_scaler.RatioUpdate"
-    kept: asv_format.Measured = {
+    values: asv_format.Measured = {
         f"{name}.track_ratio_vs_torch": {("'cpu'",): {"result": 0.5}},
         f"{name}.track_noise": {("'cpu'",): {"result": 0.01}},
     }
-    described = asv_format.described(benchmark_cases.load_all())
-    found = asv_format.results(described, kept, GPU, {"python": "3.12", "torch": "2.11.0+cu130"}, 7)
+    described = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    content = asv_format.results(described, values, GPU, {"python": "3.12", "torch": "2.11.0+cu130"}, 7)
     (tmp_path / "report").mkdir()
     file = tmp_path / "report" / point.FILE
-    file.write_text(json.dumps(point.whole(found, GPU, source.here(repository))))
+    file.write_text(json.dumps(point.content_of(content, GPU, source.here(repository))))
     return file
 
 
@@ -150,12 +150,12 @@ def test_adding_twice_gives_the_same_files(file: Path, repository: Path) -> None
     before = {file: file.read_bytes() for file in written}
     assert point.add(file, root=repository) == written
     assert {file: file.read_bytes() for file in written} == before
-    found = json.loads(written[0].read_text())
-    assert found["commit_hash"] == head
-    assert found["date"] == int(git(repository, "show", "-s", "--format=%at", "HEAD")) * 1000
+    content = json.loads(written[0].read_text())
+    assert content["commit_hash"] == head
+    assert content["date"] == int(git(repository, "show", "-s", "--format=%at", "HEAD")) * 1000
 
 
-def test_adding_keeps_what_only_an_earlier_run_measured(file: Path, repository: Path) -> None:
+def test_adding_keeps_benchmarks_of_an_earlier_run(file: Path, repository: Path) -> None:
     written = point.add(file, root=repository)[0]
     earlier = json.loads(written.read_text())["results"].keys()
     other = {"bench_x.X.track_x": [[1.0], []]}
@@ -164,13 +164,13 @@ def test_adding_keeps_what_only_an_earlier_run_measured(file: Path, repository: 
     assert json.loads(written.read_text())["results"].keys() == earlier | other.keys()
 
 
-def test_a_point_goes_under_the_name_that_is_given(file: Path, repository: Path) -> None:
+def test_name_argument_replaces_the_machine_name(file: Path, repository: Path) -> None:
     point.add(file, "lab-h200", repository)
-    (found,) = history.points(repository / "benchmarks/results")
-    assert (found.machine, found.traits["machine"]) == ("lab-h200", "lab-h200")
+    (added,) = history.points(repository / "benchmarks/results")
+    assert (added.machine, added.traits["machine"]) == ("lab-h200", "lab-h200")
 
 
-def test_a_point_without_a_name_is_this_machines_only_if_it_was_made_here(
+def test_results_without_machine_name_are_accepted_only_from_this_host(
     file: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -178,17 +178,17 @@ def test_a_point_without_a_name_is_this_machines_only_if_it_was_made_here(
     with monkeypatch.context() as there:
         there.setattr("platform.node", lambda: "another-host")
         with pytest.raises(
-            Unfit, match="is of another machine and has no name for it; give one by --machine"
+            Unfit, match="was measured on another machine, which has no name; pass --machine NAME"
         ):
             point.add(file, root=repository)
     assert machine.own_name() == ""
     point.add(file, root=repository)
-    (found,) = history.points(repository / "benchmarks/results")
-    assert found.machine == machine.own_name() != ""
+    (added,) = history.points(repository / "benchmarks/results")
+    assert added.machine == machine.own_name() != ""
 
 
-@pytest.mark.parametrize("claims", [True, False], ids=["with git there", "without"])
-def test_a_dirty_tree_is_refused(file: Path, repository: Path, claims: bool) -> None:
+@pytest.mark.parametrize("claims", [True, False], ids=["commit known", "commit unknown"])
+def test_dirty_tree_is_refused(file: Path, repository: Path, claims: bool) -> None:
     ran = source.files(repository) | {"impl/a.py": "0" * 40}
     change(file, "source", files=ran, **({} if claims else {"commit": None}))
     with pytest.raises(Unfit, match=r"(dirty tree|no commit of this repository).*impl/a\.py.*measure again"):
@@ -196,34 +196,34 @@ def test_a_dirty_tree_is_refused(file: Path, repository: Path, claims: bool) -> 
     assert not (repository / "benchmarks/results").exists()
 
 
-def test_an_unknown_commit_is_refused(file: Path, repository: Path) -> None:
+def test_unknown_commit_is_refused(file: Path, repository: Path) -> None:
     change(file, "source", commit="1" * 40)
     with pytest.raises(Unfit, match=r"does not have; fetch it first"):
         point.add(file, root=repository)
 
 
-def test_what_is_no_point_is_refused(
+def test_invalid_file_of_results_is_refused(
     file: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(file, "machine", machine="../../up")
     with pytest.raises(Unfit, match=r"names its machine '\.\./\.\./up'; expected letters"):
         point.add(file, root=repository)
     file.write_text("{}")
-    with pytest.raises(Unfit, match="is no point: it lacks host, machine, results, source"):
+    with pytest.raises(Unfit, match="is not a file of results: it lacks host, machine, results, source"):
         point.add(file, root=repository)
     file.write_text("{")
-    with pytest.raises(Unfit, match="is not whole"):
+    with pytest.raises(Unfit, match="is incomplete"):
         point.add(file, root=repository)
     file.unlink()
     with pytest.raises(Unfit, match=r"no timings at .*point\.json"):
         point.add(file.parent, root=repository)
     monkeypatch.syspath_prepend(str(ROOT / "ci"))
-    assert loaded("bench").add_measured(file.parent, None) == 2
+    assert load_command("bench").add_measured(file.parent, None) == 2
     assert "no timings at" in capsys.readouterr().err
 
 
 @pytest.mark.deadline(300)
-def test_asv_publishes_what_was_added(file: Path, repository: Path, tmp_path: Path) -> None:
+def test_asv_publishes_added_results(file: Path, repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
     point.add(file, root=repository)
     benchmark_cases.describe_in(repository / "benchmarks/results/benchmarks.json")

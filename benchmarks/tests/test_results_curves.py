@@ -1,4 +1,4 @@
-"""What the dashboard's first page draws: means over commits, and how they are seen, in a real browser too."""
+"""Tests of the curves on the dashboard's first page: means over commits, the SVG, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ TRAITS |= {"torch": "2.13.0", "python": "3.11"}
 
 
 def point(number: int, noise: float = 0.05, **ratios: float) -> history.Point:
-    """Two a day."""
-    found = {case: history.RatioPoint(ratio, noise) for case, ratio in ratios.items()}
-    return history.Point(Path(), "lab", f"{number:x}" * 40, number * 43_200_000, TRAITS, found)
+    """Return a point of commit `number`, two commits a day."""
+    entries = {case: history.RatioPoint(ratio, noise) for case, ratio in ratios.items()}
+    return history.Point(Path(), "lab", f"{number:x}" * 40, number * 43_200_000, TRAITS, entries)
 
 
 def values(points: list[history.Point], *cases: str) -> list[float]:
     return [round(spot.value, 6) for spot in curves.spots(points, cases)]
 
 
-def test_a_curve_is_the_geometric_mean() -> None:
+def test_curve_is_the_geometric_mean() -> None:
     assert values([point(1, a=0.5, b=2.0), point(2, a=0.5, b=0.5)], "a", "b") == [1.0, 0.5]
 
 
-def test_a_case_that_comes_or_goes_moves_no_curve() -> None:
+def test_curve_ignores_added_and_removed_cases() -> None:
     points = [point(1, a=0.5, b=0.5), point(2, a=0.5), point(3, a=0.5, b=0.5), point(4, b=0.5, a=0.5, c=8.0)]
     assert values(points[:3], "a", "b") == [0.5, 0.5, 0.5]
     assert len(set(values(points, "a", "b", "c")[2:])) == 1
     assert values([point(1, a=1.0, b=4.0), point(2, a=1.0), point(3, a=1.0, b=0.25)], "a", "b")[1] == 0.5
 
 
-def test_a_point_without_most_cases_is_no_spot() -> None:
+def test_curve_leaves_out_points_without_most_cases() -> None:
     points = [point(1, a=0.5), point(2, a=0.5, b=0.5, c=0.5), point(3, other=0.1)]
     assert [spot.point for spot in curves.spots(points, ["a", "b", "c"])] == [points[1]]
     assert curves.spots(points, ["never"]) == []
 
 
-def test_the_interval_narrows_with_the_cases_and_vanishes_without_noise() -> None:
-    one, two = (curves.spots([point(1, a=1.0, b=1.0)], cases)[0] for cases in ("a", "ab"))
-    assert math.log(one.high) == pytest.approx(math.sqrt(2) * math.log(two.high))
-    assert one.low < 1.0 < one.high == pytest.approx(1 / one.low)
+def test_interval_narrows_with_more_cases_and_vanishes_without_noise() -> None:
+    single, double = (curves.spots([point(1, a=1.0, b=1.0)], cases)[0] for cases in ("a", "ab"))
+    assert math.log(single.high) == pytest.approx(math.sqrt(2) * math.log(double.high))
+    assert single.low < 1.0 < single.high == pytest.approx(1 / single.low)
     (exact,) = curves.spots([point(1, 0.0, a=0.7)], "a")
     assert exact.low == pytest.approx(0.7) == exact.high
     (unknown,) = curves.spots([point(1, math.nan, a=0.7)], "a")
     assert unknown.low == pytest.approx(0.7)
 
 
-def test_since_when_a_case_lies_above_a_ratio() -> None:
+def test_since_is_the_first_point_above_a_ratio() -> None:
     points = [point(1, a=1.2), point(2, a=0.9), point(3, a=1.1), point(4, b=9.0), point(5, a=1.3), point(6)]
     assert curves.since(points, "a", 1.0) is points[2]
     assert curves.since(points, "a", 0.5) is points[0]
@@ -79,7 +79,7 @@ POINTS = [
     point(n, ranks1=1.0, ranks2=0.9 - 0.01 * n, ranks4=0.8, few=0.5, many=0.8 if n < 9 else 1.2)
     for n in range(1, 14)
 ]
-SUBJECTS = {one.commit: f"Change <{one.date_ms}> & more" for one in POINTS}
+SUBJECTS = {entry.commit: f"Change <{entry.date_ms}> & more" for entry in POINTS}
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +91,12 @@ def drawings(page: str) -> list[str]:
     return re.findall(r'<svg class="picture".*?</svg>', page, re.DOTALL)
 
 
-def test_each_area_is_drawn_with_a_line_and_a_band_for_each_of_its_curves(page: str) -> None:
+def test_area_has_a_line_and_a_band_for_each_curve(page: str) -> None:
     broad, narrow, clipping = drawings(page)
-    for one, lines in ((broad, 3), (narrow, 3), (clipping, 1)):
-        paths = re.findall(r'<polyline class="line[^"]*" points="([^"]*)"', one)
+    for picture, lines in ((broad, 3), (narrow, 3), (clipping, 1)):
+        paths = re.findall(r'<polyline class="line[^"]*" points="([^"]*)"', picture)
         assert [len(path.split()) for path in paths] == [13] * lines
-        assert one.count('<polygon class="band') == lines
+        assert picture.count('<polygon class="band') == lines
     assert re.findall(r'class="end [^>]*>([^<]*)<', narrow) == [
         "1.00 1 ranks",
         "0.80 4 ranks",
@@ -104,14 +104,14 @@ def test_each_area_is_drawn_with_a_line_and_a_band_for_each_of_its_curves(page: 
     ]
 
 
-def test_a_picture_says_what_it_finds_and_has_dates(page: str) -> None:
+def test_picture_has_a_summary_and_dates(page: str) -> None:
     assert "FSDP step: 1.00 (1 ranks), 0.77 (2 ranks), 0.80 (4 ranks) × torch&#39;s time" in page
     assert "Clipping: 0.77 × torch&#39;s time" in page
     assert "up by 22% since 1 Jan; 1 of 2 cases slower than torch" in page
     assert re.findall(r'text-anchor="(?:start|end)">(\d+ \w+)<', drawings(page)[0])[0] == "1 Jan"
 
 
-def test_under_the_pointer_are_the_commit_its_message_and_each_curve(page: str) -> None:
+def test_tooltip_has_the_commit_its_message_and_each_curve(page: str) -> None:
     titles = re.findall(r"<title>([^<]*)</title></rect>", drawings(page)[0])
     assert len(titles) == 13
     assert titles[-1].startswith(
@@ -119,44 +119,44 @@ def test_under_the_pointer_are_the_commit_its_message_and_each_curve(page: str) 
     )
 
 
-def test_what_is_slower_is_reported_with_the_commit_that_it_is_slower_since(page: str) -> None:
+def test_slower_case_is_listed_with_its_first_slower_commit(page: str) -> None:
     table = re.sub(r"<svg.*?</svg>", "", page[page.index("Slower than torch, or") :], flags=re.DOTALL)
     text = " ".join(re.sub(r"<[^>]+>", " ", table).split())
     assert "many 1.200 ±5% 1.200 +0% slower than torch since 99999999 of 5 Jan: Change" in text
 
 
-def test_a_case_has_a_small_picture_beside_its_number(page: str) -> None:
+def test_case_has_a_sparkline_in_its_row(page: str) -> None:
     sparks = re.findall(r'<svg class="spark".*?</svg>', page, re.DOTALL)
-    assert len(sparks) == 1 + len(LABELS)  # of all cases, and again of the slower one
-    assert "13 points, from 0.800 to 1.200, lowest 0.800, highest 1.200" in sparks[0]
+    assert len(sparks) == 1 + len(LABELS)  # all cases, and the slower one twice
+    assert "13 results, from 0.800 to 1.200, lowest 0.800, highest 1.200" in sparks[0]
 
 
 @pytest.mark.parametrize("ratios", [[1.0], [0.5, 0.5], [0.01, 30.0], [1e-4, 2e-4]])
-def test_whatever_is_drawn_stays_inside(ratios: list[float]) -> None:
+def test_drawing_stays_inside_its_view_box(ratios: list[float]) -> None:
     spots = [curves.Spot(point(n + 1), ratio, ratio / 2, ratio * 2) for n, ratio in enumerate(ratios)]
-    for made in (drawing.picture([curves.Curve("x", spots)], "x", {}), drawing.sparkline(ratios, "x")):
-        width, height = map(float, re.findall(r'viewBox="0 0 (\d+) (\d+)"', made)[0])
-        for path in re.findall(r'points="([^"]*)"', made):
+    for svg in (drawing.picture([curves.Curve("x", spots)], "x", {}), drawing.sparkline(ratios, "x")):
+        width, height = map(float, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
+        for path in re.findall(r'points="([^"]*)"', svg):
             for x, y in (map(float, spot.split(",")) for spot in path.split()):
                 assert 0 <= x <= width
                 assert 0 <= y <= height
 
 
-def test_every_area_has_its_place_and_every_place_an_area() -> None:
-    found = {kind.area for kind in benchmark_cases.load_all() if benchmark_cases.is_tracked(kind)}
-    assert found == set(landing.AREAS)
+def test_areas_of_the_page_are_those_of_the_benchmarks() -> None:
+    areas = {kind.area for kind in benchmark_cases.load_all() if benchmark_cases.is_tracked(kind)}
+    assert areas == set(landing.AREAS)
     assert len(set(landing.AREAS)) == len(landing.AREAS)
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with start(tmp_path_factory.mktemp("profile")) as found:
-        yield found
+    with start(tmp_path_factory.mktemp("profile")) as running:
+        yield running
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390], ids=["desk", "phone"])
-def test_the_page_fits_reads_well_and_is_alone(
+def test_page_fits_viewport_and_loads_no_external_resource(
     browser: Browser, page: str, tmp_path: Path, width: int, dark: bool
 ) -> None:
     file = tmp_path / "index.html"
@@ -170,7 +170,7 @@ def test_the_page_fits_reads_well_and_is_alone(
     texts = browser.run(CONTRAST)
     assert len(texts) > 50
     assert [text for text in texts if text["contrast"] < text["least"]] == []
-    # A letter of the smallest text is as large as designed, not shrunk with its picture.
+    # The smallest text keeps its designed size and does not shrink with its picture.
     smallest = (
         "Math.min(...[...document.querySelectorAll('svg text')].filter((text) => text.checkVisibility())"
     )

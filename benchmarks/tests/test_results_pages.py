@@ -1,4 +1,4 @@
-"""What the clock tells people on the dashboard's first page."""
+"""Tests of the texts and the order of cases on the dashboard's first page."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def point(commit: str, day: int, machine: str = "amd", **ratios: float) -> histo
     return history.Point(Path(), machine, commit * 40, day * 86_400_000, TRAITS, values)
 
 
-def test_the_first_page_tells_the_newest_point_and_its_machine() -> None:
+def test_page_shows_the_newest_result_and_its_machine() -> None:
     page = landing.page(landing.machines([point("a", 1, few=0.5), point("b", 2, few=0.5)], LABELS))
-    assert "bbbbbbbb of 1970-01-03 00:00 UTC; 2 points" in page
+    assert "bbbbbbbb of 1970-01-03 00:00 UTC; 2 results in total" in page
     assert "AMD EPYC, 2 cores, 24 GiB, no GPU" in page
     assert "torch 2.13.0, Python 3.11" in page
     assert "0.50 × torch" in page
@@ -46,7 +46,7 @@ def test_the_first_page_tells_the_newest_point_and_its_machine() -> None:
         ((1.5,), 1.5, "slower"),
     ],
 )
-def test_a_case_is_marked_by_what_it_was_and_by_torch(
+def test_case_is_marked_by_its_earlier_ratio_and_by_torch(
     earlier: tuple[float, ...], now: float, mark: str
 ) -> None:
     points = [point("a", day, few=ratio) for day, ratio in enumerate((*earlier, now))]
@@ -56,7 +56,7 @@ def test_a_case_is_marked_by_what_it_was_and_by_torch(
     assert (case in machine.first) == (mark in ("worse", "slower"))
 
 
-def test_what_has_become_worse_comes_before_what_is_slower_and_machines_by_their_newest_point() -> None:
+def test_worse_cases_come_before_slower_ones_and_newest_machine_first() -> None:
     points = [
         point("a", 1, few=0.5, many=1.5),
         point("b", 2, few=0.9, many=1.5),
@@ -68,27 +68,27 @@ def test_what_has_become_worse_comes_before_what_is_slower_and_machines_by_their
     assert amd.cases[0].change == "+80%"
     page = landing.page([intel, amd])
     assert (
-        page.index("Nothing is slower")
+        page.index("No case is slower")
         < page.index(">worse than before<")
         < page.index(">slower than torch<")
     )
 
 
-def test_a_case_links_to_its_curve() -> None:
+def test_case_links_to_its_curve() -> None:
     assert LABELS["Clip[few]"].link("amd-epyc") == (
         "asv.html#bench_clip.Clip.track_ratio_vs_torch?machine=amd-epyc&p-shapes=%27few%27"
     )
 
 
-def test_without_points_the_page_says_how_to_make_one() -> None:
+def test_page_without_results_names_the_command_to_record_some() -> None:
     assert "ci/bench" in landing.page(landing.machines([], LABELS))
 
 
 def test_each_headline_has_a_curve_that_asv_knows() -> None:
     label = landing.headlines()
     assert {"RatioUpdate[cpu]", "RatioImport[cpu]"} <= label.keys()
-    known = asv_format.described(benchmark_cases.load_all())
-    assert all(one.benchmark in known for one in label.values())
+    known = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    assert all(entry.benchmark in known for entry in label.values())
     assert label["FsdpPeak[4]"].link("m") == (
         "asv.html#bench_fsdp.FsdpPeak.track_bytes?machine=m&p-subject=%27impl%27&p-world_size=4"
     )

@@ -1,4 +1,4 @@
-"""What the tests of the clock share."""
+"""Helpers for the tests of recorded results."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def measured(name: str, ratio: float) -> dict[str, Any]:
 
 
 def results(ratios: dict[str, float], noise: float = 0.1) -> dict[str, Any]:
-    """One benchmark over two sizes, as a run leaves it."""
+    """Return the results of a run with one benchmark and two sizes."""
     name = "bench_clip.RatioClip"
     cases = {(repr(size),): ratio for size, ratio in ratios.items()}
     described = {
         f"{name}.{method}": {"params": [["'few'", "'many'"]], "version": "1"}
         for method in ("track_ratio_vs_torch", "track_noise")
     }
-    kept: asv_format.Measured = {
+    values: asv_format.Measured = {
         f"{name}.track_ratio_vs_torch": {case: {"result": ratio} for case, ratio in cases.items()},
         f"{name}.track_noise": {case: {"result": noise} for case in cases},
     }
-    return asv_format.results(described, kept, MACHINE, {"python": "3.11", "torch": "2.13.0"}, 7)
+    return asv_format.results(described, values, MACHINE, {"python": "3.11", "torch": "2.13.0"}, 7)
 
 
 def git(root: Path, *words: Any) -> str:
-    who = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
-    command = ["git", "-C", root, *who, *words]
+    identity = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", root, *identity, *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def loaded(command: str) -> ModuleType:
+def load_command(command: str) -> ModuleType:
     loader = SourceFileLoader(command, str(CI / command))
     module = module_from_spec(spec_from_loader(command, loader))
     loader.exec_module(module)
