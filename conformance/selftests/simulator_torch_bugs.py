@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,13 @@ def _step(parameter: torch.Tensor) -> None:
 
 
 def rewritten(owner: Any, name: str, *replaced: tuple[str, str]) -> Patch:
-    """A function of torch with other words in its source."""
+    """Return a patch that replaces words in the source of a function of torch, wherever its lines break."""
     function = getattr(owner, name)
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in replaced:
-        assert source.count(old) == 1, f"{name} of this torch has {old!r} {source.count(old)} times, not once"
-        source = source.replace(old, new)
+        words = r"\s*".join(map(re.escape, re.findall(r"\w+|\S", old)))
+        source, count = re.subn(words, new, source)
+        assert count == 1, f"{name} of this torch has {old!r} {count} times, not once"
     made = dict(inspect.unwrap(function).__globals__)
     exec(compile(source, f"<{name}, with a bug>", "exec"), made)
     return mock.patch.object(owner, name, made[name])
@@ -97,7 +99,7 @@ def accumulates_behind_the_computation() -> Patch:
     return rewritten(
         _fsdp_param_group.FSDPParamGroup,
         "post_backward",
-        ("ReduceScatterState(reduce_scatter_input, ", "ReduceScatterState(None, "),
+        ("ReduceScatterState(reduce_scatter_input,", "ReduceScatterState(None,"),
         (
             "self.device_handle.current_stream().wait_event(self._post_reduce_event)",
             "del reduce_scatter_input",
@@ -110,7 +112,7 @@ def frees_what_is_all_reduced() -> Patch:
     return rewritten(
         _fsdp_param_group.FSDPParamGroup,
         "post_backward",
-        (" all_reduce_input, all_reduce_event\n", " None, all_reduce_event\n"),
+        ("AllReduceState(all_reduce_input,", "AllReduceState(None,"),
     )
 
 
