@@ -78,7 +78,7 @@ def _table(deviations: Mapping[str, Any]) -> str:
     ]
     for api, title in _APIS.items():
         counts = [str(len(_entries(deviations, api, harm)) or "") for harm in _HARMS]
-        rows.append(f"| [{title}](#{_anchor(title)}) | {' | '.join(counts)} |")
+        rows.append(f"| [{title}](#{anchor(title)}) | {' | '.join(counts)} |")
     return "\n".join(rows)
 
 
@@ -122,6 +122,6 @@ def _linked(thread: str) -> str:
     return re.sub(r"\b([\w-]+/[\w-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", thread)
 
 
-def _anchor(title: str) -> str:
+def anchor(title: str) -> str:
     """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import _differences
+import _picture
 from _environment import ROOT, project
 
 sys.path.insert(0, str(ROOT))
@@ -54,14 +55,31 @@ def paths_exist() -> list[str]:
     return missing
 
 
+def links_lead_somewhere() -> list[str]:
+    """Return each link of a document to a file or heading that does not exist."""
+    missing = []
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", (ROOT / document).read_text()):
+            path, _, anchor = target.partition("#")
+            file = (ROOT / document).parent / path if path else ROOT / document
+            if not file.exists() or (anchor and anchor not in _anchors(file)):
+                missing.append(f"{document} links to {target}, which does not exist")
+    return missing
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {_differences.anchor(heading) for heading in headings}
+
+
 def folders_are_named() -> list[str]:
-    """The map in README.md has every folder of the top level."""
-    readme = (ROOT / "README.md").read_text()
+    """The map in docs/design.md has every folder of the top level."""
+    design = (ROOT / "docs/design.md").read_text()
     folders = {path.split("/")[0] for path in _git("ls-files", "*/*").splitlines()}
     return [
-        f"README.md does not name the folder `{folder}`"
+        f"docs/design.md does not name the folder `{folder}`"
         for folder in sorted(folders)
-        if not folder.startswith(".") and not re.search(rf"\b{folder}\b", readme)
+        if not folder.startswith(".") and not re.search(rf"\b{folder}\b", design)
     ]
 
 
@@ -83,18 +101,18 @@ def benchmarked_torch_agrees() -> list[str]:
 
 
 def dependencies_have_reasons() -> list[str]:
-    """CONTRIBUTING.md lists each dependency, and none that is gone."""
+    """docs/recipes.md lists each dependency, and none that is gone."""
     table = project()["project"]
     required = [
         *table["dependencies"],
         *(line for extra in table["optional-dependencies"].values() for line in extra),
     ]
     expected = {match[0] for line in required if (match := re.match(r"[\w-]+", line))}
-    table_of_reasons = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies\n")[2]
+    table_of_reasons = (ROOT / "docs/recipes.md").read_text().partition("## Add a dependency\n")[2]
     listed = set(re.findall(r"^\| `([\w-]+)` \|", table_of_reasons, re.MULTILINE))
     return [
-        *(f"CONTRIBUTING.md gives no reason for the dependency {name}" for name in sorted(expected - listed)),
-        *(f"CONTRIBUTING.md lists {name}, which is no dependency" for name in sorted(listed - expected)),
+        *(f"docs/recipes.md gives no reason for the dependency {name}" for name in sorted(expected - listed)),
+        *(f"docs/recipes.md lists {name}, which is no dependency" for name in sorted(listed - expected)),
     ]
 
 
@@ -105,6 +123,8 @@ CHECKS: tuple[Callable[[], list[str]], ...] = (
     benchmarked_torch_agrees,
     dependencies_have_reasons,
     _differences.stale,
+    _picture.stale,
+    links_lead_somewhere,
 )
 
 

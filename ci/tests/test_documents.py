@@ -13,6 +13,8 @@ from conformance.judge.rows import HARMS, all_deviations, all_reference_limits
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import _differences
+import _freshness
+import _picture
 
 DEVIATION = """
 ["clip_grad.norm"]
@@ -74,3 +76,30 @@ def test_torch_versions_page_links_to_all_rows_with_a_range() -> None:
     assert {name for name, row in rows.items() if row.torch} - links.keys() == set()
     for name, file in links.items():
         assert name.rpartition(".")[2] in (page.parent / file).read_text()
+
+
+def test_picture_has_the_judged_packages_and_all_rows() -> None:
+    svg = _picture.picture()
+    judged = _picture.packages()
+    assert len(judged) == 5
+    assert all(f">{package.holds} of {package.clauses}<" in svg for package in judged)
+    assert all(f">{row}<" in svg for row in _picture._ROWS)
+    assert _picture.times().point.commit[:8] in svg
+
+
+def test_picture_needs_a_result_with_all_cases(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_picture, "ROOT", tree)
+    with pytest.raises(ValueError, match="run ci/bench"):
+        _picture.times()
+
+
+def test_links_to_missing_files_and_headings_are_complained_about(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_freshness, "ROOT", tree)
+    monkeypatch.setattr(_freshness, "DOCUMENTS", ("docs/a.md",))
+    (tree / "docs/a.md").write_text("# One step\n[a](#one-step) [b](#two) [c](b.md) [d](https://x.org)\n")
+    assert _freshness.links_lead_somewhere() == [
+        "docs/a.md links to #two, which does not exist",
+        "docs/a.md links to b.md, which does not exist",
+    ]

@@ -117,8 +117,8 @@ def read(file: Path) -> ClaimsFile:
         table = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:  # what is no TOML, or no text, is a ValueError
         raise UnreadableClaims(
-            f"the claims file {file} cannot be read ({describe(error)}); expected TOML as in README's "
-            "'Judge your own package'"
+            f"the claims file {file} cannot be read ({describe(error)}); expected TOML as in "
+            "docs/judging.md, 'The claims file'"
         ) from error
     problems: list[str] = []
     top = _Table(table, str(file), problems)

@@ -12,7 +12,7 @@ import torch
 
 from conformance.judge.claims_file import NAME, read
 from conformance.judge.clauses import all_clauses
-from conformance.subjects.__main__ import HERE, README, SUBJECTS, folders, noted, row
+from conformance.subjects.__main__ import HERE, PAGE, SUBJECTS, folders, noted, row
 from conformance.subjects.package_source import Instead, definitions
 
 ROOT = HERE.parents[1]
@@ -21,7 +21,7 @@ NOTED = {
     for name in SUBJECTS
     if (
         found := re.search(
-            rf"^\| ([^|]+) \|.*\(conformance/subjects/{name}/proofs\.py\) \|$", README.read_text(), re.M
+            rf"^\| ([^|]+) \|.*\(\.\./conformance/subjects/{name}/proofs\.py\) \|$", PAGE.read_text(), re.M
         )
     )
 }
@@ -72,8 +72,8 @@ def test_clauses_are_counted_by_the_worst_that_was_seen() -> None:
     ]
     line = row("torchtitan", "9.9", {"tests": tests})
     assert "| 1 of 2, 1 in torch's way | 2 of 3, 1 in torch's way | [1](" in line
-    again = noted(README.read_text(), {"torchtitan": line})
-    assert set(again.splitlines()) - set(README.read_text().splitlines()) == {line}
+    again = noted(PAGE.read_text(), {"torchtitan": line})
+    assert set(again.splitlines()) - set(PAGE.read_text().splitlines()) == {line}
 
 
 SOURCE = """

@@ -1,6 +1,6 @@
 """Judge the published packages that lie here, show the proofs of what they break, and note the outcome.
 
-    python -m conformance.subjects                       all, into report/subjects and README's table
+    python -m conformance.subjects                       all, into report/subjects and the table of docs/judging.md
     python -m conformance.subjects torchtitan --check    one, without noting
 
 Exit code 1 is red: also what is not installed, though named or checked; else that stays noted as it was. A page,
@@ -27,7 +27,7 @@ from conformance.report.matrix import SEVERITY
 
 HERE = Path(__file__).parent
 _ROOT = HERE.parents[1]
-README = _ROOT / "README.md"
+PAGE = _ROOT / "docs" / "judging.md"
 SUBJECTS = sorted(file.parent.name for file in HERE.glob(f"*/{NAME}"))
 _LIMIT_S = 1800.0
 # torch_npu, once installed, would be imported with torch, and fails without its device.
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
         _run(["conformance.report", "--compare", *reports, "--out", str(page.absolute())])
         print(f"side by side: {page}")  # noqa: T201 as above
     if not options.check:
-        README.write_text(noted(README.read_text(), rows))
+        PAGE.write_text(noted(PAGE.read_text(), rows))
     return int(is_red)
 
 
@@ -113,7 +113,7 @@ _HOLDS = ("passed", "known", "reference cannot run here")
 
 
 def row(name: str, version: str, report: dict[str, Any]) -> str:
-    """README's line: how many of the clauses and tests that tell of the package hold; a clause as its worst test."""
+    """Return the package's line: how many of its clauses and tests hold. A clause counts as its worst test."""
     asked: dict[str, list[str]] = {}
     for test in report["tests"]:
         if test["outcome"] not in TELLS_NOTHING and test["clause"] in all_clauses():
@@ -125,7 +125,7 @@ def row(name: str, version: str, report: dict[str, Any]) -> str:
         _share_that_holds(worst),
         _share_that_holds([seen for each in asked.values() for seen in each]),
     )
-    proofs = f"[{sum(one not in _HOLDS for one in worst)}](conformance/subjects/{name}/proofs.py)"
+    proofs = f"[{sum(one not in _HOLDS for one in worst)}](../conformance/subjects/{name}/proofs.py)"
     return f"| {file.distribution} {version} | {names} | {clauses} | {tests} | {proofs} |"
 
 
@@ -134,12 +134,12 @@ def _share_that_holds(outcomes: Sequence[str]) -> str:
     return f"{reported}, {known} in torch's way" if (known := outcomes.count("known")) else reported
 
 
-def noted(readme: str, rows: Mapping[str, str]) -> str:
-    """README with these lines in the place of the packages' own."""
+def noted(page: str, rows: Mapping[str, str]) -> str:
+    """Return the page with the packages' lines replaced by these."""
     for name, line in rows.items():
-        link = re.escape(f"(conformance/subjects/{name}/proofs.py)")
-        readme = re.sub(rf"^\|.*{link} \|$", line.replace("\\", r"\\"), readme, flags=re.MULTILINE)
-    return readme
+        link = re.escape(f"(../conformance/subjects/{name}/proofs.py)")
+        page = re.sub(rf"^\|.*{link} \|$", line.replace("\\", r"\\"), page, flags=re.MULTILINE)
+    return page
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CUDA is named where nothing generic does, and CONTRIBUTING says why: read from the syntax tree, docstrings aside."""
+"""Files of `impl` that name CUDA are listed in docs/recipes.md with a reason."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_what_names_cuda(source: str, expected: bool) -> None:
 def test_each_file_that_names_cuda_has_its_reason() -> None:
     files = (path for path in (ROOT / "impl").rglob("*.py") if "tests" not in path.parts)
     naming = {str(path.relative_to(ROOT)) for path in files if names_cuda(path.read_text())}
-    rows = re.findall(r"^\| `(impl/\S+\.py)` \| \S", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(impl/\S+\.py)` \| \S", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
     assert naming == {*rows}
