@@ -25,7 +25,7 @@ from conformance.judge import surface
 from conformance.judge.rows import all_deviations
 
 HERE = Path(__file__).parents[1]
-TORCH_VERSIONS = ("2.11", "2.12", "2.13")  # all that this package supports
+TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")  # all that this package supports
 # Folders whose tests judge a subject; the others test this repository's own parts.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
 LEVELS = ("core", "deviation", "extension")
