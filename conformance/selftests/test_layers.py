@@ -62,7 +62,7 @@ WITHIN_SHARDING = (
     ("_param_group",),
     ("_layout", "_memory", "_module_init"),
     ("_shared",),
-    ("_unit", "_waiting_gradients"),
+    ("_unit", "_missed_backwards", "_waiting_gradients"),
     ("_clip", "_contained", "_group_settings", "_root", "_summon"),
     ("_module_state", "_wrapper"),
     ("_fully_shard_init",),

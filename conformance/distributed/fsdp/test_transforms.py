@@ -87,3 +87,35 @@ def test_functional_call_computes_with_given_tensors(
         we_do=each(_is_like_unsharded),
         may_agree=keeps and how == "whole",
     )
+
+
+def _is_linearized_like_unsharded(pair: list[list[Any]]) -> bool:
+    sharded, plain = pair
+    return does_as(plain, sharded)
+
+
+@clause("distributed.fsdp.fully_shard.linearize")
+@pytest.mark.deviation("fully_shard.linearize")
+@resharded_or_not
+def test_linearize_gives_the_derivative_of_unsharded_model(sites: Sites, reshards: bool) -> None:
+    sites.deviate(cases.linearized, reshards=reshards, we_do=each(_is_linearized_like_unsharded))
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.linearize")
+@pytest.mark.deviation("fsdp.linearize")
+@pytest.mark.world_sizes(fewest=2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_linearize_gives_the_derivative_of_flat_model(twins: Twins, strategy: str) -> None:
+    twins.deviate(cases.linearized_flat, strategy=strategy, we_do=each(_is_linearized_like_unsharded))
+
+
+@clause("distributed.fsdp.fully_shard.unseen_gradients")
+@pytest.mark.deviation("fully_shard.unseen_gradients")
+@pytest.mark.parametrize("then", ["forward", "step"])
+def test_gradients_of_unseen_backward_are_an_error(sites: Sites, then: str) -> None:
+    sites.deviate(
+        cases.unseen_gradients,
+        then=then,
+        torch_does=each(lambda error: not isinstance(error, str)),
+        we_do=each(lambda error: isinstance(error, str) and "RuntimeError: _Hiding" in error),
+    )

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients
 from conformance.distributed.fsdp.fully_shard_beside_cases import Block, blocks
 from conformance.distributed.fsdp.fully_shard_cases import full_value
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
-from conformance.distributed.fsdp.lab import Lab
+from conformance.distributed.fsdp.lab import Lab, tried
 
 Transform = Callable[[Any, Tensor], Tensor]  # of a model and its inputs [4, 6]
 
@@ -116,3 +116,61 @@ def through_flat(
     seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
     seen["gradients"] = gathered_gradients(lab.library, model)
     return [seen, without_sharding(device, name, differentiable)]
+
+
+def _linearized_twice(model: Any, device: torch.device) -> list[Tensor]:
+    """Return the derivative before and after the parameters were doubled."""
+    x = _inputs(device, False)
+    with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first transform
+        output, derivative = linearize(model, x)
+    before = derivative(_tangents(x))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+        doubled = model(x)
+    return [output.detach(), before.detach(), doubled, derivative(_tangents(x)).detach()]
+
+
+def linearized(site: Site, reshards: bool) -> list[list[Tensor]]:
+    """Return results of linearize for a sharded model, and for the same model without sharding."""
+    device = site.rank.device
+    plain, model = (blocks(2).to(device) for _ in range(2))
+    for block in (*model, model):
+        site.shard(block, reshard_after_forward=reshards)
+    sharded = _linearized_twice(model, device)
+    # An unsharded model would differentiate with its changed parameters.
+    expected = _linearized_twice(plain, device)
+    return [sharded, [*expected[:3], expected[1]]]
+
+
+def linearized_flat(lab: Lab, *, strategy: str) -> list[list[Tensor]]:
+    """Return results of linearize for a wrapped model, and for the same model without sharding."""
+    device = lab.rank.device
+    model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[Block], use_orig_params=True)
+    expected = _linearized_twice(blocks(2).to(device), device)
+    return [_linearized_twice(model, device), [*expected[:3], expected[1]]]
+
+
+class _Hidden:
+    """An output that no library can search."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Hiding(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return _Hidden(super().forward(input))
+
+
+def unseen_gradients(site: Site, then: str) -> Any:
+    """Return the error of a forward or step after a backward that no hook on outputs has seen."""
+    model: Any = _Hiding(6, 6).double().to(site.rank.device)
+    nn.init.ones_(model.weight)
+    site.shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = _inputs(site.rank.device, False)
+    model(x).tensor.square().sum().backward()
+    return tried(lambda: model(x)) if then == "forward" else tried(optimizer.step)

@@ -18,6 +18,7 @@ from torch._C._functorch import (
 )
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
+from torch.fx.experimental import proxy_tensor
 from torch.utils.hooks import RemovableHandle
 
 _Arguments = ParamSpec("_Arguments")
@@ -69,6 +70,13 @@ def _tangent_of(tensor: Tensor) -> Tensor | None:
         return forward_ad.unpack_dual(tensor, level=0).tangent
 
 
+def is_linearized() -> bool:
+    """Return whether torch.func.linearize records this forward, with the parameters as constants."""
+    if forward_ad._current_level < 0:
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # pyright: ignore[reportAttributeAccessIssue]  no stub
+
+
 def runs_backward() -> bool:
     """Whether this thread is running a part of a backward."""
     return _graph_task() != -1
@@ -79,9 +87,14 @@ def outside_transforms(function: Callable[_Arguments, _Result]) -> Callable[_Arg
 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not torch._C._are_functorch_transforms_active():
+        is_transformed, is_recorded = torch._C._are_functorch_transforms_active(), is_linearized()
+        if not is_transformed and not is_recorded:
             return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
+        with ExitStack() as outside:
+            if is_transformed:
+                outside.enter_context(torch._C._DisableFuncTorch())
+            if is_recorded:
+                outside.enter_context(proxy_tensor.disable_proxy_modes_tracing())
             return function(*args, **kwargs)
 
     return call

@@ -191,6 +191,9 @@ class ParamGroup(Protocol):
     def show_kept(self) -> None:
         """Show the modules a group that stays unsharded after a forward or backward."""
 
+    def leave_unsharded(self) -> None:
+        """Keep the unsharded parameters for the graph that has them. The next gather fills others."""
+
     def free(self) -> None:
         """Free the memory of what is unsharded, in every dtype."""
 

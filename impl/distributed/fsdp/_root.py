@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from impl.distributed.fsdp._autograd import outside_transforms, runs_backward
 from impl.distributed.fsdp._memory import Memory
+from impl.distributed.fsdp._missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._order import Order
 from impl.distributed.fsdp._streams import (
     StreamRole,
@@ -130,6 +131,8 @@ class Root:
         return unit is self._outermost
 
     def _begin_iteration(self) -> None:
+        check_gradients(self.units)
+        note_forward(self)
         for unit in self.units:
             for group in unit.param_groups:
                 group.gradients.refuse_optimizers()
@@ -174,6 +177,7 @@ class Root:
         self.memory.free_resharded()
         self.order.next_iteration()
         self._ending = None
+        note_backward(self)
         self._end_step()
 
     def _end_step(self) -> None:

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._autograd import differentiable_levels, next_node, outside_transforms
+from impl.distributed.fsdp._autograd import (
+    differentiable_levels,
+    is_linearized,
+    next_node,
+    outside_transforms,
+)
 from impl.distributed.fsdp._config import Config
 from impl.distributed.fsdp._input_gradients import InputGradients, follow_in_backward
 from impl.distributed.fsdp._nested import apart_from, cast_floats, held_in, replaced, set_apart, tensors_in
@@ -73,6 +78,7 @@ class Unit(Generic[_Group]):
         self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
         self._has_begun_backward = False
+        self._may_have_gradients = False  # unsharded since the last backward
         self.register_params()
 
     def borrow_from(self, lender: Unit[Any]) -> None:
@@ -188,6 +194,9 @@ class Unit(Generic[_Group]):
     def _end_use(self, *, awaits_backward: bool) -> None:
         """Reshard what is not kept for a backward, once no forward uses it."""
         if self.phase in FORWARDS or self.is_lent():
+            return
+        if is_linearized() and not self.summoned:
+            self.reshard(frees=False)
             return
         kept = self.root.is_root(self), awaits_backward
         if all(group.keeps_after_forward(*kept) for group in self.param_groups):
@@ -336,7 +345,21 @@ class Unit(Generic[_Group]):
                 self._reduce_gradients(group, [None] * len(group.names))
         self._forget_backward()
 
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group.stepped]
+
+    def drop_unseen_gradients(self) -> bool:
+        """Drop the gradients of a backward that did not reach this unit. Return whether there were any."""
+        if not self._may_have_gradients:
+            return False
+        has_grads = any(view.grad is not None for params in self._in_graph for view in params.trainable)
+        for params in self._in_graph if has_grads else ():
+            params.take_gradients()
+        return has_grads
+
     def _forget_backward(self) -> None:
+        self._may_have_gradients = False
         self._inputs.forget()
         self._finishes_at_end = bool(self._borrowers)
         self._has_begun_backward = False
@@ -352,6 +375,7 @@ class Unit(Generic[_Group]):
         """Gather what is not unsharded yet, and have the modules see it; COMPUTE waits."""
         if not self.param_groups:
             return
+        self._may_have_gradients = True
         if self.summoned:
             pairs = zip(self.summoned, self.param_groups, strict=True)
             self._in_graph = [one.use_unsharded_views(self._dtype_now(group)) for one, group in pairs]
@@ -408,8 +432,8 @@ class Unit(Generic[_Group]):
         if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
             shards_were_written(self.root.streams)
 
-    def reshard(self, *, behind_forward: bool = False) -> None:
-        """Free what is unsharded; the modules see the sharded views."""
+    def reshard(self, *, behind_forward: bool = False, frees: bool = True) -> None:
+        """Show the modules the sharded views, and free the unsharded parameters or leave them to the graph."""
         if not self.is_unsharded:
             return
         self._use_sharded_views(behind_forward=behind_forward)
@@ -419,7 +443,10 @@ class Unit(Generic[_Group]):
         self._was_prefetched = self._may_be_stale = self.is_kept_by_user = False
         self.wait_for_gather()
         self._gathered = None
-        self.root.memory.note_resharded(self)
+        if frees:
+            self.root.memory.note_resharded(self)
+        for group in () if frees else self.param_groups:
+            group.leave_unsharded()
 
     def wait_for_gather(self) -> None:
         """It may have been for nothing: what COMPUTE does from here on may be to write to the shards."""

@@ -184,6 +184,11 @@ class FlatParamHandle:
         self._registration.register(self.sharded_views)
         self.uses_unsharded_views = False
 
+    def leave_unsharded(self) -> None:
+        self._unsharded = {
+            dtype: unsharded for dtype, unsharded in self._unsharded.items() if unsharded.aliases_shard
+        }
+
     def free(self) -> None:
         for unsharded in self._unsharded.values():
             unsharded.free()

@@ -418,6 +418,9 @@ class DTensorGroup:
         if self._parts:
             self.use_sharded_views()
 
+    def leave_unsharded(self) -> None:
+        self.unsharded_params = None
+
     def free(self) -> None:
         if self.unsharded_params is not None and not self.options.keeps_storage:
             self.unsharded_params.free()
