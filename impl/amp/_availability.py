@@ -1,4 +1,4 @@
-"""Whether mixed precision for CUDA can do anything on this machine; `autocast` and `GradScaler` both ask."""
+"""Availability of mixed precision for CUDA on this machine, for `autocast` and `GradScaler`."""
 
 import warnings
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ import torch
 
 
 def amp_definitely_not_available() -> bool:
-    """True where neither CUDA nor torch_xla, which borrows its device type, is there.
+    """Return whether neither CUDA nor torch_xla, which uses its device type, is available.
 
     Sync: none. Source: torch.cuda.amp.common.amp_definitely_not_available 2.13; differences: none.
 
@@ -18,7 +18,7 @@ def amp_definitely_not_available() -> bool:
 
 
 def warn_of_missing_cuda(stacklevel: int) -> None:
-    """Tell the maker of a `GradScaler`, as torch does."""
+    """Warn, with torch's text, that CUDA is missing and the `GradScaler` is disabled."""
     warnings.warn(
         "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
         stacklevel=stacklevel + 1,

@@ -1,4 +1,4 @@
-"""Optimizers that divide their gradients by the scale, and skip a step, themselves."""
+"""Optimizers that divide their gradients by the scale and skip steps themselves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDict
 
 
 def takes_scaler(step: Callable[..., Any]) -> bool:
-    """Whether `step` has a parameter `grad_scaler`, as torch's fused optimizers once had."""
+    """Return whether `step` has a parameter `grad_scaler`, as torch's fused optimizers once had."""
     function = getattr(step, "__func__", step)
     try:
         return _known_to_take_scaler[function]
-    except (KeyError, TypeError):  # not seen yet; or a callable that has no weak references
+    except (KeyError, TypeError):  # TypeError: a callable without weak references
         takes = "grad_scaler" in inspect.signature(step).parameters
     with contextlib.suppress(TypeError):
         _known_to_take_scaler[function] = takes
@@ -32,7 +32,7 @@ def takes_scaler(step: Callable[..., Any]) -> bool:
 
 
 def warn_of_scaler_as_argument(stacklevel: int) -> None:
-    """Tell the caller of a scaler's `step`, as torch does."""
+    """Warn the caller of a scaler's `step` with torch's text."""
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -44,32 +44,36 @@ def warn_of_scaler_as_argument(stacklevel: int) -> None:
 
 @contextlib.contextmanager
 def amp_attributes(
-    optimizer: torch.optim.Optimizer, scale: Tensor | None, found: Found, here: Found, home: torch.device
+    optimizer: torch.optim.Optimizer,
+    scale: Tensor | None,
+    global_found_inf: Found,
+    local_found_inf: Found,
+    device: torch.device,
 ) -> Generator[None]:
-    """The optimizer finds `grad_scale` and `found_inf` in its attributes; after an error what was there is back.
+    """Context manager that sets `optimizer.grad_scale` and `optimizer.found_inf`. An error restores earlier values.
 
     Args:
-        optimizer: may come with a `grad_scale` of its own: whoever set it has multiplied the gradients by it.
-        scale: of the gradients; None if they are unscaled already.
-        found: by the check; 1.0 counts once however many find one, since fused kernels skip at that value alone.
-        here: has the devices of this process's gradients.
-        home: where the attributes lie; but on the host if gradients do, since torch's fused updates copy without
-            blocking.
+        optimizer: may have a `grad_scale` already, if the user multiplied the gradients by it.
+        scale: scale of the gradients, or None if they are unscaled already.
+        global_found_inf: flags that decide. They combine to at most 1.0, because fused kernels only skip at that value.
+        local_found_inf: its keys are the devices of this process's gradients.
+        device: device of the attributes. If gradients are on the host, the attributes are too, because torch's fused
+            updates copy without blocking.
     """
-    before = {name: value for name, value in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
-    home = next((device for device in here if device.type == "cpu"), home)
-    flags = [placed(flag, home) for flag in found.values()]
+    previous = {name: value for name, value in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
+    device = next((device for device in local_found_inf if device.type == "cpu"), device)
+    flags = [placed(flag, device) for flag in global_found_inf.values()]
     attributes: Any = optimizer
     if scale is None:
         attributes.grad_scale = getattr(optimizer, "grad_scale", None)
     else:
-        attributes.grad_scale = placed(scale * getattr(optimizer, "grad_scale", 1), home)
+        attributes.grad_scale = placed(scale * getattr(optimizer, "grad_scale", 1), device)
     attributes.found_inf = functools.reduce(torch.maximum, flags) if flags else 0
     try:
         yield
     except BaseException:
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
-        vars(optimizer).update(before)
+        vars(optimizer).update(previous)
         raise
     del attributes.grad_scale, attributes.found_inf

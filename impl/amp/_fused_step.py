@@ -1,14 +1,14 @@
 """A whole mixed-precision step: the norm of scaled gradients, then one update from them.
 
 Two updates
-    An optimizer that has a fused update reads its gradients where they are, scaled; the clip factor, times one over the
-    scale, is one number in that update. Every other optimizer, and gradients that no fused update takes (sparse ones,
-    some tensor subclasses), get them unscaled and clipped in place, as by `unscale_` and `clip_grad_norm_`.
+    A fused update reads the scaled gradients in place. Clip factor and inverse scale are one number of that update. For
+    other optimizers, and for gradients that no fused update supports (sparse ones, some tensor subclasses), the
+    gradients are unscaled and clipped in place, as by `unscale_` and `clip_grad_norm_`.
 
 Whether a step is taken
-    On the CPU the host looks, and does not call the optimizer for a step that is skipped. Elsewhere the optimizer is
-    always called, and the flag on the device decides: in the fused update, in an optimizer that takes `found_inf`
-    itself, or by putting back what the step has changed.
+    On the CPU the host reads the flag and does not call the optimizer for a skipped step. On other devices the
+    optimizer is always called and the flag on the device decides: in the fused update, in an optimizer that reads
+    `found_inf` itself, or by restoring what the step has changed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl import kernels
-from impl.amp._conditional_step import step_unless
-from impl.amp._gradients import borrowed_grads, coalesced
-from impl.amp._opt_state import Found, KeptResults, OptimizerState
+from impl.amp._conditional_step import step_unless_found_inf
+from impl.amp._gradients import coalesced, grads_from_copies
+from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
 from impl.kernels import KnownLayoutList, StepNumbers, joined, placed
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
@@ -37,7 +37,7 @@ _Optimizer = torch.optim.Optimizer
 
 
 class Scaler(Protocol):
-    """What a fused step asks of its scaler, which answers for one process or for many."""
+    """The methods of a scaler, for one process or for many, that a fused step uses."""
 
     _has_peers: bool
     _per_optimizer_states: dict[int, OptimizerState]
@@ -46,16 +46,16 @@ class Scaler(Protocol):
     def unscale_(self, optimizer: _Optimizer) -> None: ...
     def step(self, optimizer: _Optimizer) -> float | None: ...
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]: ...
-    def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device: ...
+    def _norm_device(self, params: Sequence[Tensor]) -> torch.device: ...
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found: ...
 
 
 @dataclass(frozen=True)
 class FusedStepOptions:
-    """What a fused step is asked for.
+    """Options of a fused step.
 
     Raises:
-        ValueError: a number that would ruin the parameters.
+        ValueError: a number would overwrite every parameter with nan.
     """
 
     max_norm: float
@@ -68,108 +68,102 @@ class FusedStepOptions:
                 f"max_norm is {self.max_norm}, which would overwrite every parameter; pass a number or inf"
             )
         if math.isnan(self.norm_type):
-            raise ValueError("norm_type is nan, which is the order of no norm; pass a number or inf")
-
-
-@dataclass(frozen=True)
-class FusedStepResult:
-    """What a fused step found and did."""
-
-    norm: Tensor  # of the unscaled gradients
-    here: Found  # in this process's gradients
-    found: Found  # by all processes: what decides
-    taken: bool | None  # None: the host does not know
+            raise ValueError("norm_type is nan; pass a number or inf")
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One call, and what it needs of the scaler."""
+    """Arguments of one call, and the state of the scaler that it needs."""
 
     scaler: Scaler
     optimizer: _Optimizer
     options: FusedStepOptions
     params: list[Tensor]
-    scale: Tensor | None  # f32, 0-dim; None of a scaler that is switched off: nothing is looked for
-    known: Found | None  # what a check found already that has unscaled the gradients
+    # f32, 0-dim. None if the scaler is disabled: then nothing is checked for inf and nan.
+    scale: Tensor | None
+    # Flags of an earlier check that has unscaled the gradients.
+    known_found_inf: Found | None
 
     @functools.cached_property
     def groups(self) -> list[dist.ProcessGroup]:
         return shard_groups(self.params)
 
     @property
-    def home(self) -> torch.device:
-        """Where numbers about all gradients meet."""
-        return self.scaler._place_of_norms(self.params)
+    def norm_device(self) -> torch.device:
+        """Device on which the norms and flags of all gradients are combined."""
+        return self.scaler._norm_device(self.params)
 
     @functools.cached_property
     def norm_dtype(self) -> torch.dtype | None:
-        # Gradients of copies are worth more than their dtype: what they change is wide.
+        # Low-precision gradients update wide masters, so take their norm in the masters' dtype.
         has_copies = bool(self.options.low_precision_params)
         return functools.reduce(torch.promote_types, {p.dtype for p in self.params}) if has_copies else None
 
 
-@kernels.dynamo_disable  # Dynamo would keep, of what `step_by` has the optimizer do, that of the step it was traced in
+# Dynamo would replay the optimizer's work in `step_by` as it was in the traced step.
+@kernels.dynamo_disable
 @kernels.no_grad_fast
 def fused_step(
     scaler: Scaler,
     optimizer: _Optimizer,
     options: FusedStepOptions,
     scale: Tensor | None,
-    known: Found | None,
+    known_found_inf: Found | None,
 ) -> FusedStepResult:
-    """Step `optimizer` by gradients over `scale`, clipped, unless inf or nan is found; the arguments as in `_Step`.
+    """Step `optimizer` with unscaled and clipped gradients, unless they hold inf or nan. `_Step` has the arguments.
 
     Raises:
-        AssertionError: there are no gradients, here or on any rank.
-        Nothing was changed then.
+        AssertionError: there are no gradients on any rank. Nothing was changed.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    step = _Step(scaler, optimizer, options, params, scale, known)
+    step = _Step(scaler, optimizer, options, params, scale, known_found_inf)
     copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
     name = type(optimizer).__name__
-    with kernels.span("GradScaler.fused_step", name), borrowed_grads(params, options.low_precision_params):
+    with kernels.span("GradScaler.fused_step", name), grads_from_copies(params, options.low_precision_params):
         try:
             with updates_of(optimizer, copies) as updates:
-                agreed = _agreed(step, [(update.params, update.grads) for update in updates])
-                norm, here, found, numbers = agreed
+                grads_of = [(update.params, update.grads) for update in updates]
+                norm, local_found_inf, global_found_inf, numbers = _joint_norm_and_found_inf(step, grads_of)
                 if numbers is not None:
                     step_by(optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken)
-                    return FusedStepResult(numbers.norm, here, found, None)
-                inv_scale = kernels.inverse(scale) if scale is not None and known is None else None
+                    return FusedStepResult(numbers.norm, local_found_inf, global_found_inf, None)
+                inv_scale = kernels.inverse(scale) if scale is not None and known_found_inf is None else None
                 if inv_scale is not None and options.norm_type != 0:
                     norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
-                flag = None if scale is None else joint_flag(found, step.home)
-                is_bad = False if flag is None else kernels.known_on_host(flag)
-                if not is_bad:
-                    factor = _factor(options, norm, inv_scale)
-                    step_by(optimizer, updates, factor, flag if is_bad is None else None)
-                return FusedStepResult(norm, here, found, None if is_bad is None else not is_bad)
-        except NoFusedUpdate as why:
+                flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
+                found_inf = False if flag is None else kernels.known_on_host(flag)
+                if not found_inf:
+                    factor = _grad_factor(options, norm, inv_scale)
+                    step_by(optimizer, updates, factor, flag if found_inf is None else None)
+                taken = None if found_inf is None else not found_inf
+                return FusedStepResult(norm, local_found_inf, global_found_inf, taken)
+        except NoFusedUpdate as error:
             has_peers = bool(step.groups) or (scaler._has_peers and scale is not None)
-            if has_peers and why.is_of_this_rank:
-                # Others may have found no reason, and wait.
+            if has_peers and error.is_of_this_rank:
+                # Other ranks may take a fused update and wait for this one.
                 raise RuntimeError(
-                    f"no fused step of this optimizer on this rank, since {why}; call unscale_, clip_grad_norm_, step "
-                    "and update instead, on all ranks"
+                    f"no fused step of this optimizer on this rank, since {error}; call unscale_, clip_grad_norm_, "
+                    "step and update instead, on all ranks"
                 ) from None
-        return _by_optimizer(step)
+        return _step_by_optimizer(step)
 
 
-def _by_optimizer(step: _Step) -> FusedStepResult:
-    """By the optimizer's own step, from gradients that are unscaled and clipped in place."""
+def _step_by_optimizer(step: _Step) -> FusedStepResult:
+    """Unscale and clip the gradients in place, then call `optimizer.step()`."""
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
-    with _widened(step.params, options.low_precision_params):
-        if step.scale is not None and step.known is None:
+    with _upcast_grads(step.params, options.low_precision_params):
+        if step.scale is not None and step.known_found_inf is None:
             scaler.unscale_(optimizer)
-        having = [(param, coalesced(param)) for param in step.params if param.grad is not None]
+        params_and_grads = [(param, coalesced(param)) for param in step.params if param.grad is not None]
         if step.groups:
-            parts = [param for param, _ in having], [local_part(grad) for _, grad in having]
-            norm, _, found, _ = _agreed(step, [parts])
+            params = [param for param, _ in params_and_grads]
+            local_grads = [local_part(grad) for _, grad in params_and_grads]
+            norm, _, global_found_inf, _ = _joint_norm_and_found_inf(step, [(params, local_grads)])
             if step.scale is not None:
-                scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+                scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = global_found_inf
         else:
             norm = get_total_norm(
-                [numbers for _, grad in having for numbers in _numbers_in(grad)], options.norm_type
+                [dense for _, grad in params_and_grads for dense in _dense_values(grad)], options.norm_type
             )
         if options.max_norm < math.inf:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
@@ -179,39 +173,40 @@ def _by_optimizer(step: _Step) -> FusedStepResult:
     if step.scale is None:
         return FusedStepResult(norm, {}, {}, taken)
     check_results = scaler._check_results.of(optimizer)
-    return FusedStepResult(norm, check_results.here or {}, scaler._found_inf_per_device(optimizer), taken)
+    local_found_inf = check_results.local_found_inf or {}
+    return FusedStepResult(norm, local_found_inf, scaler._found_inf_per_device(optimizer), taken)
 
 
-def _numbers_in(grad: Tensor) -> list[Tensor]:
-    """Dense tensors that have the gradient's norm: what a sparse one holds, and one zero for all that it does not."""
+def _dense_values(grad: Tensor) -> list[Tensor]:
+    """Return dense tensors with the norm of `grad`: for a sparse one its values, and a zero for all other elements."""
     if not grad.is_sparse:
         return [grad] if grad.numel() else []
-    held = grad._values()
-    others = [held.new_zeros(1)] if held.numel() < grad.numel() else []
-    return [held, *others] if held.numel() else others
+    values = grad._values()
+    zeros = [values.new_zeros(1)] if values.numel() < grad.numel() else []
+    return [values, *zeros] if values.numel() else zeros
 
 
 def _call_step(step: _Step) -> bool | None:
-    """Whether the optimizer took its step; None where the host does not know."""
+    """Step the optimizer if no flag is set. Return whether it took the step, or None if the host does not know."""
     scaler, optimizer = step.scaler, step.optimizer
     if step.scale is None:
         optimizer.step()
         return True
-    flag = joint_flag(scaler._found_inf_per_device(optimizer), step.home)
-    is_bad = kernels.known_on_host(flag)
-    if is_bad:
+    flag = combine_found_inf(scaler._found_inf_per_device(optimizer), step.norm_device)
+    found_inf = kernels.known_on_host(flag)
+    if found_inf:
         return False
-    if is_bad is False or getattr(optimizer, "_step_supports_amp_scaling", False):
+    if found_inf is False or getattr(optimizer, "_step_supports_amp_scaling", False):
         scaler.step(optimizer)
         return scaler._check_results.of(optimizer).taken
-    return step_unless(optimizer, flag)
+    return step_unless_found_inf(optimizer, flag)
 
 
-def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
-    """What the ranks that hold the parameters together make of it, where there is one group of them.
+def agree_in_one_group(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Found]:
+    """Combine norm and flags over the process group that the parameters are sharded over.
 
     Raises:
-        RuntimeError: there are several.
+        RuntimeError: there are several groups.
     Collectives: one all-gather.
     """
     if len(norms.sharded) > 1:
@@ -221,76 +216,82 @@ def agree_in_one_group(norms: Norms, here: Found) -> tuple[Tensor, Found]:
         )
     [group] = norms.sharded
     device = norms.replicated.device
-    norm, flag = norms.gathered(group, joint_flag(here, device))
+    norm, flag = norms.gathered(group, combine_found_inf(local_found_inf, device))
     return norm, {device: flag.float()}
 
 
-class _Agreed(NamedTuple):
-    norm: Tensor  # of all processes' gradients, as they are
-    here: Found  # in this process's gradients
-    found: Found  # what decides
-    numbers: StepNumbers | None  # if they were launched with the norm, and no other process has a say
+class _JointResult(NamedTuple):
+    norm: Tensor  # norm of all processes' gradients, still scaled
+    local_found_inf: Found  # flags of this process's gradients
+    global_found_inf: Found  # flags of all processes, which decide
+    # Set if the kernels that take the norm computed them too, and no other process is involved.
+    numbers: StepNumbers | None
 
 
-def _agreed(step: _Step, parts: Sequence[tuple[Sequence[Tensor], list[Tensor]]]) -> _Agreed:
-    """Take the norm and the check of this process's gradients, and agree on both with others.
+def _joint_norm_and_found_inf(
+    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], list[Tensor]]]
+) -> _JointResult:
+    """Return the norm and the inf/nan flags of all processes' gradients.
 
     Args:
-        parts: lists of parameters, and of this process's part of their gradients.
+        params_and_grads: lists of parameters, and of this process's local gradients.
     """
     replicated: list[Tensor] = []
     sharded: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
     if sharded:
-        for params, grads in parts:
+        for params, grads in params_and_grads:
             for param, grad in zip(params, grads, strict=True):
                 group = shard_group(param)
                 (replicated if group is None else sharded[group]).append(grad)
     else:
-        replicated = joined([grads for _, grads in parts])
-    here: Found = {}
+        replicated = joined([grads for _, grads in params_and_grads])
+    local_found_inf: Found = {}
     numbers = None if sharded else _step_numbers(step, replicated)
     if numbers is not None:
-        here[step.home] = numbers.found_inf
+        local_found_inf[step.norm_device] = numbers.found_inf
     norms = Norms(
         step.options.norm_type,
-        _norm(step, replicated, here) if numbers is None else numbers.scaled_norm,
-        {group: _norm(step, some, here) for group, some in sharded.items()},
+        _norm(step, replicated, local_found_inf) if numbers is None else numbers.scaled_norm,
+        {group: _norm(step, grads, local_found_inf) for group, grads in sharded.items()},
     )
-    norm, found = step.scaler._agree(norms, here if step.known is None else step.known)
-    if step.scale is not None and not found:
+    checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
+    norm, global_found_inf = step.scaler._agree(norms, checked)
+    if step.scale is not None and not global_found_inf:
         raise AssertionError("No inf checks were recorded for this optimizer.")
-    if numbers is not None and (norm is not numbers.scaled_norm or found is not here):
+    if numbers is not None and (norm is not numbers.scaled_norm or global_found_inf is not local_found_inf):
         numbers = None
-    return _Agreed(norm, here, found, numbers)
+    return _JointResult(norm, local_found_inf, global_found_inf, numbers)
 
 
 def _step_numbers(step: _Step, grads: Sequence[Tensor]) -> StepNumbers | None:
-    if step.scale is None or step.known is not None or step.scale.device != step.home:
+    if step.scale is None or step.known_found_inf is not None or step.scale.device != step.norm_device:
         return None
     options = step.options
     return kernels.step_numbers(grads, options.norm_type, step.scale, options.max_norm, step.norm_dtype)
 
 
-def _norm(step: _Step, grads: Sequence[Tensor], here: Found) -> Tensor:
-    """Of gradients that may lie on several devices; what a check of them finds goes into `here`."""
-    order, home = step.options.norm_type, step.home
+def _norm(step: _Step, grads: Sequence[Tensor], local_found_inf: Found) -> Tensor:
+    """Return the joint norm of gradients on one or more devices. Store each device's flag in `local_found_inf`."""
+    norm_type, norm_device = step.options.norm_type, step.norm_device
     norms: list[Tensor] = []
-    filled = (
+    nonempty = (
         grads
         if isinstance(grads, KnownLayoutList) or all(map(Tensor.numel, grads))
         else [grad for grad in grads if grad.numel()]
     )
-    for device, batch in _by_device(filled).items():
-        norm, flag = kernels.checked_norm(batch, order, step.norm_dtype)
-        here[device] = torch.maximum(here[device], flag) if device in here else flag
-        norms.append(placed(norm, home))
-    if len(filled) < len(grads):
-        for device in {grad.device for grad in grads} - here.keys():
-            here[device] = torch.zeros((), dtype=torch.float32, device=device)
+    for device, batch in _by_device(nonempty).items():
+        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype)
+        if device in local_found_inf:
+            flag = torch.maximum(local_found_inf[device], flag)
+        local_found_inf[device] = flag
+        norms.append(placed(norm, norm_device))
+    if len(nonempty) < len(grads):
+        for device in {grad.device for grad in grads} - local_found_inf.keys():
+            local_found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
     if not norms:
-        return torch.full((), math.inf if order < 0 else 0.0, device=home)
-    # Norms of order 0 are counts, which add up.
-    return norms[0] if len(norms) == 1 else kernels.total_norm(norms, order or 1.0)
+        return torch.full((), math.inf if norm_type < 0 else 0.0, device=norm_device)
+    # Norms of order 0 are counts, so add them.
+    return norms[0] if len(norms) == 1 else kernels.total_norm(norms, norm_type or 1.0)
 
 
 def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor]]:
@@ -302,16 +303,16 @@ def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor
     return batches
 
 
-def joint_flag(found: Found, home: torch.device) -> Tensor:
-    """1.0 if one of the flags is, on `home`."""
-    flags = [placed(flag, home) for flag in found.values()]
-    return (
-        functools.reduce(torch.maximum, flags) if flags else torch.zeros((), dtype=torch.float32, device=home)
-    )
+def combine_found_inf(found_inf_per_device: Found, device: torch.device) -> Tensor:
+    """Return 1.0 on `device` if any flag is set, else 0.0."""
+    flags = [placed(flag, device) for flag in found_inf_per_device.values()]
+    if not flags:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return functools.reduce(torch.maximum, flags)
 
 
-def _factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
-    """By what a scaled gradient is multiplied, 0-dim: f64 if the norm is, else f32."""
+def _grad_factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
+    """Return the 0-dim factor of the scaled gradients: f64 if the norm is f64, else f32."""
     wide = torch.float64 if norm.dtype is torch.float64 else torch.float32
     factor = (
         torch.ones((), device=norm.device, dtype=wide)
@@ -324,8 +325,8 @@ def _factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -
 
 
 @contextmanager
-def _widened(params: Sequence[Tensor], low_precision_params: Sequence[Tensor]) -> Generator[None]:
-    """Gradients borrowed from copies are, in here, copies in the dtype of their parameter."""
+def _upcast_grads(params: Sequence[Tensor], low_precision_params: Sequence[Tensor]) -> Generator[None]:
+    """Context manager that replaces the gradients of low-precision copies by ones in the parameter's dtype."""
     narrow = [(param, param.grad) for param in params if low_precision_params and param.grad is not None]
     try:
         for param, grad in narrow:

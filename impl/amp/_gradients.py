@@ -1,9 +1,9 @@
-"""The gradients of an optimizer: sorted for the kernels, and called by name where they are not finite.
+"""Gradients of an optimizer: batches for the kernels, and names of the parameters with inf or nan.
 
 All or nothing
-    `sorted_gradients` refuses what it can see is wrong before a gradient is touched, and puts first what an operator
-    may still refuse (tensor subclasses, dtypes and layouts that torch's operator does not take): the ordinary
-    gradients behind it are then as they were.
+    `sorted_gradients` raises for invalid gradients before one is changed. Gradients that an operator may still refuse
+    (tensor subclasses, dtypes and layouts that torch's operator does not support) come first, so that the ordinary
+    gradients after them are unchanged if it raises.
 """
 
 from collections.abc import Generator, Sequence
@@ -26,26 +26,26 @@ from impl.kernels import (
     recognize_layout,
 )
 
-# Gradients of one device, to be changed together.
+# Gradients on one device, which are changed together.
 Batch = tuple[torch.device, list[Tensor]]
 
 
 def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
-    """Every gradient of `optimizer` once, in batches for `kernels.unscale_`, those that may refuse first.
+    """Return each gradient of `optimizer` once, in batches for `kernels.unscale_`. Those that may raise come first.
 
-    A sparse gradient stands here by its values; in float16 it is coalesced first, and `.grad` replaced, because
-    the sum of duplicates may overflow where no part of it does.
+    A sparse gradient is replaced by its values. A sparse float16 gradient is coalesced first, also in `.grad`, because
+    the sum of duplicates may overflow even if no summand does.
 
     Raises:
-        AssertionError: a parameter is no tensor.
-        ValueError: a float16 gradient without `allow_fp16`; or one gradient belongs to two entries.
+        AssertionError: a parameter is not a tensor.
+        ValueError: a gradient is float16 without `allow_fp16`; or two parameters have the same gradient.
         RuntimeError: elements of a gradient share memory.
-    Sync: coalescing, as in torch.
+    Sync: coalescing, like torch.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for kind in set(map(type, params)) - PLAIN_TYPES:
-        if not issubclass(kind, Tensor):
-            raise AssertionError(f"expected param to be torch.Tensor, got {kind.__name__}")
+    for param_type in set(map(type, params)) - PLAIN_TYPES:
+        if not issubclass(param_type, Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {param_type.__name__}")
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return []
@@ -56,24 +56,24 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     if known is not None:
         return [(known[0].device, known)]
     if len(set(map(id, grads))) < len(grads):
-        raise ValueError(_shared(params))
+        raise ValueError(_describe_shared_grad(params))
     if _are_ordinary(grads, dtypes):
         if not all(map(Tensor.is_contiguous, grads)):
-            _refuse_overlap(grads)
+            _check_no_overlap(grads)
         device = grads[0].device
         if not any(map(Tensor.is_inference, grads)) and (known := keep_layout(grads)) is not None:
             return [(device, known)]
         return [(device, grads)] if are_on(device, grads) else _by_device(grads)
-    _refuse_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
+    _check_no_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
     return _ordinary_last([param for param in params if param.grad is not None])
 
 
 @contextmanager
-def borrowed_grads(params: Sequence[Tensor], low_precision_params: Sequence[Tensor]) -> Generator[None]:
-    """Parameters that have no gradient have that of their copy, whatever its dtype.
+def grads_from_copies(params: Sequence[Tensor], low_precision_params: Sequence[Tensor]) -> Generator[None]:
+    """Context manager that gives parameters without a gradient the gradient of their copy, of any dtype.
 
     Raises:
-        ValueError: the copies are not as many, or not of the shapes of the parameters; or both have a gradient.
+        ValueError: number or shapes of copies and parameters differ; or both have a gradient.
     """
     if not low_precision_params:
         yield
@@ -85,20 +85,19 @@ def borrowed_grads(params: Sequence[Tensor], low_precision_params: Sequence[Tens
             "groups"
         )
     pairs = zip(params, low_precision_params, strict=True)
-    borrowers = [(param, copy.grad) for param, copy in pairs if copy.grad is not None]
-    if any(param.grad is not None for param, _ in borrowers):
+    filled = [(param, copy.grad) for param, copy in pairs if copy.grad is not None]
+    if any(param.grad is not None for param, _ in filled):
         raise ValueError(
-            "a parameter has a gradient and its copy has one too; leave gradients on the copies alone, "
-            "which the backward writes"
+            "a parameter and its low-precision copy both have a gradient; keep only the copy's, which backward writes"
         )
-    dtypes = [param.grad_dtype for param, _ in borrowers]
+    dtypes = [param.grad_dtype for param, _ in filled]
     try:
-        for param, grad in borrowers:
+        for param, grad in filled:
             param.grad_dtype = None
             param.grad = grad
         yield
     finally:
-        for (param, _), dtype in zip(borrowers, dtypes, strict=True):
+        for (param, _), dtype in zip(filled, dtypes, strict=True):
             param.grad = None
             param.grad_dtype = dtype
 
@@ -106,23 +105,23 @@ def borrowed_grads(params: Sequence[Tensor], low_precision_params: Sequence[Tens
 def nonfinite_parameters(
     optimizer: torch.optim.Optimizer,
     low_precision_params: Sequence[Tensor],
-    found: dict[torch.device, Tensor],
+    local_found_inf: dict[torch.device, Tensor],
 ) -> list[str]:
-    """Names of the parameters whose gradients hold inf or nan; of a sharded one, this rank's part is looked at.
+    """Return the names of the parameters whose gradients hold inf or nan. For a sharded one, check this rank's shard.
 
     Args:
-        optimizer: has the parameters.
-        low_precision_params: copies of them that have the gradients; or empty.
-        found: by the last check, in these gradients.
+        optimizer: owns the parameters.
+        low_precision_params: copies of the parameters that have the gradients, or empty.
+        local_found_inf: flags of the last check of these gradients.
 
     Raises:
-        RuntimeError: the check found something that is not there any more.
+        RuntimeError: the last check found inf or nan, but no gradient holds any now.
     Sync: one for each device. Collectives: none.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    with borrowed_grads(params, low_precision_params):
+    with grads_from_copies(params, low_precision_params):
         names = _nonfinite_names(optimizer)
-    if not names and any(flag.item() for flag in found.values()):
+    if not names and any(flag.item() for flag in local_found_inf.values()):
         raise RuntimeError(
             "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
             "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
@@ -134,19 +133,19 @@ def nonfinite_parameters(
 def _nonfinite_names(optimizer: torch.optim.Optimizer) -> list[str]:
     names: dict[torch.device, list[tuple[int, str]]] = {}
     grads: dict[torch.device, list[Tensor]] = {}
-    for place, (name, param) in enumerate(_named(optimizer)):
+    for index, (name, param) in enumerate(_named_params(optimizer)):
         if param.grad is not None:
             values = _values(param.grad)
-            names.setdefault(values.device, []).append((place, name))
+            names.setdefault(values.device, []).append((index, name))
             grads.setdefault(values.device, []).append(values)
-    found: list[tuple[int, str]] = []
+    nonfinite: list[tuple[int, str]] = []
     for device, batch in grads.items():
-        found += [
+        nonfinite += [
             entry
-            for entry, bad in zip(names[device], kernels.nonfinite_mask(batch).tolist(), strict=True)
-            if bad
+            for entry, is_nonfinite in zip(names[device], kernels.nonfinite_mask(batch).tolist(), strict=True)
+            if is_nonfinite
         ]
-    return [name for _, name in sorted(found)]
+    return [name for _, name in sorted(nonfinite)]
 
 
 def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -154,7 +153,7 @@ def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return next((grad for param in params if (grad := getattr(param, "grad", None)) is not None), None)
 
 
-def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+def _named_params(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     named: list[tuple[str, Tensor]] = []
     for g, group in enumerate(optimizer.param_groups):
         names: Any = group.get("param_names")
@@ -165,7 +164,7 @@ def _named(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The memory in which a gradient keeps its numbers: a DTensor's local part, a sparse tensor's values."""
+    """Return the dense tensor with a gradient's elements: a DTensor's local tensor, a sparse tensor's values."""
     local: Any = getattr(grad, "to_local", None)
     if local is not None:
         grad = local()
@@ -181,18 +180,18 @@ def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
 
 
 def _ordinary_last(params: list[Tensor]) -> list[Batch]:
-    refusing: list[Batch] = []
+    others: list[Batch] = []
     ordinary: list[Tensor] = []
-    # torch hands its operator what has one device and one dtype: what it refuses together is refused together here.
-    for device, dtype, grads in _by_device_and_dtype([_numbers_of(param) for param in params]):
+    # Like torch, pass gradients of one device and dtype to the operator together, so that it raises for the same ones.
+    for device, dtype, grads in _by_device_and_dtype([_dense_grad(param) for param in params]):
         if _are_ordinary(grads, {dtype}):
             ordinary += grads
         else:
-            refusing.append((device, grads))
-    return refusing + _by_device(ordinary)
+            others.append((device, grads))
+    return others + _by_device(ordinary)
 
 
-def _numbers_of(param: Tensor) -> Tensor:
+def _dense_grad(param: Tensor) -> Tensor:
     grad = param.grad
     assert grad is not None
     if not grad.is_sparse:
@@ -201,7 +200,7 @@ def _numbers_of(param: Tensor) -> Tensor:
 
 
 def coalesced(param: Tensor) -> Tensor:
-    """The gradient; of a sparse one `.grad` is replaced by one that holds each element once."""
+    """Return the gradient of `param`. Coalesce a sparse gradient first, and store it in `.grad`."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse and not grad.is_coalesced():
@@ -209,7 +208,7 @@ def coalesced(param: Tensor) -> Tensor:
     return grad
 
 
-def _refuse_overlap(grads: list[Tensor]) -> None:
+def _check_no_overlap(grads: list[Tensor]) -> None:
     for grad in grads:
         if not grad.is_contiguous() and overlaps_itself(grad):
             raise RuntimeError(OVERLAP)
@@ -227,12 +226,12 @@ def _by_device_and_dtype(grads: list[Tensor]) -> list[tuple[torch.device, torch.
     return [(device, dtype, group) for (device, dtype), ([group], _) in groups.items()]
 
 
-def _shared(params: list[Tensor]) -> str:
-    seen: dict[int, int] = {}
-    for place, param in enumerate(params):
-        if param.grad is not None and (first := seen.setdefault(id(param.grad), place)) != place:
+def _describe_shared_grad(params: list[Tensor]) -> str:
+    first_index: dict[int, int] = {}
+    for index, param in enumerate(params):
+        if param.grad is not None and (first := first_index.setdefault(id(param.grad), index)) != index:
             return (
-                f"parameters {first} and {place} of this optimizer, counted over all groups, have one gradient tensor, "
+                f"parameters {first} and {index} of this optimizer, counted over all groups, have one gradient tensor, "
                 "which would be unscaled twice; give the optimizer each parameter once, and each its own gradient"
             )
     raise AssertionError("no gradient is shared")

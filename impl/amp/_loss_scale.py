@@ -1,4 +1,4 @@
-"""The numbers behind a `GradScaler`: what it may hold, what a saved one must hold, and when its scale is stuck."""
+"""Loss scale: validation of its settings and of saved states, and detection of a scale stuck at its minimum."""
 
 import math
 import struct
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from impl.kernels import HostCopy, has_host_copies, placed
 
-# The reciprocal of a smaller scale may overflow float32, and a GPU may take the scale itself for zero.
+# The reciprocal of a smaller scale may overflow float32, and a GPU may flush the scale itself to zero.
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
 _HALVES = frozenset((torch.float16, torch.bfloat16))
 
 
 class PerDevice(dict[torch.device, Tensor]):
-    """Copies of one tensor, each made when its device is first asked for; the tensor itself is not among them."""
+    """Copies of one tensor by device, each made at its first use. The tensor itself is never returned."""
 
     def __init__(self, source: Callable[[torch.device], Tensor]) -> None:
         super().__init__()
@@ -30,28 +30,28 @@ class PerDevice(dict[torch.device, Tensor]):
         return copy
 
 
-def times(outputs: Tensor, scale: Tensor) -> Tensor:
-    """`outputs` times the 0-dim f32 `scale`, in float32 where float16 or bfloat16 could not hold it."""
+def scale_tensor(outputs: Tensor, scale: Tensor) -> Tensor:
+    """Return `outputs` times the 0-dim f32 `scale`. Float16 and bfloat16 become float32, which can hold the result."""
     if outputs.dtype in _HALVES:
         outputs = outputs.float()
     return outputs * scale
 
 
-def scaled(outputs: Any, scales: PerDevice) -> Any:
-    """Tensors nested in iterables, times the scale on their device: lists and tuples, or else lazy iterators."""
+def scale_nested(outputs: Any, scales: PerDevice) -> Any:
+    """Scale tensors nested in iterables. Lists and tuples keep their type, other iterables become lazy iterators."""
     if isinstance(outputs, Tensor):
-        return times(outputs, scales[outputs.device])
+        return scale_tensor(outputs, scales[outputs.device])
     if isinstance(outputs, (list, tuple)):
-        return type(outputs)([scaled(each, scales) for each in outputs])
+        return type(outputs)([scale_nested(output, scales) for output in outputs])
     if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-    return (scaled(each, scales) for each in cast("Iterable[Any]", outputs))
+    return (scale_nested(output, scales) for output in cast("Iterable[Any]", outputs))
 
 
-def checked_settings(
+def check_settings(
     growth_factor: float, backoff_factor: float, init_scale: object, min_scale: float
 ) -> float:
-    """`min_scale` as float32 holds it, so that it compares with a scale; or what is wrong with one of the four."""
+    """Raise if a setting is invalid. Return `min_scale` rounded to float32, so that it can be compared with a scale."""
     if growth_factor <= 1.0 or math.isnan(growth_factor):
         raise AssertionError("The growth factor must be > 1.0.")
     if backoff_factor >= 1.0 or math.isnan(backoff_factor):
@@ -64,7 +64,7 @@ def checked_settings(
             "the default) and float32's largest"
         )
     min_scale = struct.unpack("f", struct.pack("f", min_scale))[0]
-    # What is no number at all is refused by torch, at the first scale().
+    # torch raises at the first scale() if it is not a number at all.
     if isinstance(init_scale, int | float) and not min_scale <= init_scale <= largest:
         raise ValueError(
             f"init_scale is {init_scale}; it must lie between min_scale, {min_scale:g}, and float32's largest"
@@ -87,7 +87,7 @@ def check_backoff_factor(factor: float) -> None:
 
 
 def set_scale_(scale: Tensor, new_scale: Any, device_type: str, min_scale: float) -> None:
-    """Take `new_scale`, a float or a tensor of one element on that device type, but `min_scale` where it is less."""
+    """Set the scale to `new_scale` (a float or a one-element tensor on that device type), at least to `min_scale`."""
     if isinstance(new_scale, float):
         _check_new_scale(new_scale)
         scale.fill_(max(new_scale, min_scale))
@@ -97,10 +97,10 @@ def set_scale_(scale: Tensor, new_scale: Any, device_type: str, min_scale: float
             "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
             "requires_grad=False."
         )
-    there = torch.empty_like(scale).copy_(new_scale)
-    if there.device.type == "cpu":
-        _check_new_scale(there.item())
-    torch.where(there.isfinite(), there, scale, out=scale)
+    copy = torch.empty_like(scale).copy_(new_scale)
+    if copy.device.type == "cpu":
+        _check_new_scale(copy.item())
+    torch.where(copy.isfinite(), copy, scale, out=scale)
     scale.clamp_(min=min_scale)
 
 
@@ -122,11 +122,12 @@ class SavedState(NamedTuple):
 
 
 def read_state(state_dict: Mapping[str, Any]) -> SavedState:
-    """The entries of `state_dict`, all of them looked at before any is used.
+    """Return the entries of `state_dict`, after all of them were checked.
 
     Raises:
-        RuntimeError: it is empty, or a number fits no tensor of the scaler's. KeyError: an entry is missing.
-        TypeError, ValueError: an entry is no number, or none that a scaler can hold.
+        RuntimeError: the dict is empty, or a number does not fit into the scaler's tensors.
+        KeyError: an entry is missing.
+        TypeError, ValueError: an entry is not a number, or not one that is valid for its purpose.
     """
     if len(state_dict) == 0:
         raise RuntimeError(
@@ -140,13 +141,13 @@ def read_state(state_dict: Mapping[str, Any]) -> SavedState:
         state_dict["growth_interval"],
         state_dict["_growth_tracker"],
     )
-    # Scratch tensors refuse what the scaler's own would refuse, in torch's words.
+    # Assigning to scratch tensors raises what assigning to the scaler's own would raise, with torch's texts.
     scale = torch.ones((), dtype=torch.float32, device="cpu")
     tracker = torch.zeros((), dtype=torch.int32, device="cpu")
     torch._amp_update_scale_(scale, tracker, torch.zeros_like(scale), *state[1:4])
     scale.fill_(state.scale)
     tracker.fill_(state.growth_tracker)
-    float(state.scale)  # fill_ takes the real part of a complex number
+    float(state.scale)  # raises for complex numbers, unlike fill_
     if not 0.0 < scale.item() < math.inf:
         raise _corrupted("scale", state.scale, "a finite number above 0")
     check_growth_factor(state.growth_factor)
@@ -162,57 +163,58 @@ def _corrupted(name: str, actual: object, expected: str) -> ValueError:
     )
 
 
-class FloorWatch:
-    """Notices steps that are skipped one after the other while the scale lies on its floor, and never waits.
+class MinScaleMonitor:
+    """Detector of consecutive skipped steps at the minimal scale, which never synchronises.
 
-    An update's scale and check result are copied to the host and read at a later update, when they have arrived.
-    Far above the floor nothing is copied: n updates can lower the scale n times and not more. Devices without events
-    are not watched, nor on a device updates that a graph records or a compiler traces.
+    The scale and flag of an update are copied to the host, and read at a later update when they have arrived. Nothing
+    is copied while the scale is far above its minimum, because n updates lower it at most n times. Updates are not
+    monitored on devices without events, nor while a graph is captured or a compiler traces.
     """
 
-    PATIENCE = 3  # skipped steps on the floor before it says so: one or two may be a single bad batch
+    # Skipped steps at the minimum before it warns. One or two may come from a single bad batch.
+    PATIENCE = 3
 
     def __init__(self) -> None:
-        self.skipped = 0  # in a row, on the floor, as far as read
+        self.skipped = 0  # consecutive skipped steps at the minimum, in the copies read
         self._has_warned = False
         self._updates = 0
-        self._next_look = 0  # counted in updates
-        self._under_way: deque[tuple[int, HostCopy]] = deque()
+        self._last_unmonitored = 0  # number of the last update that needs no copy
+        self._pending: deque[tuple[int, HostCopy]] = deque()
 
-    def look(self, scale: Tensor, found_inf: Tensor) -> None:
-        """Send home what an update did, when the scale could be on its floor by now. Sync: none."""
+    def record(self, scale: Tensor, found_inf: Tensor) -> None:
+        """Start copying the result of an update to the host, if the scale may have reached its minimum. Sync: none."""
         self._updates += 1
-        if self._updates <= self._next_look or len(self._under_way) > self.PATIENCE:
+        if self._updates <= self._last_unmonitored or len(self._pending) > self.PATIENCE:
             return
         if has_host_copies(scale.device):
-            sent = HostCopy(torch.stack((scale, found_inf.view_as(scale))))
-            self._under_way.append((self._updates, sent))
+            copy = HostCopy(torch.stack((scale, found_inf.view_as(scale))))
+            self._pending.append((self._updates, copy))
 
-    def tell(self, backoff_factor: float, min_scale: float, raises: bool, stacklevel: int) -> None:
-        """Warn once when steps are skipped on the floor, or raise each time. Sync: none."""
+    def warn_if_stuck(self, backoff_factor: float, min_scale: float, raises: bool, stacklevel: int) -> None:
+        """Warn once if consecutive steps at the minimum were skipped, or raise each time. Sync: none."""
         skipped = self._read(backoff_factor, min_scale)
         is_stuck = skipped >= self.PATIENCE
         if is_stuck and raises:
-            raise RuntimeError(_stuck(skipped, min_scale))
-        if is_stuck > self._has_warned:  # of a device that lags behind several steps may be heard at once
-            warnings.warn(_stuck(skipped, min_scale), RuntimeWarning, stacklevel=stacklevel + 1)
+            raise RuntimeError(_describe_stuck(skipped, min_scale))
+        if is_stuck > self._has_warned:  # not `==`: copies of several steps may arrive at once
+            warnings.warn(_describe_stuck(skipped, min_scale), RuntimeWarning, stacklevel=stacklevel + 1)
         self._has_warned = is_stuck
 
     def _read(self, backoff_factor: float, min_scale: float) -> int:
-        """Skipped steps in a row on the floor, counting what has arrived. Sync: none."""
-        while self._under_way:
-            update, sent = self._under_way[0]
-            numbers = sent.numbers()
+        """Return the number of consecutive skipped steps at the minimum, in the copies that arrived. Sync: none."""
+        while self._pending:
+            update, copy = self._pending[0]
+            numbers = copy.numbers()
             if numbers is None:
                 break
-            self._under_way.popleft()
+            self._pending.popleft()
             scale, found_inf = numbers
             self.skipped = self.skipped + 1 if found_inf and not scale > min_scale else 0
-            self._next_look = update + _falls_left(scale, backoff_factor, min_scale) - 1
+            self._last_unmonitored = update + _backoffs_left(scale, backoff_factor, min_scale) - 1
         return self.skipped
 
 
-def _stuck(skipped: int, min_scale: float) -> str:
+def _describe_stuck(skipped: int, min_scale: float) -> str:
     return (
         f"the loss scale is down at min_scale ({min_scale:g}) and the last {skipped} steps were skipped all the same: "
         "the gradients hold inf or nan that come from no scale, and training stands still. Ask "
@@ -221,8 +223,8 @@ def _stuck(skipped: int, min_scale: float) -> str:
     )
 
 
-def _falls_left(scale: float, backoff_factor: float, min_scale: float) -> int:
-    """How often `scale` must fall before it lies on its floor; rounded down, and 0 where that cannot be said."""
+def _backoffs_left(scale: float, backoff_factor: float, min_scale: float) -> int:
+    """Return how many backoffs lower `scale` to `min_scale`, rounded down, or 0 if it cannot be computed."""
     if not min_scale < scale < math.inf or not backoff_factor < 1.0:
         return 0
     return int(math.log(min_scale / scale) / math.log(backoff_factor))

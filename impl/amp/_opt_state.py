@@ -1,4 +1,4 @@
-"""What a `GradScaler` knows of each optimizer: in which order its methods may be called, and what checks found."""
+"""Records of a `GradScaler` about each optimizer: the allowed order of calls, and the results of checks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 where there is inf or nan
+Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 for inf or nan
 
 
 class OptState(Enum):
-    """How far one optimizer has come since the last `update`."""
+    """Stage of one optimizer since the last `update`."""
 
     READY = 0
-    """Its gradients, if any, are scaled."""
+    """The gradients, if any, are scaled."""
     UNSCALED = 1
-    """Its gradients are unscaled and checked."""
+    """The gradients are unscaled and checked."""
     STEPPED = 2
-    """Its step was taken or left out."""
+    """The step was taken or skipped."""
 
 
 _NEXT = {
@@ -38,11 +38,11 @@ _REFUSED = {
 }
 
 
-def advance(stage: OptState, call: str) -> OptState:
-    """The stage after `call`. `update` is no entry: it forgets the stages of all optimizers.
+def next_stage(stage: OptState, call: str) -> OptState:
+    """Return the stage after `call`. There is no entry for `update`, which resets the stages of all optimizers.
 
     Raises:
-        RuntimeError: `call` may not come at this stage.
+        RuntimeError: `call` is not allowed at this stage.
     """
     try:
         return _NEXT[stage, call]
@@ -51,14 +51,14 @@ def advance(stage: OptState, call: str) -> OptState:
 
 
 class OptimizerState(TypedDict):
-    """One optimizer since the last `update`."""
+    """State of one optimizer since the last `update`."""
 
     stage: OptState
     found_inf_per_device: Found
 
 
 def refresh_per_optimizer_state() -> OptimizerState:
-    """The state of an optimizer that no method has touched yet."""
+    """Return the state of an optimizer on which no method was called yet."""
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
@@ -67,31 +67,38 @@ def stage_of(states: Mapping[int, OptimizerState], optimizer: torch.optim.Optimi
     if state is None:
         return OptState.READY
     stage = state["stage"]
-    # By name: others may have put torch's own OptState there.
+    # Compare by name, because the user may have stored torch's own OptState.
     return stage if type(stage) is OptState else OptState[stage.name]
+
+
+@dataclass(frozen=True)
+class FusedStepResult:
+    """Norm, inf/nan flags and outcome of a fused step."""
+
+    norm: Tensor  # norm of the unscaled gradients
+    local_found_inf: Found  # flags of this process's gradients
+    global_found_inf: Found  # flags of all processes, which decide
+    taken: bool | None  # unknown to the host if None
 
 
 @dataclass(slots=True)
 class CheckResults:
-    """What was found about one optimizer, kept beyond `update`."""
+    """Results of one optimizer's last check and step, which outlive `update`."""
 
-    checked: Found | None = None  # by its last check
-    here: Found | None = None  # the same, as far as this process's gradients tell
-    stepped: Found | None = None  # by the check that its last step went by
-    taken: bool | None = None  # that step, once the host knows
-    low_precision_params: Sequence[
-        Tensor
-    ] = ()  # that have the gradients which were checked, where params have not
+    checked: Found | None = None  # flags of the last check, over all processes
+    local_found_inf: Found | None = None  # flags of the last check, of this process's gradients
+    stepped: Found | None = None  # flags that decided the last step
+    taken: bool | None = None  # the last step's outcome, unknown to the host if None
+    # Copies that hold the checked gradients of parameters without a gradient.
+    low_precision_params: Sequence[Tensor] = ()
 
-    def note(
-        self, found: Found, here: Found, taken: bool | None, low_precision_params: Sequence[Tensor]
-    ) -> None:
-        """What a fused step found and did."""
-        self.checked = self.stepped = found
-        self.here, self.taken, self.low_precision_params = here, taken, low_precision_params
+    def record_fused_step(self, result: FusedStepResult, low_precision_params: Sequence[Tensor]) -> None:
+        self.checked = self.stepped = result.global_found_inf
+        self.local_found_inf, self.taken = result.local_found_inf, result.taken
+        self.low_precision_params = low_precision_params
 
-    def known(self) -> Found:
-        """What its last check found."""
+    def last_check(self) -> Found:
+        """Return the flags of the last check, or raise if there was none."""
         if self.checked is None:
             raise RuntimeError(
                 "this scaler has not checked the gradients of this optimizer; call unscale_(optimizer) or "
@@ -100,7 +107,7 @@ class CheckResults:
         return self.checked
 
     def step_was_taken(self) -> bool:
-        """Sync: one, where the host does not know yet."""
+        """Return whether the last step was taken. Sync: one, unless the host knows already."""
         if self.stepped is None:
             raise RuntimeError(
                 "this scaler has not stepped this optimizer (or cannot know, if it takes no weak references); call "
@@ -112,7 +119,7 @@ class CheckResults:
 
 
 class KeptResults:
-    """Check results by optimizer, none of which they keep alive."""
+    """Check results of each optimizer, held by weak references to the optimizers."""
 
     def __init__(self) -> None:
         self._by_optimizer: WeakKeyDictionary[torch.optim.Optimizer, CheckResults] = WeakKeyDictionary()
@@ -122,5 +129,6 @@ class KeptResults:
             return self._by_optimizer[optimizer]
         except KeyError:
             return self._by_optimizer.setdefault(optimizer, CheckResults())
-        except TypeError:  # it allows no weak references: nothing is kept that could be told from another's
+        except TypeError:
+            # Without weak references, results could be mistaken for those of another optimizer, so keep none.
             return CheckResults()

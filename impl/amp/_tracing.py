@@ -1,7 +1,7 @@
-"""What `autocast` tells torch's tracers: nodes for a pre-dispatch graph, and for Dynamo that it exists.
+"""Support of `autocast` in torch's tracers: nodes for a pre-dispatch graph, and registration of classes with Dynamo.
 
-Dynamo must know our classes before it traces the first function that enters a region: it inlines the constructor of a
-class it does not know, but refuses an instance made earlier before running any code of it.
+Dynamo must know our classes before it traces the first function that enters a region. It inlines the constructor of an
+unknown class, but refuses an instance that was created before tracing.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ _Function = TypeVar("_Function", bound=FunctionType)
 
 
 def record_enter(device: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool) -> None:
-    """Write a region's start into the graph that pre-dispatch tracing is recording, if it is."""
+    """Record the start of a region if pre-dispatch tracing is recording a graph."""
     _record(torch.amp._enter_autocast, (device, dtype, enabled, cache_enabled))
 
 
 def record_exit() -> None:
-    """Write the end of the region that `record_enter` began last."""
+    """Record the end of the region that the last `record_enter` began."""
     _record(torch.amp._exit_autocast, ())
 
 
-# The two targets are torch's own functions, named here and nowhere else: the tracer, the export verifier and
-# the pass that turns a region into `wrap_with_autocast` compare a node's target with them by identity, and
-# refuse any other. They are handed over as values and never called from here.
+# The two targets are torch's own functions, and only used here. The tracer, the export verifier and the pass that
+# turns a region into `wrap_with_autocast` compare a node's target with them by identity and refuse any other. They
+# are passed as values and never called here.
 def _record(target: object, args: tuple[object, ...]) -> None:
     for mode in _get_current_function_mode_stack():
         if isinstance(mode, PreDispatchTorchFunctionMode):
@@ -39,9 +39,9 @@ def _record(target: object, args: tuple[object, ...]) -> None:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Decorator: where `function` runs by itself, between two graphs, Dynamo compiles neither it nor its callees.
+    """Keep Dynamo from compiling `function` and its callees when it runs between two graphs.
 
-    It still inlines the function into a graph. torch's own files are treated so wherever they are called from.
+    Dynamo still inlines it into a graph. It treats torch's own files the same way.
     """
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
@@ -53,8 +53,8 @@ _introduce: Callable[[Any], None] | None = None
 
 
 def introduce_to_dynamo(cls: type) -> None:
-    """Have Dynamo trace the regions of `cls`: now where it is loaded, else as soon as it is."""
-    # Noted first: whoever sets `_introduce` in another thread meanwhile finds it there.
+    """Register `cls` with Dynamo now if Dynamo is loaded, else as soon as it is."""
+    # Append first, so that a thread that sets `_introduce` meanwhile finds the class in the list.
     _classes.append(cls)
     if _introduce is not None:
         _introduce(cls)
@@ -63,8 +63,8 @@ def introduce_to_dynamo(cls: type) -> None:
 
 
 def introduce_by(introduce: Callable[[Any], None]) -> None:
-    """Hand each class to `introduce`, those defined so far and those to come; `impl.dynamo.autocast` calls this."""
-    global _introduce  # noqa: PLW0603 Dynamo's tables are the process's, and so is who writes in them
+    """Call `introduce` with each class, existing and future. `impl.dynamo.autocast` calls this function."""
+    global _introduce  # noqa: PLW0603 Dynamo's tables are global to the process, and so is their writer
     _introduce = introduce
     for cls in list(_classes):
         introduce(cls)

@@ -1,7 +1,7 @@
-"""Regions of mixed precision: `autocast`, and the decorators that carry one through a custom Function.
+"""Regions of mixed precision: `autocast`, and the decorators that apply one to a custom autograd Function.
 
-The dispatcher does the casting. A region only sets four pieces of its thread's state (enabled, dtype, weight
-cache, nesting depth) and puts them back.
+The dispatcher does the casting. A region only sets and restores four pieces of its thread's state: enabled, dtype,
+weight cache and nesting depth.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 import torch
 
-# By name: entering and leaving a region is little else than these calls, and an attribute look-up for each shows.
+# Imported by name, because entering a region is little more than these calls, and attribute look-ups are measurable.
 from torch import (
     autocast_decrement_nesting,
     autocast_increment_nesting,
@@ -39,13 +39,13 @@ _R = TypeVar("_R")
 
 @uncompiled
 def is_autocast_available(device_type: str) -> bool:
-    """Whether `autocast(device_type)` can be built; says nothing about hardware being present.
+    """Return whether `autocast(device_type)` can be constructed. The hardware need not be present.
 
     Args:
-        device_type: what `Tensor.device.type` gives, such as "cpu" or "cuda".
+        device_type: a `Tensor.device.type`, such as "cpu" or "cuda".
     Raises:
-        RuntimeError: torch knows no such device type.
-        TypeError: `device_type` is no string.
+        RuntimeError: torch does not know the device type.
+        TypeError: `device_type` is not a string.
     Sync: none.
     Source: torch.amp.is_autocast_available 2.13; differences: none.
 
@@ -55,51 +55,49 @@ def is_autocast_available(device_type: str) -> bool:
     return torch._C._is_autocast_available(device_type)
 
 
-# An open region: the instance that was entered, its device, and what that device's state was and will be again
-# (enabled, dtype, cache enabled). A bare tuple, because naming its fields would cost a fifth of entering.
+# An open region: the instance that was entered, its device type, and the state to restore (enabled, dtype, cache
+# enabled). It is a plain tuple, because a named one makes entering a region a fifth slower.
 _Region: TypeAlias = "tuple[autocast, str, bool, torch.dtype, bool]"
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.open_regions: list[_Region] = []  # innermost last
-        # By device: the dtype that kept casts may have, which is that of the last enabled region.
-        self.kept_dtypes: dict[str, torch.dtype] = {}
+        # The dtype of cached casts for each device type, which is that of the last enabled region.
+        self.cached_dtypes: dict[str, torch.dtype] = {}
 
 
 _thread = _Thread()
 
 
 class autocast:
-    """Context manager and decorator: eligible operators on `device_type` run in a lower precision inside.
+    """Context manager and decorator that runs eligible operators on `device_type` in a lower precision.
 
-    A region belongs to the thread that enters it. Regions nest, for one device type and across several; one
-    instance may be entered again: afterwards, inside itself, and in many threads at once. Leaving restores what
-    entering found, also after an exception, which is never swallowed.
+    A region belongs to the thread that enters it. Regions nest, for one device type and for several. An instance may be
+    entered many times, also inside itself and by several threads at once. Leaving a region restores the state from
+    before, also after an exception.
 
-    The cast of a float32 leaf that requires grad is kept until the outermost region is left, so that a weight
-    used twice is cast once. An eager `step` of any `torch.optim.Optimizer`, on the same thread, drops the kept casts.
-    Other changes in place (`weight.data.copy_`, `add_` under `no_grad`, a compiled `step`) are not seen until the
-    outermost region is left or `torch.clear_autocast_cache()` is called: the dispatcher finds a cast by its tensor,
-    not by the tensor's version. Casts to another dtype than that of an enabled region are dropped when it is entered,
-    or entered again by leaving one inside of it.
+    A float32 leaf that requires grad is cast once: its cast is cached until the outermost region ends. An eager `step`
+    of a `torch.optim.Optimizer` on the same thread clears the cache, and so does a region of another dtype. Other
+    in-place changes of a weight (`weight.data.copy_`, `add_` under `no_grad`, a compiled `step`) do not clear it. After
+    these, call `torch.clear_autocast_cache()`.
 
-    `torch.compile`, `torch.export` and `make_fx` trace a region as they trace torch's. `torch.jit.trace` needs
-    `cache_enabled=False`, as with torch's; `torch.jit.script` knows torch's class by name and refuses this one.
+    `torch.compile`, `torch.export` and `make_fx` trace a region like torch's. `torch.jit.trace` needs
+    `cache_enabled=False`, also like torch's. `torch.jit.script` only accepts torch's class, by its name.
 
     Args:
-        device_type: what `Tensor.device.type` gives, such as "cpu" or "cuda".
-        dtype: what eligible operators run in; None takes `torch.get_autocast_dtype(device_type)`. One that the
-            device does not support disables the region, with a warning.
-        enabled: False makes a region in which nothing is cast.
-        cache_enabled: whether casts of weights are kept; None keeps the setting found at construction.
+        device_type: a `Tensor.device.type`, such as "cpu" or "cuda".
+        dtype: dtype of eligible operators, by default `torch.get_autocast_dtype(device_type)`. A dtype that the device
+            does not support disables the region, with a warning.
+        enabled: if False, nothing is cast in the region.
+        cache_enabled: whether casts of weights are cached. None keeps the setting at the time of construction.
     Raises:
-        ValueError: `device_type` is no string.
-        RuntimeError: no autocast for this device type, or bfloat16 on a CUDA device that cannot do it.
-        AssertionError: a custom backend without `get_amp_supported_dtype`.
+        ValueError: `device_type` is not a string.
+        RuntimeError: the device type has no autocast, or the CUDA device does not support bfloat16.
+        AssertionError: a custom backend has no `get_amp_supported_dtype`.
     Sync: none.
-    Source: torch.amp.autocast_mode.autocast 2.13; differences: one instance may be nested in itself and shared
-        by threads; optimizer steps and regions of another dtype drop kept casts; an `__enter__` that fails changes
+    Source: torch.amp.autocast_mode.autocast 2.13; differences: an instance may be nested in itself and shared by
+        threads; optimizer steps and regions of another dtype clear the cache; an `__enter__` that raises changes
         nothing; `__exit__` without `__enter__` on this thread changes nothing and always raises.
 
     >>> x = torch.ones(2, 2)
@@ -110,8 +108,8 @@ class autocast:
     torch.bfloat16
     """
 
-    # TorchScript asks a class for its qualified name here, and quotes this sentence as an invalid one. Without it
-    # the user would read about whichever line of this class TorchScript cannot compile.
+    # TorchScript reads a class's qualified name from this attribute and quotes the sentence as an invalid name.
+    # Without it, the error would be about some line of this class that TorchScript cannot compile.
     _jit_override_qualname = (
         "torch.jit.script knows torch's own autocast class and no other; "
         "use torch.jit.trace with cache_enabled=False."
@@ -157,11 +155,12 @@ class autocast:
             set_autocast_cache_enabled(cache_enabled)
             raise
         if self._enabled:
-            kept_dtypes, fast_dtype = _thread.kept_dtypes, self.fast_dtype
-            # Kept by a region of ours, or under a dtype that somebody else has set.
-            if kept_dtypes.get(device, fast_dtype) is not fast_dtype or dtype is not fast_dtype:
-                clear_autocast_cache()  # the dispatcher finds a cast by its tensor, whatever dtype it has
-            kept_dtypes[device] = fast_dtype
+            cached_dtypes, fast_dtype = _thread.cached_dtypes, self.fast_dtype
+            # The dispatcher looks a cached cast up by its tensor only, so drop casts to another dtype. An outer region
+            # or the user may have set that dtype.
+            if cached_dtypes.get(device, fast_dtype) is not fast_dtype or dtype is not fast_dtype:
+                clear_autocast_cache()
+            cached_dtypes[device] = fast_dtype
         autocast_increment_nesting()
         _thread.open_regions.append((self, device, enabled, dtype, cache_enabled))
         if _is_torch_function_mode_enabled():
@@ -174,13 +173,13 @@ class autocast:
         if not regions or regions[-1][0] is not self:
             _move_to_end(regions, self)
         _, device, enabled, dtype, cache_enabled = regions.pop()
-        kept_dtypes = _thread.kept_dtypes
+        cached_dtypes = _thread.cached_dtypes
         if autocast_decrement_nesting() == 0:
             clear_autocast_cache()
-            kept_dtypes.clear()
-        elif enabled and kept_dtypes.get(device, dtype) is not dtype:
+            cached_dtypes.clear()
+        elif enabled and cached_dtypes.get(device, dtype) is not dtype:
             clear_autocast_cache()
-            kept_dtypes[device] = dtype
+            cached_dtypes[device] = dtype
         set_autocast_enabled(device, enabled)
         set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(cache_enabled)
@@ -200,7 +199,7 @@ class autocast:
 
 
 def autocast_decorator(autocast_instance: autocast, func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`func`, with every call of it inside `autocast_instance`; what calling the instance does.
+    """Return a function that calls `func` inside `autocast_instance`. Calling the instance does the same.
 
     Source: torch.amp.autocast_mode.autocast_decorator 2.13; differences: none.
 
@@ -210,17 +209,17 @@ def autocast_decorator(autocast_instance: autocast, func: Callable[_P, _R]) -> C
     """
 
     @functools.wraps(func)
-    def inside(*args: Any, **kwargs: Any) -> _R:
+    def call_in_region(*args: Any, **kwargs: Any) -> _R:
         with autocast_instance:
             return func(*args, **kwargs)
 
-    # `torch.jit.script` reads this attribute and refuses with its text.
-    inside.__script_unsupported = "@autocast() decorator is not supported in script mode"  # pyright: ignore[reportAttributeAccessIssue]
-    return inside
+    # `torch.jit.script` reads this attribute and raises with its text.
+    call_in_region.__script_unsupported = "@autocast() decorator is not supported in script mode"  # pyright: ignore[reportAttributeAccessIssue]
+    return call_in_region
 
 
 def _move_to_end(regions: list[_Region], owner: autocast) -> None:
-    """Make the innermost region of `owner` the next to close: regions are being left out of order."""
+    """Move the innermost region of `owner` to the end of `regions`, because regions are left out of order."""
     for position in range(len(regions) - 1, -1, -1):
         if regions[position][0] is owner:
             regions.append(regions.pop(position))
@@ -239,7 +238,7 @@ def _check_device_type(device_type: object) -> None:
 
 
 def _supported_dtypes(device_type: str) -> list[torch.dtype]:
-    """What a region on this device may run in; a backend that registered itself under a name is asked."""
+    """Return the dtypes that a region on this device type may have. A custom backend is asked for its own."""
     name = torch._C._get_privateuse1_backend_name()
     if device_type != name:
         return [torch.bfloat16, torch.float16]
@@ -258,9 +257,9 @@ def _supported_dtypes(device_type: str) -> list[torch.dtype]:
 
 
 def _reason_to_disable(device_type: str, dtype: torch.dtype, supported: list[torch.dtype]) -> str | None:
-    """The warning with which a region of this device and dtype must start disabled; None if it need not."""
+    """Return the warning for a region that must be disabled, or None if device and dtype are supported."""
     if device_type == "cuda":
-        # CUDA takes any dtype, float32 included.
+        # CUDA supports any dtype, including float32.
         if amp_definitely_not_available():
             return "CUDA is not available or torch_xla is imported. Disabling autocast."
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
@@ -278,34 +277,36 @@ def _reason_to_disable(device_type: str, dtype: torch.dtype, supported: list[tor
     )
 
 
-# Once and for good, with the first region that is built. To register and remove a hook with every region would
-# cost as much as the region, change a dictionary that another thread's `step` may be iterating over, and make a
-# compiled `step` recompile whenever it runs on the other side of a region's border.
+# The hook is registered once, with the first region, and never removed. A hook for every region would cost as much as
+# the region, change a dictionary that another thread's `step` may be iterating over, and make a compiled `step`
+# recompile for each change between inside and outside of a region.
 @functools.cache
 def _track_optimizer_steps() -> None:
-    register_optimizer_step_post_hook(_drop_kept_casts)
+    register_optimizer_step_post_hook(_clear_cache_after_step)
 
 
 @uncompiled
-def _drop_kept_casts(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After `optimizer.step` in a region of ours: the weights have changed, so they must be cast again."""
-    # A traced step must not carry the call into its graph; compiled regions keep no casts.
+def _clear_cache_after_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Clear the cache after an optimizer step in a region, because the weights have changed."""
+    # A traced step must not record the call in its graph. Compiled regions cache no casts.
     if not is_compiling() and _thread.open_regions:
         clear_autocast_cache()
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """`value` with every floating-point tensor on `device_type` in it cast to `dtype`; float64 stays.
+    """Cast every floating-point tensor on `device_type` in `value` to `dtype`, except float64.
 
-    Lists, tuples and named tuples keep their type, a mapping becomes a dict, any other iterable a generator.
-    Strings and NumPy arrays are left alone.
+    Lists, tuples and named tuples keep their type, a mapping becomes a dict, and any other iterable a generator.
+    Strings and NumPy arrays are returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         eligible = (
             value.is_floating_point() and value.device.type == device_type and value.dtype != torch.float64
         )
         return value.to(dtype) if eligible else value
-    # NumPy is recognised by its protocol, so that it need not be installed.
+    # NumPy arrays are recognised by their protocol, so that NumPy need not be installed.
     if isinstance(value, (str, bytes)) or hasattr(value, "__array_interface__"):
         return value
     if isinstance(value, Mapping):
@@ -329,21 +330,20 @@ def custom_fwd(
 def custom_fwd(
     fwd: Callable[..., Any] | None = None, *, device_type: str, cast_inputs: torch.dtype | None = None
 ) -> Any:
-    """Decorator for `forward` of a `torch.autograd.Function`: notes on `ctx` what `custom_bwd` restores.
+    """Decorate `forward` of a `torch.autograd.Function` so that `custom_bwd` can restore its autocast state.
 
-    A Function with `setup_context` has no `ctx` in `forward`; decorate its `setup_context` as well, with the
-    same arguments, and the note is made there. Nothing is ever written on a tensor.
+    The state is stored on `ctx`. A Function with `setup_context` has no `ctx` in `forward`: decorate its
+    `setup_context` too, with the same arguments.
 
     Args:
-        device_type: whose autocast state counts; tensors elsewhere are not cast.
-        cast_inputs: None leaves inputs and autocast state as they are. A dtype has effect inside an enabled
-            region only: floating-point inputs, also inside containers, are cast to it (float64 never is), and
-            `forward` runs with autocast disabled.
+        device_type: device type of the autocast state. Tensors on other devices are not cast.
+        cast_inputs: None leaves inputs and autocast state unchanged. Inside an enabled region, a dtype casts
+            floating-point inputs to it, also in containers but never float64, and disables autocast in `forward`.
     Raises:
-        ValueError: `device_type` is no string.
+        ValueError: `device_type` is not a string.
     Sync: none.
-    Source: torch.amp.custom_fwd 2.13; differences: named tuples of inputs are cast; a first argument that is a
-        tensor, or holds no attributes, gets none.
+    Source: torch.amp.custom_fwd 2.13; differences: named tuples of inputs are cast; no attributes are set on a first
+        argument that is a tensor or cannot hold attributes.
 
     >>> class Double(torch.autograd.Function):
     ...     @staticmethod
@@ -363,15 +363,15 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def record_and_call(*args: Any, **kwargs: Any) -> Any:
         dtype, is_enabled = get_autocast_dtype(device_type), is_autocast_enabled(device_type)
-        _note_state(args[0], dtype, is_enabled and cast_inputs is None)
+        _record_state(args[0], dtype, is_enabled and cast_inputs is None)
         if not is_enabled or cast_inputs is None:
             return fwd(*args, **kwargs)
         with autocast(device_type, enabled=False):
             return fwd(*_cast(args, device_type, cast_inputs), **_cast(kwargs, device_type, cast_inputs))
 
-    return noting
+    return record_and_call
 
 
 @overload
@@ -379,13 +379,13 @@ def custom_bwd(bwd: Callable[_P, _R], *, device_type: str) -> Callable[_P, _R]: 
 @overload
 def custom_bwd(bwd: None = None, *, device_type: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
-    """Decorator for `backward` of a `torch.autograd.Function`: runs it in the state `forward` ran in.
+    """Decorate `backward` of a `torch.autograd.Function` to run in the autocast state of its `forward`.
 
     Args:
-        device_type: the one given to `custom_fwd`.
+        device_type: same as for `custom_fwd`.
     Raises:
-        ValueError: `device_type` is no string.
-        AttributeError: from the decorated function, when `custom_fwd` left no note on its `ctx`.
+        ValueError: `device_type` is not a string.
+        AttributeError: from the decorated function, if `custom_fwd` stored no state on its `ctx`.
     Sync: none.
     Source: torch.amp.custom_bwd 2.13; differences: none. Example: see `custom_fwd`.
     """
@@ -394,7 +394,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
-    def restoring(*args: Any, **kwargs: Any) -> Any:
+    def restore_and_call(*args: Any, **kwargs: Any) -> Any:
         try:
             enabled, dtype = args[0]._fwd_used_autocast, args[0]._dtype
         except AttributeError as error:
@@ -403,17 +403,17 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         with autocast(device_type, dtype=dtype, enabled=enabled):
             return bwd(*args, **kwargs)
 
-    return restoring
+    return restore_and_call
 
 
-def _note_state(ctx: Any, dtype: torch.dtype, enabled: bool) -> None:
-    """Write on `ctx` what `backward` must restore, unless the Function's style puts an input in its place."""
+def _record_state(ctx: Any, dtype: torch.dtype, enabled: bool) -> None:
+    """Store the state for `backward` on `ctx`, unless this is an input, as in Functions with `setup_context`."""
     if isinstance(ctx, torch.Tensor):
         return
     try:
         ctx._dtype = dtype
         ctx._fwd_used_autocast = enabled
-    except AttributeError:  # a number, a string, a list: an input too
+    except AttributeError:  # an input: a number, a string or a list
         return
 
 

@@ -1,4 +1,4 @@
-"""Gradient scaling: a loss times a large number, gradients over it again, no step where it was too large."""
+"""Gradient scaling: scale the loss up, scale the gradients back, and skip steps whose gradients overflowed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from impl import kernels
 from impl.amp import _fused_step, _gradients, _loss_scale
 from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
-from impl.amp._loss_scale import SMALLEST_SCALE, FloorWatch
-from impl.amp._opt_state import CheckResults, Found, KeptResults, OptimizerState, OptState, advance, stage_of
+from impl.amp._loss_scale import SMALLEST_SCALE, MinScaleMonitor
+from impl.amp._opt_state import (
+    CheckResults,
+    Found,
+    KeptResults,
+    OptimizerState,
+    OptState,
+    next_stage,
+    stage_of,
+)
 
-# torch's name: pickles of torch's scalers ask for it.
+# Pickles of torch's scalers look this name up.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
 from impl.kernels import placed
 from impl.optim._refusals import refuse_what_has_no_groups
@@ -30,34 +38,35 @@ _Optimizer = torch.optim.Optimizer
 
 
 class GradScaler:
-    """Scales a loss, so that small float16 gradients do not vanish, and skips the steps that overflowed by it.
+    """Loss scaler: keeps small float16 gradients from vanishing, and skips steps whose gradients overflowed.
 
-    One iteration is `scale(loss).backward()`, then `step(optimizer)` for each optimizer, then `update()`; where
-    gradients are to be looked at or clipped, `unscale_(optimizer)` comes before the step. After a step that found
-    inf or nan the scale falls by `backoff_factor`; after `growth_interval` steps without, it grows by `growth_factor`.
+    One iteration is `scale(loss).backward()`, then `step(optimizer)` for each optimizer, then `update()`. To read or
+    clip gradients, call `unscale_(optimizer)` before the step. After a step that found inf or nan, `update` multiplies
+    the scale by `backoff_factor`. After `growth_interval` consecutive steps without, it multiplies it by
+    `growth_factor`.
 
-    After an exception from any method the scaler, the gradients and the optimizer's attributes are as they were; but
-    an error of the optimizer's own `step` leaves its gradients unscaled, and the scaler knows that they are.
+    If a method raises, the scaler, the gradients and the optimizer's attributes are unchanged. An error in the
+    optimizer's own `step` is the exception: the gradients stay unscaled, and the scaler records that they are.
 
     Args:
-        device: "cuda", "cpu" or another device type. "cuda" without CUDA switches the scaler off, with a warning.
+        device: "cuda", "cpu" or another device type. "cuda" without CUDA disables the scaler, with a warning.
         init_scale: the first scale.
         growth_factor: above 1.
         backoff_factor: below 1.
-        growth_interval: steps without inf or nan, one after the other, before the scale grows.
-        enabled: False makes `step` call `optimizer.step`, `scale` return what it is given, and the rest do nothing.
-        min_scale: the scale never falls below it.
-        error_if_stuck: raise, instead of warning, when the scale lies on `min_scale` and three steps in a row or more
+        growth_interval: consecutive steps without inf or nan before the scale grows.
+        enabled: if False, `step` only calls `optimizer.step`, `scale` returns its argument, and the rest does nothing.
+        min_scale: lower bound of the scale.
+        error_if_stuck: raise, instead of warning, if the scale is at `min_scale` and at least three consecutive steps
             were skipped.
     Raises:
         AssertionError: a factor is on the wrong side of 1.
-        ValueError: `init_scale` or `min_scale` can be no scale.
-    Sync: none, in all methods that do not say so; but where gradients lie on the host and the scale on a device, what
-        checks them or steps by them waits for the scale and the check's results.
-    Source: torch.amp.GradScaler 2.13; differences: `min_scale` and what watches it, float16 and bfloat16 losses are
-        scaled in float32, a positional closure is refused like one by keyword, a loaded scale is known before the first
-        `scale`, calls that fail change nothing (`load_state_dict` too), and values that would ruin the scale or the
-        gradients in silence are refused. New: `fused_step`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
+        ValueError: `init_scale` or `min_scale` is not a valid scale.
+    Sync: none unless the method says so. If gradients are on the host and the scale is on a device, methods that check
+        or step wait for the scale and for the results of the check.
+    Source: torch.amp.GradScaler 2.13; differences: `min_scale` and its warning, float16 and bfloat16 losses are scaled
+        in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
+        calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
+        gradients raise. New: `fused_step`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -71,13 +80,17 @@ class GradScaler:
     (tensor([0.5000, 0.5000]), True, 1024.0)
     """
 
-    # Ours. The values here serve scalers that torch pickled.
+    # Attributes that torch's scaler does not have. A scaler that torch pickled gets these values.
     _min_scale: float = SMALLEST_SCALE
     _error_if_stuck: bool = False
-    _loaded: bool = False  # a state dict was, and the scale is known though it has no tensor yet
-    _frames_above: int = 0  # between the methods here and who called them, for the places that warnings name
-    _has_peers: bool = False  # a step waits for other processes, whatever the parameters are
-    _unscales_fp16: bool = False  # or refuses such gradients, whose unscaled values may vanish
+    # Set by load_state_dict: the scale is known, but its tensor does not exist yet.
+    _loaded: bool = False
+    # Frames between these methods and the user's call, for the `stacklevel` of warnings.
+    _frames_above: int = 0
+    # Whether a step waits for other processes, whether or not the parameters are sharded.
+    _has_peers: bool = False
+    # If False, float16 gradients raise, because their unscaled values may vanish.
+    _unscales_fp16: bool = False
 
     def __init__(  # noqa: PLR0913  torch's six
         self,
@@ -96,13 +109,13 @@ class GradScaler:
         if device == "cuda" and enabled and amp_definitely_not_available():
             warn_of_missing_cuda(stacklevel=2 + self._frames_above)
             self._enabled = False
-        self._start_watching()
+        self._reset_records()
         if not self._enabled:
             return
-        self._min_scale = _loss_scale.checked_settings(growth_factor, backoff_factor, init_scale, min_scale)
+        self._min_scale = _loss_scale.check_settings(growth_factor, backoff_factor, init_scale, min_scale)
         self._error_if_stuck = error_if_stuck
-        # torch's own names, since others read and assign them; there only when the scaler is enabled. `_scale` and
-        # `_growth_tracker` are 0-dim, f32 and i32, and None until the first `scale`.
+        # Other libraries read and assign these, so they have torch's names. Like torch's, they only exist if the scaler
+        # is enabled. `_scale` (f32) and `_growth_tracker` (i32) are 0-dim, and None until the first `scale`.
         self._init_scale = init_scale
         self._scale: Tensor | None = None
         self._growth_factor = growth_factor
@@ -122,16 +135,17 @@ class GradScaler:
     def scale(self, outputs: Iterable[Tensor]) -> Iterable[Tensor]: ...
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Tensor | Iterable[Tensor]:
-        """Multiply a loss, or losses nested in iterables, by the scale; gradients of the result come out scaled.
+        """Multiply a loss, or losses nested in iterables, by the scale.
 
         Args:
-            outputs: a tensor of any shape, dtype and device, or an iterable of such, nested as deep as one likes.
+            outputs: a tensor of any shape, dtype and device, or an iterable of tensors, nested to any depth.
         Returns:
-            The like of `outputs`: lists and tuples keep their type, other iterables become lazy iterators. Float16 and
-            bfloat16 come back as float32, in which a scaled loss fits; in float16 it is inf above 65504.
+            The scaled `outputs`. Lists and tuples keep their type, other iterables become lazy iterators. Float16 and
+            bfloat16 tensors become float32, because a scaled float16 loss above 65504 would be inf.
         Raises:
-            ValueError: something in `outputs` is neither a tensor nor an iterable; a string is neither.
-        Source: torch.amp.GradScaler.scale 2.13; differences: float32 also of one dimension and more (torch: as it was).
+            ValueError: an element of `outputs` is neither a tensor nor an iterable. A string counts as neither.
+        Source: torch.amp.GradScaler.scale 2.13; differences: losses of one dimension and more become float32 too (torch
+            keeps their dtype).
 
         >>> GradScaler("cpu", init_scale=65536.0).scale([torch.tensor([2.0], dtype=torch.float16)])
         [tensor([131072.])]
@@ -141,57 +155,61 @@ class GradScaler:
         was_unknown = self._scale is None
         try:
             if isinstance(outputs, Tensor):
-                return _loss_scale.times(outputs, placed(self._scale_from(outputs.device), outputs.device))
-            return _loss_scale.scaled(outputs, _loss_scale.PerDevice(self._scale_from))
+                return _loss_scale.scale_tensor(
+                    outputs, placed(self._scale_from(outputs.device), outputs.device)
+                )
+            return _loss_scale.scale_nested(outputs, _loss_scale.PerDevice(self._scale_from))
         except BaseException:
             if was_unknown:
                 self._scale = self._growth_tracker = None
             raise
 
     def unscale_(self, optimizer: _Optimizer) -> None:
-        """Divide the gradients of `optimizer` by the scale, in place, and check them for inf and nan.
+        """Divide the gradients of `optimizer` by the scale in place, and check them for inf and nan.
 
-        To be called once all gradients are accumulated, where they are to be read or clipped before `step`, which
-        otherwise does it. Gradients are unscaled also when one of them is inf or nan; sparse float16 ones are replaced
-        by coalesced ones.
+        Call it after all gradients are accumulated, if you read or clip them before `step`. Otherwise `step` does it.
+        All gradients are unscaled, even if some hold inf or nan. Sparse float16 gradients are replaced by coalesced
+        ones.
 
         Raises:
-            RuntimeError: called twice, or after `step`, since the last `update`; a gradient's elements share memory.
-            AssertionError: there is no scale yet: neither `scale` nor `load_state_dict` was called.
-            ValueError: there are float16 gradients; or one gradient belongs to two parameters of the optimizer.
-        Source: torch.amp.GradScaler.unscale_ 2.13; differences: the last two refusals (torch unscales those twice).
+            RuntimeError: called twice, or after `step`, since the last `update`; or elements of a gradient share
+                memory.
+            AssertionError: no scale exists yet, because neither `scale` nor `load_state_dict` was called.
+            ValueError: a gradient is float16; or two parameters of the optimizer have the same gradient.
+        Source: torch.amp.GradScaler.unscale_ 2.13; differences: gradients that share memory raise (torch unscales them
+            twice).
         """
         if not self._enabled:
             return
-        scale, _ = self._recalled("unscale_", optimizer)
-        unscaled = advance(stage_of(self._per_optimizer_states, optimizer), "unscale_")
+        scale, _ = self._init_and_get_scale("unscale_", optimizer)
+        unscaled = next_stage(stage_of(self._per_optimizer_states, optimizer), "unscale_")
         if getattr(self._unscale_grads_, "__func__", None) is _UNSCALE_GRADS:
-            state = self._remember_found(optimizer, self._unscale_grads_by_(optimizer, scale))
+            state = self._record_check(optimizer, self._unscale_grads_by_(optimizer, scale))
         else:
             state = self._check_grads_(optimizer, kernels.inverse(scale), self._unscales_fp16)
         state["stage"] = unscaled
 
     def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Call `optimizer.step(*args, **kwargs)` on unscaled gradients, unless one of them holds inf or nan.
+        """Call `optimizer.step(*args, **kwargs)` with unscaled gradients, unless one of them holds inf or nan.
 
-        An optimizer whose `_step_supports_amp_scaling` is true is always called: it finds `grad_scale` (f32, 0-dim, or
-        None after `unscale_`) and `found_inf` (f32, 0-dim) in its attributes and skips for itself.
+        An optimizer with a true `_step_supports_amp_scaling` is always called. It reads `grad_scale` (f32, 0-dim, or
+        None after `unscale_`) and `found_inf` (f32, 0-dim) from its attributes and skips the step itself.
 
         Returns:
-            What `optimizer.step` returns, None of one that was skipped; `step_was_taken` tells.
+            The result of `optimizer.step`, or None if the step was skipped. `step_was_taken` distinguishes the two.
         Raises:
-            RuntimeError: there is a closure, which would run unscaled; or called twice since the last `update`.
-            AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
-        Sync: one for each device with gradients; none where the optimizer skips for itself.
+            RuntimeError: a closure was passed, which would run unscaled; or called twice since the last `update`.
+            AssertionError: no scale exists yet; or no parameter of the optimizer has a gradient.
+        Sync: one for each device with gradients; none if the optimizer skips the step itself.
         Source: torch.amp.GradScaler.step 2.13; differences: the class's.
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
         if "closure" in kwargs or (args and callable(args[0])):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        self._recalled("step", optimizer)
+        self._init_and_get_scale("step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
-        stepped = advance(stage, "step")
+        stepped = next_stage(stage, "step")
         check_results = self._check_results.of(optimizer)
         check_results.taken = None
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -215,40 +233,34 @@ class GradScaler:
         low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
     ) -> Tensor:
-        """Do what `unscale_`, `clip_grad_norm_`, `step` and `update` do, on the CPU and CUDA in two passes over memory.
+        """Unscale, clip, step and update in one call, with two passes over memory on the CPU and CUDA.
 
-        Adam, AdamW, SGD and Adagrad of `torch.optim` step as with `fused=True`, whatever they were built with, from
-        gradients that stay scaled and unclipped; from scaled copies of them on other devices, and on CUDA without
-        Triton, for parameters in float64, or while a CUDA graph is captured. For every other optimizer, one with hooks
-        before its step or something in the place of that method, and gradients that no fused update takes (sparse
-        ones, say, which are coalesced), `.grad` is unscaled and clipped in place before `optimizer.step()`.
-        After `unscale_` the gradients are taken as they are, and what it found decides. Of what a subclass may override
-        a fused update asks neither `_unscale_grads_` nor `_maybe_opt_step`: it does the work of both itself.
+        It gives the same result as `unscale_`, `clip_grad_norm_`, `step` and `update`. Adam, AdamW, SGD and Adagrad of
+        `torch.optim` take a fused update, and `.grad` stays scaled and unclipped. For other optimizers `.grad` is
+        unscaled and clipped in place, then `optimizer.step()` is called. `docs/fused-step.md` has the details and
+        exceptions.
 
         Args:
-            optimizer: owns the gradients of one norm. Its hooks and schedulers see a step, if it is taken; on a device
-                other than the CPU always, as with an optimizer that skips for itself.
-            max_norm: clip the unscaled gradients to it, as `clip_grad_norm_` does; inf clips nothing.
-            norm_type: any float; 0 counts the gradients, or parts of sharded ones, that hold a non-zero element.
-            low_precision_params: a copy of each parameter of the optimizer, to which the new parameters are written in
-                the same pass. Gradients are taken from a copy where the parameter has none.
-            update: False leaves the scale to an `update()` that follows when other optimizers have stepped too.
+            optimizer: the norm is taken over all its gradients. Off the CPU, its hooks and schedulers see a step even
+                if it is skipped.
+            max_norm: clip the unscaled gradients to this norm; inf does not clip.
+            norm_type: any float. 0 counts the gradients (or shards of gradients) that hold a non-zero element.
+            low_precision_params: a copy of each parameter of the optimizer, which gets the new values in the same pass.
+                A parameter without a gradient uses the gradient of its copy.
+            update: if False, the scale stays until `update()` is called after the steps of other optimizers.
         Returns:
-            0-dim norm of the unscaled gradients before clipping, as `clip_grad_norm_` returns it; whatever they make of
-            it where the step is skipped. In float32 or float64 where parameters are sharded.
+            0-dim norm of the unscaled gradients before clipping, like `clip_grad_norm_`. It may be inf or nan if the
+            step is skipped. Float32 or float64 if the parameters are sharded.
         Raises:
             TypeError: `optimizer` has no `param_groups`.
-            RuntimeError: the optimizer has stepped since the last `update`; parameters are sharded and no fused update
-                takes this rank's gradients; or see `update`.
-            AssertionError: there is no scale yet; or no parameter of the optimizer has a gradient.
-            ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `low_precision_params` do not fit the parameters;
-                or a float16 gradient is to be unscaled in place. What an optimizer without a fused update refuses
-                itself, it refuses after that.
-        Sync: none for the four optimizers (but when momentum with `dampening` begins) and for those that take
-            `found_inf` themselves. For others, one where a state lies on the host or is still to be made; else the step
-            is made and put back, from copies of all parameters and states, with one after a step that changed numbers
-            of the host's too, or what there is. Coalescing waits, as in torch.
-        Collectives: none; one all-gather where a process group holds the parameters in parts (FSDP, DTensor).
+            RuntimeError: the optimizer has stepped since the last `update`; the parameters are sharded and no fused
+                update supports this rank's gradients; or see `update`.
+            AssertionError: no scale exists yet; or no parameter of the optimizer has a gradient.
+            ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `low_precision_params` do not match the
+                parameters; or a float16 gradient would be unscaled in place.
+        Sync: none for the four optimizers, except in the first step of momentum with `dampening`, and none for
+            optimizers that read `found_inf` themselves. For others see `docs/fused-step.md`.
+        Collectives: none, or one all-gather if the parameters are sharded (FSDP, DTensor).
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -262,92 +274,100 @@ class GradScaler:
         refuse_what_has_no_groups(optimizer)
         options = _fused_step.FusedStepOptions(float(max_norm), float(norm_type), tuple(low_precision_params))
         if not self._enabled:
-            return _fused_step.fused_step(self, optimizer, options, scale=None, known=None).norm
-        scale, _ = self._recalled("fused_step", optimizer)
+            return _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None).norm
+        scale, _ = self._init_and_get_scale("fused_step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
-        stepped = advance(stage, "step")
-        known = self._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
-        done = _fused_step.fused_step(self, optimizer, options, scale, known)
-        self._per_optimizer_states[id(optimizer)].update(stage=stepped, found_inf_per_device=done.found)
+        stepped = next_stage(stage, "step")
+        known_found_inf = self._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
+        step_result = _fused_step.fused_step(self, optimizer, options, scale, known_found_inf)
+        self._per_optimizer_states[id(optimizer)].update(
+            stage=stepped, found_inf_per_device=step_result.global_found_inf
+        )
         check_results = self._check_results.of(optimizer)
-        check_results.note(done.found, done.here, done.taken, options.low_precision_params)
+        check_results.record_fused_step(step_result, options.low_precision_params)
         if update:
             self.update()
-        return done.norm
+        return step_result.norm
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale by what this iteration's checks found; to be called once, after the last `step`.
+        """Adjust the scale for the next iteration. Call it once, after the last `step`.
 
-        Warns, once, when the scale has come down to `min_scale` and steps are still skipped one after the other: no
-        smaller scale would help. It is told one update later, and on CUDA when the copy of the scale has arrived.
+        It warns once if the scale is at `min_scale` and consecutive steps are still skipped, because a smaller scale
+        would not help. The warning comes one update later, or on CUDA when the copy of the scale has arrived on the
+        host.
 
         Args:
-            new_scale: set the scale to this, but not below `min_scale`: a float, or a tensor of one element on the
-                scaler's device type, of which an inf or nan on an accelerator, unseen without waiting, changes nothing.
+            new_scale: new value of the scale, raised to `min_scale` if smaller. A float, or a one-element tensor on the
+                scaler's device type. Inf or nan in a tensor on an accelerator is ignored, since checking it would sync.
         Raises:
-            AssertionError: there is no scale yet; nothing was checked; or `new_scale` is a tensor of another kind.
+            AssertionError: no scale exists yet; no gradients were checked; or `new_scale` is an unsuitable tensor.
             ValueError: `new_scale` is negative, inf or nan.
-            RuntimeError: the scale is stuck and `error_if_stuck` is set.
+            RuntimeError: the scale is stuck at `min_scale` and `error_if_stuck` is set.
         Source: torch.amp.GradScaler.update 2.13; differences: `min_scale`, the warning and the ValueError.
         """
         if not self._enabled:
             return
-        scale, growth_tracker = self._recalled("update")
+        scale, growth_tracker = self._init_and_get_scale("update")
         if new_scale is not None:
             _loss_scale.set_scale_(scale, new_scale, self._device, self._min_scale)
-            self._watch = FloorWatch()
+            self._scale_monitor = MinScaleMonitor()
         else:
             states = self._per_optimizer_states.values()
-            found = [placed(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
-            if not found:
+            flags = [placed(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
+            if not flags:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            self._watch.tell(self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2)
-            any_found = functools.reduce(torch.add, found)
+            self._scale_monitor.warn_if_stuck(
+                self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2
+            )
+            found_inf = functools.reduce(torch.add, flags)
             kernels.update_scale_(
-                scale, growth_tracker, any_found,
+                scale, growth_tracker, found_inf,
                 self._growth_factor, self._backoff_factor, self._growth_interval, self._min_scale,
             )  # fmt: skip
-            self._watch.look(scale, any_found)
+            self._scale_monitor.record(scale, found_inf)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def found_inf(self, optimizer: _Optimizer) -> Tensor:
-        """Whether the last check of `optimizer`, by `unscale_` or `step`, found inf or nan.
+        """Return whether the last check of `optimizer`, by `unscale_` or `step`, found inf or nan.
 
         Returns:
-            f32, 0-dim, on the scale's device: 1.0 if it did, else 0.0, as always of a scaler that is switched off.
+            f32, 0-dim, on the scale's device: 1.0 for inf or nan, else 0.0. A disabled scaler returns 0.0.
         Raises:
             RuntimeError: this scaler has not checked the optimizer yet.
-        Sync: none, so a metric or a captured graph may use it.
+        Sync: none, so that metrics and captured graphs can use it.
         """
         if not self._enabled:
             params = (param for group in optimizer.param_groups for param in group["params"])
             return torch.zeros((), device=next((param.device for param in params), None))
-        found = self._check_results.of(optimizer).known()
+        found_inf_per_device = self._check_results.of(optimizer).last_check()
         scale, _ = self._check_scale_growth_tracker("found_inf")
-        flags = [placed(flag, scale.device) for flag in found.values()]
+        flags = [placed(flag, scale.device) for flag in found_inf_per_device.values()]
         return torch.stack([torch.zeros_like(scale), *flags]).amax()
 
     def step_was_taken(self, optimizer: _Optimizer) -> bool:
-        """Whether the last `step` of `optimizer` was taken, and not skipped; may be asked also after `update`.
+        """Return whether the last `step` of `optimizer` was taken rather than skipped. Valid after `update`, too.
 
-        It is the check's answer, whatever a subclass's `_maybe_opt_step` decides; True if the scaler is switched off.
+        The result is that of the check, even if a subclass's `_maybe_opt_step` decides otherwise. A disabled scaler
+        returns True.
 
         Raises:
-            RuntimeError: there was no `step` of the optimizer yet, or it checked nothing.
-        Sync: one, and none where `step` has waited already.
+            RuntimeError: the optimizer has not stepped yet, or its step checked no gradients.
+        Sync: one, or none if `step` has synchronised already.
         """
         return self._check_results.of(optimizer).step_was_taken() if self._enabled else True
 
     def nonfinite_parameters(self, optimizer: _Optimizer) -> list[str]:
-        """Tell whose gradients hold inf or nan; ask after `unscale_` or `step`, before they are cleared or clipped.
+        """Return the names of the parameters whose gradients hold inf or nan.
+
+        Call it after `unscale_` or `step`, before the gradients are cleared or clipped.
 
         Returns:
-            Names, in the optimizer's order: those in `param_names`, where the optimizer was made from
-            `named_parameters()`, else group, index and shape. Of a DTensor this rank's part is looked at.
+            Names in the optimizer's order, from `param_names` if the optimizer was made from `named_parameters()`, else
+            group, index and shape. For a DTensor only this rank's shard is checked.
         Raises:
-            TypeError: it has no `param_groups`.
-            RuntimeError: the last check found inf or nan, and the gradients in which it did are gone.
-        Sync: one for each device. The gradients are read again; a scaler that is not asked pays nothing.
+            TypeError: `optimizer` has no `param_groups`.
+            RuntimeError: the last check found inf or nan, but those gradients no longer exist.
+        Sync: one for each device. The gradients are read again, so that training without this call costs nothing.
 
         >>> layer = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.5)
@@ -358,51 +378,53 @@ class GradScaler:
         ['weight']
         """
         refuse_what_has_no_groups(optimizer)
-        found = self._check_results.of(optimizer)
-        return _gradients.nonfinite_parameters(optimizer, found.low_precision_params, found.here or {})
+        check_results = self._check_results.of(optimizer)
+        return _gradients.nonfinite_parameters(
+            optimizer, check_results.low_precision_params, check_results.local_found_inf or {}
+        )
 
     def get_scale(self) -> float:
-        """Return the scale; 1.0 of a scaler that is switched off. Sync: one, once `scale` has been called."""
+        """Return the scale, or 1.0 if the scaler is disabled. Sync: one, after the first `scale`."""
         if not self._enabled:
             return 1.0
         scale = self._get_scale_async()
         return self._init_scale if scale is None else scale.item()
 
     def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows."""
+        """Return the factor that the scale grows by."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows; nan or below 1.0 is a ValueError (torch takes any value)."""
+        """Set the factor that the scale grows by. Raise ValueError if it is nan or below 1.0 (torch accepts any)."""
         _loss_scale.check_growth_factor(new_factor)
         self._growth_factor = new_factor
 
     def get_backoff_factor(self) -> float:
-        """Return the factor by which the scale falls."""
+        """Return the factor that the scale is multiplied by after a skipped step."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale falls; it must be above 0.0 and not above 1.0, or is a ValueError."""
+        """Set the factor of a skipped step. Raise ValueError unless it is above 0.0 and at most 1.0."""
         _loss_scale.check_backoff_factor(new_factor)
         self._backoff_factor = new_factor
-        self._watch = FloorWatch()
+        self._scale_monitor = MinScaleMonitor()
 
     def get_growth_interval(self) -> int:
-        """Return after how many steps without inf or nan, one after the other, the scale grows."""
+        """Return the number of consecutive steps without inf or nan after which the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many steps without inf or nan, one after the other, the scale grows."""
+        """Set the number of consecutive steps without inf or nan after which the scale grows."""
         self._growth_interval = new_interval
 
     def is_enabled(self) -> bool:
-        """Whether the scaler scales, or was switched off."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, torch's five entries, as Python numbers; to be called after `update`.
+        """Return torch's five entries as Python numbers, or an empty dict if the scaler is disabled.
 
-        Empty if the scaler is switched off. Sync: two, once `scale` has been called.
+        Call it after `update`. Sync: two, after the first `scale`.
         """
         if not self._enabled:
             return {}
@@ -415,14 +437,14 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a saved state, wholly or, if it is refused, not at all. A scaler that is switched off ignores it.
+        """Load a saved state. If it raises, nothing is loaded. A disabled scaler ignores the state.
 
         Args:
-            state_dict: what `state_dict` returned, ours or torch's. A scale below `min_scale` is lifted to it.
+            state_dict: result of `state_dict`, ours or torch's. A scale below `min_scale` is raised to it.
         Raises:
-            RuntimeError: it is empty, or a number fits no tensor of the scaler's.
+            RuntimeError: the dict is empty, or a number does not fit into the scaler's tensors.
             KeyError: an entry is missing.
-            TypeError, ValueError: an entry is no number, or none that a scaler can hold.
+            TypeError, ValueError: an entry is not a number, or not one that is valid for its purpose.
         Source: torch.amp.GradScaler.load_state_dict 2.13; differences: the class's.
         """
         if not self._enabled:
@@ -438,11 +460,11 @@ class GradScaler:
         self._backoff_factor = saved.backoff_factor
         self._growth_interval = saved.growth_interval
         self._loaded = self._scale is None
-        self._watch = FloorWatch()
+        self._scale_monitor = MinScaleMonitor()
 
-    # What subclasses override, and other libraries call; torch's names and arguments.
+    # Methods that subclasses override and other libraries call, with torch's names and arguments.
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return scale and growth tracker, for `funcname`, which cannot do without."""
+        """Return scale and growth tracker, or raise if they do not exist. `funcname` is named in the error."""
         scale, tracker = self._scale, self._growth_tracker
         if scale is None or tracker is None:
             missing = "_scale" if scale is None else "_growth_tracker"
@@ -461,32 +483,32 @@ class GradScaler:
     def _unscale_grads_(
         self, optimizer: _Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Found:
-        """Multiply every gradient by `inv_scale` in place; return, for each of their devices, what was found there.
+        """Multiply every gradient by `inv_scale` in place. Return the inf/nan flag of each device.
 
-        Both tensors are f32, of one element, on any device; `found_inf` is copied, and the copies are returned.
-        Without `allow_fp16` float16 gradients are refused, whose unscaled values may vanish.
+        Both tensors are f32, with one element, on any device. The flags start as copies of `found_inf`.
+        Without `allow_fp16`, float16 gradients raise, because their unscaled values may vanish.
         """
-        found: Found = {}
+        found_inf_per_device: Found = {}
         for device, grads in _gradients.sorted_gradients(optimizer, allow_fp16):
-            if device not in found:
-                found[device] = placed(found_inf, device, copy=True)
-            kernels.unscale_(grads, placed(inv_scale, device), found[device])
-        return found
+            if device not in found_inf_per_device:
+                found_inf_per_device[device] = placed(found_inf, device, copy=True)
+            kernels.unscale_(grads, placed(inv_scale, device), found_inf_per_device[device])
+        return found_inf_per_device
 
     def _unscale_grads_by_(self, optimizer: _Optimizer, scale: Tensor) -> Found:
-        """Do what `_unscale_grads_` does, in two launches rather than in six."""
-        found: Found = {}
+        """Do the same as `_unscale_grads_`, in two launches instead of six."""
+        found_inf_per_device: Found = {}
         for device, grads in _gradients.sorted_gradients(optimizer, self._unscales_fp16):
-            if device not in found:
-                found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            kernels.unscale_by_(grads, placed(scale, device), found[device])
-        return found
+            if device not in found_inf_per_device:
+                found_inf_per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
+            kernels.unscale_by_(grads, placed(scale, device), found_inf_per_device[device])
+        return found_inf_per_device
 
     def _check_inf_per_device(self, optimizer: _Optimizer) -> Found:
-        """Check the gradients, float16 ones too, and leave them scaled."""
+        """Check the gradients, including float16 ones, and leave them scaled."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        one = torch.ones((), dtype=torch.float32, device=scale.device)
-        return self._check_grads_(optimizer, one, allow_fp16=True)["found_inf_per_device"]
+        inv_scale = torch.ones((), dtype=torch.float32, device=scale.device)
+        return self._check_grads_(optimizer, inv_scale, allow_fp16=True)["found_inf_per_device"]
 
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -494,7 +516,7 @@ class GradScaler:
     def _maybe_opt_step(
         self, optimizer: _Optimizer, optimizer_state: OptimizerState, *args: Any, **kwargs: Any
     ) -> float | None:
-        """Call `optimizer.step` if the check found nothing. Sync: one for each device."""
+        """Call `optimizer.step` if no device found inf or nan. Sync: one for each device."""
         taken = not sum(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
         result = cast("float | None", optimizer.step(*args, **kwargs)) if taken else None
         self._check_results.of(optimizer).taken = taken
@@ -511,7 +533,7 @@ class GradScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_check_results"], state["_watch"]
+        del state["_check_results"], state["_scale_monitor"]
         if not self._enabled:
             return state
         if len(self._per_optimizer_states) != 0:
@@ -519,64 +541,66 @@ class GradScaler:
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
             )
-        # Numbers in the place of the tensors, which come back at the first `scale`.
+        # Save numbers instead of the tensors, which the first `scale` creates again.
         numbers = {"_init_scale": self.get_scale(), "_init_growth_tracker": self._get_growth_tracker()}
         return state | numbers | {"_scale": None, "_growth_tracker": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._start_watching()
+        self._reset_records()
 
-    # What `ShardedGradScaler` does otherwise, for many processes.
+    # Methods that `ShardedGradScaler` overrides for many processes.
     def _reduce_found_inf(self, found_inf_per_device: Found) -> Found:
-        """Agree with other processes on what any check found here; what is returned decides on step and scale.
+        """Combine the flags of all processes. The result decides whether the step is taken and the scale falls.
 
-        What is given is left as it is, and empty if the optimizer has no gradients.
+        The argument is not changed. It is empty if the optimizer has no gradients.
         """
         return found_inf_per_device
 
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]:
-        """Agree with other processes on a norm and on what a check found, in one collective, if any."""
+        """Combine the norms and flags of all processes, in at most one collective."""
         if norms.sharded:
             return _fused_step.agree_in_one_group(norms, found_inf_per_device)
         return norms.replicated, self._reduce_found_inf(found_inf_per_device)
 
-    def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
-        """Where numbers about all gradients of `params` meet."""
+    def _norm_device(self, params: Sequence[Tensor]) -> torch.device:
+        """Return the device on which norms and flags of `params` are combined."""
         if self._enabled and self._scale is not None:
             return self._scale.device
         return next((param.device for param in params if param.grad is not None), torch.device("cpu"))
 
-    # Our own.
-    def _start_watching(self) -> None:
+    # Helpers that only this class uses.
+    def _reset_records(self) -> None:
         self._check_results = KeptResults()
-        self._watch = FloorWatch()
+        self._scale_monitor = MinScaleMonitor()
 
     def _check_grads_(self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool) -> OptimizerState:
-        """Multiply the gradients by `inv_scale`, and remember what was found in them."""
-        none_found = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
-        return self._remember_found(
-            optimizer, self._unscale_grads_(optimizer, inv_scale, none_found, allow_fp16)
+        """Multiply the gradients by `inv_scale`, check them and record the result."""
+        found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
+        return self._record_check(
+            optimizer, self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         )
 
-    def _remember_found(self, optimizer: _Optimizer, here: Found) -> OptimizerState:
-        """Agree with other processes on what was found in the gradients here, and remember it."""
-        found = self._reduce_found_inf(here)
+    def _record_check(self, optimizer: _Optimizer, local_found_inf: Found) -> OptimizerState:
+        """Combine this process's flags with those of other processes, and record both."""
+        global_found_inf = self._reduce_found_inf(local_found_inf)
         check_results = self._check_results.of(optimizer)
-        check_results.checked, check_results.here = found, here
+        check_results.checked, check_results.local_found_inf = global_found_inf, local_found_inf
         state = self._per_optimizer_states[id(optimizer)]
-        state["found_inf_per_device"] = found
+        state["found_inf_per_device"] = global_found_inf
         return state
 
     def _scale_from(self, device: torch.device) -> Tensor:
-        """The scale's tensor, which settles on `device` if it has no place yet."""
+        """Return the scale's tensor. Create it on `device` if it does not exist yet."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
         return self._scale
 
-    def _recalled(self, funcname: str, optimizer: _Optimizer | None = None) -> tuple[Tensor, Tensor]:
-        """Scale and growth tracker; loaded ones settle where the first gradient lies, or else on `device`."""
+    def _init_and_get_scale(
+        self, funcname: str, optimizer: _Optimizer | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return scale and growth tracker. Create loaded ones on the device of the first gradient, or else `device`."""
         if self._scale is None and self._loaded:
             grad = None if optimizer is None else _gradients.first_gradient(optimizer)
             self._lazy_init_scale_growth_tracker(torch.device(self._device) if grad is None else grad.device)
@@ -585,14 +609,14 @@ class GradScaler:
     def _step_if_finite(
         self, optimizer: _Optimizer, stage: OptState, check_results: CheckResults, *args: Any, **kwargs: Any
     ) -> float | None:
-        before = check_results.checked, check_results.here
+        previous = check_results.checked, check_results.local_found_inf
         if stage is OptState.READY:
             self.unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if not state["found_inf_per_device"]:
             if stage is OptState.READY:
                 del self._per_optimizer_states[id(optimizer)]
-                check_results.checked, check_results.here = before
+                check_results.checked, check_results.local_found_inf = previous
             raise AssertionError("No inf checks were recorded for this optimizer.")
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 
@@ -606,9 +630,11 @@ class GradScaler:
         scale = self._get_scale_async()
         if scale is None:
             raise AssertionError("_get_scale_async returned None")
-        found, here = self._found_inf_per_device(optimizer), self._check_results.of(optimizer).here or {}
+        global_found_inf = self._found_inf_per_device(optimizer)
+        local_found_inf = self._check_results.of(optimizer).local_found_inf or {}
+        grad_scale = scale if is_scaled else None
         try:
-            with amp_attributes(optimizer, scale if is_scaled else None, found, here, scale.device):
+            with amp_attributes(optimizer, grad_scale, global_found_inf, local_found_inf, scale.device):
                 return cast("float | None", optimizer.step(*args, **kwargs))
         except BaseException:
             if is_scaled:
@@ -616,5 +642,5 @@ class GradScaler:
             raise
 
 
-# Subclasses, and users who assign the attribute, may do this in their own way.
+# Subclasses and users may replace the method; `unscale_` compares with this to find out.
 _UNSCALE_GRADS = GradScaler._unscale_grads_

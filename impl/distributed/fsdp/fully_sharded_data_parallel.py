@@ -48,7 +48,7 @@ from impl.distributed.fsdp._wrapper import root_over
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.kernels import span
-from impl.nn.utils.clip_grad import clip_grad_norm_, refuse_nonfinite
+from impl.nn.utils.clip_grad import check_finite, clip_grad_norm_
 
 __all__ = ["FullyShardedDataParallel", "OptimStateKeyType"]
 
@@ -390,7 +390,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         loose = [p.grad for p in others if p.grad is not None]
         norm = joint_norm(root.units, loose, float(norm_type), self.compute_device)
         if error_if_nonfinite:
-            refuse_nonfinite(norm, float(norm_type))
+            check_finite(norm, float(norm_type))
         if self.cpu_offload.offload_params:
             norm = norm.cpu()
         with_grads = [p for p in (*managed, *others) if p.grad is not None]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.amp._fused_step import joint_flag
+from impl.amp._fused_step import combine_found_inf
 from impl.amp._loss_scale import SMALLEST_SCALE
 from impl.amp._opt_state import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
@@ -203,11 +203,11 @@ class ShardedGradScaler(GradScaler):
             return norms.replicated, found_inf_per_device
         self._owes_check_result = False
         device = norms.replicated.device
-        norm, check_result = norms.gathered(self._group, joint_flag(found_inf_per_device, device))
+        norm, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
         return norm, self._refused(check_result.float())
 
-    def _place_of_norms(self, params: Sequence[Tensor]) -> torch.device:
-        return self._meeting_place() if self._enabled else super()._place_of_norms(params)
+    def _norm_device(self, params: Sequence[Tensor]) -> torch.device:
+        return self._meeting_place() if self._enabled else super()._norm_device(params)
 
     def _reduce_found_inf(
         self, found_inf_per_device: dict[torch.device, Tensor]

@@ -1,6 +1,6 @@
-"""Gradients that are DTensors over one mesh: each rank's parts of them, and what the ranks make of their norms.
+"""Gradients that are DTensors over one mesh: their local tensors, and the joint norm of all ranks.
 
-What defines DTensors takes half a second to import, and is there where there are some: it is not imported here.
+`torch.distributed.tensor` takes half a second to import, so it is not imported here. If a DTensor exists, it has been.
 """
 
 from __future__ import annotations
@@ -20,74 +20,71 @@ from impl.kernels import dtypes_of
 from impl.kernels.norm import result_dtype
 from impl.optim._shards import exchanged, is_distributed
 
-_CUTS = {"Replicate": False, "Shard": True, "_StridedShard": True}  # by the class of a placement
-_Cut = tuple[bool, ...]  # for each dimension of a mesh, whether its ranks have different parts
+_IS_SHARDED = {"Replicate": False, "Shard": True, "_StridedShard": True}  # class names of placements
+# For each dimension of a mesh, whether its ranks hold different shards.
+_Sharding = tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class ShardedTensors:
-    """
-    Args:
-        dtensors: none of which has sums to take.
-        parts: their local tensors.
-        cuts: how each is cut.
-    """
+    """DTensors over one mesh, none of them partial, with their local tensors."""
 
     mesh: DeviceMesh
     dtensors: Sequence[Any]
-    parts: list[Tensor]
-    cuts: Sequence[_Cut]
+    local_tensors: list[Tensor]
+    shardings: Sequence[_Sharding]
 
     @property
     def has_empty(self) -> bool:
-        """Whether one has no elements on any rank; that it has none on this one says nothing."""
+        """Whether a DTensor is empty on every rank. A local tensor may be empty on this rank only."""
         return not all(prod(dtensor.shape) for dtensor in self.dtensors)
 
     def joint_norm(self, norm_type: float) -> Tensor:
-        """The p-norm of all as one vector, for a positive p; a plain tensor, the same on every rank.
+        """Return the p-norm of all DTensors as one vector, for a positive p: a plain tensor, equal on every rank.
 
-        Collectives: one all-gather for each dimension of the mesh that cuts any.
+        Collectives: one all-gather for each sharded dimension of the mesh.
         """
-        norms = {cut: self._norm(parts, norm_type) for cut, parts in self._by_cut().items()}
+        norms = {sharding: self._norm(local, norm_type) for sharding, local in self._by_sharding().items()}
         for dim in range(self.mesh.ndim):
-            cuts = [cut for cut in norms if cut[dim]]
-            if cuts:
-                everyones = exchanged(torch.stack([norms[cut] for cut in cuts]), self.mesh.get_group(dim))
-                for cut, column in zip(cuts, everyones.unbind(1), strict=True):
-                    norms[cut] = kernels.total_norm([column.contiguous()], norm_type)
-        found = [*norms.values()]
-        joint = found[0] if len(found) == 1 else kernels.total_norm(found, norm_type)
-        return joint.to(result_dtype(dtypes_of(self.parts)))
+            shardings = [sharding for sharding in norms if sharding[dim]]
+            if shardings:
+                local_norms = torch.stack([norms[sharding] for sharding in shardings])
+                norms_of_ranks = exchanged(local_norms, self.mesh.get_group(dim))
+                for sharding, column in zip(shardings, norms_of_ranks.unbind(1), strict=True):
+                    norms[sharding] = kernels.total_norm([column.contiguous()], norm_type)
+        partial_norms = [*norms.values()]
+        joint = partial_norms[0] if len(partial_norms) == 1 else kernels.total_norm(partial_norms, norm_type)
+        return joint.to(result_dtype(dtypes_of(self.local_tensors)))
 
-    def _by_cut(self) -> dict[_Cut, list[Tensor]]:
-        """The parts that have elements, in an order that is the same on every rank."""
-        found: dict[_Cut, list[Tensor]] = {cut: [] for cut in self.cuts}
-        if len(found) == 1 and all(map(Tensor.numel, self.parts)):
-            return {self.cuts[0]: self.parts}
-        for cut, part in zip(self.cuts, self.parts, strict=True):
-            if part.numel():
-                found[cut].append(part)
-        return found
+    def _by_sharding(self) -> dict[_Sharding, list[Tensor]]:
+        """Return the non-empty local tensors of each sharding, in the same order on every rank."""
+        batches: dict[_Sharding, list[Tensor]] = {sharding: [] for sharding in self.shardings}
+        if len(batches) == 1 and all(map(Tensor.numel, self.local_tensors)):
+            return {self.shardings[0]: self.local_tensors}
+        for sharding, tensor in zip(self.shardings, self.local_tensors, strict=True):
+            if tensor.numel():
+                batches[sharding].append(tensor)
+        return batches
 
-    def _norm(self, parts: list[Tensor], norm_type: float) -> Tensor:
-        """In f64, whatever this rank's dtypes are: the ranks exchange it."""
-        if not parts:
-            return torch.zeros((), dtype=torch.float64, device=self.parts[0].device)
-        return kernels.total_norm(parts, norm_type).to(torch.float64)
+    def _norm(self, tensors: list[Tensor], norm_type: float) -> Tensor:
+        """Return the norm in f64, because ranks with different dtypes exchange it."""
+        if not tensors:
+            return torch.zeros((), dtype=torch.float64, device=self.local_tensors[0].device)
+        return kernels.total_norm(tensors, norm_type).to(torch.float64)
 
     def replicated(self, value: Tensor) -> Any:
-        """A DTensor of a tensor that is the same on every rank."""
-        made_of = _module()
-        meta = made_of._dtensor_spec.TensorMeta(value.shape, value.stride(), value.dtype)
-        placements = (made_of.Replicate(),) * self.mesh.ndim
-        spec = made_of._dtensor_spec.DTensorSpec(self.mesh, placements, tensor_meta=meta)
-        # As `DTensor.from_local` makes it, which is differentiable and takes ten times as long.
-        return made_of.DTensor(value, spec, requires_grad=False)
+        """Return a replicated DTensor of a tensor that is equal on every rank."""
+        module = _module()
+        meta = module._dtensor_spec.TensorMeta(value.shape, value.stride(), value.dtype)
+        placements = (module.Replicate(),) * self.mesh.ndim
+        spec = module._dtensor_spec.DTensorSpec(self.mesh, placements, tensor_meta=meta)
+        # `DTensor.from_local` would do the same, but is differentiable and takes ten times as long.
+        return module.DTensor(value, spec, requires_grad=False)
 
-    def part_of(self, value: Tensor) -> Tensor | None:
-        """What every rank has of a DTensor over the same mesh, or of a plain tensor; None of any other.
+    def local_value(self, value: Tensor) -> Tensor | None:
+        """Return the local value of a plain tensor or of a DTensor over the same mesh, or None for any other.
 
-        Collectives: of one that is not replicated, as the norm that torch hands out for infinity, what makes it so.
+        Collectives: those that replicate a DTensor that is not, like torch's infinity norm.
         """
         if not is_distributed(value):
             return value if type(value) is Tensor else None
@@ -97,37 +94,39 @@ class ShardedTensors:
         if not all(placement.is_replicate() for placement in dtensor.placements):
             dtensor = dtensor.redistribute(placements=[_module().Replicate()] * self.mesh.ndim)
         local: Any = dtensor._local_tensor
-        return local if type(local) is Tensor else local.wait()  # on its way, from a collective
+        return local if type(local) is Tensor else local.wait()  # AsyncCollectiveTensor
 
-    def note_written(self) -> None:
-        """The parts were written to, and with them the DTensors, of which autograd keeps count by themselves."""
+    def increment_versions(self) -> None:
+        """Increment the DTensors' version counters, because autograd does not see writes to their local tensors."""
         torch.autograd.graph.increment_version(self.dtensors)
 
 
 def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
-    """None if they are not all DTensors over one mesh that this rank is in, or one has sums to take."""
+    """Return the DTensors, or None unless all are over one mesh that includes this rank and none is partial."""
     if {*map(type, tensors)} != {_module().DTensor}:
         return None
     mesh: DeviceMesh = tensors[0].device_mesh
-    known: dict[tuple[type, ...], _Cut] = {}
-    cuts: list[_Cut] = []
+    sharding_of: dict[tuple[type, ...], _Sharding] = {}
+    shardings: list[_Sharding] = []
     for tensor in tensors:
         spec = tensor._spec
-        kinds = tuple(map(type, spec.placements))
+        types = tuple(map(type, spec.placements))
         if spec.mesh is not mesh and spec.mesh != mesh:
             return None
-        if kinds not in known:
-            names = [kind.__name__ for kind in kinds]
-            if not _CUTS.keys() >= {*names}:
+        if types not in sharding_of:
+            names = [placement_type.__name__ for placement_type in types]
+            if not _IS_SHARDED.keys() >= {*names}:
                 return None
-            known[kinds] = tuple(_CUTS[name] and mesh.size(dim) > 1 for dim, name in enumerate(names))
-        cuts.append(known[kinds])
+            sharding_of[types] = tuple(
+                _IS_SHARDED[name] and mesh.size(dim) > 1 for dim, name in enumerate(names)
+            )
+        shardings.append(sharding_of[types])
     if mesh.get_coordinate() is None:
         return None
-    return ShardedTensors(mesh, tensors, [tensor._local_tensor for tensor in tensors], cuts)
+    return ShardedTensors(mesh, tensors, [tensor._local_tensor for tensor in tensors], shardings)
 
 
 def _module() -> Any:
-    """torch.distributed.tensor, where there are DTensors."""
-    package: Any = dist  # which says nothing of what others import of it
+    """Return `torch.distributed.tensor`, which has been imported if a DTensor exists."""
+    package: Any = dist
     return package.tensor
