@@ -1,6 +1,7 @@
-"""What Dynamo is to be told, told once somebody imports it: to import it ourselves would cost a program two seconds.
+"""Registrations with Dynamo, deferred until Dynamo is imported, because importing it takes two seconds.
 
-Dynamo reads nothing while it traces that leads it to us, so what it must know waits on `sys.meta_path`.
+While it traces, Dynamo reads nothing that could trigger an import of ours. So a finder on `sys.meta_path` waits for the
+import of Dynamo.
 """
 
 import importlib
@@ -10,22 +11,22 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_waiting: dict[str, None] = {}  # modules of ours that tell it
+_waiting: dict[str, None] = {}  # names of our modules that register something
 
 
 def import_after_dynamo(name: str) -> None:
-    """Import a module of ours: now if Dynamo is loaded, else as soon as it is."""
-    # Noted first: whoever has just imported Dynamo in another thread finds it there.
+    """Import a module of ours now if Dynamo is loaded, else as soon as it is."""
+    # Add the name first, so that a thread that imports Dynamo at the same time sees it.
     _waiting[name] = None
     if sys.modules.get("torch._dynamo") is not None:
-        importlib.import_module("torch._dynamo")  # waits where another thread is still importing it
+        importlib.import_module("torch._dynamo")  # waits for an import by another thread
         importlib.import_module(name)
     elif _dynamo_import not in sys.meta_path:
         sys.meta_path.insert(0, _dynamo_import)
 
 
 class _DynamoImport(MetaPathFinder):
-    """Finds `torch._dynamo` as it would be found without it, and imports what waits once it has been executed."""
+    """Finder that imports the waiting modules once `torch._dynamo` was executed. Other finders do the finding."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,15 +39,16 @@ class _DynamoImport(MetaPathFinder):
             return None
         loader, execute = spec.loader, spec.loader.exec_module
 
-        def execute_and_tell(module: ModuleType) -> None:
-            loader.exec_module = execute  # it may serve other modules too
+        def exec_and_notify(module: ModuleType) -> None:
+            loader.exec_module = execute  # restores a loader that other modules may share
             execute(module)
             for name in list(_waiting):
                 importlib.import_module(name)
 
-        loader.exec_module = execute_and_tell
+        loader.exec_module = exec_and_notify
         return spec
 
 
-# It stays for good: an import of Dynamo that fails is tried again, and any other costs one comparison.
+# The finder is never removed, because a failed import of Dynamo may be tried again. It costs other imports one
+# comparison.
 _dynamo_import = _DynamoImport()

@@ -1,4 +1,4 @@
-"""Puts objects of ours in torch's places for as long as somebody wants them there."""
+"""Temporary replacement of torch's objects by ours."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-Pair = tuple[Any, Any]  # (torch's object, ours)
+Pair = tuple[Any, Any]  # torch's object, our object
 
-# One for all patch sets: what they change is the process's.
+# All patch sets share one lock, because they change global names of the process.
 _lock = threading.RLock()
 
 
 class PatchSet:
-    """Some objects, torch's or ours in torch's places: ours from `install` to `uninstall`, and in `installed` blocks.
+    """Replacements of torch's objects, in effect from `install` to `uninstall` and in `installed` blocks.
 
     Args:
-        find: the pairs, asked for at each placing.
-        along: opens what has to be in place for as long as these are.
-        within: the package whose modules hold the names; the smaller it is, the sooner they are found.
-        sparing: modules, and packages whose modules, go on by the names that they hold.
+        find: returns the pairs. Called at each replacement.
+        along: returns a context that is open while the replacements are in effect.
+        within: package whose modules are searched for the objects. A smaller one takes less time.
+        sparing: modules, or packages of modules, that keep torch's objects.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class PatchSet:
         sparing: tuple[str, ...] = (),
     ) -> None:
         self._find, self._along, self._within, self._sparing = find, along, within, sparing
-        self._is_pinned = False  # install() was called, and uninstall() not since
-        self._open_blocks = 0  # how many installed() are open, in all threads
-        self._placed: list[Pair] = []  # what is in place
-        self._held = contextlib.ExitStack()
+        self._is_pinned = False  # whether `install` was called, and `uninstall` not since
+        self._open_blocks = 0  # number of open `installed` blocks in all threads
+        self._active_pairs: list[Pair] = []  # replacements in effect
+        self._along_stack = contextlib.ExitStack()
 
     def install(self) -> None:
         with _lock:
-            self._place()
+            self._replace()
             self._is_pinned = True
 
     def uninstall(self) -> None:
@@ -50,7 +50,7 @@ class PatchSet:
     @contextlib.contextmanager
     def installed(self) -> Generator[None]:
         with _lock:
-            self._place()
+            self._replace()
             self._open_blocks += 1
         try:
             yield
@@ -59,29 +59,29 @@ class PatchSet:
                 self._open_blocks -= 1
                 self._restore_if_unused()
 
-    def _place(self) -> None:
-        if self._placed:
+    def _replace(self) -> None:
+        if self._active_pairs:
             return
         pairs = list(self._find())
-        self._held.enter_context(self._along())
+        self._along_stack.enter_context(self._along())
         self._swap(pairs)
-        self._placed.extend(pairs)
+        self._active_pairs.extend(pairs)
 
     def _restore_if_unused(self) -> None:
         if not self._is_pinned and not self._open_blocks:
-            self._swap([(ours, theirs) for theirs, ours in self._placed])
-            self._placed.clear()
-            self._held.close()
+            self._swap([(replacement, original) for original, replacement in self._active_pairs])
+            self._active_pairs.clear()
+            self._along_stack.close()
 
     def _swap(self, pairs: list[Pair]) -> None:
-        """In each of the modules, give every name that holds the first of a pair the second."""
+        """Rebind every module-level name that holds the first object of a pair to the second one."""
         new_by_id = {id(old): new for old, new in pairs}
         for module_name, module in list(sys.modules.items()):
             if not _is_in(module_name, self._within) or any(
-                _is_in(module_name, one) for one in self._sparing
+                _is_in(module_name, spared) for spared in self._sparing
             ):
                 continue
-            # vars(), since getattr would wake modules that load on first use.
+            # getattr instead of vars() would load lazy modules.
             for name, value in list(vars(module).items()):
                 if id(value) in new_by_id:
                     setattr(module, name, new_by_id[id(value)])

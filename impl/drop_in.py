@@ -1,6 +1,6 @@
-"""Puts our names in torch's places, for code that cannot be edited.
+"""Replacement of torch's classes and functions by ours, for code that cannot be edited.
 
-    python -m impl.drop_in train.py --epochs 3     # runs train.py over our parts
+    python -m impl.drop_in train.py --epochs 3     # runs train.py with our classes
     python -m impl.drop_in -m package.train        # the same for a module
     torchrun -m impl.drop_in train.py              # on every rank
 
@@ -9,16 +9,16 @@
     with drop_in.installed(): ...                  # for one block
 
 A name is replaced in every loaded module of torch that holds it: `torch.autocast`, `torch.amp.autocast` and
-`torch.amp.autocast_mode.autocast` are one object before and one object after.
+`torch.amp.autocast_mode.autocast` are the same object before and after.
 
-What it does not reach
-    Names already bound elsewhere: after `from torch.amp import GradScaler` at the top of your module, that name is
-    torch's class whatever is installed later. Install first, import second; `python -m impl.drop_in` does.
-    Objects already made: torch's scalers and autocast regions stay torch's, and are no instances of the classes
-    that stand in their places now. Install between two steps, not between `unscale_` and `step`.
-    Classes already derived from torch's, which stay so.
-    Processes started afresh, as by multiprocessing's "spawn": they begin with torch's names. Forked ones inherit.
-    `torch.jit.script`, which knows torch's autocast by its name in the source.
+Limitations
+    Names bound in other modules are not replaced. After `from torch.amp import GradScaler` at the top of your module,
+    that name stays torch's class. So install before you import, as `python -m impl.drop_in` does.
+    Existing scalers and autocast regions stay torch's, and are not instances of the replacements. Install between two
+    steps, not between `unscale_` and `step`.
+    Existing subclasses of torch's classes are not changed.
+    New processes, for example of multiprocessing's "spawn", start with torch's names. Forked ones inherit ours.
+    `torch.jit.script` recognises torch's autocast by its name in the source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from impl._patching import PatchSet
 
 __all__ = ["install", "installed", "uninstall"]
 
-# Each is found under torch, where it is defined, and at the same path under impl; one that impl lacks stays torch's.
+# Paths below torch and below impl. A name that impl does not have stays torch's.
 _NAMES = (
     "amp.autocast_mode.autocast",
     "amp.autocast_mode.autocast_decorator",
@@ -87,16 +87,16 @@ _NAMES = (
     "nn.utils.get_total_norm",
 )
 
-# torch's own fully_shard, and its replicate which is made of it: both go on by their own classes.
+# torch's fully_shard, and its replicate, which uses it, need torch's own classes.
 _SPARING = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.replicate_with_fsdp")
 
-# Writes what it finds in the places into tables, when first imported. Imported before ours stand there, it deals in
-# torch's own for good, as the rest of torch expects of it.
-_REMEMBERING = "torch._dynamo.variables.torch"
+# This module copies torch's objects into tables at its import, and torch expects the originals there. So it is imported
+# before any replacement.
+_COPYING_MODULE = "torch._dynamo.variables.torch"
 
 
 def install() -> None:
-    """Put our names in torch's places, in the whole process; a second call changes nothing.
+    """Replace torch's objects by ours in the whole process. A second call changes nothing.
 
     Sync: none. Collectives: none. Imports Dynamo and `torch.distributed.fsdp`, which takes a second or two.
     """
@@ -104,17 +104,17 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back `install()`: every place holds torch's object again, once no `installed()` block is open.
+    """Undo `install()` and restore torch's objects, once no `installed()` block is open.
 
-    A place that somebody else has written to since is left as it is. A call without `install()` changes nothing.
+    A name that other code has rebound since is left as it is. A call without `install()` changes nothing.
     """
     _patches.uninstall()
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
-    """Our names in torch's places until the block ends, however it ends.
+    """Context manager that replaces torch's objects by ours.
 
-    Blocks nest and may overlap across threads; what they change is seen by all threads, until the last one ends.
+    Blocks nest and may overlap across threads. All threads see the replacement, until the last block ends.
 
     >>> with installed():
     ...     torch.nn.utils.clip_grad_norm_.__module__
@@ -126,29 +126,29 @@ def installed() -> contextlib.AbstractContextManager[None]:
 
 
 def _pairs() -> list[tuple[Any, Any]]:
-    """Each of torch's objects that is to be replaced, with ours."""
-    importlib.import_module(_REMEMBERING)
-    there = torch.distributed.is_available()
-    names = [name for name in _NAMES if there or not name.startswith("distributed.")]
-    pairs = [(_found("torch", name), _found("impl", name)) for name in names]
-    return [(theirs, ours) for theirs, ours in pairs if theirs is not None and ours is not None]
+    """Return each of torch's objects that is replaced, with ours."""
+    importlib.import_module(_COPYING_MODULE)
+    has_distributed = torch.distributed.is_available()
+    names = [name for name in _NAMES if has_distributed or not name.startswith("distributed.")]
+    pairs = [(_find("torch", name), _find("impl", name)) for name in names]
+    return [(original, new) for original, new in pairs if original is not None and new is not None]
 
 
 def _tracing() -> contextlib.AbstractContextManager[None]:
-    """What has no public name: how Dynamo traces optimizers."""
+    """Return the replacement of objects without a public name: Dynamo's tracing of optimizers."""
     return importlib.import_module("impl.dynamo").installed()
 
 
 _patches = PatchSet(_pairs, along=_tracing, sparing=_SPARING)
 
 
-def _found(package: str, name: str) -> Any:
-    """The object at `package.name`, importing modules on the way; None if there is none."""
+def _find(package: str, name: str) -> Any:
+    """Import and return the object at `package.name`, or None if there is none."""
     module_name, _, attribute = f"{package}.{name}".rpartition(".")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # Only what we look for may be absent: a module that fails to import something else is broken.
+        # Only the module itself may be absent. One that fails to import another module is broken.
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             return None
         raise
@@ -157,17 +157,17 @@ def _found(package: str, name: str) -> Any:
 
 _USAGE = """usage: python -m impl.drop_in [-m] TARGET [ARGUMENT ...]
 
-Run a program as `python` would, over impl's parts.
-  TARGET     the script, or with -m the module or package, to run
-  ARGUMENT   its own arguments, handed on as they are
+Run a program like `python`, with impl's classes instead of torch's.
+  TARGET     script to run, or with -m a module or package
+  ARGUMENT   arguments of the program
 """
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script or a module as `python` would, with our names in place.
+    """Run a script or a module like `python`, with torch's objects replaced by ours.
 
-    It runs in the process's own module `__main__`, which outlives it: what it leaves behind (threads, functions for
-    the interpreter's exit) finds its names there, and pickles of its classes can be read.
+    It runs in the process's module `__main__`, which outlives it, so that its threads and exit handlers find their
+    names and pickles of its classes can be read.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         sys.stdout.write(_USAGE)
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> None:
     target, *own = rest
     code, names = _module_code(target) if is_module else _script_code(target)
     install()
-    # Python has put the current directory first, as it does for its own -m.
+    # Python has put the current directory first, which is right for -m.
     if not is_module:
         sys.path[0] = str(Path(target).resolve().parent)
     sys.argv = [names["__file__"] if is_module else target, *own]
@@ -189,8 +189,8 @@ def main(arguments: list[str]) -> None:
     exec(code, scope)
 
 
-def _stop(why: str) -> NoReturn:
-    sys.stderr.write(f"python -m impl.drop_in: {why.rstrip()}\n")
+def _stop(reason: str) -> NoReturn:
+    sys.stderr.write(f"python -m impl.drop_in: {reason.rstrip()}\n")
     sys.exit(2)
 
 
@@ -227,6 +227,6 @@ def _module_code(target: str) -> tuple[types.CodeType, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    # This copy of the module is called __main__, and makes room for the program; the one that the program may import
-    # must be the one that knows what is in place.
+    # The program replaces this module in `__main__`. It may import impl.drop_in, which must be the module that did the
+    # replacement.
     importlib.import_module("impl.drop_in").main(sys.argv[1:])

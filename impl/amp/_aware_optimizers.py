@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from impl.amp._opt_state import Found
-from impl.kernels import placed
+from impl.kernels import to_device
 
 _known_to_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
@@ -62,12 +62,12 @@ def amp_attributes(
     """
     previous = {name: value for name, value in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
     device = next((device for device in local_found_inf if device.type == "cpu"), device)
-    flags = [placed(flag, device) for flag in global_found_inf.values()]
+    flags = [to_device(flag, device) for flag in global_found_inf.values()]
     attributes: Any = optimizer
     if scale is None:
         attributes.grad_scale = getattr(optimizer, "grad_scale", None)
     else:
-        attributes.grad_scale = placed(scale * getattr(optimizer, "grad_scale", 1), device)
+        attributes.grad_scale = to_device(scale * getattr(optimizer, "grad_scale", 1), device)
     attributes.found_inf = functools.reduce(torch.maximum, flags) if flags else 0
     try:
         yield

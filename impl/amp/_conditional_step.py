@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from impl.kernels import no_grad_fast, placed
+from impl.kernels import no_grad_fast, to_device
 
 # The mappings of an optimizer: its attributes, its groups and its states.
 _Mapping = MutableMapping[Any, Any]
@@ -142,4 +142,4 @@ def _is_alike(value: Any, tensor: Tensor) -> TypeGuard[Tensor]:
 
 
 def _restore_if_set(found_inf: Tensor, tensor: Tensor, old: Tensor) -> None:
-    tensor.copy_(torch.where(placed(found_inf, tensor.device) != 0, old, tensor))
+    tensor.copy_(torch.where(to_device(found_inf, tensor.device) != 0, old, tensor))

@@ -28,7 +28,7 @@ from impl import kernels
 from impl.amp._conditional_step import step_unless_found_inf
 from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
-from impl.kernels import KnownLayoutList, StepNumbers, joined, placed
+from impl.kernels import KnownLayoutList, StepNumbers, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
@@ -129,9 +129,9 @@ def fused_step(
                     return FusedStepResult(numbers.norm, local_found_inf, global_found_inf, None)
                 inv_scale = kernels.inverse(scale) if scale is not None and known_found_inf is None else None
                 if inv_scale is not None and options.norm_type != 0:
-                    norm = (norm * placed(inv_scale, norm.device)).to(norm.dtype)
+                    norm = (norm * to_device(inv_scale, norm.device)).to(norm.dtype)
                 flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
-                found_inf = False if flag is None else kernels.known_on_host(flag)
+                found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
                 if not found_inf:
                     factor = _grad_factor(options, norm, inv_scale)
                     step_by(optimizer, updates, factor, flag if found_inf is None else None)
@@ -193,7 +193,7 @@ def _call_step(step: _Step) -> bool | None:
         optimizer.step()
         return True
     flag = combine_found_inf(scaler._found_inf_per_device(optimizer), step.norm_device)
-    found_inf = kernels.known_on_host(flag)
+    found_inf = kernels.flag_if_free_to_read(flag)
     if found_inf:
         return False
     if found_inf is False or getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -244,7 +244,7 @@ def _joint_norm_and_found_inf(
                 group = shard_group(param)
                 (replicated if group is None else sharded[group]).append(grad)
     else:
-        replicated = joined([grads for _, grads in params_and_grads])
+        replicated = concat([grads for _, grads in params_and_grads])
     local_found_inf: Found = {}
     numbers = None if sharded else _step_numbers(step, replicated)
     if numbers is not None:
@@ -284,7 +284,7 @@ def _norm(step: _Step, grads: Sequence[Tensor], local_found_inf: Found) -> Tenso
         if device in local_found_inf:
             flag = torch.maximum(local_found_inf[device], flag)
         local_found_inf[device] = flag
-        norms.append(placed(norm, norm_device))
+        norms.append(to_device(norm, norm_device))
     if len(nonempty) < len(grads):
         for device in {grad.device for grad in grads} - local_found_inf.keys():
             local_found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -305,7 +305,7 @@ def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor
 
 def combine_found_inf(found_inf_per_device: Found, device: torch.device) -> Tensor:
     """Return 1.0 on `device` if any flag is set, else 0.0."""
-    flags = [placed(flag, device) for flag in found_inf_per_device.values()]
+    flags = [to_device(flag, device) for flag in found_inf_per_device.values()]
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
     return functools.reduce(torch.maximum, flags)
@@ -317,7 +317,7 @@ def _grad_factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | No
     factor = (
         torch.ones((), device=norm.device, dtype=wide)
         if inv_scale is None
-        else placed(inv_scale, norm.device, wide)
+        else to_device(inv_scale, norm.device, wide)
     )
     return (
         factor * kernels.clip_coefficient(options.max_norm, norm) if options.max_norm < math.inf else factor

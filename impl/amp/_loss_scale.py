@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from impl.kernels import HostCopy, has_host_copies, placed
+from impl.kernels import HostCopy, has_host_copies, to_device
 
 # The reciprocal of a smaller scale may overflow float32, and a GPU may flush the scale itself to zero.
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
@@ -25,7 +25,7 @@ class PerDevice(dict[torch.device, Tensor]):
         self._source = source
 
     def __missing__(self, device: torch.device) -> Tensor:
-        copy = placed(self._source(device), device, copy=True)
+        copy = to_device(self._source(device), device, copy=True)
         self[device] = copy
         return copy
 

@@ -28,8 +28,8 @@ from impl.amp._opt_state import (
 
 # Pickles of torch's scalers look this name up.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
-from impl.kernels import placed
-from impl.optim._refusals import refuse_what_has_no_groups
+from impl.kernels import to_device
+from impl.optim._refusals import check_has_param_groups
 from impl.optim._shards import Norms
 
 __all__ = ["GradScaler", "OptState"]
@@ -156,7 +156,7 @@ class GradScaler:
         try:
             if isinstance(outputs, Tensor):
                 return _loss_scale.scale_tensor(
-                    outputs, placed(self._scale_from(outputs.device), outputs.device)
+                    outputs, to_device(self._scale_from(outputs.device), outputs.device)
                 )
             return _loss_scale.scale_nested(outputs, _loss_scale.PerDevice(self._scale_from))
         except BaseException:
@@ -271,7 +271,7 @@ class GradScaler:
         >>> weight.detach()
         tensor([0.7000, 0.6000])
         """
-        refuse_what_has_no_groups(optimizer)
+        check_has_param_groups(optimizer)
         options = _fused_step.FusedStepOptions(float(max_norm), float(norm_type), tuple(low_precision_params))
         if not self._enabled:
             return _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None).norm
@@ -313,7 +313,7 @@ class GradScaler:
             self._scale_monitor = MinScaleMonitor()
         else:
             states = self._per_optimizer_states.values()
-            flags = [placed(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
+            flags = [to_device(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
             if not flags:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._scale_monitor.warn_if_stuck(
@@ -341,7 +341,7 @@ class GradScaler:
             return torch.zeros((), device=next((param.device for param in params), None))
         found_inf_per_device = self._check_results.of(optimizer).last_check()
         scale, _ = self._check_scale_growth_tracker("found_inf")
-        flags = [placed(flag, scale.device) for flag in found_inf_per_device.values()]
+        flags = [to_device(flag, scale.device) for flag in found_inf_per_device.values()]
         return torch.stack([torch.zeros_like(scale), *flags]).amax()
 
     def step_was_taken(self, optimizer: _Optimizer) -> bool:
@@ -377,7 +377,7 @@ class GradScaler:
         >>> scaler.nonfinite_parameters(optimizer)
         ['weight']
         """
-        refuse_what_has_no_groups(optimizer)
+        check_has_param_groups(optimizer)
         check_results = self._check_results.of(optimizer)
         return _gradients.nonfinite_parameters(
             optimizer, check_results.low_precision_params, check_results.local_found_inf or {}
@@ -491,8 +491,8 @@ class GradScaler:
         found_inf_per_device: Found = {}
         for device, grads in _gradients.sorted_gradients(optimizer, allow_fp16):
             if device not in found_inf_per_device:
-                found_inf_per_device[device] = placed(found_inf, device, copy=True)
-            kernels.unscale_(grads, placed(inv_scale, device), found_inf_per_device[device])
+                found_inf_per_device[device] = to_device(found_inf, device, copy=True)
+            kernels.unscale_(grads, to_device(inv_scale, device), found_inf_per_device[device])
         return found_inf_per_device
 
     def _unscale_grads_by_(self, optimizer: _Optimizer, scale: Tensor) -> Found:
@@ -501,7 +501,7 @@ class GradScaler:
         for device, grads in _gradients.sorted_gradients(optimizer, self._unscales_fp16):
             if device not in found_inf_per_device:
                 found_inf_per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
-            kernels.unscale_by_(grads, placed(scale, device), found_inf_per_device[device])
+            kernels.unscale_by_(grads, to_device(scale, device), found_inf_per_device[device])
         return found_inf_per_device
 
     def _check_inf_per_device(self, optimizer: _Optimizer) -> Found:

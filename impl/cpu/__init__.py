@@ -1,1 +1,1 @@
-"""What torch has at `torch.cpu` and we replace."""
+"""Replacements of modules in `torch.cpu`."""

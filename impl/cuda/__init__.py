@@ -1,1 +1,1 @@
-"""What torch has at `torch.cuda` and we replace."""
+"""Replacements of modules in `torch.cuda`."""

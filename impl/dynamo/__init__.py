@@ -1,4 +1,4 @@
-"""What Dynamo is told about our classes, and about optimizers. Importing this imports Dynamo."""
+"""Dynamo's support of our classes and of optimizers. Importing this module imports Dynamo."""
 
 from impl.dynamo._installing import install, installed, uninstall
 from impl.dynamo.optimizer import OptimizerVariable

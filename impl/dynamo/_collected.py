@@ -1,4 +1,4 @@
-"""What goes into an optimizer's `_init_group` and comes out of it: trackers, and the values that they track."""
+"""Arguments and results of an optimizer's `_init_group`, as Dynamo's trackers and as real values."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch.utils._pytree import tree_leaves
 
 
-class NotReal(Exception):
-    """An argument that traced code computes, and that has no value yet."""
+class NotConcrete(Exception):
+    """Raised for an argument that traced code computes, and that has no value yet."""
 
 
 class Arguments:
-    """The real arguments of a call: constants, the groups themselves, and an empty list for each empty list."""
+    """Real arguments of a call: constants, the groups themselves, and an empty list for each empty list."""
 
     def __init__(
         self,
@@ -35,29 +35,29 @@ class Arguments:
 
     @property
     def lists(self) -> list[tuple[ListVariable, list[Any]]]:
-        """Each list once, as a tracker and as it was filled."""
+        """Each list once, as a tracker and as the filled list."""
         return list(self._lists.values())
 
     def _real(self, arg: VariableTracker) -> Any:
         arg = arg.realize()
         if isinstance(arg, ListVariable):
-            if arg.items:  # what is in it may be a tensor of the graph, or grow with every call
-                raise NotReal
+            if arg.items:  # possibly tensors of the graph, or more in every call
+                raise NotConcrete
             return self._lists.setdefault(id(arg), (arg, []))[1]
         if arg.source is not None and arg.source in self._groups:
             self.groups.append(self._groups[arg.source])
             return self.groups[-1]
         if arg.is_python_constant():
             return arg.as_python_constant()
-        raise NotReal
+        raise NotConcrete
 
 
-class Collected:
-    """Makes trackers of what was collected; `sources` says by id where Dynamo finds a tensor again."""
+class CollectedTrackers:
+    """Trackers of collected values. `sources` maps the id of a tensor to its source."""
 
     def __init__(self, tx: Any, sources: Mapping[int, Source], gradients: frozenset[int]) -> None:
         self._tx, self._sources, self._gradients = tx, sources, gradients
-        # Those that a graph holds as its own, and not as its inputs.
+        # Tensors that a graph holds as attributes, not as inputs.
         self.held = {key for key in sources if key not in gradients}
 
     def tracker(self, value: Any) -> VariableTracker:
@@ -73,26 +73,26 @@ class Collected:
         if id(tensor) not in self._gradients:
             mark_static_address(tensor, guard=True)
         source = self._sources.get(id(tensor))
-        if source is None:  # the optimizer's own, kept somewhere else than in its state
+        if source is None:  # a tensor of the optimizer that is not in its state
             name = self._tx.store_global_weakref_by_id(GLOBAL_KEY_PREFIX, tensor)
             source = GlobalWeakRefSource(name)
             self.held.add(id(tensor))
         tracker = VariableTracker.build(self._tx, tensor, source)
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            # Identity alone would let a graph of another dtype, shape or device write to it.
+            # A guard on identity does not notice another dtype, shape or device.
             install_guard(source.make_guard(GuardBuilder.TENSOR_MATCH))
         return tracker
 
 
 def has_numbers(*values: Any) -> bool:
-    """Whether a number is in there, which a graph would hold as a constant; truth values are none."""
+    """Return whether the values contain a number other than a bool, which a graph would hold as a constant."""
     return any(
         isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool) for leaf in tree_leaves(values)
     )
 
 
 def release_with(optimizer: torch.optim.Optimizer, tx: Any, held: set[int]) -> None:
-    """Once the optimizer is gone, have the graph that is being traced let go of the tensors with these ids."""
+    """Make the graph that is being traced drop the tensors with these ids once the optimizer is freed."""
     context = tx.output.tracing_context
 
     def when_traced(module: torch.fx.GraphModule) -> None:
@@ -113,7 +113,7 @@ def _release(module_ref: "weakref.ref[torch.fx.GraphModule]", names: list[str], 
         for name in names:
             module._buffers.pop(name, None)
             module._parameters.pop(name, None)
-    # Copies that the backends below Dynamo keep to call the graph with.
-    for kept in (context.params_flat, context.params_flat_unwrap_subclasses):
-        if kept:
-            kept.clear()
+    # Backends keep references too, with which they call the graph.
+    for params in (context.params_flat, context.params_flat_unwrap_subclasses):
+        if params:
+            params.clear()

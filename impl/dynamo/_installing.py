@@ -1,4 +1,4 @@
-"""Has Dynamo use our trackers in the places of its own."""
+"""Replacement of Dynamo's trackers by ours."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _patches = PatchSet(
 
 
 def install() -> None:
-    """Trace optimizers our way from now on, in the whole process; a second call changes nothing.
+    """Trace optimizers by `OptimizerVariable` in the whole process. A second call changes nothing.
 
-    Code that is compiled already stays as it is: call `torch._dynamo.reset()` to have it compiled again.
+    Compiled code is not changed: call `torch._dynamo.reset()` to compile it again.
     Sync: none. Collectives: none.
     """
     _patches.install()
 
 
 def uninstall() -> None:
-    """Take back `install()`, once no `installed()` block is open. A call without `install()` changes nothing."""
+    """Undo `install()`, once no `installed()` block is open. A call without `install()` changes nothing."""
     _patches.uninstall()
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
-    """As `install()` for one block, however it ends. Blocks nest and may overlap across threads.
+    """Context manager that installs for one block. Blocks nest and may overlap across threads.
 
     >>> import torch
     >>> parameter = torch.nn.Parameter(torch.ones(2))

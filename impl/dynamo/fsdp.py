@@ -1,8 +1,8 @@
-"""FullyShardedDataParallel inside `torch.compile`: its runtime is run between the graphs, never traced.
+"""FullyShardedDataParallel inside `torch.compile`: its runtime runs between the graphs and is never traced.
 
-torch's own files are treated so, and ours would be inlined: collectives, hooks and phases, each with guards. What a
-unit wraps is compiled, a graph a unit. The hooks on the modules inside a unit are left to Dynamo, which sees there that
-they have nothing to do: a graph would otherwise break at each of them.
+Dynamo skips torch's own files, but would inline ours, with guards on collectives, hooks and phases. The wrapped module
+of each unit is compiled to one graph. Dynamo does trace the hooks on modules inside a unit, which do nothing then,
+because skipping them would break the graph at each hook.
 """
 
 import pkgutil

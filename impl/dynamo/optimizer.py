@@ -1,8 +1,8 @@
 """`OptimizerVariable`: an optimizer inside `torch.compile`.
 
-An optimizer's `_init_group` only makes state and collects lists; traced, it would be most of the compile time. So it
-runs once, for real, while the step around it is traced, and what it has put into the lists is handed to the trace.
-The code may be used again for as long as `_init_group` would collect the same: that is what is guarded.
+An optimizer's `_init_group` only creates states and collects lists, but tracing it would take most of the compile time.
+So it runs once, untraced, while the step around it is traced, and the trace gets the lists. Guards hold as long as
+`_init_group` would collect the same lists.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.utils._pytree import tree_leaves
 
-from impl.dynamo._collected import Arguments, Collected, NotReal, has_numbers, release_with
+from impl.dynamo._collected import Arguments, CollectedTrackers, NotConcrete, has_numbers, release_with
 from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturable
 
-# What Dynamo calls to resolve an attribute. torch 2.14 renamed it.
+# Name of Dynamo's method that resolves an attribute. torch 2.14 renamed it.
 _RESOLVE = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
 
 
 class OptimizerVariable(UserDefinedObjectVariable):
-    """An optimizer that traced code meets.
+    """Tracker of an optimizer in traced code.
 
     Source: torch._dynamo.variables.optimizer.OptimizerVariable 2.13; differences: the rows of
     `conformance/deviations.toml` whose names begin with `optimizer_variable`.
@@ -40,14 +40,14 @@ class OptimizerVariable(UserDefinedObjectVariable):
 
     def __init__(self, value: torch.optim.Optimizer, **kwargs: Any) -> None:
         super().__init__(value, **kwargs)
-        # Known to what replays side effects, or attributes that a step sets on its optimizer would be lost.
+        # Track side effects, or attributes that a step sets on its optimizer would be lost.
         effects = InstructionTranslator.current_tx().output.side_effects
         if value not in effects:
             effects.track_object_existing(value, self)
 
     def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
         if name == "_init_group" and hasattr(self.value, name):
-            # A tracker of the method itself would be inlined. A call of this one goes to `call_method`.
+            # Dynamo would inline a tracker of the method itself. Calls of this tracker go to `call_method`.
             method = type(getattr(self.value, name))
             return GetAttrVariable(self, name, py_type=method, source=self._source_of(name))
         if name == "param_groups":
@@ -62,31 +62,31 @@ class OptimizerVariable(UserDefinedObjectVariable):
         self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
     ) -> VariableTracker:
         if name == "_init_group" and hasattr(self.value, name):
-            with contextlib.suppress(NotReal):
+            with contextlib.suppress(NotConcrete):
                 arguments = Arguments(self._groups_by_source(tx), args, kwargs)
                 return self._collect(tx, arguments)
         return super().call_method(tx, name, args, kwargs)
 
     def _collect(self, tx: Any, arguments: Arguments) -> VariableTracker:
-        """Run `_init_group` for real, and put what it has collected into the trace."""
+        """Run `_init_group` untraced, and add the collected lists to the trace."""
         self._break_on_pending_changes(tx, arguments.groups)
         _move_scalars(self.value)
         try:
             with _capturable(self.value.param_groups):
                 returned = cast("Any", self.value)._init_group(*arguments.args, **arguments.kwargs)
         except Exception as error:
-            # Between two graphs it is called again, and its caller gets the error as it is.
+            # Break the graph, so that it is called again outside of a graph and raises the error there.
             _break(tx, f"it raised {type(error).__name__}: {error}")
         for tensor in _state_tensors(self.value):
             mark_static_address(tensor, guard=True)
-        collected = Collected(tx, self._guarded(tx), frozenset(map(id, self._gradients())))
+        collected = CollectedTrackers(tx, self._guarded(tx), frozenset(map(id, self._gradients())))
         if has_numbers(returned, *(items for _, items in arguments.lists)):
             self._guard_numbers(tx)
         for tracker, items in arguments.lists:
             tx.output.side_effects.mutation(tracker)
             tracker.items.extend(map(collected.tracker, items))
         result = collected.tracker(returned)
-        # Code of an optimizer that is gone serves no other, and keeps none of its tensors.
+        # Compiled code of a freed optimizer must not serve another one, nor keep tensors alive.
         tx.store_global_weakref_by_id(f"__optimizer_{id(self.value)}", self.value)
         release_with(self.value, tx, collected.held)
         return result
@@ -102,7 +102,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
         return (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
 
     def _groups(self, tx: Any) -> list[Any]:
-        """The trackers of the groups, with guards on all that is in them."""
+        """Return the trackers of the groups, with guards on all their contents."""
         groups = VariableTracker.build(tx, self.value.param_groups, self._source_of("param_groups"))
         return LazyVariableTracker.realize_all(groups).items
 
@@ -111,62 +111,62 @@ class OptimizerVariable(UserDefinedObjectVariable):
         return {tracker.source: group for tracker, group in pairs}
 
     def _trace_as_capturable(self, tx: Any) -> None:
-        """In the trace alone, where a step count is a tensor of the graph wherever it lies, and never a number."""
+        """Set `capturable` in the trace only, where a step count is a tensor of the graph on any device."""
         for tracker in self._groups(tx):
             for key in tracker.items:
                 if key.vt.as_python_constant() == "capturable":
                     tracker.items[key] = ConstantVariable.create(True)
 
     def _break_on_pending_changes(self, tx: Any, groups: Iterable[dict[str, Any]]) -> None:
-        """What traced code has changed is not real yet: `_init_group` would read, and keep, what was before."""
+        """Break the graph if traced code has changed values that `_init_group` would read before they are real."""
         state, effects = self.value.state, tx.output.side_effects
         watched: list[Any] = [state]
         for group in groups:
             parameters = group["params"]
-            watched += [parameters, *parameters, *(state[each] for each in parameters if each in state)]
+            watched += [parameters, *parameters, *(state[param] for param in parameters if param in state)]
         changed = [effects[value] for value in watched if value in effects]
         if any(_is_changed(effects, tracker) for tracker in changed):
             _break(tx, "traced code has changed parameters or state that it reads")
 
     def _guarded(self, tx: Any) -> dict[int, Source]:
-        """Guard what `_init_group` reads, and say by id where Dynamo finds each tensor that is in there."""
+        """Guard all inputs of `_init_group`. Return the sources of their tensors by id."""
         sources: dict[int, Source] = {}
 
-        def found(tensor: torch.Tensor, source: Source) -> None:
+        def add_source(tensor: torch.Tensor, source: Source) -> None:
             sources.setdefault(id(tensor), source)
 
         for group, tracker in zip(self.value.param_groups, self._groups(tx), strict=True):
             items = {key.vt.as_python_constant(): item for key, item in tracker.items.items()}
             for name, value in group.items():
                 if isinstance(value, torch.Tensor):
-                    found(value, items[name].source)
+                    add_source(value, items[name].source)
             for parameter, item in zip(group["params"], items["params"].items, strict=True):
-                found(parameter, item.source)
+                add_source(parameter, item.source)
                 gradient = GradSource(item.source, "grad")
                 if parameter.grad is None:
                     install_guard(gradient.make_guard(GuardBuilder.CONSTANT_MATCH))
                 else:
-                    found(parameter.grad, gradient)
+                    add_source(parameter.grad, gradient)
         for value, source in self._state_items(tx):
             if isinstance(value, torch.Tensor):
-                found(value, source)
+                add_source(value, source)
             elif value is None or isinstance(value, (bool, str)):
                 install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
         return sources
 
     def _state_items(self, tx: Any) -> Iterator[tuple[Any, Source]]:
-        """Each value of each parameter's state, with guards on which there are and in which order."""
+        """Yield each value of each parameter's state, with guards on the keys and their order."""
         state = self.value.state
         source = self._source_of("state")
         _guard_keys(tx, state, source)
         for index, entry in enumerate(state.values()):
             entry_source = DictGetItemSource(source, ConstDictKeySource(source, index))
             _guard_keys(tx, entry, entry_source)
-            for place, value in enumerate(entry.values()):
-                yield value, DictGetItemSource(entry_source, ConstDictKeySource(entry_source, place))
+            for position, value in enumerate(entry.values()):
+                yield value, DictGetItemSource(entry_source, ConstDictKeySource(entry_source, position))
 
     def _guard_numbers(self, tx: Any) -> None:
-        """A number that was collected is a constant of the graph; those of the groups and the state may be it."""
+        """Guard the numbers of groups and states, because a collected number is a constant of the graph."""
         for group, tracker in zip(self.value.param_groups, self._groups(tx), strict=True):
             for name, value in group.items():
                 if has_numbers(value):
@@ -179,7 +179,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
 
 @contextlib.contextmanager
 def _capturable(groups: Iterable[dict[str, Any]]) -> Generator[None]:
-    """Have new step counts made on the device where that is safe; the groups are as they were afterwards."""
+    """Context manager that sets `capturable` where it is safe, so that step counts are created on the device."""
     changed = [
         group
         for group in groups
@@ -220,10 +220,10 @@ def _guard_keys(tx: Any, mapping: Any, source: Source) -> None:
     tx.output.guard_on_key_order.add(source)
 
 
-def _break(tx: Any, why: str) -> NoReturn:
+def _break(tx: Any, reason: str) -> NoReturn:
     unimplemented(
         gb_type="optimizer: _init_group cannot run while its step is traced",
         context=str(tx.f_code.co_qualname),
-        explanation=f"An optimizer's _init_group runs once, outside of the graph, but {why}.",
+        explanation=f"An optimizer's _init_group runs once, outside of the graph, but {reason}.",
         hints=[],
     )

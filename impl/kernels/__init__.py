@@ -1,13 +1,12 @@
 """Multi-tensor kernels: unscale, norm, scale, clamp, an optimizer's update, scale update.
 
-Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. Nothing here tracks
-gradients. One operation a file: its public wrapper, torch's operators as the reference, what the CPU does faster; the
-Triton kernel and its launcher lie in `_triton/` under the same name, so that Triton is imported only where it runs;
-what the CPU library has, in `_native/`.
+Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. No function here tracks gradients.
+Each file has one operation: the public function, torch's operators as the reference, and the CPU's fast path. The
+Triton kernel and its launcher are in `_triton/` under the same name, so that Triton is only imported where it runs.
+`_native/` has the CPU library.
 
-The Triton backend has not run on a GPU yet. What is known of the kernels comes from Triton's interpreter and from the
-machine code compiled ahead of time for sm_80, sm_90 and sm_100. While a CUDA graph is captured torch's operators
-carry out every operation.
+The Triton backend has not run on a GPU yet. The kernels were tested in Triton's interpreter, and by the machine code
+compiled ahead of time for sm_80, sm_90 and sm_100. While a CUDA graph is captured, torch's operators do all operations.
 
 Cost for N f32 elements, launches counted on CUDA:
 
@@ -16,8 +15,8 @@ Cost for N f32 elements, launches counted on CUDA:
 | `unscale_`, `unscale_by_` | 8 | 1 |
 | `total_norm` | 4 | 2 |
 | `checked_norm`, `step_numbers` | 4 | 2 |
-| `scale_` | 8, 0 where the factor is 1 | 1 |
-| `clip_` | 8, 0 where the factor is 1 | 1 |
+| `scale_` | 8, or 0 if the factor is 1 | 1 |
+| `clip_` | 8, or 0 if the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |
 | `update_scale_` | 20 in all | 1 |
 | `fused_step_` with AdamW | 28 on the CPU and by Triton, 36 elsewhere | 1; else torch's, and one to scale copies |
@@ -27,20 +26,20 @@ Cost for N f32 elements, launches counted on CUDA:
 from impl.kernels._copies import (
     HostCopy,
     copy_into_,
+    copy_to_host_async,
     has_host_copies,
     is_capturing,
-    placed,
-    sent_to_host,
+    to_device,
 )
-from impl.kernels._dispatch import backend, known_on_host
+from impl.kernels._dispatch import backend, flag_if_free_to_read
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses, KnownLayoutList, ListLayout, formed, joined
+from impl.kernels._native.memory import Addresses, KnownLayoutList, ListLayout, concat, with_layout
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
-from impl.kernels._storage_order import OVERLAP, laid_out_as, overlaps_itself
+from impl.kernels._storage_order import OVERLAP, match_layout, overlaps_itself
 from impl.kernels.checked_norm import StepNumbers, checked_norm, nonfinite_flag, step_numbers
 from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import fused_step_
@@ -71,33 +70,33 @@ __all__ = [
     "clamp_",
     "clip_",
     "clip_coefficient",
+    "concat",
     "copy_into_",
+    "copy_to_host_async",
     "dtypes_of",
     "dynamo_disable",
-    "formed",
+    "flag_if_free_to_read",
     "fused_step_",
     "has_host_copies",
     "inverse",
     "is_capturing",
     "is_profiled",
-    "joined",
     "keep_layout",
-    "known_on_host",
-    "laid_out_as",
     "layouts_of",
+    "match_layout",
     "no_grad_fast",
     "nonfinite_flag",
     "nonfinite_mask",
     "overlaps_itself",
-    "placed",
     "recognize_layout",
     "scale_",
-    "sent_to_host",
     "span",
     "step_numbers",
     "tensor_guards",
+    "to_device",
     "total_norm",
     "unscale_",
     "unscale_by_",
     "update_scale_",
+    "with_layout",
 ]

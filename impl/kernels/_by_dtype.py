@@ -1,4 +1,4 @@
-"""Lists of one dtype each: what torch's multi-tensor operators take."""
+"""Lists with one dtype each, as torch's multi-tensor operators need them."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -9,7 +9,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 
 
 def by_dtype(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> list[list[Tensor]]:
-    """Lists of one dtype each, in the order torch's own modules walk them: sums then agree bit by bit."""
+    """Split a list by dtype, in the order of torch's own modules, so that sums agree bit by bit."""
     if len(dtypes) == 1:
         return [list(tensors)]
     groups = _group_tensors_by_device_and_dtype([list(tensors)])
@@ -17,5 +17,5 @@ def by_dtype(tensors: Sequence[Tensor], dtypes: set[torch.dtype]) -> list[list[T
 
 
 def takes_foreach(same_dtype: list[Tensor]) -> bool:
-    """Whether torch would hand this list to a `_foreach` operator rather than loop over it."""
+    """Return whether torch would use a `_foreach` operator for this list rather than a loop."""
     return _has_foreach_support(same_dtype, same_dtype[0].device)

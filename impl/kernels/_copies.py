@@ -1,39 +1,41 @@
-"""Copies from device to device; nothing else of ours asks for one that does not block.
+"""Copies between devices. No other module of `impl` makes a non-blocking copy.
 
-What a copy from a device to the host returns, if it does not block, is memory that is still being filled: who reads it
-before an event that was recorded behind the copy reads what was there before. So a copy to the host blocks, but for
-`HostCopy`, whose numbers cannot be had before their event, and `sent_to_host`, whose callers wait for many at once.
-Towards a device nothing has to wait: memory of the host that is not pinned has been read when the copy returns, and
-pinned memory that is freed by then is kept by torch's allocator for as long as the copy takes. It must not be written
-to meanwhile. Optimizers write to offloaded shards: the root of sharded modules makes the host wait before that.
+A non-blocking copy from a device returns host memory that is still being filled. Reading it before an event that was
+recorded after the copy gives old contents. So copies to the host block, except `HostCopy`, which checks its event, and
+`copy_to_host_async`, whose callers wait for many copies at once.
+
+A copy to a device need not wait. Pageable host memory has been read when the copy returns, and torch's allocator keeps
+freed pinned memory until the copy has ended. Pinned memory must not be written to meanwhile: before an optimizer writes
+to offloaded shards, the root of sharded modules makes the host wait.
 """
 
 import torch
 from torch import Tensor
 
-_STREAMS_TELL = hasattr(torch.Stream, "is_capturing")  # since torch 2.13
+# True since torch 2.13.
+_HAS_STREAM_QUERY = hasattr(torch.Stream, "is_capturing")
 
 
-def placed(
+def to_device(
     tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None, *, copy: bool = False
 ) -> Tensor:
-    """`tensor` on `device`, and in `dtype`, if given; with `copy`, never itself.
+    """Return `tensor` on `device` and in `dtype`. With `copy`, always return a copy.
 
-    Sync: none on a device; one on the host, of what lies on a device.
+    Sync: one for a copy from a device to the host, else none.
     """
-    # To ask where it is costs half of what `to` does.
+    # This check takes half of the time of `to`.
     if tensor.device == device and not copy and (dtype is None or tensor.dtype is dtype):
         return tensor
     return tensor.to(device, dtype, non_blocking=device.type != "cpu", copy=copy)
 
 
 def copy_into_(target: Tensor, source: Tensor) -> None:
-    """Sync: as `placed`."""
+    """Copy `source` to `target`. Sync: as `to_device`."""
     target.copy_(source, non_blocking=not target.is_cpu)
 
 
-def sent_to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host that is still being filled: nobody may read it before the host has waited for this stream.
+def copy_to_host_async(tensor: Tensor) -> Tensor:
+    """Start a non-blocking copy to the host. Synchronise the current stream before reading the result.
 
     Sync: none.
     """
@@ -41,7 +43,7 @@ def sent_to_host(tensor: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A tensor's numbers on their way to the host; where `has_host_copies`."""
+    """Non-blocking copy of a tensor's numbers to the host, on devices with `has_host_copies`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._numbers = tensor.to("cpu", non_blocking=True, copy=True)
@@ -52,9 +54,9 @@ class HostCopy:
             self._arrived.record(torch.accelerator.current_stream(tensor.device))
 
     def numbers(self) -> list[float] | None:
-        """None while they are on their way, as far as may be asked. Sync: none."""
+        """Return the numbers, or None if they have not arrived or a graph is captured. Sync: none."""
         if self._arrived is not None:
-            # Such a question ends the capture.
+            # Querying the event would end the capture.
             if is_capturing(self._device) or not self._arrived.query():
                 return None
             self._arrived = None
@@ -62,9 +64,10 @@ class HostCopy:
 
 
 def has_host_copies(device: torch.device) -> bool:
-    """Whether a `HostCopy` can be made: not without events, nor while a graph is captured, which would keep it.
+    """Return whether a `HostCopy` is possible on `device`.
 
-    Nor in traced code, whose writes come after the event that should stand behind them.
+    It needs events, and is not possible while a graph is captured, nor in traced code, whose writes would come after
+    the event.
     """
     if device.type == "cpu":
         return True
@@ -75,11 +78,11 @@ def has_host_copies(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is issued to the device's current stream is captured in a graph, by whomever."""
-    if not _STREAMS_TELL:
+    """Return whether the device's current stream is being captured in a graph."""
+    if not _HAS_STREAM_QUERY:
         if device.type != "cuda":
             return False
-        if device.index == torch.cuda.current_device():  # to enter it would take longer than the query
+        if device.index == torch.cuda.current_device():  # shortcut: entering a device is slow
             return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()

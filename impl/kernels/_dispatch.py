@@ -1,4 +1,4 @@
-"""Which code carries an operation out: torch's operators, the CPU fast path, or Triton."""
+"""Choice of the backend of an operation: torch's operators, the CPU fast path, or Triton."""
 
 import os
 import warnings
@@ -32,108 +32,108 @@ def _checked(name: str) -> str:
 
 
 _DEFAULT: str = _checked(os.environ.get("TANDEM_KERNELS", "auto"))
-_asked: ContextVar[str] = ContextVar("_asked", default=_DEFAULT)
+_requested: ContextVar[str] = ContextVar("_requested", default=_DEFAULT)
 
 
 @contextmanager
 def backend(name: Backend) -> Generator[None]:
-    """Carry the kernels called inside the block, in this thread, by `name`.
+    """Context manager that selects the backend of the kernels in this thread.
 
-    What a backend cannot take (tensor subclasses, traced code, other dtypes; for Triton what a CUDA graph captures)
-    "torch" takes, whatever was asked for.
+    If a backend does not support a call (tensor subclasses, traced code, other dtypes; for Triton the capture of a CUDA
+    graph), "torch" is used. Outside of a block, the environment variable TANDEM_KERNELS selects the backend. It is read
+    at import.
 
     Args:
-        name: "torch" is torch's own operators; "cpu_blocked" the same on pieces that stay in the CPU's cache; "native"
-            that, with the CPU library for what it has; "triton" the Triton kernels, on CUDA and wherever else Triton
-            launches them, or in Triton's interpreter on CPU tensors where TRITON_INTERPRET=1 was set before Triton was
-            imported; "auto" the fastest that takes the tensors at hand: on CUDA Triton's kernels, or, where none can
-            be launched there, torch's operators after one warning. Outside any block the environment variable
-            TANDEM_KERNELS holds, read at import.
+        name: "torch" uses torch's own operators. "cpu_blocked" uses them on pieces that fit into the CPU's cache.
+            "native" uses the CPU library for operations that it has, else "cpu_blocked". "triton" uses the Triton
+            kernels, on CUDA and other devices that Triton supports, or in Triton's interpreter on the CPU if
+            TRITON_INTERPRET=1 was set before Triton was imported. "auto" chooses the fastest for the tensors. On CUDA
+            that is Triton, or, with one warning, torch's operators if Triton cannot launch.
 
     Raises:
         ValueError: there is no such backend.
     Sync: none. Collectives: none.
     """
-    token = _asked.set(_checked(name))
+    token = _requested.set(_checked(name))
     try:
         yield
     finally:
-        _asked.reset(token)
+        _requested.reset(token)
 
 
 class Dispatch(NamedTuple):
     backend: _Chosen
-    dtypes: set[torch.dtype]  # of the tensors
-    is_eager: bool  # addresses may be read and, on the CPU, values looked at
+    dtypes: set[torch.dtype]  # dtypes of the tensors
+    is_eager: bool  # whether addresses, and on the CPU values, may be read
 
 
-def asked_backend() -> str:
-    """The name asked for: all that an operation need know for which the CPU has one backend, or takes mixed dtypes."""
-    return _asked.get()
+def requested_backend() -> str:
+    """Return the requested name. It suffices for an operation with one CPU backend, or one for mixed dtypes."""
+    return _requested.get()
 
 
 def dispatch_for(tensors: Sequence[Tensor]) -> Dispatch:
-    """What carries these tensors: what was asked for, or "torch" where that cannot take them.
+    """Return the requested backend for these tensors, or "torch" if it does not support them.
 
     Raises:
-        RuntimeError: "triton" was asked for and cannot run here.
+        RuntimeError: "triton" was requested and cannot run here.
     """
-    tensors = one_of_each_kind(tensors)
+    tensors = representatives(tensors)
     dtypes = {t.dtype for t in tensors}
     if not is_eager(tensors):
         return Dispatch("torch", dtypes, is_eager=False)
-    asked = _asked.get()
-    if asked == "torch" or not dtypes <= KERNEL_DTYPES:
+    requested = _requested.get()
+    if requested == "torch" or not dtypes <= KERNEL_DTYPES:
         return Dispatch("torch", dtypes, is_eager=True)
-    return Dispatch(_fastest(asked, tensors[0]), dtypes, is_eager=True)
+    return Dispatch(_fastest(requested, tensors[0]), dtypes, is_eager=True)
 
 
-def one_of_each_kind(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of tensors whose form is known one stands for all."""
+def representatives(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the first tensor if the layout of the list is known, which makes it uniform, else all tensors."""
     return tensors[:1] if isinstance(tensors, KnownLayoutList) else tensors
 
 
-def _fastest(asked: str, tensor: Tensor) -> _Chosen:
-    if asked == "triton" or (tensor.is_cuda and asked != "cpu_blocked" and _has_triton()):
+def _fastest(requested: str, tensor: Tensor) -> _Chosen:
+    if requested == "triton" or (tensor.is_cuda and requested != "cpu_blocked" and _has_triton()):
         # A captured graph would outlive the table of addresses that a Triton launch reads.
         if is_capturing(tensor.device):
             return "torch"
-        why_not = _why_not_triton(tensor.device)
-        if why_not is None:
+        reason = _reason_against_triton(tensor.device)
+        if reason is None:
             return "triton"
-        if asked == "triton":
-            raise RuntimeError(f"the kernel backend is 'triton' but {why_not}, or ask for 'auto'")
-        _warn_without_triton(why_not)
+        if requested == "triton":
+            raise RuntimeError(f"the kernel backend is 'triton' but {reason}, or ask for 'auto'")
+        _warn_without_triton(reason)
         return "torch"
     return "cpu_blocked" if tensor.is_cpu else "torch"
 
 
 def cpu_library(tensors: Sequence[Tensor] | None = None) -> NativeLibrary | None:
-    """The CPU library, for the backend "cpu_blocked": None where there is none, or it was not asked for.
+    """Return the CPU library for the backend "cpu_blocked", or None if there is none or it was not requested.
 
     Args:
-        tensors: where torch has an operator that does the same, which is as fast for a few.
+        tensors: pass them if torch has an equivalent operator, which is as fast for a few tensors.
 
     Raises:
-        RuntimeError: "native" was asked for and there is none.
+        RuntimeError: "native" was requested and there is no library.
     """
-    asked = _asked.get()
-    found = library() if asked in ("auto", "native") else None
-    if asked == "native" and found is None:
+    requested = _requested.get()
+    loaded = library() if requested in ("auto", "native") else None
+    if requested == "native" and loaded is None:
         raise RuntimeError(
             "the kernel backend is 'native' but the CPU library was not built, or from other sources, or finds no "
             "OpenMP runtime of torch; install the package with a C compiler at hand, or ask for 'auto'"
         )
-    return None if asked == "auto" and tensors is not None and len(tensors) < _MANY else found
+    return None if requested == "auto" and tensors is not None and len(tensors) < _MANY else loaded
 
 
-def known_on_host(flag: Tensor) -> bool | None:
-    """Whether `flag` is not zero, where a look at it costs nothing; None where it would be a synchronisation."""
+def flag_if_free_to_read(flag: Tensor) -> bool | None:
+    """Return whether `flag` is not zero, or None if reading it would synchronise."""
     return flag.item() != 0 if dispatch_for([flag]).backend == "cpu_blocked" else None
 
 
 def is_eager(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are ordinary tensors that no compiler, tracer, transform or dispatch mode watches."""
+    """Return whether these are plain tensors outside of compilers, tracers, transforms and dispatch modes."""
     return (
         not torch.compiler.is_compiling()
         and PLAIN_TYPES.issuperset(map(type, tensors))
@@ -148,8 +148,8 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _why_not_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels do not run there, and the cure; None where they do. The first question launches one."""
+def _reason_against_triton(device: torch.device) -> str | None:
+    """Return why Triton's kernels cannot run on `device` and the cure, or None. The first call launches a kernel."""
     if not _has_triton():
         return "Triton is not installed; install it"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -159,15 +159,15 @@ def _why_not_triton(device: torch.device) -> str | None:
 
 @cache
 def _failure_of_a_launch(device: torch.device) -> str | None:
-    one, factor = torch.ones(1, device=device), torch.ones((), device=device)
+    tensor, factor = torch.ones(1, device=device), torch.ones((), device=device)
     try:
         from impl.kernels._triton.scale import launch_scale  # noqa: PLC0415  optional, and slow to import
 
-        if launch_scale([one], factor):
+        if launch_scale([tensor], factor):
             return None
         failure = "it has no memory to write to"
-    except Exception as error:  # a driver, a compiler, Python's headers: what lacks has many types
-        if "out of memory" in str(error):  # which passes
+    except Exception as error:  # many types: no driver, no compiler, no Python headers
+        if "out of memory" in str(error):  # a temporary failure
             raise
         failure = f"{type(error).__name__}: {error}"
     return (
@@ -177,8 +177,8 @@ def _failure_of_a_launch(device: torch.device) -> str | None:
 
 
 @cache
-def _warn_without_triton(why_not: str) -> None:
+def _warn_without_triton(reason: str) -> None:
     warnings.warn(
-        f"torch's operators do the work of impl's kernels: {why_not}, or ask for the backend 'torch'",
+        f"torch's operators do the work of impl's kernels: {reason}, or ask for the backend 'torch'",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""Layouts of the last lists of tensors, which guards recognize in one call instead of several queries a tensor."""
+"""Cached layouts of the last lists of tensors, which guards recognise in one call."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # does not import Dynamo
 
 from impl.kernels._lists import are_on
-from impl.kernels._native.memory import KnownLayoutList, ListLayout, formed
+from impl.kernels._native.memory import KnownLayoutList, ListLayout, with_layout
 
 _MOST_LISTS = 32
 _DEVICE_TYPES = ("cpu", "cuda")
 
 
 class _KeptLayout(NamedTuple):
-    guards: TensorGuards  # hold no tensor
+    guards: TensorGuards  # guards hold no tensors
     layout: ListLayout
 
 
@@ -28,9 +28,9 @@ _lock = Lock()
 def tensor_guards(
     tensors: list[Tensor], with_shapes: bool = False, with_strides: bool = False
 ) -> TensorGuards:
-    """Guards on type, device, dtype and layout of these tensors, and on how they take part in autograd.
+    """Return guards on type, device, dtype and layout of these tensors, and on their autograd keys.
 
-    Strides are those of strided tensors; the others have none. Guards refuse a list that holds a tensor twice.
+    Strides are only guarded for strided tensors. The guards reject a list that holds a tensor twice.
     """
     free: list[Any] = [[None] * tensor.dim() for tensor in tensors]
     shapes: list[Any] = [list(tensor.shape) for tensor in tensors] if with_shapes else free
@@ -42,39 +42,39 @@ def tensor_guards(
 
 
 def recognize_layout(tensors: list[Tensor]) -> KnownLayoutList | None:
-    """Return the tensors with a kept layout. None if no list of their layout was passed to `keep_layout` lately."""
+    """Return the tensors with their cached layout, or None if `keep_layout` got no list of this layout lately."""
     if not tensors or not _can_guard():
         return None
-    kept = _kept.get((len(tensors), tensors[0].dtype))
-    if kept is None or not kept.guards.check(*tensors):
+    cached = _kept.get((len(tensors), tensors[0].dtype))
+    if cached is None or not cached.guards.check(*tensors):
         return None
-    return KnownLayoutList(tensors, kept.layout)
+    return KnownLayoutList(tensors, cached.layout)
 
 
 def keep_layout(tensors: list[Tensor]) -> KnownLayoutList | None:
-    """Return the tensors with their layout, and keep the layout for lists to come.
+    """Return the tensors with their layout, and cache the layout for later lists.
 
     Args:
-        tensors: plain strided ones, none of them made in inference mode; not empty.
+        tensors: a non-empty list of plain strided tensors, none of them an inference tensor.
 
     Returns:
-        None if they are empty, on several devices or on another than the CPU and CUDA, or as `formed` says.
+        None if they are on several devices, or on another one than the CPU and CUDA, or if `with_layout` returns None.
     """
     device = tensors[0].device
     if device.type not in _DEVICE_TYPES or not are_on(device, tensors):
         return None
-    known = formed(tensors)
+    known = with_layout(tensors)
     if known is None or not _can_guard():
         return known
-    kept = _KeptLayout(tensor_guards(tensors, with_shapes=True, with_strides=True), known.form)
+    cached = _KeptLayout(tensor_guards(tensors, with_shapes=True, with_strides=True), known.form)
     with _lock:
         _kept.pop(key := (len(tensors), tensors[0].dtype), None)
-        _kept[key] = kept
+        _kept[key] = cached
         if len(_kept) > _MOST_LISTS:
             del _kept[next(iter(_kept))]
     return known
 
 
 def _can_guard() -> bool:
-    # In inference mode guards do not tell its tensors from others. Dynamo cannot trace guards.
+    # In inference mode guards cannot distinguish inference tensors. Dynamo cannot trace guards.
     return not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()

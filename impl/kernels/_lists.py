@@ -1,7 +1,7 @@
-"""What kernels take, and questions to all tensors of a list.
+"""Types and dtypes that kernels support, and queries of all tensors of a list.
 
-They are asked without a loop in Python, which would take longer than some of the kernels. Not for code that is
-compiled: Dynamo knows no `attrgetter`.
+The queries use no Python loop, which would take longer than some of the kernels. Do not call them in compiled code,
+because Dynamo does not support `attrgetter`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Functions that autograd does not see."""
+"""Functions that autograd does not record."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +11,7 @@ _Result = TypeVar("_Result")
 
 
 def no_grad_fast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """As `torch.no_grad()` does it, in a fifth of its time: small lists take less than it otherwise adds."""
+    """Decorate like `torch.no_grad()`, in a fifth of its time, because kernels of small lists take less than that."""
 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

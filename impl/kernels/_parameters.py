@@ -1,4 +1,4 @@
-"""What an update changes, and how the CPU walks it."""
+"""Tensors that an update writes, and their division into work for the CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from impl.kernels._native.fused_step import UpdateMemory
 from impl.kernels._storage_order import flat_view
 
-# Longer parameters are updated a piece at a time, shorter ones many at a time, their gradients joined.
+# Longer parameters are updated in pieces, shorter ones in batches with concatenated gradients.
 _LONG = 1 << 14
-# Elements joined at a time.
+# Elements of a batch.
 LONGEST_RUN = 1 << 17
 # Elements of a piece for each thread.
 _PIECE = 1 << 16
@@ -22,41 +22,40 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Parameters:
-    """What an update changes: dense tensors of one dtype on one device; entries of one place have one layout."""
+    """Tensors that an update writes: dense, with one dtype, on one device. Entries of one index have one layout."""
 
     params: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]  # as many lists as the rule asks for, each as long as `params`
-    steps: Sequence[
-        Tensor
-    ] = ()  # f32, 0-dim, on that device: updates so far; empty if the rule does not count
-    low_precision_params: Sequence[Tensor] = ()  # of the new parameters, in lower precision; or empty
+    states: Sequence[Sequence[Tensor]]  # a list for each state of the rule, as long as `params`
+    # Step counters, f32 and 0-dim, on that device. Empty if the rule has none.
+    steps: Sequence[Tensor] = ()
+    low_precision_params: Sequence[Tensor] = ()  # copies that get the new values, or empty
 
     @cached_property
     def memory(self) -> UpdateMemory:
         return UpdateMemory(self.params, self.states, self.low_precision_params, self.steps)
 
-    def have_moved(self) -> bool:
-        """Whether one of these tensors has other memory than when this was last asked."""
-        return self.memory.have_moved()
+    def changed_address(self) -> bool:
+        """Return whether the address of a tensor has changed since the last call."""
+        return self.memory.changed_address()
 
-    def parts(self) -> list[Run | Long]:
-        """How the CPU walks them, which takes longer to find out than to do: kept while memory stays where it is."""
-        parts = self._parts
-        if any(isinstance(part, Long) and part.has_moved(self) for part in parts):
-            del self.__dict__["_parts"]
-            parts = self._parts
-        return parts
+    def work_items(self) -> list[SmallParamBatch | LargeParam]:
+        """Return the division into batches and large parameters. It is cached while addresses stay the same."""
+        items = self._work_items
+        if any(isinstance(item, LargeParam) and item.has_moved(self) for item in items):
+            del self.__dict__["_work_items"]
+            items = self._work_items
+        return items
 
     @cached_property
-    def _parts(self) -> list[Run | Long]:
-        return list(_parts(self))
+    def _work_items(self) -> list[SmallParamBatch | LargeParam]:
+        return list(_work_items(self))
 
 
 @dataclass(frozen=True)
-class Run:
-    """Short parameters, updated by one call of the operator."""
+class SmallParamBatch:
+    """Small parameters that one call of the operator updates."""
 
-    places: Sequence[int]
+    indices: Sequence[int]
     params: list[Tensor]
     states: list[list[Tensor]]
     steps: list[Tensor]
@@ -74,82 +73,82 @@ class ParamPiece:
 
 
 @dataclass(frozen=True)
-class Long:
-    """A long parameter in the order of memory."""
+class LargeParam:
+    """A large parameter, in pieces in the order of memory."""
 
-    place: int
+    index: int
     steps: list[Tensor]
     pieces: list[ParamPiece]
-    addresses: list[int]  # of what the pieces are views of
-    width: int  # of a piece, which goes by the number of threads
+    addresses: list[int]  # addresses of the tensors that the pieces view
+    width: int  # elements of a piece, which depend on the number of threads
 
     def has_moved(self, parameters: Parameters) -> bool:
-        return self.width != piece_width() or self.addresses != _addresses(parameters, self.place)
+        return self.width != piece_width() or self.addresses != _addresses(parameters, self.index)
 
 
 def flat(tensor: Tensor) -> Tensor:
     view = flat_view(tensor)
-    assert view is not None, "a tensor that is to be updated has gaps"
+    assert view is not None, "a tensor to update has gaps"
     return view
 
 
-def _parts(parameters: Parameters) -> Iterable[Run | Long]:
-    run: list[int] = []
+def _work_items(parameters: Parameters) -> Iterable[SmallParamBatch | LargeParam]:
+    batch: list[int] = []
     filled = 0
-    for place, param in enumerate(parameters.params):
+    for index, param in enumerate(parameters.params):
         numel = param.numel()
-        if numel > _LONG or not _are_contiguous(parameters, place):
-            yield _long(parameters, place)
+        if numel > _LONG or not _are_contiguous(parameters, index):
+            yield _large_param(parameters, index)
         elif numel:
             if filled + numel > LONGEST_RUN:
-                yield _run(parameters, run)
-                run, filled = [], 0
-            run.append(place)
+                yield _small_param_batch(parameters, batch)
+                batch, filled = [], 0
+            batch.append(index)
             filled += numel
-    if run:
-        yield _run(parameters, run)
+    if batch:
+        yield _small_param_batch(parameters, batch)
 
 
-def _are_contiguous(parameters: Parameters, place: int) -> bool:
-    return parameters.params[place].is_contiguous() and (
-        not parameters.low_precision_params or parameters.low_precision_params[place].is_contiguous()
+def _are_contiguous(parameters: Parameters, index: int) -> bool:
+    return parameters.params[index].is_contiguous() and (
+        not parameters.low_precision_params or parameters.low_precision_params[index].is_contiguous()
     )
 
 
-def _run(parameters: Parameters, places: Sequence[int]) -> Run:
-    def picked(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensors[place] for place in places] if tensors else []
+def _small_param_batch(parameters: Parameters, indices: Sequence[int]) -> SmallParamBatch:
+    def select(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensors[index] for index in indices] if tensors else []
 
-    params = picked(parameters.params)
-    return Run(
-        places,
+    params = select(parameters.params)
+    return SmallParamBatch(
+        indices,
         params,
-        [picked(state) for state in parameters.states],
-        picked(parameters.steps),
-        picked(parameters.low_precision_params),
+        [select(state) for state in parameters.states],
+        select(parameters.steps),
+        select(parameters.low_precision_params),
         [param.numel() for param in params],
     )
 
 
-def _long(parameters: Parameters, place: int) -> Long:
+def _large_param(parameters: Parameters, index: int) -> LargeParam:
     width = piece_width()
-    params = flat(parameters.params[place]).split(width)
-    states = [flat(state[place]).split(width) for state in parameters.states]
+    params = flat(parameters.params[index]).split(width)
+    states = [flat(state[index]).split(width) for state in parameters.states]
     copies = parameters.low_precision_params
-    copy = flat(copies[place]).split(width) if copies else [None] * len(params)
+    copy = flat(copies[index]).split(width) if copies else [None] * len(params)
     pieces = [
         ParamPiece(i * width, i * width + len(piece), piece, [[state[i]] for state in states], copy[i])
         for i, piece in enumerate(params)
     ]
-    steps = [parameters.steps[place]] if parameters.steps else []
-    return Long(place, steps, pieces, _addresses(parameters, place), width)
+    steps = [parameters.steps[index]] if parameters.steps else []
+    return LargeParam(index, steps, pieces, _addresses(parameters, index), width)
 
 
 def piece_width() -> int:
     return _PIECE * torch.get_num_threads()
 
 
-def _addresses(parameters: Parameters, place: int) -> list[int]:
+def _addresses(parameters: Parameters, index: int) -> list[int]:
     copies = parameters.low_precision_params
     lists = (parameters.params, *parameters.states, *([copies] if copies else []))
-    return [tensors[place].data_ptr() for tensors in lists]
+    return [tensors[index].data_ptr() for tensors in lists]

@@ -1,4 +1,4 @@
-"""What a profiler is shown beside operators."""
+"""Named spans for the profiler."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NOTHING = contextlib.nullcontext()
 def span(
     label: str, name: str, within: AbstractContextManager[Any] = _NOTHING
 ) -> AbstractContextManager[Any]:
-    """What is done `within`, of what is called `name`; nothing is shown where no profiler runs in this thread."""
-    return _shown(f"{label} ({name})", within) if is_profiled() else within
+    """Return `within`, recorded as a span if a profiler runs in this thread."""
+    return _recorded(f"{label} ({name})", within) if is_profiled() else within
 
 
 @contextlib.contextmanager
-def _shown(words: str, within: AbstractContextManager[Any]) -> Generator[None]:
-    with record_function(words), within:
+def _recorded(label: str, within: AbstractContextManager[Any]) -> Generator[None]:
+    with record_function(label), within:
         yield

@@ -1,4 +1,4 @@
-"""Tensors as one-dimensional runs of memory."""
+"""Tensors as one-dimensional ranges of memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-# From here on a tensor is worth an operator call of its own; smaller ones are copied together first.
+# A tensor of at least this size gets its own operator call. Smaller ones are copied into one buffer first.
 _LARGE = 1 << 14
-# Elements copied together at a time: what was copied is still in the cache when it is read again.
+# Elements of that buffer, which stays in the cache until it is read.
 _RUN = 1 << 17
 
-# What torch raises where it sees that elements of a tensor to be written share memory.
+# torch's error for writing to a tensor whose elements share memory.
 OVERLAP = (
     "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
     "Please clone() the tensor before performing the operation."
@@ -19,21 +19,21 @@ OVERLAP = (
 
 
 def are_dense(tensors: Sequence[Tensor]) -> bool:
-    """Whether the elements of each lie without gaps and once, in whatever order of dimensions."""
+    """Return whether all tensors are non-overlapping and dense, in any order of dimensions."""
     return all(map(Tensor.is_contiguous, tensors)) or all(
         t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t) for t in tensors
     )
 
 
-def laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient, or a copy of it where its elements lie in memory in another order than the parameter's."""
+def match_layout(param: Tensor, grad: Tensor) -> Tensor:
+    """Return `grad`, or a copy with the memory order of `param` if it has another one."""
     if grad.stride() == param.stride() or (grad.is_contiguous() and param.is_contiguous()):
         return grad
     return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
 def flat_view(tensor: Tensor) -> Tensor | None:
-    """All elements in the order of memory as a 1-D view, or None if there are gaps or elements lie twice."""
+    """Return a 1-D view of all elements in the order of memory, or None if they have gaps or overlap."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     outermost_first = sorted(
@@ -44,7 +44,7 @@ def flat_view(tensor: Tensor) -> Tensor | None:
 
 
 def flat_runs(same_dtype: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Every element once, in 1-D tensors: large tensors as views where they can be, small ones copied together."""
+    """Yield 1-D tensors with every element once. Large tensors are views if possible, small ones are concatenated."""
     small: list[Tensor] = []
     room = _RUN
     for tensor in same_dtype:
@@ -56,25 +56,25 @@ def flat_runs(same_dtype: Sequence[Tensor]) -> Iterator[Tensor]:
             small.append(tensor)
             room -= numel
             if room <= 0:
-                yield _joined(small)
+                yield _concat(small)
                 small, room = [], _RUN
     if small:
-        yield _joined(small)
+        yield _concat(small)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _concat(tensors: list[Tensor]) -> Tensor:
     if set(map(Tensor.dim, tensors)) == {1}:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    # Flattened one by one in C++, which takes half of the time of doing it from here.
+    # This flattens in C++, in half of the time of a loop in Python.
     return _flatten_dense_tensors(tensors)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of `tensor` lie at one address, so that what is done to one is done to the other."""
+    """Return whether two elements of `tensor` have the same address."""
     overlap = torch._debug_has_internal_overlap(tensor)
-    if overlap < 2:  # 2: it would take a closer look
+    if overlap < 2:  # torch returns 2 if it does not know
         return overlap == 1
-    # Laid out by growing stride, a dimension that steps over all the ones before it can meet none of them.
+    # In the order of growing strides, a dimension that steps over all previous ones cannot overlap with them.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -1,4 +1,4 @@
-"""The table from which one launch finds its way through a list of tensors of mixed sizes and dtypes."""
+"""Chunk table of a launch: addresses and sizes of a list of tensors of mixed sizes and dtypes."""
 
 from collections.abc import Callable, Sequence
 from threading import RLock
@@ -7,39 +7,41 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from impl.kernels._copies import placed
+from impl.kernels._copies import to_device
 from impl.kernels._native import Column
 from impl.kernels._native.memory import Addresses, KnownLayoutList
 from impl.kernels._storage_order import are_dense
 
-# Elements one program works on. The tail of a tensor is a shorter chunk.
+# Elements of one program. The tail of a tensor is a shorter chunk.
 CHUNK = 1 << 13
 # Addresses divisible by this are read 128 bits at a time.
 _ALIGNED = 16
-# What tables that are kept may take: of 7 billion elements five, of groups of a hundred tensors thousands.
+# Bytes of cached tables. That is five tables of 7 billion elements, or thousands of tables of a hundred tensors.
 _MOST_BYTES = 1 << 26
-_KEY_BYTES = 64  # a tensor's addresses and size, on the host
+_KEY_BYTES = 64  # addresses and size of a tensor on the host
 
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _ITEM_BYTES = (2, 2, 4, 8)
 
 
 class ChunkTable(NamedTuple):
-    """One row a chunk, on the device of the tensors."""
+    """Table with one row for each chunk, on the device of the tensors."""
 
-    rows: Tensor  # [chunks, 4] i64: address of the first element, elements, code of the dtype, 1 if 16-byte aligned
+    # [chunks, 4] i64: address of the first element, elements, code of the dtype, 1 if 16-byte aligned
+    rows: Tensor
     chunks: int
-    dtype: torch.dtype | None = None  # of all tensors; None if they are mixed, or unknown
+    dtype: torch.dtype | None = None  # dtype of all tensors, or None if mixed or unknown
 
 
 class _Key(NamedTuple):
-    """All that a table depends on, and no tensor: a freed gradient's address may be somebody else's tomorrow."""
+    """Key of a table: all its inputs, but no tensors, because other tensors may reuse an address."""
 
-    addresses: bytes  # i64, as all numbers of a key: it takes less time to hash than objects
+    addresses: bytes  # i64, like all numbers of a key, because bytes hash faster
     numels: bytes
-    dtypes: tuple[torch.dtype, ...]  # of each tensor; a single one if it is that of all
+    dtypes: tuple[torch.dtype, ...]  # a dtype for each tensor, or a single dtype for all
     device: torch.device
-    stream: int  # a table copied on one stream may not have arrived on another
+    # Id of the stream that copied the table to the device, because other streams may not see it yet.
+    stream: int
 
     @property
     def tensors(self) -> int:
@@ -47,19 +49,19 @@ class _Key(NamedTuple):
 
 
 def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
-    """The table of these tensors, kept while addresses, sizes and dtypes stay the same.
+    """Return the table of these tensors. It is cached for the same addresses, sizes and dtypes.
 
     Returns:
-        None if a tensor has gaps or two share memory, for order and number of writes then matter; or if memory is
-        not what a tensor holds, as that of a view that negates. No kernel can take them.
+        None if the kernels do not support the tensors: one has gaps, two share memory, so that order and number of
+        writes matter, or one has a negative bit.
     Sync: none; a new table is copied to a device from pinned memory.
     """
     device = tensors[0].device
     if isinstance(tensors, KnownLayoutList):
-        located, dtypes = tensors.located, (tensors[0].dtype,)
-        if located is None:
+        memory, dtypes = tensors.memory, (tensors[0].dtype,)
+        if memory is None:
             return None
-        addresses, numels = located.addresses, located.form.numels
+        addresses, numels = memory.addresses, memory.form.numels
     else:
         if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
             return None
@@ -83,52 +85,53 @@ _K = TypeVar("_K", bound=_TableKey)
 
 
 class KeptTables(Generic[_K]):
-    """Tables by what they depend on. Those asked for longest ago go when all take more than `most_bytes`.
+    """Cache of tables by key. The least recently used ones are dropped if all take more than `most_bytes`.
 
-    So hundreds of small groups keep theirs from step to step, and of a large model, whose tensors have moved, few that
-    nobody will ask for again stay on the device.
+    So the tables of hundreds of small groups stay from step to step, while few outdated tables of a large model, whose
+    tensors have moved, stay on the device.
     """
 
     def __init__(self, make: Callable[[_K], ChunkTable | None], most_bytes: int = _MOST_BYTES) -> None:
         self._make = make
         self._most_bytes = most_bytes
         self._bytes = 0
-        # Asked for longest ago first; with its bytes.
+        # Tables with their bytes, the least recently used first.
         self._kept: dict[_K, tuple[ChunkTable | None, int]] = {}
-        self._lock = RLock()  # a finalizer may ask for a table while one is made
+        # A finalizer may need a table while another one is made, so the lock is reentrant.
+        self._lock = RLock()
 
     def __call__(self, key: _K) -> ChunkTable | None:
         with self._lock:
-            found = self._kept.pop(key, None)
-            if found is None:
+            entry = self._kept.pop(key, None)
+            if entry is None:
                 table = self._make(key)
-                found = table, _KEY_BYTES * key.tensors + (0 if table is None else table.rows.nbytes)
-                self._bytes += found[1] - self._kept.get(key, (None, 0))[1]
-            self._kept[key] = found
+                entry = table, _KEY_BYTES * key.tensors + (0 if table is None else table.rows.nbytes)
+                self._bytes += entry[1] - self._kept.get(key, (None, 0))[1]
+            self._kept[key] = entry
             while self._bytes > self._most_bytes and len(self._kept) > 1:
                 self._bytes -= self._kept.pop(next(iter(self._kept)))[1]
-        return found[0]
+        return entry[0]
 
 
 @KeptTables
 def _table_of(key: _Key) -> ChunkTable | None:
     address_T = numbers_in(key.addresses)  # T = tensors, C = chunks
     numel_T = numbers_in(key.numels)
-    code_T = on_host([CODES[d] for d in key.dtypes]).expand(key.tensors)
-    bytes_T = on_host(_ITEM_BYTES)[code_T]
-    if not lie_apart(address_T, address_T + numel_T * bytes_T):
+    code_T = host_int64([CODES[d] for d in key.dtypes]).expand(key.tensors)
+    bytes_T = host_int64(_ITEM_BYTES)[code_T]
+    if not are_disjoint(address_T, address_T + numel_T * bytes_T):
         return None
     chunks = chunks_of(numel_T)
     address_C = address_T[chunks.tensor_C] + chunks.start_C * bytes_T[chunks.tensor_C]
     aligned_C = are_aligned(address_C)
     rows = torch.stack([address_C, chunks.count_C, code_T[chunks.tensor_C], aligned_C], dim=1)
     return ChunkTable(
-        sent_to(key.device, rows), len(rows), key.dtypes[0] if len({*key.dtypes}) == 1 else None
+        to_device_async(key.device, rows), len(rows), key.dtypes[0] if len({*key.dtypes}) == 1 else None
     )
 
 
 class Chunks(NamedTuple):
-    """Of tensor after tensor, chunk after chunk: which tensor, from which element on, how many elements."""
+    """Chunks of all tensors in order: index of the tensor, first element, and number of elements."""
 
     tensor_C: Tensor
     start_C: Tensor
@@ -148,8 +151,8 @@ def are_aligned(*addresses: Tensor) -> Tensor:
     return torch.stack([address_C % _ALIGNED == 0 for address_C in addresses]).all(dim=0).long()
 
 
-def lie_apart(starts: Tensor, stops: Tensor) -> bool:
-    """Whether no two spans of memory that are not empty share a byte, and none lacks memory, as torch's zeros may."""
+def are_disjoint(starts: Tensor, stops: Tensor) -> bool:
+    """Return whether no non-empty ranges of memory overlap, and none is without memory, like torch's zero tensors."""
     filled = stops > starts
     starts, order = starts[filled].sort()
     stops = stops[filled][order]
@@ -160,11 +163,11 @@ def numbers_in(key: bytes) -> Tensor:
     return torch.frombuffer(bytearray(key), dtype=torch.int64)
 
 
-def on_host(numbers: Sequence[int]) -> Tensor:
-    """i64, whatever device is the default."""
+def host_int64(numbers: Sequence[int]) -> Tensor:
+    """Return an i64 tensor on the host, for any default device."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """From the host, without waiting for it."""
-    return tensor if device.type == "cpu" else placed(tensor.pin_memory(), device)
+def to_device_async(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a host tensor to `device` through pinned memory. Sync: none."""
+    return tensor if device.type == "cpu" else to_device(tensor.pin_memory(), device)

@@ -1,4 +1,4 @@
-"""The table from which one launch finds its way through parameters and all that is read and written beside them."""
+"""Chunk table of an update: addresses of parameters, gradients, states and low-precision copies."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,25 +14,25 @@ from impl.kernels._table import (
     ChunkTable,
     KeptTables,
     are_aligned,
+    are_disjoint,
     chunks_of,
-    lie_apart,
+    host_int64,
     numbers_in,
-    on_host,
-    sent_to,
     stream_of,
+    to_device_async,
 )
 
-# The first columns of a row; an address for each list follows.
+# First columns of a row. The addresses of each list follow.
 COUNT, ALIGNED, STEP, ADDRESSES = range(4)
 
 
 class _Key(NamedTuple):
-    """As a chunk table's: all that this one depends on, and no tensor."""
+    """Key of the table: all its inputs, but no tensors, like the key of a chunk table."""
 
-    addresses: tuple[bytes, ...]  # of each list's tensors
-    item_bytes: tuple[int, ...]  # of each list
+    addresses: tuple[bytes, ...]  # addresses of each list's tensors
+    item_bytes: tuple[int, ...]  # element size of each list
     numels: bytes
-    steps: bytes  # addresses
+    steps: bytes  # addresses of the step counters
     device: torch.device
     stream: int
 
@@ -42,17 +42,16 @@ class _Key(NamedTuple):
 
 
 def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> ChunkTable | None:
-    """The table of lists whose tensors of one place are walked together; kept while addresses and sizes are the same.
+    """Return the table of lists that are updated together. It is cached for the same addresses and sizes.
 
     Args:
-        lists: of one length, each of one dtype; tensors of one place have one shape, all are on one device.
-        steps: a 0-dim counter for each place; or empty.
+        lists: lists of equal length, each with one dtype. Tensors of one index have one shape. All are on one device.
+        steps: a 0-dim counter for each index, or empty.
 
     Returns:
         [chunks, 3 + lists] i64: elements, aligned, address of the counter or 0, address of the first element in each
-        list. `aligned` is 1 for chunks that are 16-byte aligned in every list. None where no kernel can take the
-        tensors: two share memory, or memory is not what one holds, or those of one place are not dense and laid out
-        alike.
+        list. `aligned` is 1 for chunks that are 16-byte aligned in every list. None if the kernels do not support the
+        tensors: two share memory, one has a negative bit, or those of one index are not dense with the same layout.
     Sync: none; a new table is copied to a device from pinned memory.
     """
     if not _are_laid_out_alike(lists) or any(map(Tensor.is_neg, chain(*lists, steps))):
@@ -71,24 +70,24 @@ def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> 
 
 
 def known_update_table(memory: UpdateMemory, grads: KnownLayoutList) -> ChunkTable | None:
-    """Return the same table without a question to any tensor; None also if a gradient has no memory.
+    """Return the same table without a query to any tensor. None also if a gradient has no memory.
 
     Args:
-        memory: what the update writes. It has not moved since `have_moved` was asked.
-        grads: of one dtype, each laid out as its parameter.
+        memory: the tensors to update, whose addresses have not changed since `changed_address` was called.
+        grads: gradients of one dtype, each with the layout of its parameter.
     Sync: as `update_table`.
     """
-    located = grads.located
-    if located is None:
+    grads_memory = grads.memory
+    if grads_memory is None:
         return None
     params, *others = memory.lists
     device = grads[0].device
     (own, *rest), steps = memory.columns()
     return _table_of(
         _Key(
-            addresses=(own, located.addresses.numbers.tobytes(), *rest),
+            addresses=(own, grads_memory.addresses.numbers.tobytes(), *rest),
             item_bytes=tuple([tensors[0].element_size() for tensors in (params, grads, *others)]),
-            numels=located.form.numels.numbers.tobytes(),
+            numels=grads_memory.form.numels.numbers.tobytes(),
             steps=steps,
             device=device,
             stream=stream_of(device),
@@ -100,25 +99,25 @@ def _are_laid_out_alike(lists: Sequence[Sequence[Tensor]]) -> bool:
     if all(map(Tensor.is_contiguous, chain(*lists))):
         return True
     return all(
-        all(map(Tensor.is_contiguous, alike))
+        all(map(Tensor.is_contiguous, row))
         or (
-            torch.ops.aten.is_non_overlapping_and_dense(alike[0])
-            and all(tensor.stride() == alike[0].stride() for tensor in alike)
+            torch.ops.aten.is_non_overlapping_and_dense(row[0])
+            and all(tensor.stride() == row[0].stride() for tensor in row)
         )
-        for alike in zip(*lists, strict=True)
+        for row in zip(*lists, strict=True)
     )
 
 
 @KeptTables
 def _table_of(key: _Key) -> ChunkTable | None:
-    address_LT = torch.stack([*map(numbers_in, key.addresses)])  # L = lists, T = places
-    bytes_L1 = on_host(key.item_bytes)[:, None]
+    address_LT = torch.stack([*map(numbers_in, key.addresses)])  # L = lists, T = tensors of a list
+    bytes_L1 = host_int64(key.item_bytes)[:, None]
     numel_T = numbers_in(key.numels)
-    if not lie_apart(address_LT.flatten(), (address_LT + numel_T * bytes_L1).flatten()):
+    if not are_disjoint(address_LT.flatten(), (address_LT + numel_T * bytes_L1).flatten()):
         return None
     chunks = chunks_of(numel_T)
     address_LC = address_LT[:, chunks.tensor_C] + chunks.start_C * bytes_L1
     aligned_C = are_aligned(*address_LC)
     step_T = numbers_in(key.steps) if key.steps else torch.zeros_like(numel_T)
     rows = torch.stack([chunks.count_C, aligned_C, step_T[chunks.tensor_C], *address_LC], dim=1)
-    return ChunkTable(sent_to(key.device, rows), len(rows))
+    return ChunkTable(to_device_async(key.device, rows), len(rows))

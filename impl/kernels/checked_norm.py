@@ -1,4 +1,4 @@
-"""The joint p-norm of a list of tensors and whether one of them holds inf or nan, in one pass that only reads."""
+"""Joint p-norm of a list of tensors and a check for inf and nan, in one read-only pass."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._dispatch import asked_backend, dispatch_for
+from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._lists import are_on
 from impl.kernels._native.memory import KnownLayoutList
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
-# Orders whose norm of f32 and narrower tensors, summed in f64, is finite where every element is.
+# Orders for which the norm of f32 and narrower tensors, summed in f64, is finite if and only if all elements are.
 _TELLING = (1.0, 2.0, math.inf)
 
 
@@ -22,19 +22,19 @@ _TELLING = (1.0, 2.0, math.inf)
 def checked_norm(
     tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Joint p-norm, as `total_norm` takes it, and what a check of the same tensors finds.
+    """Return the joint p-norm, like `total_norm`, and whether a tensor holds inf or nan.
 
     Args:
-        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         norm_type: any float, inf and -inf included.
-        dtype: of the norm, as for `total_norm`.
+        dtype: dtype of the norm, as in `total_norm`.
 
     Returns:
-        The norm, as `total_norm` returns it; and found_inf: f32, 0-dim, on that device, 1.0 if a tensor holds inf or
-        nan, else 0.0. A norm that is too large for its dtype is inf and says nothing of the tensors.
+        The norm, like `total_norm`; and found_inf: f32, 0-dim, on that device, 1.0 if a tensor holds inf or nan, else
+        0.0. A norm that is too large for its dtype is inf, even if found_inf is 0.0.
 
     Raises:
-        RuntimeError: torch's: inf or negative `norm_type` with an empty tensor, integer tensors.
+        RuntimeError: torch's, for inf or negative `norm_type` with an empty tensor, and for integer tensors.
     Sync: none. Collectives: none.
     """
     dispatch = dispatch_for(tensors)
@@ -53,7 +53,7 @@ def checked_norm(
             )
             return norm, _flag(not math.isfinite(squares), norm.device)
     norm = total_norm(tensors, norm_type, dtype)
-    # Neither an inf nor a nan can hide from a finite norm of positive order; on the CPU a look costs nothing.
+    # A finite norm of positive order excludes inf and nan. On the CPU, reading the norm costs nothing.
     if dispatch.backend == "cpu_blocked" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, _flag(False, norm.device)
     return norm, _found_inf_by_torch(by_dtype(tensors, dispatch.dtypes))
@@ -62,10 +62,10 @@ def checked_norm(
 class StepNumbers(NamedTuple):
     """Numbers that a step from scaled gradients needs: 0-dim, on their device, and f32 except the norms."""
 
-    scaled_norm: Tensor  # the norm of `checked_norm`
-    found_inf: Tensor  # the flag of `checked_norm`
-    norm: Tensor  # of the unscaled gradients, in the dtype of the scaled norm
-    factor: Tensor  # unscales and clips a scaled gradient
+    scaled_norm: Tensor  # norm of `checked_norm`
+    found_inf: Tensor  # flag of `checked_norm`
+    norm: Tensor  # norm of the unscaled gradients, in the same dtype
+    factor: Tensor  # factor that unscales and clips a scaled gradient
     taken: Tensor  # 1 - found_inf
 
 
@@ -77,21 +77,21 @@ def step_numbers(
     max_norm: float,
     dtype: torch.dtype | None = None,
 ) -> StepNumbers | None:
-    """Return what `checked_norm` returns and what follows from it, in the two launches of the norm.
+    """Return the result of `checked_norm` and the numbers that depend on it, in the same two launches.
 
     Args:
-        tensors: scaled gradients: dense tensors of any shape and of mixed dtypes.
+        tensors: scaled gradients, dense, of any shape and mixed dtypes.
         norm_type: any float, inf and -inf included.
-        scale: f32, 0-dim: the loss scale.
-        max_norm: the unscaled gradients are clipped to it; inf clips nothing.
-        dtype: of the norm, as for `total_norm`.
+        scale: the loss scale: f32, 0-dim.
+        max_norm: the unscaled gradients are clipped to this norm; inf does not clip.
+        dtype: dtype of the norm, as in `total_norm`.
 
     Returns:
-        The same numbers as torch's operators make of the norm. None, and nothing launched, if Triton's kernels do not
-        take the tensors, one of them is empty or on another device than the scale, or a float64 is among the dtypes.
+        The same numbers as torch's operators compute from the norm. None, without a launch, if Triton's kernels do not
+        support the tensors, one is empty or not on the device of the scale, or a dtype is float64.
     Sync: none. Collectives: none.
     """
-    if not tensors or (scale.is_cpu and asked_backend() != "triton"):
+    if not tensors or (scale.is_cpu and requested_backend() != "triton"):
         return None
     dispatch = dispatch_for(tensors)
     if dispatch.backend != "triton" or norm_type not in _TELLING:
@@ -111,7 +111,7 @@ def step_numbers(
 
 
 def _found_inf_by_torch(groups: list[list[Tensor]]) -> Tensor:
-    """By the largest magnitudes, which read 4 B an element in f32 and write nothing."""
+    """Check the largest magnitudes, which reads 4 B an element in f32 and writes nothing."""
     largest: list[Tensor] = []
     for same_dtype in groups:
         filled = [t for t in same_dtype if t.numel()]
@@ -129,5 +129,5 @@ def _flag(is_set: bool, device: torch.device) -> Tensor:
 
 
 def nonfinite_flag(values: Tensor) -> Tensor:
-    """f32, 0-dim: 1.0 if one of `values` is inf or nan, else 0.0. Sync: none."""
+    """Return 1.0 if one of `values` is inf or nan, else 0.0, as f32 and 0-dim. Sync: none."""
     return values.isfinite().all().logical_not().float()

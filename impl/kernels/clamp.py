@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
-from impl.kernels._dispatch import asked_backend, cpu_library, dispatch_for, is_eager
+from impl.kernels._dispatch import cpu_library, dispatch_for, is_eager, requested_backend
 from impl.kernels._native.clamp import clamp
 from impl.kernels._no_grad_fast import no_grad_fast
 
-# From here on a tensor is worth an operator call of its own.
+# A tensor of at least this size gets its own operator call.
 _LARGE = 1 << 14
 
 
 @no_grad_fast
 def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
-    """Clamp every element in place to [`low`, `high`]; nan stays nan.
+    """Clamp every element in place to [`low`, `high`]. NaN stays NaN.
 
     Args:
-        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         low: lower bound, in the tensors' unit.
-        high: upper bound; where it lies below `low`, every element becomes `high`.
+        high: upper bound. If it is below `low`, every element becomes `high`.
 
     Sync: none. Collectives: none.
     """
-    if tensors[0].is_cpu and asked_backend() in ("auto", "cpu_blocked", "native") and is_eager(tensors):
+    if tensors[0].is_cpu and requested_backend() in ("auto", "cpu_blocked", "native") and is_eager(tensors):
         _clamp_cpu_blocked(tensors, low, high)
         return
     dispatch = dispatch_for(tensors)
@@ -48,7 +48,7 @@ def _clamp_by_torch(groups: list[list[Tensor]], low: float, high: float) -> None
 
 
 def _clamp_cpu_blocked(tensors: Sequence[Tensor], low: float, high: float) -> None:
-    """On the CPU: one pass over memory, 8 B an element in f32, where one bound after the other takes two."""
+    """Clamp on the CPU in one pass over memory, 8 B an element in f32, instead of one pass for each bound."""
     library = cpu_library(tensors)
     if library is not None and clamp(library, tensors, low, high):
         return
@@ -60,7 +60,7 @@ def _clamp_cpu_blocked(tensors: Sequence[Tensor], low: float, high: float) -> No
         for t, numel in zip(tensors, numels, strict=True):
             if numel >= _LARGE:
                 t.clamp_(low, high)
-    # Small ones stay in the cache from one bound to the next, and the loop over them costs less in C++.
+    # Small tensors stay in the cache between the bounds, and the loop over them is faster in C++.
     if small:
         torch._foreach_clamp_min_(small, low)
         torch._foreach_clamp_max_(small, high)

@@ -1,8 +1,8 @@
-"""One update of many parameters from gradients that are still scaled; the gradients are read and left as they are.
+"""Update of many parameters from gradients that are still scaled, without changing the gradients.
 
-torch's fused operators divide the gradients they are given, in place. Here they are given copies: on the CPU of one
-piece after the other, each small enough to stay in the cache, so that memory is read and written no more often. The CPU
-library and Triton's kernels read the gradients where they are.
+torch's fused operators divide their gradients in place, so they get copies. On the CPU the copies are pieces that stay
+in the cache, which takes no additional passes over memory. The CPU library and Triton's kernels read the gradients
+directly.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from impl.kernels._dispatch import cpu_library, dispatch_for, one_of_each_kind
+from impl.kernels._dispatch import cpu_library, dispatch_for, representatives
 from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import fused_step
 from impl.kernels._no_grad_fast import no_grad_fast
-from impl.kernels._parameters import LONGEST_RUN, Long, Parameters, Run, flat, piece_width
-from impl.kernels._storage_order import laid_out_as
+from impl.kernels._parameters import LONGEST_RUN, LargeParam, Parameters, SmallParamBatch, flat, piece_width
+from impl.kernels._storage_order import match_layout
 from impl.kernels.rules import Rule
 
 
@@ -35,17 +35,18 @@ def fused_step_(
 
     Args:
         rule: the optimizer's arithmetic and settings.
-        parameters: overwritten, but for the counters, which stand at this update already.
-        grads: one for each parameter and of its shape, of any floating dtype; left as they are. For parameters in
-            f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. Those
-            that are `KnownLayoutList` lie in memory as their parameters do, which have not moved since `have_moved` was
-            asked.
+        parameters: written, except the step counters, which already count this update.
+        grads: one for each parameter, of its shape and any floating-point dtype. They are not changed. For parameters
+            in f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. In a
+            `KnownLayoutList` they have the layout of their parameters, whose addresses have not changed since
+            `changed_address` was called.
         factor: f32 or f64, 0-dim, on the parameters' device.
-        found_inf: f32, 0-dim, there too; where it is 1.0 nothing is changed. None: it is known to be 0.0.
+        found_inf: f32, 0-dim, on the same device. If it is 1.0, nothing is changed. None means that it is known to be
+            0.0.
 
     Sync: none. Collectives: none.
     """
-    backend = dispatch_for([parameters.params[0], *one_of_each_kind(grads)]).backend
+    backend = dispatch_for([parameters.params[0], *representatives(grads)]).backend
     if backend == "triton":
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 
@@ -63,7 +64,7 @@ def _step_by_torch(
     rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
 ) -> None:
     own = parameters.params[0].dtype
-    scaled, divisor = _scaled_for(own, list(map(laid_out_as, parameters.params, grads)), factor)
+    scaled, divisor = _scaled_for(own, list(map(match_layout, parameters.params, grads)), factor)
     rule.apply_(parameters.params, scaled, parameters.states, parameters.steps, divisor, found_inf)
     if parameters.low_precision_params:
         torch._foreach_copy_([*parameters.low_precision_params], [*parameters.params])
@@ -72,7 +73,7 @@ def _step_by_torch(
 def _scaled_for(
     own: torch.dtype, grads: Sequence[Tensor], factor: Tensor
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Copies of the gradients, and by what the operator has still to divide them."""
+    """Return copies of the gradients, and the divisor that is left for the operator."""
     if own in HALVES:
         return [grad.to(own, copy=True) for grad in grads], factor.float().reciprocal()
     return list(torch._foreach_mul([grad.to(own) for grad in grads], factor.to(own))), None
@@ -80,20 +81,21 @@ def _scaled_for(
 
 def _step_cpu_blocked(rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor) -> None:
     scaling = _Scaling.by(factor, parameters.params[0].dtype)
-    for part in parameters.parts():
-        if isinstance(part, Run):
-            _step_run(rule, part, grads, scaling)
+    for item in parameters.work_items():
+        if isinstance(item, SmallParamBatch):
+            _step_batch(rule, item, grads, scaling)
         else:
-            grad = flat(laid_out_as(parameters.params[part.place], grads[part.place]))
-            _step_long(rule, part, grad, scaling)
+            grad = flat(match_layout(parameters.params[item.index], grads[item.index]))
+            _step_large_param(rule, item, grad, scaling)
 
 
 @dataclass(frozen=True)
 class _Scaling:
-    """Gradients times a factor, in memory that is used again and again."""
+    """Multiplication of gradients by a factor into a scratch buffer."""
 
     factor: Tensor
-    divisor: Tensor | None  # for halves, which the operator multiplies in f32; it writes what it divides
+    # Set for halves, which the operator itself divides in f32.
+    divisor: Tensor | None
     scratch: Tensor
 
     @classmethod
@@ -101,8 +103,8 @@ class _Scaling:
         scratch = torch.empty(max(LONGEST_RUN, piece_width()), dtype=dtype, device="cpu")
         return cls(factor, factor.float().reciprocal() if dtype in HALVES else None, scratch)
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The next call overwrites it."""
+    def scaled(self, flat: Tensor) -> Tensor:
+        """Return the scaled gradient in the scratch buffer, which the next call overwrites."""
         scaled = self.scratch[: flat.numel()]
         if self.divisor is not None:
             return scaled.copy_(flat)
@@ -111,17 +113,17 @@ class _Scaling:
         return scaled.copy_(flat).mul_(self.factor)
 
 
-def _step_run(rule: Rule, run: Run, grads: Sequence[Tensor], scaling: _Scaling) -> None:
-    scaled = scaling.of(_flatten_dense_tensors([grads[i] for i in run.places]))
-    pieces = torch.split_with_sizes(scaled, run.numels)
-    rule.apply_(run.params, pieces, run.states, run.steps, scaling.divisor)
-    if run.low_precision_params:
-        torch._foreach_copy_(run.low_precision_params, run.params)
+def _step_batch(rule: Rule, batch: SmallParamBatch, grads: Sequence[Tensor], scaling: _Scaling) -> None:
+    scaled = scaling.scaled(_flatten_dense_tensors([grads[i] for i in batch.indices]))
+    pieces = torch.split_with_sizes(scaled, batch.numels)
+    rule.apply_(batch.params, pieces, batch.states, batch.steps, scaling.divisor)
+    if batch.low_precision_params:
+        torch._foreach_copy_(batch.low_precision_params, batch.params)
 
 
-def _step_long(rule: Rule, long: Long, grad: Tensor, scaling: _Scaling) -> None:
-    for piece in long.pieces:
-        scaled = scaling.of(grad[piece.start : piece.stop])
-        rule.apply_([piece.param], [scaled], piece.states, long.steps, scaling.divisor)
+def _step_large_param(rule: Rule, large: LargeParam, grad: Tensor, scaling: _Scaling) -> None:
+    for piece in large.pieces:
+        scaled = scaling.scaled(grad[piece.start : piece.stop])
+        rule.apply_([piece.param], [scaled], piece.states, large.steps, scaling.divisor)
         if piece.copy is not None:
             piece.copy.copy_(piece.param)

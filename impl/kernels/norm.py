@@ -1,4 +1,4 @@
-"""The joint p-norm of a list of tensors."""
+"""Joint p-norm of a list of tensors."""
 
 import math
 from collections.abc import Sequence
@@ -13,40 +13,41 @@ from impl.kernels._native.norm import sum_of_squares
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import flat_runs
 
-# A sum in f32 loses what is far smaller than itself, so no sum is longer than a row: small gradients that stand in one
-# buffer with large ones count. Besides, torch takes the norm of a whole tensor on one thread, those of rows on all.
+# A sum in f32 loses summands that are far smaller than itself. So no sum is longer than a row, and small gradients in
+# one buffer with large ones still count. Also, torch takes the norm of one tensor on one thread, but norms of rows on
+# all.
 _ROW = 1 << 9
-# Up to here a tensor that is alone takes one norm, on one thread: rows and a norm of theirs would take twice the time.
+# Up to this size a single tensor takes one norm on one thread, because rows would take twice the time.
 _SHORT = 1 << 12
-# Elements from which on to join tensors and look for their extremes takes less time than a norm of each.
+# From this size on, concatenating tensors and searching their extremes is faster than a norm of each.
 _WORTH_A_SEARCH = 1 << 14
 # Elements widened at a time, so that the wide copy stays in the cache.
-_PART = 1 << 17
-# Below this a two-norm summed in f32 may have lost squares to underflow: with up to 2**42 elements the lost ones,
-# each under 2**-126, reach at most 2**-24 of the sum of squares above it.
+_PIECE = 1 << 17
+# Below this, a two-norm summed in f32 may have lost squares to underflow. Above it, up to 2**42 lost squares, each
+# under 2**-126, are at most 2**-24 of the sum of squares.
 _SAFE_ABOVE = 2.0**-30
 
 
 @no_grad_fast
 def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Joint p-norm, as if all elements stood in one vector.
+    """Return the joint p-norm, as if all tensors were concatenated into one vector.
 
-    The two-norm does not overflow or underflow where its value can be represented.
+    The two-norm does not overflow or underflow if its value can be represented.
 
     Args:
-        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         norm_type: any float, inf and -inf included. As in torch, 0 counts the tensors that are not all zero.
-        dtype: of the result and of what it is summed from; None is the one that the tensors' dtypes promote to, but f32
-            for f16 alone.
+        dtype: dtype of the result and of the summands. Defaults to the promotion of the tensors' dtypes, but f32 if all
+            are f16.
 
     Returns:
         0-dim, on that device.
 
     Raises:
-        RuntimeError: torch's: inf or negative `norm_type` with an empty tensor, integer tensors.
+        RuntimeError: torch's, for inf or negative `norm_type` with an empty tensor, and for integer tensors.
     Sync: none. Collectives: none.
-    Source: torch.nn.utils.get_total_norm 2.13; differences: f32 for f16, and the safety. Where values may not be
-        looked at and Triton does not run (tensor subclasses, traced code, other devices) torch's limits hold.
+    Source: torch.nn.utils.get_total_norm 2.13; differences: f32 for f16, and no intermediate overflow. Without Triton,
+        tensor subclasses, traced code and other devices than the CPU have torch's range.
     """
     dispatch = dispatch_for(tensors)
     expected = dtype or result_dtype(dispatch.dtypes)
@@ -79,7 +80,7 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
 
 
 def squares_by_library(tensors: Sequence[Tensor], even_if_few: bool) -> float | None:
-    """The sum of squares in f64, on the CPU; None where the library is not there, or cannot take the tensors."""
+    """Return the sum of squares in f64 on the CPU, or None if the CPU library is missing or cannot take the tensors."""
     library = cpu_library(None if even_if_few else tensors)
     return None if library is None else sum_of_squares(library, tensors)
 
@@ -101,10 +102,10 @@ def _norm_by_torch(groups: list[list[Tensor]], norm_type: float, dtype: torch.dt
 
 
 def _two_norm_cpu_blocked(groups: list[list[Tensor]], dtype: torch.dtype, widens: bool) -> Tensor:
-    """Two-norm on the CPU: 4 B an element in f32, large tensors on all threads, small ones copied together."""
+    """Return the two-norm on the CPU. It reads 4 B an element in f32, and concatenates small tensors."""
     match groups:
-        case [[alone]] if alone.numel() <= _SHORT:
-            return torch.linalg.vector_norm(alone, dtype=dtype)
+        case [[tensor]] if tensor.numel() <= _SHORT:
+            return torch.linalg.vector_norm(tensor, dtype=dtype)
         case _:
             pass
     norms: list[Tensor] = []
@@ -121,15 +122,15 @@ def _two_norm_cpu_blocked(groups: list[list[Tensor]], dtype: torch.dtype, widens
 
 
 def _append_norms(norms: list[Tensor], flat: Tensor, widens: bool) -> None:
-    """Append 1-D two-norms of parts that together cover a 1-D tensor; in f32 where it holds f16, or bf16 and widens."""
+    """Append two-norms of the pieces of a 1-D tensor. They are f32 for f16, and for bf16 if `widens`."""
     if flat.dtype is torch.float16 or (widens and flat.dtype is torch.bfloat16):
-        # torch sums slowly into another dtype, as it does f16, and a norm in f16 would overflow.
-        norms.extend(torch.linalg.vector_norm(part.float(), keepdim=True) for part in flat.split(_PART))
+        # torch sums slowly into another dtype and in f16, and a norm in f16 may overflow.
+        norms.extend(torch.linalg.vector_norm(piece.float(), keepdim=True) for piece in flat.split(_PIECE))
         return
     if flat.numel() > _ROW:
-        whole = flat.numel() - flat.numel() % _ROW
-        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        flat = flat[whole:]
+        rows_numel = flat.numel() - flat.numel() % _ROW
+        norms.append(torch.linalg.vector_norm(flat[:rows_numel].view(-1, _ROW), dim=1))
+        flat = flat[rows_numel:]
     if flat.numel():
         norms.append(torch.linalg.vector_norm(flat, keepdim=True))
 
@@ -140,21 +141,21 @@ def _is_worth_a_search(tensors: Sequence[Tensor]) -> bool:
 
 
 def _largest(groups: list[list[Tensor]]) -> Tensor:
-    """Largest magnitude, 0-dim f64; nan where there is one."""
+    """Return the largest magnitude, 0-dim f64, or nan if an element is nan."""
     flats = [flat for same_dtype in groups for flat in flat_runs(same_dtype)]
     extremes = [extreme.double() for flat in flats for extreme in torch.aminmax(flat)]
     return torch.stack(extremes).abs().amax()
 
 
 def _two_norm_by_largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Two-norm of any finite values, 0-dim f64: in units of the largest no square overflows."""
+    """Return the two-norm of any finite values, 0-dim f64. Division by the largest avoids overflow of squares."""
     real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors if t.numel()]
     largest = _largest(by_dtype(real, {t.dtype for t in real})) if real else torch.zeros((), device="cpu")
     if largest == 0 or not largest.isfinite():
         return largest
     norms = [
-        torch.linalg.vector_norm(part.double().div_(largest))
+        torch.linalg.vector_norm(piece.double().div_(largest))
         for t in real
-        for part in t.reshape(-1).split(_PART)
+        for piece in t.reshape(-1).split(_PIECE)
     ]
     return torch.linalg.vector_norm(torch.stack(norms)).mul_(largest)

@@ -1,8 +1,8 @@
-"""The update rules: of every optimizer that has a fused update its states, hyperparameters, arithmetic and kernels.
+"""Update rules: states, hyperparameters, arithmetic and kernels of every optimizer with a fused update.
 
-`RULES` is the table. A rule says all of itself, and the rest reads it: `impl.optim` which optimizers have it, which
-lists it updates and what their groups make of it; the CPU library and Triton's launcher which numbers a kernel is
-given; the tests what there is to try. Its arithmetic stands here as torch's operator, the reference of every backend.
+`RULES` lists them. `impl.optim` reads a rule's optimizers, lists and settings, and the CPU library and Triton's
+launcher read the numbers that a kernel gets. The arithmetic is torch's operator, which is the reference of every
+backend.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from impl.kernels._lists import HALVES
 
-# Settings of all rules as the CPU library has them: in the order of `struct settings` in fused_step.c.
+# Settings of all rules, in the order of `struct settings` in fused_step.c.
 NUMBERS = ("lr", "weight_decay", "eps", "beta1", "beta2", "momentum", "dampening", "lr_decay")
 FLAGS = ("maximize", "decoupled", "nesterov", "is_first_step")
-# As `tandem_interface` gives it there: raised with these, and with arguments and structures of the library's others.
+# Result of `tandem_interface` in fused_step.c. Raise it with these, and with the arguments of any library function.
 INTERFACE = 5
 
 
@@ -28,32 +28,31 @@ _States = Sequence[list[Tensor]]
 
 
 class Kernels(NamedTuple):
-    """Where a rule's arithmetic stands besides, and which of its attributes Triton's kernel is given."""
+    """A rule's kernels, and the attributes that Triton's kernel gets."""
 
-    native: int  # in `enum rule` of fused_step.c
-    triton: str  # in `_triton/rules.py`
-    settings: tuple[str, ...]  # after the learning rate, in the kernel's order
-    flags: tuple[str, ...]  # by which it is compiled; there in capitals
+    native: int  # member of `enum rule` in fused_step.c
+    triton: str  # name in `_triton/rules.py`
+    settings: tuple[str, ...]  # scalar arguments after the learning rate, in order
+    flags: tuple[str, ...]  # compile-time constants, upper case in the kernel
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One update of the parameters of a group: a row of the table, with the group's hyperparameters."""
+    """Update of the parameters of a group, with the group's hyperparameters."""
 
     OPTIMIZERS: ClassVar[tuple[type[Optimizer], ...]]
-    STATES: ClassVar[tuple[str, ...]]  # lists, as `_init_group` names them and in the operator's order
+    STATES: ClassVar[tuple[str, ...]]  # list names of `_init_group`, in the operator's order
     KERNELS: ClassVar[Kernels]
     COUNTS: ClassVar[bool] = True  # whether it has step counters
-    LATE_STATE: ClassVar[str | None] = (
-        None  # what the first list is called that is None before the first update
-    )
-    NOTHING_LEFT: ClassVar[Any] = False  # `_init_group` returns it where `step` has no more to do
+    # Name of the state in the first list that is None before the first update.
+    LATE_STATE: ClassVar[str | None] = None
+    NOTHING_LEFT: ClassVar[Any] = False  # result of `_init_group` that leaves `step` nothing to do
 
     lr: float | Tensor
 
     @staticmethod
     def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-        """The rule's hyperparameters, from a parameter group."""
+        """Return the rule's hyperparameters, from a parameter group."""
         raise NotImplementedError
 
     @staticmethod
@@ -63,13 +62,14 @@ class Rule:
         """Call torch's fused operator.
 
         Args:
-            states: one list for each of `STATES`, empty where there is none.
-            more: the settings; and `grad_scale`, by which gradients are divided in place, and `found_inf`: f32, one
-                element, on that device, or None. Nothing is changed where `found_inf` is 1.0. The call keeps it.
+            states: one list for each of `STATES`, or an empty one.
+            more: the settings, `grad_scale`, which gradients are divided by in place, and `found_inf`. These two are
+                f32, one element, on that device, or None. If `found_inf` is 1.0, nothing is changed. The dict may be
+                modified.
         """
         raise NotImplementedError
 
-    def apply_(  # noqa: PLR0913  what torch's operators take
+    def apply_(  # noqa: PLR0913  arguments of torch's operators
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
@@ -78,7 +78,7 @@ class Rule:
         divisor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update lists of one dtype on one device; `steps` stand at this update already."""
+        """Update lists of one dtype on one device. `steps` already count this update."""
         all_states = [[*state] for state in states] + [[] for _ in self.STATES[len(states) :]]
         more = {"grad_scale": divisor, "found_inf": found_inf, **vars(self)}
         self.operator([*params], [*grads], all_states, [*steps], more)
@@ -87,7 +87,7 @@ class Rule:
 @dataclass(frozen=True)
 class AdamRule(Rule):
     OPTIMIZERS = (Adam, AdamW)
-    STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")  # the last with `amsgrad`
+    STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")  # the last only if `amsgrad`
     KERNELS = Kernels(
         0, "adam_kernel", ("beta1", "beta2", "eps", "weight_decay"), ("amsgrad", "maximize", "decay")
     )
@@ -98,7 +98,7 @@ class AdamRule(Rule):
     weight_decay: float
     amsgrad: bool
     maximize: bool
-    decoupled: bool  # weight decay beside the gradient, as AdamW
+    decoupled: bool  # decoupled weight decay, like AdamW
 
     @property
     def decay(self) -> str:
@@ -129,7 +129,7 @@ class AdamRule(Rule):
 @dataclass(frozen=True)
 class SGDRule(Rule):
     OPTIMIZERS = (SGD,)
-    STATES = ("momentum_buffer_list",)  # with `momentum`
+    STATES = ("momentum_buffer_list",)  # filled if `momentum` is not 0
     KERNELS = Kernels(
         1,
         "sgd_kernel",
@@ -144,7 +144,8 @@ class SGDRule(Rule):
     weight_decay: float
     nesterov: bool
     maximize: bool
-    is_first_step: bool = False  # the momentum is to be the gradient, whatever its memory holds
+    # If set, the momentum becomes the gradient, for any contents of its memory.
+    is_first_step: bool = False
 
     @property
     def momentum_phase(self) -> str:
@@ -184,12 +185,12 @@ class SGDRule(Rule):
         if not params[0].is_cpu or params[0].dtype not in HALVES:
             super().apply_(params, grads, states, steps, divisor, found_inf)
             return
-        # By copies in float32: torch's operator for the CPU leaves most elements of halves as they were.
+        # Use float32 copies, because torch's CPU operator does not update most elements of halves.
         narrow = (params, *states)
         wide = [[tensor.float() for tensor in tensors] for tensors in narrow]
         super().apply_(wide[0], [grad.float() for grad in grads], wide[1:], steps, divisor, found_inf)
-        for kept, new in zip(narrow, wide, strict=True):
-            torch._foreach_copy_([*kept], new)
+        for tensors, new in zip(narrow, wide, strict=True):
+            torch._foreach_copy_([*tensors], new)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from impl.kernels._lists import HALVES
 from impl.kernels._native.scale import scale
 from impl.kernels._no_grad_fast import no_grad_fast
 
-# The operator that unscales is the faster one for lists of tensors of these dtypes that are longer than _FEW and hold
-# tensors shorter than _LONG.
+# torch's unscale operator is faster than multiplication for lists of more than _FEW tensors in half precision that are
+# shorter than _LONG.
 _FEW = 4
 _LONG = 1 << 17
 
@@ -22,7 +22,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by `factor`.
 
     Args:
-        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         factor: 0-dim, on that device.
 
     Sync: none. Collectives: none.
@@ -41,7 +41,7 @@ def clip_(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> Non
     """Multiply tensors in place by `clip_coefficient(max_norm, total_norm)`.
 
     Args:
-        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         max_norm: any float.
         total_norm: 0-dim, on that device.
 
@@ -57,7 +57,7 @@ def clip_(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> Non
 
 
 def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
-    """`max_norm / (total_norm + 1e-6)`, at most 1; `float / tensor` is a product with the reciprocal in torch."""
+    """Return `max_norm / (total_norm + 1e-6)`, at most 1, computed like torch by the reciprocal."""
     if type(total_norm) is Tensor:
         return (total_norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
@@ -80,7 +80,7 @@ def _scale_by_torch(groups: list[list[Tensor]], factor: Tensor) -> None:
 
 
 def _scale_cpu_blocked(tensors: Sequence[Tensor], dtypes: set[torch.dtype], factor: Tensor) -> None:
-    """On the CPU, where a look at the factor costs nothing: no pass at all when it is 1."""
+    """Scale on the CPU. If the factor is 1, make no pass at all."""
     number = factor.item()
     if number == 1:
         return
@@ -96,7 +96,7 @@ def _scale_cpu_blocked(tensors: Sequence[Tensor], dtypes: set[torch.dtype], fact
 
 
 def _scale_halves(same_dtype: list[Tensor], factor: Tensor) -> None:
-    """The same products, rounded once; a list of small tensors takes a quarter of the time."""
+    """Compute the same products, rounded once, in a quarter of the time for small tensors."""
     short = [t for t in same_dtype if t.numel() < _LONG]
     long = [t for t in same_dtype if t.numel() >= _LONG]
     if short:

@@ -1,12 +1,12 @@
-"""Move the loss scale after a step."""
+"""Update of the loss scale after a step."""
 
 import torch
 from torch import Tensor
 
-from impl.kernels._dispatch import asked_backend, dispatch_for
+from impl.kernels._dispatch import dispatch_for, requested_backend
 
 
-def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor is the seventh
+def update_scale_(  # noqa: PLR0913  six arguments of torch's operator, and the minimum
     scale: Tensor,
     growth_tracker: Tensor,
     found_inf: Tensor,
@@ -19,25 +19,25 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
 
     Args:
         scale: f32, one element.
-        growth_tracker: i32, one element: finite steps in a row, on the same device.
-        found_inf: f32, one element, on the same device; not zero when the step was not finite.
-        growth_factor: times the scale after `growth_interval` finite steps, unless that overflows f32.
-        backoff_factor: times the scale after a step that was not finite.
-        growth_interval: finite steps in a row before the scale grows.
-        min_scale: the scale never falls below it.
+        growth_tracker: number of consecutive finite steps: i32, one element, on the same device.
+        found_inf: f32, one element, on the same device. Not zero if the step was not finite.
+        growth_factor: multiplies the scale after `growth_interval` finite steps, unless that overflows f32.
+        backoff_factor: multiplies the scale after a step that was not finite.
+        growth_interval: consecutive finite steps before the scale grows.
+        min_scale: lower bound of the scale.
 
     Sync: none. Collectives: none.
-    Source: torch._amp_update_scale_; differences: the floor.
+    Source: torch._amp_update_scale_; differences: the lower bound.
     """
-    if scale.is_cpu and asked_backend() != "triton":
+    if scale.is_cpu and requested_backend() != "triton":
         torch._amp_update_scale_(
             scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
         )
-        # Here a look costs less than the operator that is almost never needed.
-        if not _may_look_at(scale) or scale.item() < min_scale:
+        # Reading the scale costs less than the clamp, which is almost never needed.
+        if not _can_read(scale) or scale.item() < min_scale:
             scale.clamp_(min=min_scale)
         return
-    # Numbers of another type are for torch's operator to refuse, in its words.
+    # torch's operator raises for numbers of another type, with its own text.
     are_numbers = type(growth_interval) is int and type(growth_factor) is type(backoff_factor) is float
     if are_numbers and dispatch_for([scale, found_inf]).backend == "triton":
         from impl.kernels._triton.scale_update import launch_update_scale  # noqa: PLC0415  as the other kernels
@@ -50,8 +50,8 @@ def update_scale_(  # noqa: PLR0913  torch's operator takes six, and the floor i
     scale.clamp_(min=min_scale)
 
 
-def _may_look_at(scale: Tensor) -> bool:
-    """As `is_eager`, in a third of its time, for a tensor that no transform of functions wraps."""
+def _can_read(scale: Tensor) -> bool:
+    """Return the same as `is_eager` in a third of its time, for a tensor that no function transform wraps."""
     return (
         type(scale) is Tensor
         and not torch.compiler.is_compiling()

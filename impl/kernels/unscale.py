@@ -1,4 +1,4 @@
-"""Unscale gradients and note whether any was not finite."""
+"""Unscaling of gradients with a check for inf and nan."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype
-from impl.kernels._dispatch import asked_backend, dispatch_for
+from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._no_grad_fast import no_grad_fast
 
 
 @no_grad_fast
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiply gradients in place by `inv_scale` and set `found_inf` if any held inf or nan.
+    """Multiply gradients in place by `inv_scale`, and set `found_inf` if one holds inf or nan.
 
     Args:
-        grads: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        grads: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         inv_scale: f32, one element, on that device.
-        found_inf: f32, one element, on that device; set to 1.0 or left alone, never cleared.
+        found_inf: f32, one element, on that device. It is set to 1.0 or not changed, never cleared.
 
     Sync: none. Collectives: none.
     Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
@@ -27,12 +27,12 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
 
 @no_grad_fast
 def unscale_by_(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
-    """Multiply gradients in place by `inverse(scale)` and set `found_inf` if any held inf or nan.
+    """Multiply gradients in place by `inverse(scale)`, and set `found_inf` if one holds inf or nan.
 
     Args:
-        grads: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        grads: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         scale: f32, 0-dim, on that device.
-        found_inf: f32, one element, on that device; set to 1.0 or left alone, never cleared.
+        found_inf: f32, one element, on that device. It is set to 1.0 or not changed, never cleared.
 
     Sync: none. Collectives: none.
     """
@@ -40,8 +40,8 @@ def unscale_by_(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> No
 
 
 def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inverse: bool) -> None:
-    if grads[0].is_cpu and asked_backend() != "triton":
-        # There torch's operator takes mixed dtypes, and no other code is faster.
+    if grads[0].is_cpu and requested_backend() != "triton":
+        # On the CPU torch's operator supports mixed dtypes, and no other code is faster.
         inv_scale = scale if is_inverse else inverse(scale)
         torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
         return
@@ -57,9 +57,9 @@ def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inver
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """Return 1 over `scale`, f32, rounded to nearest."""
-    # CPUs divide exactly in float32, and mps has no float64. Elsewhere a compiler may have made division coarser.
-    # By way of float64 the result is that of an exact division in float32.
+    """Return `1 / scale` in f32, rounded to nearest."""
+    # CPUs divide exactly in float32, and mps has no float64. On other devices a compiler may have used an approximate
+    # division. Dividing in float64 gives the result of an exact division in float32.
     if scale.is_cpu or scale.is_mps:
         return scale.reciprocal()
     return scale.double().reciprocal().float()
@@ -67,10 +67,10 @@ def inverse(scale: Tensor) -> Tensor:
 
 @no_grad_fast
 def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
-    """Tell, tensor by tensor, where inf or nan lies.
+    """Return which tensors hold inf or nan.
 
     Args:
-        tensors: dense tensors of any shape and of mixed dtypes on one device; not empty.
+        tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
 
     Returns:
         bool [len(tensors)] on that device, True where a tensor holds inf or nan.

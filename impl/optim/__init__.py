@@ -1,4 +1,4 @@
-"""Optimizer steps: captured. Names are imported when they are asked for: `impl.amp` needs other parts alone."""
+"""Captured optimizer steps. Names are imported at their first use, because `impl.amp` only needs other modules."""
 
 from __future__ import annotations
 

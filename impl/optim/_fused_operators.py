@@ -1,7 +1,7 @@
-"""One call of torch's fused operator for a bucket, of each optimizer that has a rule.
+"""Updates of a bucket by one call of torch's fused operator, for each optimizer that has a rule.
 
-As in torch's own functions, all numbers are read before the step counters are advanced: where one is missing, nothing
-has changed.
+Like torch's own functions, they read all numbers before they advance the step counters, so that a missing number
+changes nothing.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from impl.kernels import PLAIN_TYPES, RULES, Rule, placed
+from impl.kernels import PLAIN_TYPES, RULES, Rule, to_device
 from impl.optim._list_cache import Bucket, GroupLists
 
 
 def rule_for(optimizer: Optimizer, group_lists: GroupLists) -> type[Rule] | None:
-    """What updates a bucket of this group by the fused operator; None where torch's own function has to do it."""
+    """Return the rule whose fused operator updates this group, or None if torch's own function must do it."""
     group = group_lists.group
     if not group.get("fused") or group["foreach"] or _has_tensors_for_numbers(group):
         return None
     tensors = chain.from_iterable(group_lists.lists)
     if not all(map(_is_plain, tensors)):
         return None
-    found = next((rule for rule in RULES if isinstance(optimizer, rule.OPTIMIZERS)), None)
-    if found is not None and group_lists.params:
-        # For what it raises: torch groups before it updates anything.
+    matching = next((rule for rule in RULES if isinstance(optimizer, rule.OPTIMIZERS)), None)
+    if matching is not None and group_lists.params:
+        # torch groups tensors before it updates any. The call raises if they do not match.
         Optimizer._group_tensors_by_device_and_dtype(group_lists.lists)
-    return found
+    return matching
 
 
 def step_bucket(
@@ -41,18 +41,18 @@ def step_bucket(
 ) -> None:
     """Advance the counters and update, unless `found_inf` is 1."""
     more = rule.settings_of(group)
-    more["grad_scale"] = None if grad_scale is None else placed(grad_scale, bucket.device)
-    more["found_inf"] = None if found_inf is None else placed(found_inf, bucket.device)
+    more["grad_scale"] = None if grad_scale is None else to_device(grad_scale, bucket.device)
+    more["found_inf"] = None if found_inf is None else to_device(found_inf, bucket.device)
     bucket.counters.advance()
     states = [*map(bucket.__getitem__, rule.STATES)]
     rule.operator(bucket.params, bucket.grads, states, bucket.counters.steps, more)
     if more["found_inf"] is not None:
-        bucket.counters.take_back(more["found_inf"])
+        bucket.counters.undo_advance(more["found_inf"])
 
 
 def _is_plain(tensor: Any) -> bool:
-    # Others may do something else in an operator's place, a buffer that is not there yet is None, and a counter that
-    # was loaded may be a number.
+    # Subclasses may override an operator, a buffer that does not exist yet is None, and a loaded counter may be a
+    # number.
     return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_complex()
 
 
@@ -61,5 +61,5 @@ def _has_tensors_for_numbers(group: dict[str, Any]) -> bool:
 
 
 def _is_on_device(value: Any) -> bool:
-    """A hyperparameter that is a tensor, or a pair of them."""
+    """Return whether a hyperparameter is a tensor, or contains one."""
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_is_on_device, value)))

@@ -1,19 +1,21 @@
-"""Graphs of a device: CUDA's own on CUDA, which torch 2.13 gives no others, and `torch.accelerator.Graph` elsewhere.
+"""Graphs of a device: `torch.cuda.CUDAGraph` on CUDA, and `torch.accelerator.Graph` on other devices.
 
-What is issued while a graph is captured does not run. The graph keeps it with the numbers it was given and the
-addresses of its tensors, and each replay runs all of it, for one launch.
+Work that is issued during a capture does not run. The graph records it with its numbers and the addresses of its
+tensors, and each replay runs all of it in one launch.
 
-- Work is captured in a side stream, since the current one may be the default stream, which cannot be captured.
-- The side stream waits for the current one before, and the current one for it after: when a capture begins torch writes
-  the states of random generators, which in torch 2.11 all graphs share and those still running read.
-- A replay runs in the stream that is current, after what was issued there and before what will be: no waits.
-- A capture forbids unsafe calls to its own thread alone, so that the threads of loaders and process groups go on.
-- Neither `torch.cuda.graph` nor a graph's own `with` is used: they wait for the device and empty the allocator's cache,
-  after which the next gradients lie elsewhere and what was captured is of no use.
-- No memory pool is shared: what is captured here allocates nothing.
-- A graph goes when nothing refers to it; one that runs at that time is freed by CUDA when it is through.
+- Work is captured in a side stream, because the current one may be the default stream, which cannot be captured.
+- The side stream waits for the current one before the capture, and the current one for the side stream after it. torch
+  writes the states of random generators when a capture begins. In torch 2.11 all graphs share these states, and graphs
+  that still run read them.
+- A replay runs in the current stream, in order with the other work there, and needs no waits.
+- A capture only forbids unsafe calls in its own thread, so that threads of loaders and process groups can go on.
+- `torch.cuda.graph` and a graph's own `with` are not used. They synchronise and empty the allocator's cache, so that
+the
+  next gradients have other addresses and the graph is useless.
+- Memory pools are not shared, because the captured work allocates nothing.
+- CUDA frees a graph without references once its last replay has ended.
 
-None of this has run on a GPU yet; it runs on the simulated accelerator (`conformance/simulator`).
+None of this has run on a GPU yet. It runs on the simulated accelerator (`conformance/simulator`).
 """
 
 from __future__ import annotations
@@ -27,23 +29,23 @@ import torch
 
 class Graph(Protocol):
     def replay(self) -> None:
-        """Run what was captured, in the current stream."""
+        """Run the captured work in the current stream."""
         ...
 
 
 class Graphs(Protocol):
-    """What a device does for graphs. A stream is whatever `current_stream` and `side_stream` return."""
+    """Graph operations of a device. Streams have the type that `current_stream` and `side_stream` return."""
 
     def current_stream(self) -> Any: ...
 
     def side_stream(self) -> Any: ...
 
     def wait(self, stream: Any, other: Any) -> None:
-        """What is issued to `stream` from here on runs after what `other` was given so far."""
+        """Make later work of `stream` wait for all earlier work of `other`."""
         ...
 
     def capture(self, stream: Any, work: Callable[[], None]) -> Graph:
-        """Keep what `work` issues, in that stream."""
+        """Record the work that `work` issues to `stream`."""
         ...
 
 
@@ -96,7 +98,7 @@ class AcceleratorGraphs:
 
 
 def graphs_for(device: torch.device) -> Graphs | None:
-    """None for a device that has no graphs, or none that this torch knows of."""
+    """Return the graph operations of a device, or None if torch has no graphs for it."""
     if device.type == "cuda":
         return CudaGraphs(device)
     return AcceleratorGraphs(device) if _has_accelerator_graphs(device.type) else None
@@ -109,13 +111,13 @@ def _has_accelerator_graphs(device_type: str) -> bool:
         return False
     try:
         torch.accelerator.Graph()
-    except RuntimeError:  # torch has no other answer for a device that brings none
+    except RuntimeError:  # the device has no graphs; torch has no other query
         return False
     return True
 
 
-def captured(graphs: Graphs, work: Callable[[], None]) -> Graph:
-    """A graph of what `work` issues; nothing of it has run yet."""
+def capture_graph(graphs: Graphs, work: Callable[[], None]) -> Graph:
+    """Return a graph of the work that `work` issues. Nothing of it has run yet."""
     current, side = graphs.current_stream(), graphs.side_stream()
     graphs.wait(side, current)
     graph = graphs.capture(side, work)

@@ -1,4 +1,4 @@
-"""Which of torch's implementations an optimizer runs, and the change to another one."""
+"""The implementation (fused, foreach or single) of an optimizer, and the change to another one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _get_scalar_dtype
 
-from impl.optim._refusals import name_of
+from impl.optim._refusals import optimizer_name
 
 Implementation = Literal["fused", "foreach", "single"]
 
-# What the constructor is given for each.
+# Constructor arguments of each implementation.
 _FLAGS: dict[str, dict[str, bool | None]] = {
     "fused": {"foreach": None, "fused": True},
     "foreach": {"foreach": True, "fused": None},
     "single": {"foreach": False, "fused": None},
 }
-# What a constructor writes onto an optimizer that unscales its gradients by itself, as fused ones do; scalers read it.
+# Attribute of optimizers that unscale their gradients themselves, like fused ones. Scalers read it.
 _MARK = "_step_supports_amp_scaling"
 
 
 def implementation_of(optimizer: Optimizer) -> str:
-    """The implementation of its groups; where they differ, each once, in the order of the groups."""
+    """Return the implementation of the groups. If they differ, list each once, in the order of the groups."""
     return ", ".join(dict.fromkeys(map(_of_group, optimizer.param_groups)))
 
 
@@ -40,14 +40,14 @@ def _of_group(group: dict[str, Any]) -> Implementation:
 
 
 def choose(optimizer: Optimizer, implementation: str) -> None:
-    """Make the optimizer one that was built with `implementation`; nothing is changed if it cannot be."""
+    """Change the optimizer as if built with `implementation`. If this raises, nothing is changed."""
     flags = _flags_for(optimizer, implementation)
-    like = [_built_with(optimizer, group, flags) for group in optimizer.param_groups]
+    examples = [_built_with(optimizer, group, flags) for group in optimizer.param_groups]
     for owner in (optimizer.defaults, *optimizer.param_groups):
         owner.update(flags)
     vars(optimizer).pop(_MARK, None)
-    if hasattr(like[0], _MARK):
-        setattr(optimizer, _MARK, getattr(like[0], _MARK))
+    if hasattr(examples[0], _MARK):
+        setattr(optimizer, _MARK, getattr(examples[0], _MARK))
     for group in optimizer.param_groups:
         for param in group["params"]:
             _place_counter(optimizer.state.get(param, {}), param, group)
@@ -62,22 +62,22 @@ def _flags_for(optimizer: Optimizer, implementation: str) -> dict[str, bool | No
     flags = {name: value for name, value in _FLAGS[implementation].items() if name in known}
     if implementation not in ("single", *flags):
         raise ValueError(
-            f"{name_of(type(optimizer))} has no {implementation} implementation; leave the argument out to capture "
-            f"the {implementation_of(optimizer)} one"
+            f"{optimizer_name(type(optimizer))} has no {implementation} implementation; leave the argument out to "
+            f"capture the {implementation_of(optimizer)} one"
         )
     return flags
 
 
 def _built_with(optimizer: Optimizer, group: dict[str, Any], flags: dict[str, bool | None]) -> Optimizer:
-    """An optimizer of its class with the values of one group and these flags: it raises what its class objects to."""
-    kind: Any = type(optimizer)
-    known = inspect.signature(kind).parameters
-    given = {name: value for name, value in group.items() if name in known and name != "params"}
-    return kind([torch.zeros(1, 1, device="cpu")], **{**given, **flags})
+    """Build an optimizer of the same class with one group's values and these flags, so that its checks run."""
+    cls: Any = type(optimizer)
+    known = inspect.signature(cls).parameters
+    arguments = {name: value for name, value in group.items() if name in known and name != "params"}
+    return cls([torch.zeros(1, 1, device="cpu")], **{**arguments, **flags})
 
 
 def _place_counter(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
-    """Put a step counter where such an optimizer has it."""
+    """Move a step counter to the device and dtype of the group's implementation."""
     step = state.get("step")
     if isinstance(step, Tensor):
         on_device = group.get("fused") or group.get("capturable")

@@ -1,27 +1,27 @@
-"""The lists that an optimizer's `_init_group` builds anew in every step, kept, with guards on what they depend on.
+"""Cache of the lists that an optimizer's `_init_group` builds in every step, with guards on their inputs.
 
-    cache = ListCache(optimizer)     # holds it weakly; `cannot_cache_lists(optimizer)` says why not, where it cannot be
-    for lists in cache.groups():     # one `GroupLists` for each of `optimizer.param_groups`, up to date, gradients too
+    cache = ListCache(optimizer)     # if it is impossible, `reason_not_cacheable(optimizer)` is the reason
+    for lists in cache.groups():     # one up-to-date `GroupLists` for each of `optimizer.param_groups`
         for bucket in lists.buckets:
             bucket.params, bucket.grads, bucket["exp_avgs"], bucket["state_steps"], bucket.counters
-    cache.let_go_of_gradients()      # after the step: kept, they would live through the next forward
+    cache.let_go_of_gradients()      # after the step, or they would live through the next forward
 
-`groups()` (or `group(g)` for one of them, the first one first) checks the guards, builds again what a guard says has
-changed, and puts this step's gradients in; a build calls the optimizer's own `_init_group`, which initialises state and
-raises what it raises. `cache.builds` counts builds, `cache.because` says why the last one was made.
+`groups()` (or `group(g)` for a single group, beginning with the first) checks the guards, rebuilds the lists whose
+guard fails, and stores this step's gradients in them. A rebuild calls the optimizer's own `_init_group`, which
+initialises state and may raise. `cache.builds` counts builds, and `cache.because` is the reason for the last one.
 
-The lists of a `GroupLists` are named like the parameters of `_init_group` (`params_with_grad`, `grads`, `exp_avgs`, …);
-only parameters with a gradient are in them. Hyperparameters are not kept: read them from `lists.group`, each time.
-A `Bucket` is the part of them with one device and dtype. Its `counters` are the step counters, advanced together by
-`counters.advance()` before the update and `counters.take_back(found_inf)` after it. Where the group `replays` (its
-guards have held once), call `counters.join()` first: they are one buffer from then on, while `state["step"]` stays the
-tensor object that it was.
+The lists of a `GroupLists` are named like the parameters of `_init_group` (`params_with_grad`, `grads`, `exp_avgs`, …)
+and only hold parameters with a gradient. Hyperparameters are not cached: read them from `lists.group` in each step.
+A `Bucket` has the tensors of one device and dtype. Its `counters` are the step counters. Advance them by
+`counters.advance()` before the update and call `counters.undo_advance(found_inf)` after it. If the group `replays` (its
+guards have held once), call `counters.pack()` first: it moves the counters into one buffer, while `state["step"]` stays
+the same tensor object.
 
-Guarded: the group's parameters and gradients (which have one; type, device, dtype, layout), the values of the group as
-far as they shape the lists, and the identity of the state: of its keys, of each parameter's dictionary and of what that
-holds; for joined counters their addresses. A cache `with_forms` guards the states' tensors as it does gradients, and
-the shapes and strides of all. The other addresses are not guarded: torch's operators ask each tensor for its own, in
-every call. Where parameters and states are handed on by address, ask for forms and compare `data_ptr()` too.
+Guards cover: the group's parameters and gradients (whether there is one; type, device, dtype, layout); the group's
+values as far as the lists depend on them; the identity of the state's keys, of each parameter's dictionary and of its
+values; and the addresses of joined counters. A cache `with_forms` guards the states' tensors like gradients, and the
+shapes and strides of all tensors. Other addresses are not guarded, because torch's operators query them in every call.
+A caller that passes parameters and states by address must compare `data_ptr()` too.
 """
 
 from __future__ import annotations
@@ -39,44 +39,43 @@ from torch.optim import Optimizer
 
 from impl.kernels import tensor_guards
 from impl.optim._counters import Counters
-from impl.optim._refusals import name_of
+from impl.optim._refusals import optimizer_name
 
 _gradient = attrgetter("grad")
 _NONE = repeat(None)
-_END = (
-    object(),
-)  # after what is compared item by item: the one that goes on where the other ends differs too
+# Appended to sequences that are compared item by item, so that a longer one differs from a shorter one.
+_END = (object(),)
 
 
-def cannot_cache_lists(optimizer: Optimizer) -> str | None:
-    """Why the lists of this optimizer cannot be kept; None if they can."""
-    kind = type(optimizer)
-    home = next(
-        (base for base in kind.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer
+def reason_not_cacheable(optimizer: Optimizer) -> str | None:
+    """Return the reason why the lists of this optimizer cannot be cached, or None if they can."""
+    cls = type(optimizer)
+    torch_class = next(
+        (base for base in cls.__mro__ if f"{base.__module__}.".startswith("torch.optim.")), Optimizer
     )
-    if not hasattr(kind, "_init_group"):
-        return f"{name_of(kind)} builds no lists: it has no _init_group"
-    if home is Optimizer:
-        return f"{name_of(kind)} is not of torch.optim: what its lists depend on is not known"
+    if not hasattr(cls, "_init_group"):
+        return f"{optimizer_name(cls)} builds no lists: it has no _init_group"
+    if torch_class is Optimizer:
+        return f"{optimizer_name(cls)} is not of torch.optim: what its lists depend on is not known"
     for name in ("step", "_init_group"):
-        if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(home, name)):
-            return f"{name_of(kind)} has its own {name}: what its lists depend on is not known"
+        if inspect.unwrap(getattr(cls, name)) is not inspect.unwrap(getattr(torch_class, name)):
+            return f"{optimizer_name(cls)} has its own {name}: what its lists depend on is not known"
     return None
 
 
-def list_names(kind: type[Optimizer]) -> tuple[str, ...]:
-    """What the lists are called that `_init_group` fills, in its order: parameters and gradients come first."""
-    return tuple(inspect.signature(kind._init_group).parameters)[2:]  # pyright: ignore[reportAttributeAccessIssue]
+def list_names(cls: type[Optimizer]) -> tuple[str, ...]:
+    """Return the names of the lists that `_init_group` fills, in its order: parameters and gradients come first."""
+    return tuple(inspect.signature(cls._init_group).parameters)[2:]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Bucket:
-    """The tensors of a group that one multi-tensor call takes: those of its parameters of one device and dtype.
+    """Tensors of a group for one multi-tensor call, whose parameters have one device and dtype.
 
-    `bucket["exp_avgs"]` is the list of that name; one that the optimizer leaves empty is empty.
+    `bucket["exp_avgs"]` is the list of that name. Lists that the optimizer does not fill are empty.
     """
 
     def __init__(self, names: tuple[str, ...], lists: list[list[Any]], places: list[int] | None) -> None:
-        self.places = places  # which of the group's tensors these are; None for all of them
+        self.places = places  # indices in the group's lists, or None for all
         self._lists = dict(zip(names, map(self._own, lists), strict=True))
         self.params: list[Tensor]
         self.grads: list[Tensor]
@@ -88,11 +87,11 @@ class Bucket:
         return self._lists[name]
 
     def take(self, grads: list[Tensor]) -> None:
-        """Put the group's gradients in."""
+        """Store the gradients of this bucket, out of those of the group."""
         self.grads[:] = self._own(grads)
 
     def tensors(self) -> Iterator[Any]:
-        """All of them, one list after the other."""
+        """Yield all tensors, list by list."""
         return chain.from_iterable(self._lists.values())
 
     def tensor_names(self) -> list[str]:
@@ -105,7 +104,7 @@ class Bucket:
 
 
 class GroupLists:
-    """The lists of one group, as `_init_group` gave them."""
+    """Lists of one group, as `_init_group` filled them."""
 
     def __init__(
         self, optimizer: Optimizer, group: dict[str, Any], names: tuple[str, ...], with_forms: bool
@@ -115,9 +114,11 @@ class GroupLists:
         self.returned: Any = plain_init_group(optimizer)(group, *self.lists)
         self.params, self.grads = self.lists[:2]
         self.replays = False  # whether the guards have held once since
-        self.changes_in_a_row = 0  # in how many steps in succession the lists of this group have changed
-        self.attached: Any = None  # for the cache's user: what follows from these lists and goes with them
-        self._shape, self._seen = shape_of(group), list(group.values())
+        # Number of consecutive steps in which the lists of this group have changed.
+        self.changes_in_a_row = 0
+        # Data of the cache's user that is valid as long as these lists.
+        self.attached: Any = None
+        self._shape, self._last_values = list_guard_values(group), list(group.values())
         self._all_params: list[Tensor] = list(group["params"])
         self._without = [param for param in self._all_params if param.grad is None]
         self._places = [place for place, param in enumerate(self._all_params) if param.grad is not None]
@@ -129,16 +130,18 @@ class GroupLists:
             lists = self.params, *self.lists[2:]
             self._guarded = [tensor for tensor in chain.from_iterable(lists) if isinstance(tensor, Tensor)]
         else:
-            # Elsewhere, and in fused updates, buckets go by dtype; the CPU's other operators take tensors one by one.
+            # Buckets depend on dtypes, except for non-fused updates on the CPU, which go tensor by tensor.
             by_dtype = bool(group.get("fused"))
             self._guarded = [param for param in self.params if by_dtype or not param.is_cpu]
         self._guards = tensor_guards([*self._guarded, *self.grads], with_forms, with_forms)
-        self.buckets = [Bucket(names, self.lists, places) for places in places_by_kind(self.params)]
+        self.buckets = [
+            Bucket(names, self.lists, places) for places in indices_by_device_and_dtype(self.params)
+        ]
 
     def take_gradients(self) -> str | None:
-        """Put this step's gradients in; or say why `_init_group` might give other lists than these."""
-        if (why := self._changed_values()) is not None:
-            return why
+        """Store this step's gradients, or return the reason why `_init_group` may return other lists."""
+        if (reason := self._changed_values()) is not None:
+            return reason
         params = self.group["params"]
         if len(params) != len(self._all_params) or not same(params, self._all_params):
             return "the group has other parameters"
@@ -150,7 +153,7 @@ class GroupLists:
         if self._without and not same(map(_gradient, self._without), _NONE):
             return "a parameter that had no gradient has one"
         for bucket in self.buckets:
-            if bucket.counters.have_moved():
+            if bucket.counters.changed_address():
                 return "a step counter has other memory"
         self.grads[:] = grads
         for bucket in self.buckets:
@@ -164,11 +167,11 @@ class GroupLists:
 
     def _changed_values(self) -> str | None:
         values = list(self.group.values())
-        if len(values) == len(self._seen) and same(values, self._seen):
+        if len(values) == len(self._last_values) and same(values, self._last_values):
             return None
-        if (shape := shape_of(self.group)) != self._shape:
+        if (shape := list_guard_values(self.group)) != self._shape:
             return f"the group's {', '.join(changed(self._shape, shape))} changed"
-        self._seen = values
+        self._last_values = values
         return None
 
     def let_go_of_gradients(self) -> None:
@@ -193,120 +196,122 @@ class GroupLists:
 
 
 class ListCache:
-    """The lists of an optimizer, group by group; see this file's head."""
+    """Lists of an optimizer, group by group. The module's docstring has the details."""
 
     def __init__(self, optimizer: Optimizer, with_forms: bool = False) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._with_forms = with_forms
         self._names = list_names(type(optimizer))
-        self._by_group: dict[int, GroupLists] = {}  # by the id of the group, which it keeps alive
-        # The keys and values of `optimizer.state` when each group's part of it was last found to be the kept one.
-        self._seen_state: tuple[list[Any], list[Any]] | None = None
+        self._by_group: dict[int, GroupLists] = {}  # keys: ids of the groups, which `GroupLists` keeps alive
+        # Keys and values of `optimizer.state` at the last check in which all groups' states were unchanged.
+        self._checked_state: tuple[list[Any], list[Any]] | None = None
         self._why_none = self._why_empty = "it is the first step"
         self.builds = 0
         self.because = "there was no step yet"
 
     def groups(self) -> list[GroupLists]:
-        """Every group's lists, up to date."""
+        """Return every group's lists, up to date."""
         return [self.group(group) for group in self._alive().param_groups]
 
     def group(self, group: dict[str, Any]) -> GroupLists:
-        """One group's lists, up to date. Ask for the first group first: with it the state is looked at as a whole."""
+        """Return one group's lists, up to date. Call it for the first group first, which checks the whole state."""
         optimizer = self._alive()
         if group is optimizer.param_groups[0]:
             self._check_state(optimizer)
         group_lists = self._by_group.get(id(group))
         if group_lists is None:
             return self._build(optimizer, group, self._why_none)
-        if (why := group_lists.take_gradients()) is not None:
-            return self._build(optimizer, group, why)
+        if (reason := group_lists.take_gradients()) is not None:
+            return self._build(optimizer, group, reason)
         return group_lists
 
     def kept(self) -> list[GroupLists]:
-        """The lists that are there, as they are."""
+        """Return the cached lists without checking them."""
         return [*self._by_group.values()]
 
     def let_go_of_gradients(self) -> None:
         for group_lists in self._by_group.values():
             group_lists.let_go_of_gradients()
 
-    def forget(self, why: str) -> None:
-        """Let go of all lists; the next step builds new ones, for this reason."""
+    def forget(self, reason: str) -> None:
+        """Drop all lists. The next step builds new ones for this reason."""
         self._by_group.clear()
         if self.builds:
-            self._why_empty = why
+            self._why_empty = reason
 
-    def _build(self, optimizer: Optimizer, group: dict[str, Any], why: str) -> GroupLists:
-        before = self._by_group.pop(id(group), None)
-        self._seen_state = None
-        self._why_empty = why  # where this fails, the next step has the same reason
+    def _build(self, optimizer: Optimizer, group: dict[str, Any], reason: str) -> GroupLists:
+        previous = self._by_group.pop(id(group), None)
+        self._checked_state = None
+        self._why_empty = reason  # reason of the next build if this one raises
         group_lists = GroupLists(optimizer, group, self._names, self._with_forms)
-        if before is not None:
-            group_lists.changes_in_a_row = 1 if before.replays else before.changes_in_a_row + 1
+        if previous is not None:
+            group_lists.changes_in_a_row = 1 if previous.replays else previous.changes_in_a_row + 1
         self._by_group[id(group)] = group_lists
         self.builds += 1
-        self.because = why
+        self.because = reason
         return group_lists
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        """Drop the lists of groups that are gone, and those of parameters whose state is another dictionary now."""
+        """Drop the lists of removed groups, and of parameters whose state dictionary was replaced."""
         state = optimizer.state
         self._why_none = "a group was added" if self._by_group else self._why_empty
         if len(self._by_group) > len(optimizer.param_groups):
             self._keep(set(map(id, optimizer.param_groups)), "there are fewer groups")
-        if self._seen_state is not None:
-            keys, values = self._seen_state
+        if self._checked_state is not None:
+            keys, values = self._checked_state
             if len(state) == len(keys) and same(state, keys) and same(state.values(), values):
                 return
-        held = {
+        unchanged = {
             key
             for key, group_lists in self._by_group.items()
             if same(map(state.get, group_lists.params), group_lists.states)
         }
-        self._keep(held, "a parameter's state was replaced")
-        self._seen_state = list(state), list(state.values())
+        self._keep(unchanged, "a parameter's state was replaced")
+        self._checked_state = list(state), list(state.values())
 
-    def _keep(self, held: set[int], why: str) -> None:
-        if held != self._by_group.keys():
-            self._by_group = {key: group_lists for key, group_lists in self._by_group.items() if key in held}
-            self._why_none = why
+    def _keep(self, keys: set[int], reason: str) -> None:
+        if keys != self._by_group.keys():
+            self._by_group = {key: group_lists for key, group_lists in self._by_group.items() if key in keys}
+            self._why_none = reason
 
     def _alive(self) -> Optimizer:
         optimizer = self._optimizer()
-        assert optimizer is not None, "the list cache of an optimizer that is gone was asked for"
+        assert optimizer is not None, "the optimizer of this list cache no longer exists"
         return optimizer
 
 
 def plain_init_group(optimizer: Optimizer) -> Callable[..., Any]:
-    """The `_init_group` of its class, whatever the instance has in its place."""
+    """Return the `_init_group` of the optimizer's class, even if the instance replaces it."""
     return types.MethodType(type(optimizer)._init_group, optimizer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shape_of(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What of a group's values may shape the lists; of a number only its type and its sign: schedules may move it."""
-    return [(key, _shape_of(value)) for key, value in group.items() if key not in ("params", "param_names")]
+def list_guard_values(group: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the group's values that its lists depend on. For numbers, which schedules change, only type and sign."""
+    return [
+        (key, _guard_value(value)) for key, value in group.items() if key not in ("params", "param_names")
+    ]
 
 
-def _shape_of(value: Any) -> Any:
+def _guard_value(value: Any) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
         return type(value), value > 0, value == 0
     if isinstance(value, (list, tuple)):
-        return tuple(map(_shape_of, value))
+        return tuple(map(_guard_value, value))
     return type(value), getattr(value, "requires_grad", False)
 
 
 def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list[str]:
-    """The keys of a group whose values have another shape, or that are in one of the two alone."""
-    one, other = dict(before), dict(after)
-    return sorted(key for key in one.keys() | other.keys() if key not in one or one[key] != other.get(key))
+    """Return the keys of a group whose values differ, or that are in only one of the two."""
+    old, new = dict(before), dict(after)
+    return sorted(key for key in old.keys() | new.keys() if key not in old or old[key] != new.get(key))
 
 
-def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:
-    """Where in the list the parameters of one device and dtype are, for each such kind; None for everywhere.
+def indices_by_device_and_dtype(params: list[Tensor]) -> list[list[int] | None]:
+    """Return the indices of the parameters of each device and dtype, or [None] if all have the same.
 
-    The kinds come in torch's order: where a call raises, those before it have been updated.
+    The order is torch's, so that the same parameters have been updated if a call raises.
     """
     if not params:
         return []
@@ -315,6 +320,6 @@ def places_by_kind(params: list[Tensor]) -> list[list[int] | None]:
     return [*places] if len(places) > 1 else [None]
 
 
-def same(these: Iterable[Any], those: Iterable[Any]) -> bool:
-    """Whether they are the same objects, as far as the shorter one goes."""
-    return all(map(is_, these, those))
+def same(objects: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Return whether both have the same objects, up to the end of the shorter one."""
+    return all(map(is_, objects, others))

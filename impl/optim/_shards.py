@@ -1,4 +1,4 @@
-"""Which ranks hold the other parts of a parameter, and what they make of numbers that each found in its own."""
+"""Process groups that parameters are sharded over, and norms and flags combined over their ranks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from impl.kernels import PLAIN_TYPES, placed
+from impl.kernels import PLAIN_TYPES, to_device
 
 _registered: Any = WeakIdKeyDictionary()
 _CURE = "whose ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
 
 
 def register_shard_groups(parameter: Tensor, *groups: dist.ProcessGroup) -> None:
-    """Note that `parameter` is one rank's part of what all ranks of a group, or of several, hold together."""
+    """Record that `parameter` is one rank's shard of a parameter that is sharded over these groups."""
     _registered[parameter] = groups
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor; asked without importing what defines them, which takes half a second."""
+    """Return whether `tensor` is a DTensor, without importing `torch.distributed.tensor`, which takes half a second."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`, as a plain tensor at the same address."""
-    part: Any = tensor
+    """Return the local tensor of a DTensor, or `tensor`, as a plain tensor at the same address."""
+    local: Any = tensor
     if is_distributed(tensor):
-        return part._local_tensor
-    return part.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
+        return local._local_tensor
+    return local.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold `parameter` together, each element once; None if this rank holds all of it.
+    """Return the process group that `parameter` is sharded over, or None if this rank holds all of it.
 
     Raises:
-        NotImplementedError: several groups hold it, as it is sharded along several dimensions of a mesh; or it is a
-            DTensor that has sums to take.
+        NotImplementedError: it is sharded over several groups, along several dimensions of a mesh; or it is a partial
+            DTensor.
     """
     if not is_distributed(parameter):
         groups = _registered.get(parameter, ())
@@ -64,7 +64,7 @@ def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def shard_groups(parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """The groups that hold these together, in order of appearance, which is the same on all ranks."""
+    """Return the groups that these parameters are sharded over, in order of appearance, which all ranks share."""
     listed = list(parameters)
     if not _registered and PLAIN_TYPES.issuperset(map(type, listed)):
         return []
@@ -74,53 +74,56 @@ def shard_groups(parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
 
 @dataclass(frozen=True)
 class Norms:
-    """Of one order, 0-dim and on one device."""
+    """0-dim norms of one order: one of the replicated gradients, and one for each shard group."""
 
     order: float
-    replicated: Tensor  # of what each rank holds all of
-    sharded: dict[dist.ProcessGroup, Tensor]  # of this rank's part of what a group holds
+    replicated: Tensor  # norm of the gradients that each rank holds all of
+    sharded: dict[dist.ProcessGroup, Tensor]  # norms of this rank's shards
 
     def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of all, each element counted once, and the largest of the ranks' flags; f32 and f64, 0-dim.
+        """Return the norm of all gradients, with each element counted once, and the largest flag of all ranks.
 
-        Collectives: one all-gather of a number for each group and one more, in `among`, to which all groups belong.
+        Both are 0-dim: the norm is f32 or f64, the flag f64.
+
+        Collectives: one all-gather in `among`, which includes all groups, of one number and one more for each group.
         """
-        mine = torch.stack(
+        numbers = torch.stack(
             [flag.to(torch.float64), *(norm.to(torch.float64) for norm in self.sharded.values())]
         )
-        everyones = exchanged(mine, among)
+        numbers_of_ranks = all_gather_numbers(numbers, among)
         norms = [self.replicated.to(torch.float64)]
         for column, group in enumerate(self.sharded, start=1):
-            found, ranks = everyones[:, column], _ranks_in(among, group)
-            if ranks != [*range(len(found))]:
-                # Not by a list of rows, for which a device would wait for the host.
-                numbers = found.unbind()
-                found = torch.stack([numbers[rank] for rank in ranks])
-            norms.append(self._joined(found.contiguous()))
+            group_norms, ranks = numbers_of_ranks[:, column], _ranks_in(among, group)
+            if ranks != [*range(len(group_norms))]:
+                # Indexing with a list of ranks would synchronise with the device.
+                norm_of_ranks = group_norms.unbind()
+                group_norms = torch.stack([norm_of_ranks[rank] for rank in ranks])
+            norms.append(self._combined(group_norms.contiguous()))
         wide = torch.float64 if self.replicated.dtype is torch.float64 else torch.float32
-        return self._joined(torch.stack(norms)).to(wide), everyones[:, 0].amax()
+        return self._combined(torch.stack(norms)).to(wide), numbers_of_ranks[:, 0].amax()
 
-    def _joined(self, norms: Tensor) -> Tensor:
-        # Norms of order 0 are counts, which add up.
+    def _combined(self, norms: Tensor) -> Tensor:
+        # Norms of order 0 are counts, so add them.
         return torch.linalg.vector_norm(norms, self.order or 1.0)
 
 
-def exchanged(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's `numbers`, a row a rank; sent from the device where the group takes none from the host."""
-    mine = placed(numbers, _place_in(among, numbers.device))
-    everyones = mine.new_empty((dist.get_world_size(among), len(mine)))
-    dist.all_gather([*everyones.unbind()], mine, group=among)
-    return placed(everyones, numbers.device)
+def all_gather_numbers(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:
+    """Return every rank's `numbers`, one row for each rank. They are sent from a device that the group supports."""
+    local = to_device(numbers, _collective_device(among, numbers.device))
+    gathered = local.new_empty((dist.get_world_size(among), len(local)))
+    dist.all_gather([*gathered.unbind()], local, group=among)
+    return to_device(gathered, numbers.device)
 
 
-def _place_in(among: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def _collective_device(among: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     group = dist.group.WORLD if among is None else among
-    kinds = [place.type for place in getattr(group, "_device_types", ())]  # some groups do not tell
-    return torch.device(kinds[0]) if kinds and device.type == "cpu" and "cpu" not in kinds else device
+    # Not every group has this attribute.
+    types = [supported.type for supported in getattr(group, "_device_types", ())]
+    return torch.device(types[0]) if types and device.type == "cpu" and "cpu" not in types else device
 
 
 def _ranks_in(among: dist.ProcessGroup | None, group: dist.ProcessGroup) -> list[int]:
-    """The numbers that the ranks of `group` have in `among`, which is the default group if it is None."""
+    """Return the ranks of `group` as numbered in `among`, which is the default group if None."""
     among = dist.group.WORLD if among is None else among
     assert among is not None
     if group is among:
@@ -130,10 +133,8 @@ def _ranks_in(among: dist.ProcessGroup | None, group: dist.ProcessGroup) -> list
         return [numbers[rank] for rank in dist.get_process_group_ranks(group)]
     except KeyError as error:
         [missing] = error.args
-        who = (
-            f"rank {missing}" if isinstance(missing, int) else "a rank of a group that torch was not told of"
-        )
+        who = f"rank {missing}" if isinstance(missing, int) else "a rank of a group that torch does not know"
         raise RuntimeError(
-            f"{who} holds a part of a parameter, and is not in the process group that decides on the step; give the "
-            "ShardedGradScaler a process_group of all ranks that hold parts"
+            f"{who} holds a shard of a parameter, and is not in the process group that decides on the step; give the "
+            "ShardedGradScaler a process_group of all ranks that hold shards"
         ) from None

@@ -1,10 +1,9 @@
-"""`capture`: the step of an optimizer, without the work that is the same in every step.
+"""`capture`: optimizer steps without the work that is the same in every step.
 
-The optimizer stays the object that it is, and its `step` stays torch's: hooks, closures, schedulers, the profiler and a
-scaler's attributes are served by the code that always served them. What is replaced is `_init_group`, which `step`
-calls for each group. It gives the lists that are kept (`impl.optim._list_cache`), or, for a group whose implementation
-is fused, does the update by one operator, or on an accelerator by a graph (`impl.optim._graphed_update`), and leaves
-`step` nothing to do.
+The optimizer stays the same object and keeps torch's `step`, so that hooks, closures, schedulers, the profiler and a
+scaler's attributes work as before. Only `_init_group` is replaced, which `step` calls for each group. It returns cached
+lists (`impl.optim._list_cache`). For a group with a fused implementation it does the update itself, by one operator or
+on an accelerator by a graph (`impl.optim._graphed_update`), and leaves `step` nothing to do.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from impl.kernels import dynamo_disable, is_profiled, span
 from impl.optim._fused_operators import rule_for, step_bucket
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
-from impl.optim._list_cache import GroupLists, ListCache, cannot_cache_lists, plain_init_group
-from impl.optim._refusals import refuse_other_types
+from impl.optim._list_cache import GroupLists, ListCache, plain_init_group, reason_not_cacheable
+from impl.optim._refusals import check_is_optimizer
 
-# Lists that have changed in so many steps in succession are not worth it: so many steps are eager then.
+# After lists have changed in _RESTLESS consecutive steps, caching does not pay: the next _PAUSE steps are eager.
 _RESTLESS, _PAUSE = 4, 16
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -36,11 +35,11 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 @dataclass(frozen=True)
 class GraphExplanation:
-    """Whether a step is replayed from graphs, and why so."""
+    """Whether a step is replayed from graphs, and the reason."""
 
-    replayed: bool  # the whole of the last step was
-    reason: str  # why it was not, or why a graph was last captured
-    captures: int = 0  # how often a graph was captured since graphs were asked for
+    replayed: bool  # whether the last step was replayed completely
+    reason: str  # the reason against it, or for the last capture
+    captures: int = 0  # number of graphs captured since graphs were requested
 
     def __str__(self) -> str:
         if not self.replayed:
@@ -51,16 +50,16 @@ class GraphExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """How an optimizer's step is done, and why so."""
+    """The implementation of an optimizer's step, and the reason for it."""
 
     captured: bool
-    implementation: (
-        str  # "fused", "foreach" or "single": built with it, a plain optimizer gives the same bits
-    )
-    reason: str  # why it is not captured, or why its lists were last built
-    builds: int = 0  # how often the lists of a group were built
-    graph: GraphExplanation | None = None  # None where none was asked for
-    compiled: bool = False  # Dynamo was the last to ask for lists, and keeps its own
+    # "fused", "foreach" or "single". A plain optimizer with this implementation gives bit-identical results.
+    implementation: str
+    reason: str  # the reason against capturing, or for the last build of lists
+    builds: int = 0  # number of times that a group's lists were built
+    graph: GraphExplanation | None = None  # graphs, if they were requested
+    # Whether Dynamo, which keeps lists of its own, traced the last step.
+    compiled: bool = False
 
     def __str__(self) -> str:
         if self.compiled:
@@ -72,28 +71,28 @@ class Explanation:
         return f"captured, {self.implementation}: {times}, the last one because {self.reason}{graph}"
 
 
-class _Chosen(NamedTuple):
-    """How a group is updated."""
+class _GroupUpdate(NamedTuple):
+    """The update of a group."""
 
-    steps: list[Callable[..., None]] | None  # a bucket each; None where torch's own function does it
-    graphed: list[GraphedUpdate]  # of these, where graphs were asked for
+    steps: list[Callable[..., None]] | None  # a function for each bucket; None: torch's own
+    graphed: list[GraphedUpdate]  # updates that use graphs
 
 
 class _Capture:
-    """Stands in an optimizer's place of `_init_group`; holds it weakly, so that it goes when its last user goes."""
+    """Replacement of an optimizer's `_init_group`. It holds the optimizer weakly, so that it does not keep it alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.list_cache = ListCache(optimizer)
         self.wants_graphs = False
-        self.pause = 0  # for how many more steps no lists are kept
+        self.pause = 0  # number of further steps that are eager
         self._pausing = False
-        self.compiled = False  # Dynamo was the last to ask for lists
-        # By the places of a group and of a bucket in it; a load puts other groups in these places.
+        self.compiled = False  # whether Dynamo traced the last step
+        # By the indices of a group and of a bucket in it, because loading a state replaces the groups.
         self._backoffs: defaultdict[tuple[int | None, int], Backoff] = defaultdict(Backoff)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For optimizers that copy or pickle their whole `__dict__`: what they make is captured, and begins anew."""
+        """Support optimizers that copy or pickle their whole `__dict__`: the new one is captured, with empty caches."""
         return type(self), (self._optimizer(),), {"wants_graphs": self.wants_graphs}
 
     @dynamo_disable
@@ -123,27 +122,27 @@ class _Capture:
             self._pausing = self.pause > 0
             if self._pausing:
                 self.pause -= 1
-                self.list_cache.forget(f"none were kept in the {_PAUSE} steps before")
+                self.list_cache.forget(f"none were cached in the {_PAUSE} steps before")
         return self._pausing
 
     def _run(self, optimizer: Optimizer, group_lists: GroupLists, lists: tuple[list[Any], ...]) -> None:
         if group_lists.attached is None:
-            group_lists.attached = self._chosen(optimizer, group_lists)
+            group_lists.attached = self._choose(optimizer, group_lists)
         steps = group_lists.attached.steps
         if steps is None:
-            for expected, kept in zip(lists, group_lists.lists, strict=True):
-                expected.extend(kept)
+            for tensors, cached in zip(lists, group_lists.lists, strict=True):
+                tensors.extend(cached)
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for bucket, step in zip(group_lists.buckets, steps, strict=True):
             if group_lists.replays:
-                bucket.counters.join()
+                bucket.counters.pack()
             step(group_lists.group, grad_scale, found_inf)
 
-    def _chosen(self, optimizer: Optimizer, group_lists: GroupLists) -> _Chosen:
+    def _choose(self, optimizer: Optimizer, group_lists: GroupLists) -> _GroupUpdate:
         rule = rule_for(optimizer, group_lists)
         if rule is None:
-            return _Chosen(None, [])
+            return _GroupUpdate(None, [])
         if self.wants_graphs:
             places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
             place = places.get(id(group_lists.group))
@@ -151,8 +150,10 @@ class _Capture:
                 GraphedUpdate(rule, bucket, optimizer, self._backoffs[place, number])
                 for number, bucket in enumerate(group_lists.buckets)
             ]
-            return _Chosen([each.step for each in graphed], graphed)
-        return _Chosen([functools.partial(step_bucket, rule, bucket) for bucket in group_lists.buckets], [])
+            return _GroupUpdate([update.step for update in graphed], graphed)
+        return _GroupUpdate(
+            [functools.partial(step_bucket, rule, bucket) for bucket in group_lists.buckets], []
+        )
 
     def want_graphs(self, wants: bool) -> None:
         if wants != self.wants_graphs:
@@ -161,17 +162,17 @@ class _Capture:
             self.list_cache.forget("graphs were asked for" if wants else "graphs are not wanted any more")
 
     def graphed(self) -> list[GraphedUpdate] | None:
-        """The updates that graphs were asked for, a bucket each; None if torch's own function does one."""
-        chosen = [
+        """Return the updates of all buckets that use graphs, or None if torch's own function updates a group."""
+        updates = [
             group_lists.attached for group_lists in self.list_cache.kept() if group_lists.attached is not None
         ]
-        if any(each.steps is None for each in chosen):
+        if any(update.steps is None for update in updates):
             return None
-        return [graphed for each in chosen for graphed in each.graphed]
+        return [graphed for update in updates for graphed in update.graphed]
 
 
 class _Eager(NamedTuple):
-    """What is known of an optimizer that `capture` was asked for and that stays eager."""
+    """Record of an optimizer that `capture` left eager."""
 
     reason: str
     wants_graphs: bool
@@ -179,39 +180,36 @@ class _Eager(NamedTuple):
 
 _EAGER: weakref.WeakKeyDictionary[Optimizer, _Eager] = weakref.WeakKeyDictionary()
 _NOT_CAPTURED = GraphExplanation(False, "the whole step is eager")
-_COMPILED = "Dynamo was the last to trace it, and keeps lists of its own; an eager step is captured again"
+_COMPILED = "Dynamo traced its last step and keeps lists of its own; an eager step is captured again"
 
 
 def capture(
     optimizer: AnyOptimizer, *, implementation: Implementation | None = None, graph: bool | None = None
 ) -> AnyOptimizer:
-    """Have an optimizer's `step` keep the lists that it would build anew each time, and do no more than has changed.
+    """Cache the tensor lists that an optimizer's `step` builds, so that later steps only check for changes.
 
-    Results are those of the same optimizer without it, to the bit; with `graph=True` on an accelerator, those of one
-    whose learning rates are float32 tensors there. What it depends on is looked at in every step: a
-    gradient that is None or not, types, dtypes, layouts, the state, the groups; if something has changed, the lists
-    are built again, in microseconds a parameter. Learning rates and other numbers of the groups are read in every
-    step, and may change freely.
+    Results are bit-identical to those of the same optimizer without `capture`. With `graph=True` on an accelerator they
+    are those of an optimizer with float32 tensors on the device as learning rates. Every step checks which gradients
+    are None, types, dtypes, layouts, the state and the groups. After a change the lists are built again, which takes
+    microseconds for each parameter. Learning rates and other numbers of the groups may change freely.
 
     Args:
-        optimizer: any optimizer. Those of `torch.optim` that build lists are captured; the others stay as they are, and
-            a warning says why, as does `explain`.
-        implementation: "fused", "foreach" or "single", in the place of the one that it was built with: everything is
-            then as in an optimizer built so.
-        graph: on CUDA, or another accelerator that has torch's generic graphs (2.13), replay a fused update from a
-            graph, once parameters, gradients and states have stayed where they lie; so let gradients be kept, by
-            `zero_grad(set_to_none=False)`. Where they move, steps are eager, and `explain` says what moved. Learning
-            rates may change freely; the device reads them in float32, as it does those that are tensors. After a
-            change of another number, of a beta or a weight decay too, a step or more are eager. On the CPU it changes
-            nothing. It has not run on a GPU yet. None leaves it as it is: off, at first.
+        optimizer: any optimizer. Those of `torch.optim` that build lists are captured. Others stay as they are, with a
+            warning; `explain` has the reason.
+        implementation: "fused", "foreach" or "single": switch to this implementation, as if built with it.
+        graph: on an accelerator, replay fused updates from a graph while parameters, gradients and states keep their
+            addresses. Call `zero_grad(set_to_none=False)` so that gradients do. Other steps are eager, and `explain`
+            has the reason. Needs CUDA, or torch's generic graphs (2.13). A changed learning rate is read as float32.
+            After a change of any other number at least one step is eager. No effect on the CPU. It has not run on a GPU
+            yet. None keeps the current setting, at first False.
     Returns:
-        The same optimizer. A copy of it, or what a pickle of it gives, is a plain optimizer; capture it again. (One of
-            a subclass whose `__getstate__` gives all attributes is captured.)
+        The same optimizer. A copied or unpickled one is a plain optimizer: capture it again. (With a subclass whose
+            `__getstate__` returns all attributes it is captured.)
     Raises:
-        TypeError: it is no optimizer.
-        ValueError: the optimizer has no such implementation.
-        RuntimeError, ValueError: what its class raises when it is built with that implementation.
-    Sync: none that the optimizer itself has not. Collectives: none.
+        TypeError: the argument is not an optimizer.
+        ValueError: the optimizer does not have the implementation.
+        RuntimeError, ValueError: raised by its class if built with the implementation.
+    Sync: the same as the optimizer's own. Collectives: none.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 1)
@@ -223,18 +221,18 @@ def capture(
     >>> print(explain(optimizer))
     captured, fused: 1 build of lists, the last one because it is the first step
     """
-    refuse_other_types(optimizer)
+    check_is_optimizer(optimizer)
     if implementation is not None:
         choose(optimizer, implementation)
     if not is_captured(optimizer):
-        before = _EAGER.pop(optimizer, None)
-        if graph is None and before is not None:
-            graph = before.wants_graphs
-        if (why := _why_not(optimizer)) is not None:
-            _EAGER[optimizer] = _Eager(why, bool(graph))
-            if before is None or before.reason != why:
+        previous = _EAGER.pop(optimizer, None)
+        if graph is None and previous is not None:
+            graph = previous.wants_graphs
+        if (reason := _reason_not_to_capture(optimizer)) is not None:
+            _EAGER[optimizer] = _Eager(reason, bool(graph))
+            if previous is None or previous.reason != reason:
                 # stacklevel: the caller of capture.
-                warnings.warn(f"nothing is captured, and the step stays as it is: {why}", stacklevel=2)
+                warnings.warn(f"nothing is captured, and the step stays as it is: {reason}", stacklevel=2)
             return optimizer
         optimizer.__dict__["_init_group"] = _Capture(optimizer)
     if graph is not None:
@@ -242,15 +240,15 @@ def capture(
     return optimizer
 
 
-def _why_not(optimizer: Optimizer) -> str | None:
+def _reason_not_to_capture(optimizer: Optimizer) -> str | None:
     if "_init_group" in vars(optimizer):
-        return "somebody else has replaced its _init_group"
-    return cannot_cache_lists(optimizer)
+        return "its _init_group was replaced by other code"
+    return reason_not_cacheable(optimizer)
 
 
 def release(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Undo `capture`: the optimizer builds its lists anew in every step again. One not captured is left as it is."""
-    refuse_other_types(optimizer)
+    """Undo `capture`. An optimizer that is not captured is left as it is."""
+    check_is_optimizer(optimizer)
     if is_captured(optimizer):
         del optimizer.__dict__["_init_group"]
     _EAGER.pop(optimizer, None)
@@ -266,11 +264,11 @@ def _capture_of(optimizer: Optimizer) -> _Capture:
 
 
 def explain(optimizer: Optimizer) -> Explanation:
-    """How the step of an optimizer is done, and why so; printed, it is one line.
+    """Return how an optimizer's last step was done, and the reason. `print` shows it in one line.
 
-    Of the last step that asked for lists: what Dynamo has compiled asks for none, and runs unseen beside eager steps.
+    Steps that Dynamo has compiled are not seen. The result is that of the last other step.
     """
-    refuse_other_types(optimizer)
+    check_is_optimizer(optimizer)
     implementation = implementation_of(optimizer)
     if not is_captured(optimizer):
         eager = _EAGER.get(optimizer, _Eager("capture was not called", wants_graphs=False))
@@ -278,19 +276,21 @@ def explain(optimizer: Optimizer) -> Explanation:
         return Explanation(False, implementation, eager.reason, graph=graph)
     captured = _capture_of(optimizer)
     list_cache = captured.list_cache
-    graph = _explained_graph(captured, implementation) if captured.wants_graphs else None
+    graph = _explain_graph(captured, implementation) if captured.wants_graphs else None
     if captured.compiled:
         return Explanation(False, implementation, _COMPILED, list_cache.builds, graph, compiled=True)
     if captured.pause:
-        why = f"its lists changed {_RESTLESS} times in succession, the last time because {list_cache.because}"
-        why += f"; it is tried again after {captured.pause} steps"
-        return Explanation(False, implementation, why, list_cache.builds, graph)
-    if any(each.reads_settings for each in captured.graphed() or ()):
+        reason = (
+            f"its lists changed {_RESTLESS} times in succession, the last time because {list_cache.because}"
+        )
+        reason += f"; it is tried again after {captured.pause} steps"
+        return Explanation(False, implementation, reason, list_cache.builds, graph)
+    if any(update.reads_settings for update in captured.graphed() or ()):
         implementation += ", lr a float32 on the device"
     return Explanation(True, implementation, list_cache.because, list_cache.builds, graph)
 
 
-def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanation:
+def _explain_graph(captured: _Capture, implementation: str) -> GraphExplanation:
     graphed = captured.graphed()
     if captured.compiled:
         return GraphExplanation(False, "the whole step is compiled")
@@ -308,8 +308,8 @@ def _explained_graph(captured: _Capture, implementation: str) -> GraphExplanatio
         if captured.list_cache.kept():
             return GraphExplanation(False, "no parameter had a gradient")
         return GraphExplanation(False, "there was no step since graphs were asked for")
-    captures = sum(each.captures for each in graphed)
-    reported = next((each for each in graphed if not each.replayed), graphed[0])
+    captures = sum(update.captures for update in graphed)
+    reported = next((update for update in graphed if not update.replayed), graphed[0])
     return GraphExplanation(reported.replayed, reported.reason, captures)
 
 

@@ -1,4 +1,4 @@
-"""The older spellings of `impl.amp` for the CPU."""
+"""Deprecated spellings of `impl.amp` for the CPU."""
 
 from impl.cpu.amp.autocast_mode import autocast
 from impl.cpu.amp.grad_scaler import GradScaler

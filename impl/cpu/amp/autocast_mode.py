@@ -1,4 +1,4 @@
-"""The older spelling of `impl.amp.autocast` for the CPU, deprecated as torch's is."""
+"""Deprecated spelling of `impl.amp.autocast` for the CPU, like torch's."""
 
 import warnings
 
@@ -10,11 +10,11 @@ __all__ = ["autocast"]
 
 
 class autocast(amp.autocast):
-    """`impl.amp.autocast("cpu", ...)` with other defaults, which do not follow `torch.get_autocast_dtype`.
+    """`impl.amp.autocast("cpu", ...)` with fixed defaults, independent of `torch.get_autocast_dtype`.
 
     Warns: FutureWarning. Sync: none.
-    Source: torch.cpu.amp.autocast 2.13; differences: those of `impl.amp.autocast`; a subclass warns with its first
-        instance and not when it is defined.
+    Source: torch.cpu.amp.autocast 2.13; differences: those of `impl.amp.autocast`; a subclass warns at its first
+        instance, not at its definition.
 
     >>> import warnings
     >>> with warnings.catch_warnings():

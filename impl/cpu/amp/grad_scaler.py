@@ -1,4 +1,4 @@
-"""The older spelling of `impl.amp.GradScaler` for the CPU, deprecated as torch's is."""
+"""Deprecated spelling of `impl.amp.GradScaler` for the CPU, like torch's."""
 
 import warnings
 
@@ -8,7 +8,7 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(amp.GradScaler):
-    """`impl.amp.GradScaler("cpu", ...)`, with torch's own arguments only and a FutureWarning.
+    """`impl.amp.GradScaler("cpu", ...)` with only torch's arguments. It raises a FutureWarning.
 
     Source: torch.cpu.amp.GradScaler 2.13; differences: those of `impl.amp.GradScaler`.
     """

@@ -1,4 +1,4 @@
-"""The older spellings of `impl.amp` for CUDA."""
+"""Deprecated spellings of `impl.amp` for CUDA."""
 
 from impl.cuda.amp.autocast_mode import autocast, custom_bwd, custom_fwd
 from impl.cuda.amp.common import amp_definitely_not_available

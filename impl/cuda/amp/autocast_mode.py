@@ -1,4 +1,4 @@
-"""The older spellings of `impl.amp.autocast_mode` for CUDA, deprecated as torch's are."""
+"""Deprecated spellings of `impl.amp.autocast_mode` for CUDA, like torch's."""
 
 import functools
 import warnings
@@ -13,11 +13,11 @@ __all__ = ["autocast", "custom_bwd", "custom_fwd"]
 
 
 class autocast(amp.autocast):
-    """`impl.amp.autocast("cuda", ...)` with other defaults, which do not follow `torch.get_autocast_dtype`.
+    """`impl.amp.autocast("cuda", ...)` with fixed defaults, independent of `torch.get_autocast_dtype`.
 
     Warns: FutureWarning. Sync: none.
-    Source: torch.cuda.amp.autocast 2.13; differences: those of `impl.amp.autocast`; a subclass warns with its first
-        instance and not when it is defined.
+    Source: torch.cuda.amp.autocast 2.13; differences: those of `impl.amp.autocast`; a subclass warns at its first
+        instance, not at its definition.
 
     >>> import warnings
     >>> with warnings.catch_warnings():
@@ -34,7 +34,7 @@ class autocast(amp.autocast):
 
 
 def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | None = None) -> Any:
-    """`impl.amp.custom_fwd` for CUDA.
+    """Decorate like `impl.amp.custom_fwd`, for CUDA.
 
     Warns: FutureWarning. Sync: none. Source: torch.cuda.amp.custom_fwd 2.13; differences: those of `impl.amp`.
     """
@@ -44,7 +44,7 @@ def custom_fwd(fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtyp
 
 
 def custom_bwd(bwd: Callable[..., Any]) -> Any:
-    """`impl.amp.custom_bwd` for CUDA.
+    """Decorate like `impl.amp.custom_bwd`, for CUDA.
 
     Warns: FutureWarning. Sync: none. Source: torch.cuda.amp.custom_bwd 2.13; differences: those of `impl.amp`.
     """
@@ -53,5 +53,5 @@ def custom_bwd(bwd: Callable[..., Any]) -> Any:
 
 
 def _warn(old: str, new: str) -> None:
-    """In torch's words, blaming the line that called the function which calls this one."""
+    """Warn with torch's text, at the line that called the caller of this function."""
     warnings.warn(f"{old} is deprecated. Please use {new} instead.", FutureWarning, stacklevel=3)

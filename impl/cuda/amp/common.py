@@ -1,4 +1,4 @@
-"""torch's path for a question that `impl.amp` asks too."""
+"""torch's path of `amp_definitely_not_available`, which `impl.amp` uses too."""
 
 from impl.amp._availability import amp_definitely_not_available
 

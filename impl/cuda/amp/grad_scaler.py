@@ -1,4 +1,4 @@
-"""The older spelling of `impl.amp.GradScaler` for CUDA, deprecated as torch's is."""
+"""Deprecated spelling of `impl.amp.GradScaler` for CUDA, like torch's."""
 
 import warnings
 
@@ -9,7 +9,7 @@ __all__ = ["GradScaler", "OptState"]
 
 
 class GradScaler(amp.GradScaler):
-    """`impl.amp.GradScaler("cuda", ...)`, with torch's own arguments only and a FutureWarning.
+    """`impl.amp.GradScaler("cuda", ...)` with only torch's arguments. It raises a FutureWarning.
 
     Source: torch.cuda.amp.GradScaler 2.13; differences: those of `impl.amp.GradScaler`.
     """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._unit import Unit
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
-from impl.optim._shards import exchanged
+from impl.optim._shards import all_gather_numbers
 
 _EXCHANGED = torch.float64
 
@@ -37,7 +37,7 @@ def joint_norm(
         if grads or groups:
             norm = _norm(grads, norm_type, device)
             for group in groups:
-                norm = torch.linalg.vector_norm(exchanged(norm.reshape(1), group), norm_type)
+                norm = torch.linalg.vector_norm(all_gather_numbers(norm.reshape(1), group), norm_type)
             norms.append(norm)
     return (
         torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -20,10 +20,10 @@ from impl.amp._fused_step import combine_found_inf
 from impl.amp._loss_scale import SMALLEST_SCALE
 from impl.amp._opt_state import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
-from impl.kernels import placed
+from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
-from impl.optim._refusals import refuse_what_has_no_groups
-from impl.optim._shards import Norms, exchanged, shard_groups
+from impl.optim._refusals import check_has_param_groups
+from impl.optim._shards import Norms, all_gather_numbers, shard_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -187,7 +187,7 @@ class ShardedGradScaler(GradScaler):
         Collectives: one all-gather of a number a rank and one more for each group that holds parameters in parts.
             Where the optimizer has no fused update, the all-reduce of `unscale_` comes before it.
         """
-        refuse_what_has_no_groups(optimizer)
+        check_has_param_groups(optimizer)
         params = (param for group in optimizer.param_groups for param in group["params"])
         numbers = 1 + len(shard_groups(params)) if has_fused_update(optimizer) else None
         with self._answering_peers(optimizer, numbers):
@@ -214,7 +214,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         """One check result for all ranks and devices: f32, 0-dim, 0.0 or 1.0: fused optimizers skip at 1.0 alone."""
         device = self._meeting_place()
-        found = [placed(flag, device).reshape(()) for flag in found_inf_per_device.values()]
+        found = [to_device(flag, device).reshape(()) for flag in found_inf_per_device.values()]
         check_result = torch.stack(found).any().float() if found else torch.zeros((), device=device)
         self._owes_check_result = False
         dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
@@ -276,7 +276,9 @@ class ShardedGradScaler(GradScaler):
             check_result = torch.full((), _NOT_CHECKED, device=device)
             dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
         else:
-            exchanged(torch.full((numbers,), _NOT_CHECKED, dtype=torch.float64, device=device), self._group)
+            all_gather_numbers(
+                torch.full((numbers,), _NOT_CHECKED, dtype=torch.float64, device=device), self._group
+            )
 
     def _refuse_foreign_group(self) -> None:
         if self.process_group is _Group.NOT_PICKLED:

@@ -1,8 +1,8 @@
-"""The CPU library: what torch's operators do in several passes over memory, done in one by code in C.
+"""CPU library in C: operations in one pass over memory, for which torch's operators take several.
 
-It is built when the package is installed, where there is a compiler for it, and used where it was built; without it
-everything works, by torch's operators. Its threads are those of torch: it runs in parallel regions of the OpenMP
-runtime that torch has loaded. One operation a file: the C code, and under the same name its wrapper in Python.
+It is built when the package is installed, if there is a compiler. Without it, torch's operators do the same. It uses
+torch's threads: it runs in parallel regions of the OpenMP runtime that torch has loaded. Each operation has a C file
+and a Python wrapper of the same name.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import torch
 
 from impl.kernels.rules import FLAGS, INTERFACE, NUMBERS
 
-# As in lists.h.
+# These constants are those of lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CHUNK = 1 << 14  # at least
+CHUNK = 1 << 14  # minimum
 STATES = 3
-# Elements up to which other threads cost more than they help.
+# Up to this number of elements, more threads cost more than they save.
 _FEW = 1 << 15
 
 
 class List(Structure):
-    """Addresses of tensors of one dtype; all zero: there is no such list."""
+    """Addresses of tensors of one dtype. All fields are zero if the list is absent."""
 
     _fields_ = (("tensors", c_void_p), ("dtype", c_int64))
 
 
 class Settings(Structure):
-    """A rule's, for one parameter group; a rule reads its own."""
+    """Settings of all rules for one parameter group. Each rule reads its own fields."""
 
     _fields_ = (
         ("rule", c_int64),
@@ -46,7 +46,7 @@ class Settings(Structure):
 
 
 class NativeUpdate(Structure):
-    """One update of a list of parameters."""
+    """Arguments of an update of a list of parameters."""
 
     _fields_ = (
         ("settings", Settings),
@@ -61,27 +61,27 @@ class NativeUpdate(Structure):
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The functions of the library; the first four arguments of those that walk lists are given by `lists`."""
+    """Functions of the library. `lists` returns the first four arguments of those that work on lists."""
 
     sum_of_squares: Callable[..., float]
     clamp: Callable[..., None]
     scale: Callable[..., None]
     fused_step: Callable[..., None]
     addresses: Callable[..., int]
-    region: int | None  # address of `GOMP_parallel`; None: there is one thread
+    region: int | None  # address of `GOMP_parallel`, or None for one thread
 
     def lists(self, numels: Column) -> tuple[int | None, int, int, int]:
         few = self.region is None or numels.total <= _FEW
         return self.region, 1 if few else torch.get_num_threads(), len(numels.numbers), numels.address
 
 
-# With Python's lock held: torch's function that it calls is for Python objects.
+# PYFUNCTYPE holds the GIL, because torch's function that it calls works on Python objects.
 _addresses = ctypes.PYFUNCTYPE(c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p)
 
 
 @functools.cache
 def library() -> NativeLibrary | None:
-    """None where it was not built, or would have one thread where torch has several when this is first asked."""
+    """Return the CPU library, or None if it was not built or cannot use torch's thread pool."""
     here = Path(__file__).parent
     built = next((path for end in EXTENSION_SUFFIXES if (path := here / f"_library{end}").exists()), None)
     if built is None:
@@ -111,9 +111,9 @@ def library() -> NativeLibrary | None:
 
 
 def _parallel_region() -> int | None:
-    """Address of the function by which compiled code enters a parallel region, in torch's OpenMP runtime."""
+    """Return the address of the function that enters a parallel region, in torch's OpenMP runtime."""
     try:
-        # Looked up in what torch's own library is linked with.
+        # The lookup includes the libraries that torch's own library is linked with.
         torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(torchs.GOMP_parallel, c_void_p).value
     except (OSError, AttributeError):
@@ -121,7 +121,7 @@ def _parallel_region() -> int | None:
 
 
 class Column:
-    """Numbers, one a tensor, where the library reads them."""
+    """Array of one number for each tensor, which the library reads."""
 
     ITEM = 8  # bytes
 

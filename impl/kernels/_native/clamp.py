@@ -1,4 +1,4 @@
-"""Clamping of a list of tensors, in one pass over memory."""
+"""Clamping of a list of tensors in one pass over memory."""
 
 import math
 from collections.abc import Sequence
@@ -11,13 +11,14 @@ from impl.kernels._native.memory import tensors_to_read
 
 
 def clamp(library: NativeLibrary, tensors: Sequence[Tensor], low: float, high: float) -> bool:
-    """Clamp every element in place to [`low`, `high`], bounds rounded to the tensors' dtype, as `impl.kernels.clamp_`.
+    """Clamp every element in place to [`low`, `high`], like `impl.kernels.clamp_`.
 
     Args:
-        tensors: dense ones on the CPU; not empty.
+        tensors: a non-empty list of dense tensors on the CPU.
+        low, high: rounded to the tensors' dtype.
 
     Returns:
-        False if the library cannot take the tensors, or a bound is nan or none of their dtype; nothing is changed then.
+        False, without a change, if the library does not support the tensors, or a bound is nan or exceeds their dtype.
     Sync: none.
     """
     most = torch.finfo(tensors[0].dtype).max

@@ -1,4 +1,4 @@
-"""One update of many parameters from gradients that are still scaled, in one pass over memory."""
+"""Update of many parameters from gradients that are still scaled, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
 from impl.kernels._native.memory import Addresses, KnownLayoutList, Tensors, memory_of, tensors_to_read
-from impl.kernels._storage_order import laid_out_as
-from impl.kernels._table import lie_apart, on_host
+from impl.kernels._storage_order import match_layout
+from impl.kernels._table import are_disjoint, host_int64
 from impl.kernels.rules import FLAGS, NUMBERS, Rule
 
 _SETTINGS = frozenset((*NUMBERS, *FLAGS)) - {"lr"}
@@ -21,30 +21,30 @@ _SETTINGS = frozenset((*NUMBERS, *FLAGS)) - {"lr"}
 
 @dataclass(frozen=True)
 class _Places:
-    """Where tensors lie that an update writes, and its counters."""
+    """Addresses of the tensors that an update writes, and of its step counters."""
 
     numels: Column
     params: Column
     states: list[Column]
     low_precision_params: Column | None
     steps: Column | None
-    starts: frozenset[int]  # of what is written
+    starts: frozenset[int]  # addresses of all written tensors
     are_contiguous: bool
-    _beside: list[Column]  # the addresses that were last found to begin nothing that is written
+    _checked: list[Column]  # addresses of the last gradients that passed the check
 
-    def are_read_beside(self, read: Tensors) -> bool:
-        """Whether these gradients are as many and as long as what is written, and none begins where one of it does."""
-        if read.form.numels.numbers != self.numels.numbers:
+    def are_disjoint_from(self, grads: Tensors) -> bool:
+        """Return whether the gradients have the sizes of the parameters, and no address of a written tensor."""
+        if grads.form.numels.numbers != self.numels.numbers:
             return False
-        if self._beside[0].numbers != read.addresses.numbers:
-            if not self.starts.isdisjoint(read.addresses.numbers):
+        if self._checked[0].numbers != grads.addresses.numbers:
+            if not self.starts.isdisjoint(grads.addresses.numbers):
                 return False
-            self._beside[0] = read.addresses
+            self._checked[0] = grads.addresses
         return True
 
 
 class UpdateMemory:
-    """The tensors that an update writes, as the library finds them."""
+    """Tensors that an update writes, with their addresses for the library."""
 
     def __init__(
         self,
@@ -57,25 +57,25 @@ class UpdateMemory:
         self.low_precision_params = copies
         self._states = [state for state in states if state]
         self.steps = steps
-        self.lists = [params, *self._states, *([copies] if copies else [])]  # as long as each other
+        self.lists = [params, *self._states, *([copies] if copies else [])]  # lists of equal length
         self._lists = [*self.lists, *([steps] if steps else [])]
         self._addresses: Addresses | None = None
         self._places: _Places | None = None
-        self._is_known = False  # whether `_places` was looked for since they moved
+        self._is_known = False  # whether `_places` is up to date
 
-    def have_moved(self) -> bool:
-        """Whether one has other memory than when this was last asked; True the first time."""
+    def changed_address(self) -> bool:
+        """Return whether an address has changed since the last call. The first call returns True."""
         if self._addresses is None:
             self._addresses = Addresses(chain.from_iterable(self._lists))
-        elif not self._addresses.have_moved():
+        elif not self._addresses.changed_address():
             return False
         self._is_known = False
         return True
 
     def columns(self) -> tuple[list[bytes], bytes]:
-        """Return each list's addresses, and the counters', of when `have_moved` was last asked."""
+        """Return the addresses of each list and of the counters at the last call of `changed_address`."""
         if self._addresses is None:
-            self.have_moved()
+            self.changed_address()
         assert self._addresses is not None
         numbers, count = self._addresses.column.numbers, len(self.params)
         starts = range(0, count * len(self.lists), count)
@@ -84,10 +84,10 @@ class UpdateMemory:
         ].tobytes()
 
     def places(self) -> _Places | None:
-        """Where they lay when `have_moved` was last asked; None if the library cannot take them."""
+        """Return the addresses at the last `changed_address`, or None if the library does not support the tensors."""
         if not self._is_known:
-            self.have_moved()
-            self._places = self._look() if self._has_known_dtypes() else None
+            self.changed_address()
+            self._places = self._find_places() if self._has_known_dtypes() else None
             self._is_known = True
         return self._places
 
@@ -96,13 +96,13 @@ class UpdateMemory:
         return (
             own in CODES
             and all(tensor.dtype is own for state in self._states for tensor in state)
-            and len(kinds := {copy.dtype for copy in self.low_precision_params}) <= 1
-            and kinds <= CODES.keys()
+            and len(copy_dtypes := {copy.dtype for copy in self.low_precision_params}) <= 1
+            and copy_dtypes <= CODES.keys()
             and all(step.dtype is torch.float32 for step in self.steps)
             and all(tensor.is_cpu for tensors in self._lists for tensor in tensors)
         )
 
-    def _look(self) -> _Places | None:
+    def _find_places(self) -> _Places | None:
         lists = self.lists
         columns = [column for tensors in lists if (column := memory_of(tensors)) is not None]
         if len(columns) < len(lists):
@@ -112,8 +112,8 @@ class UpdateMemory:
             return None
         written = [tensor for tensors in lists for tensor in tensors]
         addresses = [address for column in columns for address in column.numbers]
-        starts = on_host(addresses)
-        if not lie_apart(starts, starts + on_host([tensor.nbytes for tensor in written])):
+        starts = host_int64(addresses)
+        if not are_disjoint(starts, starts + host_int64([tensor.nbytes for tensor in written])):
             return None
         counted = 1 + len(self._states)
         return _Places(
@@ -131,27 +131,27 @@ class UpdateMemory:
 def fused_step(
     library: NativeLibrary, rule: Rule, memory: UpdateMemory, grads: Sequence[Tensor], factor: Tensor
 ) -> bool:
-    """Update what `memory` holds by `rule` from gradients times `factor`, as `impl.kernels.fused_step_`.
+    """Update the tensors of `memory` by `rule` from gradients times `factor`, like `impl.kernels.fused_step_`.
 
     Args:
-        grads: if they are `KnownLayoutList`, each of them is laid out as its parameter, and `memory` has not moved
-            since it was asked.
+        grads: in a `KnownLayoutList` each gradient has the layout of its parameter, and the addresses of `memory` have
+            not changed since its `changed_address` was called.
 
     Returns:
-        False if the library cannot take these tensors; nothing is changed then.
-    Sync: none, but for a learning rate or factor on another device.
+        False, without a change, if the library does not support the tensors.
+    Sync: none, unless the learning rate or factor is on another device.
     """
     if not isinstance(grads, KnownLayoutList):
-        memory.have_moved()
+        memory.changed_address()
     places = memory.places()
     if places is None:
         return False
     if not isinstance(grads, KnownLayoutList) and not (
         places.are_contiguous and all(map(Tensor.is_contiguous, grads))
     ):
-        grads = list(map(laid_out_as, memory.params, grads))
+        grads = list(map(match_layout, memory.params, grads))
     read = tensors_to_read(grads)
-    if read is None or not places.are_read_beside(read):
+    if read is None or not places.are_disjoint_from(read):
         return False
     own = CODES[memory.params[0].dtype]
     states = (List * STATES)(*[List(column.address, own) for column in places.states])
@@ -168,7 +168,7 @@ def fused_step(
         None if places.steps is None else places.steps.address,
     )
     library.fused_step(*library.lists(places.numels), byref(update))
-    # For autograd, which saves parameters and their copies, and has never seen the states.
+    # autograd may have saved parameters and copies, but never states.
     torch.autograd.graph.increment_version([*memory.params, *memory.low_precision_params])
     return True
 

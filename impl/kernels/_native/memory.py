@@ -1,4 +1,4 @@
-"""Where tensors lie: what `Tensor.data_ptr` says, asked of a thousand of them in microseconds."""
+"""Fast lookup of tensor addresses: `data_ptr()` of a thousand tensors in microseconds."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from impl.kernels._lists import PLAIN_TYPES, dtypes_of
 from impl.kernels._native import CODES, Column, List, library
 from impl.kernels._storage_order import are_dense
 
-# Of an object of CPython that begins as the C code takes it to: with a count of references, then its type.
+# Size of a CPython object that begins like the C code expects: with a reference count, then its type.
 _PLAIN_OBJECT_BYTES = 16
-_Look = Callable[[int, int, int], int]
+_Lookup = Callable[[int, int, int], int]
 
 
 class Addresses:
-    """Of the memory of some tensors, which are kept alive. To look again costs little.
+    """Addresses of tensors, which it keeps alive. Checking them again is cheap.
 
     Args:
-        tensors: ones that have a storage, as dense ones do: torch's function, called from C, cannot raise.
+        tensors: tensors with a storage, like dense ones, because torch's function cannot raise when called from C.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._objects = id(self._tensors) + tuple.__basicsize__  # where CPython keeps the items of a tuple
+        self._objects = id(self._tensors) + tuple.__basicsize__  # address of the tuple's items
         self.column = Column(bytes(Column.ITEM * len(self._tensors)))
-        self.have_moved()
+        self.changed_address()
 
     def __reduce__(self) -> tuple[type[Addresses], tuple[tuple[Tensor, ...]]]:
         return Addresses, (self._tensors,)
 
-    def have_moved(self) -> bool:
-        """Whether one has other memory than when this was last asked; `column` says where they are now."""
-        look = _look()
-        found = -1 if look is None else look(len(self._tensors), self._objects, self.column.address)
-        if found >= 0:
-            return bool(found)
-        before, self.column = self.column, Column(map(Tensor.data_ptr, self._tensors))
-        return before.numbers != self.column.numbers
+    def changed_address(self) -> bool:
+        """Return whether an address has changed since the last call, and update `column`."""
+        look_up = _native_lookup()
+        result = -1 if look_up is None else look_up(len(self._tensors), self._objects, self.column.address)
+        if result >= 0:
+            return bool(result)
+        previous, self.column = self.column, Column(map(Tensor.data_ptr, self._tensors))
+        return previous.numbers != self.column.numbers
 
 
 @functools.cache
-def _look() -> _Look | None:
-    """None where the library is not there, or torch's function, or Python's objects are laid out otherwise."""
-    found = library()
+def _native_lookup() -> _Lookup | None:
+    """Return the library's function, or None without the library, torch's function or the expected object layout."""
+    loaded = library()
     torchs = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr", None)
-    if found is None or torchs is None or object.__basicsize__ != _PLAIN_OBJECT_BYTES:
+    if loaded is None or torchs is None or object.__basicsize__ != _PLAIN_OBJECT_BYTES:
         return None
-    return functools.partial(found.addresses, torchs, *map(id, PLAIN_TYPES))
+    return functools.partial(loaded.addresses, torchs, *map(id, PLAIN_TYPES))
 
 
 class Tensors(NamedTuple):
-    """A list of tensors as the library takes it; columns live as long as this does."""
+    """A list of tensors for the library. It keeps the columns alive."""
 
     addresses: Column
     form: ListLayout
@@ -69,21 +69,21 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class ListLayout:
-    """What the library asks of tensors beside their addresses: it stays while dtype, shape and strides do."""
+    """Sizes and dtype of a list of tensors, which stay valid while dtype, shapes and strides do."""
 
     numels: Column
-    code: int  # of their dtype
+    code: int  # code of the dtype
 
     def at(self, tensors: Sequence[Tensor]) -> Tensors | None:
-        """These tensors, which have this form; None where one has no memory."""
+        """Return `tensors`, which have this layout, with their addresses, or None if one has no memory."""
         addresses = _addresses_of(tensors)
         return None if addresses is None else Tensors(addresses, self)
 
 
 class KnownLayoutList(list[Tensor]):
-    """Plain tensors on one device, none empty, whose form is known: it was looked at, or guards say that it has stayed.
+    """Plain non-empty tensors on one device with a known layout, which was queried or confirmed by guards.
 
-    It is for one operation or a few in succession, between which nothing moves: where they lie is looked up once.
+    It is for one operation, or a few in succession that move no tensor, because addresses are only looked up once.
     """
 
     def __init__(self, tensors: Iterable[Tensor], form: ListLayout) -> None:
@@ -91,52 +91,52 @@ class KnownLayoutList(list[Tensor]):
         self.form = form
 
     @functools.cached_property
-    def located(self) -> Tensors | None:
-        """None where one has no memory."""
+    def memory(self) -> Tensors | None:
+        """Tensors with their addresses, or None if one has no memory."""
         return self.form.at(self)
 
 
-def form_of(tensors: Sequence[Tensor]) -> ListLayout | None:
-    """None if the library cannot take them: their dtypes differ or are others than its own, or they have gaps.
+def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
+    """Return the layout of a list, or None if a dtype differs or is not supported, or a tensor has gaps.
 
     Args:
-        tensors: plain strided ones on one device; not empty.
+        tensors: a non-empty list of plain strided tensors on one device.
     """
     if isinstance(tensors, KnownLayoutList):
         return tensors.form
     code = CODES.get(tensors[0].dtype)
-    if code is None or len(dtypes_of(tensors)) > 1 or not _lie_plainly(tensors):
+    if code is None or len(dtypes_of(tensors)) > 1 or not _are_dense(tensors):
         return None
     return ListLayout(Column(map(Tensor.numel, tensors)), code)
 
 
-def formed(tensors: Sequence[Tensor]) -> KnownLayoutList | None:
-    """The tensors, with their form; None if the library cannot take them, as `form_of` says, or one is empty.
+def with_layout(tensors: Sequence[Tensor]) -> KnownLayoutList | None:
+    """Return the tensors with their layout, or None if the library does not support them or one is empty.
 
     Args:
-        tensors: plain strided ones on one device; not empty.
+        tensors: a non-empty list of plain strided tensors on one device.
     """
-    form = form_of(tensors)
+    form = list_layout(tensors)
     return None if form is None or 0 in form.numels.numbers else KnownLayoutList(tensors, form)
 
 
 def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
-    """None if the library cannot take them: `form_of` says why, or one has no memory."""
+    """Return the list for the library, or None if it does not support the tensors or one has no memory."""
     if isinstance(tensors, KnownLayoutList):
-        return tensors.located
-    form = form_of(tensors)
+        return tensors.memory
+    form = list_layout(tensors)
     return None if form is None else form.at(tensors)
 
 
-def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
-    """Return the lists joined. The layout is known if all are known, with one dtype and one device."""
+def concat(lists: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Concatenate lists. The layout is known if those of all lists are, with one dtype and one device."""
     if len(lists) == 1:
         return lists[0]
     tensors = [*chain.from_iterable(lists)]
     known = [tensors for tensors in lists if isinstance(tensors, KnownLayoutList)]
     forms = [tensors.form for tensors in known]
-    kinds = {(tensors.form.code, tensors[0].device) for tensors in known}
-    if len(known) < len(lists) or len(kinds) != 1:
+    dtypes_and_devices = {(tensors.form.code, tensors[0].device) for tensors in known}
+    if len(known) < len(lists) or len(dtypes_and_devices) != 1:
         return tensors
     return KnownLayoutList(
         tensors, ListLayout(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
@@ -144,17 +144,17 @@ def joined(lists: Sequence[list[Tensor]]) -> list[Tensor]:
 
 
 def memory_of(tensors: Sequence[Tensor]) -> Column | None:
-    """Addresses of tensors whose elements lie there without gaps, in whatever order of dimensions; else None."""
-    return _addresses_of(tensors) if _lie_plainly(tensors) else None
+    """Return the addresses of tensors, or None if one is not dense, in any order of dimensions."""
+    return _addresses_of(tensors) if _are_dense(tensors) else None
 
 
-def _lie_plainly(tensors: Sequence[Tensor]) -> bool:
-    # A view may negate: its memory holds opposites.
+def _are_dense(tensors: Sequence[Tensor]) -> bool:
+    # The memory of a view with a negative bit holds negated values.
     return are_dense(tensors) and not any(map(Tensor.is_neg, tensors))
 
 
 def _addresses_of(tensors: Sequence[Tensor]) -> Column | None:
     addresses = Addresses(tensors).column
     if 0 in addresses.numbers and any(t.numel() and not t.data_ptr() for t in tensors):
-        return None  # zeros without memory
+        return None  # a zero tensor without memory
     return addresses

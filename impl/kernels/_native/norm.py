@@ -1,4 +1,4 @@
-"""The sum of squares of a list of tensors, in one pass over memory."""
+"""Sum of squares of a list of tensors in one pass over memory."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from impl.kernels._native.memory import tensors_to_read
 
 
 def sum_of_squares(library: NativeLibrary, tensors: Sequence[Tensor]) -> float | None:
-    """Of all elements together, summed in f64 in an order that does not depend on the number of threads.
+    """Return the sum of squares of all elements in f64. Its order does not depend on the number of threads.
 
     Args:
-        tensors: dense ones on the CPU; not empty.
+        tensors: a non-empty list of dense tensors on the CPU.
 
     Returns:
-        inf or nan if an element is, else a finite number. None if the library cannot take the tensors.
+        Inf or nan if an element is, else a finite number. None if the library does not support the tensors.
     Sync: none.
     """
     read = tensors_to_read(tensors)

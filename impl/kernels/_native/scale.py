@@ -1,4 +1,4 @@
-"""Multiplication of a list of tensors by one factor, in one pass over memory."""
+"""Multiplication of a list of tensors by a factor in one pass over memory."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,14 @@ from impl.kernels._native.memory import tensors_to_read
 
 
 def scale(library: NativeLibrary, tensors: Sequence[Tensor], factor: float) -> bool:
-    """Multiply every element in place by `factor`, an f32, as `impl.kernels.scale_`.
+    """Multiply every element in place by `factor`, like `impl.kernels.scale_`.
 
     Args:
-        tensors: dense ones on the CPU; not empty.
+        tensors: a non-empty list of dense tensors on the CPU.
+        factor: rounded to f32.
 
     Returns:
-        False if the library cannot take the tensors; nothing is changed then.
+        False, without a change, if the library does not support the tensors.
     Sync: none.
     """
     written = tensors_to_read(tensors)

@@ -1,4 +1,4 @@
-"""What every kernel over a chunk table shares: its row, its loads and stores, its launch."""
+"""Shared code of kernels over a chunk table: rows, loads, stores and launch options."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from impl.kernels._table import CODES, ChunkTable
 
-# How a kernel declares a Python float, which Triton takes for f32 unless told otherwise.
+# Declaration of a Python float in f64, which Triton would otherwise pass as f32.
 if TYPE_CHECKING:
     F64 = float
 else:
@@ -40,7 +40,7 @@ def shape_for(table: ChunkTable) -> dict[str, Any]:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the accelerator's current device, whatever device the arguments are on."""
+    """Make the tensor's device current, because Triton launches on the current device."""
     return nullcontext() if tensor.is_cpu else torch.accelerator.device_index(tensor.device.index)
 
 
@@ -49,7 +49,7 @@ def visit_chunk(
     rows_ptr: tl.tensor,  # [chunks, 4] i64
     VISIT: tl.constexpr,
     inputs: tl.tuple,
-    DTYPE: tl.constexpr | None,  # of all tensors; None if they are mixed
+    DTYPE: tl.constexpr | None,  # dtype of all tensors, or None if mixed
     BLOCK: tl.constexpr,
 ) -> None:
     """Call VISIT(address, DTYPE, vectors, count, inputs, BLOCK) on this program's chunk, in its dtype.
@@ -93,7 +93,7 @@ def vector_pointer_to(address: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def load(pointers: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Elements in f32, or f64 for f64; 0 where the mask is false."""
+    """Load elements as f32, or f64 for f64. Masked elements are 0."""
     values = tl.load(pointers, mask=mask, other=0.0)
     return values if values.dtype == tl.float64 else values.to(tl.float32)
 

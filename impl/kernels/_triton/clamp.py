@@ -1,4 +1,4 @@
-"""Clamp a list of tensors in one launch."""
+"""Clamping of a list of tensors in one launch."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from impl.kernels._triton.launch import launch
 
 @triton.jit
 def _clamp_chunk(
-    address: tl.tensor,  # of `count` elements, read and overwritten
+    address: tl.tensor,  # address of `count` elements, read and overwritten
     DTYPE: tl.constexpr,
     vectors: tl.tensor,
     count: tl.tensor,
@@ -63,7 +63,7 @@ def clamp_kernel(
 
 
 def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
-    """Run the kernel; False, and nothing done, where it cannot take these tensors or bounds."""
+    """Run the kernel. Return False, without a change, if it does not support the tensors or bounds."""
     # A nan bound makes everything nan, and one that a dtype cannot hold is torch's to refuse. The interpreter of
     # Triton 3.6 takes -0.0 for 0.0.
     widest = min(torch.finfo(t.dtype).max for t in tensors)

@@ -1,4 +1,4 @@
-"""Update many parameters in one launch from gradients that are still scaled."""
+"""Update of many parameters in one launch from gradients that are still scaled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from impl.kernels._lists import dtypes_of
 from impl.kernels._native.memory import KnownLayoutList
 from impl.kernels._parameters import Parameters
-from impl.kernels._storage_order import laid_out_as
+from impl.kernels._storage_order import match_layout
 from impl.kernels._table import ChunkTable
 from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import DTYPES, on_device
@@ -24,18 +24,18 @@ _HANDLED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class _Alike(NamedTuple):
-    """Parameters whose gradients have one dtype, and whose copies have one."""
+    """Parameters with one dtype of gradients and one of copies."""
 
     # Parameters, gradients, states, copies. They live here until the launch: some gradients are reordered copies.
     lists: list[Sequence[Tensor]]
     table: ChunkTable
-    dtypes: dict[str, Any]  # as the kernels call them
+    dtypes: dict[str, Any]  # arguments of the kernels
 
 
 def launch_fused_step(
     rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
 ) -> bool:
-    """Run the rule's kernel; False, and nothing done, where it does not take the parameters."""
+    """Run the rule's kernel. Return False, without a change, if it does not support the parameters."""
     if parameters.params[0].dtype not in _HANDLED:
         return False
     if isinstance(grads, KnownLayoutList) and len(dtypes_of(parameters.low_precision_params)) <= 1:
@@ -63,7 +63,7 @@ def launch_fused_step(
 
 
 def _places_by_kind(parameters: Parameters, grads: Sequence[Tensor]) -> list[list[int] | None]:
-    """Places with one dtype of gradients and one of copies; None for all places."""
+    """Return the indices for each pair of dtypes of gradients and copies, or [None] if there is one pair."""
     copies = parameters.low_precision_params or grads
     if len(dtypes_of(grads)) == len(dtypes_of(copies)) == 1:
         return [None]
@@ -78,7 +78,7 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
         return [tensors[place] for place in places] if places and tensors else tensors
 
     params, copies = picked(parameters.params), picked(parameters.low_precision_params)
-    laid_out = [*map(laid_out_as, params, picked(grads))]
+    laid_out = [*map(match_layout, params, picked(grads))]
     lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
     table = update_table(lists, picked(parameters.steps))
     return None if table is None else _Alike(lists, table, _named_dtypes(params, laid_out, copies))

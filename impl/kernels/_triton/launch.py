@@ -1,4 +1,4 @@
-"""Launch compiled kernels without Triton's search for them, which takes three quarters of a launch."""
+"""Launches of compiled kernels without Triton's search for them, which takes three quarters of a launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from impl.kernels._lists import PLAIN_TYPES
 
-_ALIGNED = 16  # the divisor that Triton specialises addresses and integers for
+_ALIGNED = 16  # divisor in Triton's specialisation of addresses and integers
 _TRITONS_RUN = JITFunction.run  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -21,7 +21,7 @@ class _Kept(NamedTuple):
     run: Any
     function: int
     metadata: Any
-    constants: tuple[Any, ...]  # in the order of the kernel's parameters
+    constants: tuple[Any, ...]  # ordered like the kernel's parameters
 
 
 _kept: dict[tuple[Hashable, ...], _Kept] = {}
@@ -45,14 +45,14 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
     if key is None:
         kernel[grid](*args, **constants)
         return
-    kept = _kept.get(key)
-    if kept is None:
+    cached = _kept.get(key)
+    if cached is None:
         _keep(key, kernel, kernel[grid](*args, **constants), len(args), constants)
         return
     active: Any = driver.active
     stream = active.get_current_stream(key[1])
-    kept.run(
-        grid[0], 1, 1, stream, kept.function, kept.metadata, None, None, None, *args, *kept.constants
+    cached.run(
+        grid[0], 1, 1, stream, cached.function, cached.metadata, None, None, None, *args, *cached.constants
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tu
         if kind in PLAIN_TYPES:
             forms.append(arg.dtype if arg.data_ptr() % _ALIGNED == 0 else (arg.dtype, "unaligned"))
         elif kind is int:
-            forms.append(_form_of(arg))
+            forms.append(_specialization_of(arg))
         elif arg is None or kind is float:
             forms.append(kind)
         else:
@@ -80,8 +80,8 @@ def _has_hooks(kernel: Any) -> bool:
     return bool(kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _form_of(number: int) -> Hashable:
-    """Return what Triton specialises an integer for: whether it is 1, its width, and whether 16 divides it."""
+def _specialization_of(number: int) -> Hashable:
+    """Return what Triton specialises an integer by: whether it is 1, its width, and whether 16 divides it."""
     return number == 1 or (number.bit_length() > 31, number.bit_length() > 63, number % _ALIGNED == 0)
 
 
@@ -92,6 +92,6 @@ def _keep(
     if isinstance(compiled, CompiledKernel) and all(
         parameter.is_constexpr and parameter.name in constants for parameter in parameters
     ):
-        made: Any = compiled
+        typed: Any = compiled
         in_order = tuple(constants[parameter.name] for parameter in parameters)
-        _kept[key] = _Kept(kernel, made.run, made.function, made.packed_metadata, in_order)
+        _kept[key] = _Kept(kernel, typed.run, typed.function, typed.packed_metadata, in_order)

@@ -1,4 +1,4 @@
-"""The p-norm of a list of tensors in two launches, and the numbers of a step in the same two."""
+"""P-norm of a list of tensors in two launches, and the numbers of a step in the same two."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def _is_nan(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _combine(sums: tl.tensor, values: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Elementwise; a nan, once seen, stays."""
+    """Combine elementwise. NaN stays NaN."""
     if KIND == "largest":
         return tl.where((values > sums) | _is_nan(values), values, sums)
     elif KIND == "smallest":
@@ -45,7 +45,7 @@ def _combine(sums: tl.tensor, values: tl.tensor, KIND: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def _reduce(sums: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """[BLOCK] to one, by a tree that the block fixes: the result is the same every time."""
+    """Reduce [BLOCK] to one number by a fixed tree, so that the result is reproducible."""
     saw_nan = tl.max(tl.where(_is_nan(sums), 1, 0), axis=0) == 1
     if KIND == "largest":
         return tl.where(saw_nan, float("nan"), tl.max(sums, axis=0))
@@ -57,7 +57,7 @@ def _reduce(sums: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _norm_chunk(
-    address: tl.tensor,  # of `count` elements, read
+    address: tl.tensor,  # address of `count` elements, read
     DTYPE: tl.constexpr,
     vectors: tl.tensor,
     count: tl.tensor,
@@ -105,7 +105,7 @@ def partial_norm_kernel(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One partial a chunk: sum of |x|**p, or an extreme. f32: 4 B an element, read."""
+    """Compute one partial a chunk: the sum of |x|**p, or an extreme. f32: 4 B an element, read."""
     visit_chunk(rows_ptr, _norm_chunk, (partial_ptr, p, KIND), DTYPE, BLOCK)
 
 
@@ -134,7 +134,7 @@ def _norm_of_partials(
 def finish_norm_kernel(
     partial_ptr: tl.tensor,  # [chunks] f64
     norm_ptr: tl.tensor,  # [] any float dtype, written
-    found_inf_ptr: tl.tensor | None,  # [] f32, written: 1.0 where the norm in f64 is inf or nan, else 0.0
+    found_inf_ptr: tl.tensor | None,  # [] f32, written: 1.0 if the f64 norm is inf or nan
     chunks: tl.tensor,
     p: F64,
     KIND: tl.constexpr,
@@ -153,7 +153,7 @@ def finish_norm_kernel(
 def finish_step_kernel(
     partial_ptr: tl.tensor,  # [chunks] f64
     scale_ptr: tl.tensor,  # [] f32, the loss scale
-    scaled_norm_ptr: tl.tensor,  # [] f32 or narrower; this and all below are written, as `StepNumbers` says
+    scaled_norm_ptr: tl.tensor,  # [] f32 or narrower; written, like all below
     found_inf_ptr: tl.tensor,  # [] f32
     norm_ptr: tl.tensor,  # [] of the dtype of the scaled norm
     factor_ptr: tl.tensor,  # [] f32
@@ -188,10 +188,10 @@ def _kind(p: float) -> str:
 def launch_norm(
     tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, found_inf: Tensor | None = None
 ) -> Tensor | None:
-    """Run the kernels; None where they cannot take these tensors or this norm.
+    """Run the kernels and return the norm, or None if they do not support the tensors or the norm.
 
-    The partials, one f64 a chunk, are all that is allocated beside the result. Where `found_inf` is given, f32 and
-    0-dim, it is overwritten: 1.0 where the norm is inf or nan before it is rounded to `dtype`, else 0.0.
+    Only the partials, one f64 a chunk, are allocated beside the result. `found_inf` (f32, 0-dim) is set to 1.0 if the
+    norm is inf or nan before it is rounded to `dtype`, else to 0.0.
     """
     partials = _partials_of(tensors, norm_type)
     if partials is None:
@@ -204,7 +204,7 @@ def launch_norm(
 def launch_step_norm(
     tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, scale: Tensor, max_norm: float
 ) -> tuple[Tensor, ...] | None:
-    """Run the kernels and return the fields of `StepNumbers`; None where they cannot take these tensors or this norm.
+    """Run the kernels and return the fields of `StepNumbers`, or None if they do not support the tensors or the norm.
 
     `dtype` is not f64.
     """
@@ -224,7 +224,7 @@ def launch_step_norm(
 
 
 def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
-    """Launch the first kernel and return what it writes; None, and nothing launched, if it cannot take the tensors."""
+    """Launch the first kernel and return its result, or None without a launch if it does not support the tensors."""
     # torch's norm of order 0 counts tensors, and for an empty one it refuses orders without a neutral element.
     if norm_type == 0 or math.isnan(norm_type):
         return None

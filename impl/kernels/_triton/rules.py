@@ -1,6 +1,6 @@
-"""The kernels of the rules: each updates parameters and states in one pass from gradients that are still scaled.
+"""Kernels of the rules, which update parameters and states in one pass from gradients that are still scaled.
 
-Settings are scalar arguments in f64. What follows from them for a whole tensor is computed in f64 and rounded to f32
+Settings are scalar arguments in f64. Numbers that are the same for all elements are computed in f64 and rounded to f32
 once.
 """
 
@@ -47,7 +47,7 @@ def adam_kernel(
     found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    DECAY: tl.constexpr,  # none, gradient or decoupled
+    DECAY: tl.constexpr,  # "none", "gradient" or "decoupled"
     LISTS: tl.constexpr,
     STATES: tl.constexpr,
     OWN: tl.constexpr,
@@ -102,7 +102,7 @@ def sgd_kernel(
     lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
     found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
-    MOMENTUM_PHASE: tl.constexpr,  # none, begins or goes_on
+    MOMENTUM_PHASE: tl.constexpr,  # "none", "begins" or "goes_on"
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DECAYS: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Scale a list of tensors in one launch, by a factor or to a norm."""
+"""Scaling of a list of tensors in one launch, by a factor or to a norm."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from impl.kernels._triton.launch import launch
 
 @triton.jit
 def _scale_chunk(
-    address: tl.tensor,  # of `count` elements, read and overwritten
+    address: tl.tensor,  # address of `count` elements, read and overwritten
     DTYPE: tl.constexpr,
     vectors: tl.tensor,
     count: tl.tensor,
@@ -54,7 +54,7 @@ def scale_kernel(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Times factor in place. f32: 8 B an element (4 read, 4 written), none when it is 1; one launch a list."""
+    """Multiply by a factor in place. f32: 8 B an element (4 read, 4 written), none if it is 1; one launch a list."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         visit_chunk(rows_ptr, _scale_chunk, (factor,), DTYPE, BLOCK)
@@ -65,11 +65,11 @@ def clip_coefficient(norm: tl.tensor, max_norm: tl.tensor) -> tl.tensor:
     """Compute in f32, or f64 for f64, and round each result to the norm's dtype, like torch's operators."""
     own = norm.dtype
     wide = tl.float64 if own == tl.float64 else tl.float32
-    one = tl.full([], 1.0, wide)
+    unit = tl.full([], 1.0, wide)
     divisor = (norm.to(wide) + tl.full([], 1e-6, wide)).to(own).to(wide)
-    inverse = one / divisor if own == tl.float64 else tl.div_rn(one, divisor)
+    inverse = unit / divisor if own == tl.float64 else tl.div_rn(unit, divisor)
     coefficient = (inverse.to(own).to(wide) * max_norm.to(wide)).to(own).to(wide)
-    return tl.where(coefficient > 1.0, one, coefficient)  # which leaves nan
+    return tl.where(coefficient > 1.0, unit, coefficient)  # nan stays nan
 
 
 @triton.jit
@@ -80,19 +80,19 @@ def clip_kernel(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Times the clip coefficient in place. Bytes as of `scale_kernel`; one launch a list."""
+    """Multiply by the clip coefficient in place. Bytes as in `scale_kernel`; one launch a list."""
     factor = clip_coefficient(tl.load(norm_ptr), tl.full([], max_norm, tl.float64))
     if factor != 1.0:
         visit_chunk(rows_ptr, _scale_chunk, (factor,), DTYPE, BLOCK)
 
 
 def launch_scale(tensors: Sequence[Tensor], factor: Tensor) -> bool:
-    """Run the kernel; False, and nothing done, where it cannot take these tensors."""
+    """Run the kernel. Return False, without a change, if it does not support the tensors."""
     return _launch(scale_kernel, tensors, factor)
 
 
 def launch_clip(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> bool:
-    """Run the kernel; False, and nothing done, where it cannot take these tensors or this norm."""
+    """Run the kernel. Return False, without a change, if it does not support the tensors or the norm."""
     if total_norm.dtype not in KERNEL_DTYPES or total_norm.is_neg() or total_norm._is_zerotensor():
         return False
     return _launch(clip_kernel, tensors, total_norm, max_norm)

@@ -1,4 +1,4 @@
-"""Move the loss scale in one launch."""
+"""Update of the loss scale in one launch."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def update_scale_kernel(
     growth_interval: tl.tensor,
     min_scale: F64,
 ) -> None:
-    """One program, one launch, 12 B read and 8 B written; products in f64, as torch's operator takes them."""
+    """Update the scale in one program: 12 B read, 8 B written. Products are f64, like in torch's operator."""
     scale = tl.load(scale_ptr)
     successes = tl.load(growth_tracker_ptr) + 1
     grown = (scale.to(tl.float64) * growth_factor).to(tl.float32)

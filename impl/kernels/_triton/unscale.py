@@ -1,4 +1,4 @@
-"""Unscale and check a list of gradients in one launch."""
+"""Unscaling and check of a list of gradients in one launch."""
 
 from collections.abc import Sequence
 
@@ -22,13 +22,13 @@ from impl.kernels._triton.launch import launch
 
 @triton.jit
 def inverse(scale: tl.tensor) -> tl.tensor:
-    """Round to nearest, like `impl.kernels.inverse`."""
+    """Return `1 / scale`, rounded to nearest like `impl.kernels.inverse`."""
     return tl.div_rn(tl.full([], 1.0, tl.float32), scale)
 
 
 @triton.jit
 def _unscale_chunk(
-    address: tl.tensor,  # of `count` elements, read and overwritten
+    address: tl.tensor,  # address of `count` elements, read and overwritten
     DTYPE: tl.constexpr,
     vectors: tl.tensor,
     count: tl.tensor,
@@ -67,12 +67,12 @@ def unscale_kernel(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Times the inverse scale in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
+    """Multiply by the inverse scale in place. f32: 8 B an element (4 read, 4 written); one launch a list."""
     visit_chunk(rows_ptr, _unscale_chunk, (scale_ptr, found_inf_ptr, IS_INVERSE), DTYPE, BLOCK)
 
 
 def launch_unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inverse: bool) -> bool:
-    """Run the kernel; False, and nothing done, where it cannot take these gradients."""
+    """Run the kernel. Return False, without a change, if it does not support the gradients."""
     table = chunk_table(grads)
     if table is None:
         return False

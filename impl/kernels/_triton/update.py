@@ -1,8 +1,7 @@
-"""What every rule's kernel shares: the walk over an update table, its loads and stores.
+"""Shared code of the rules' kernels: the loop over an update table, loads and stores.
 
-The arithmetic is in f32 and to be read in the kernels as it is: products are fused into sums where `tl.fma` stands and
-nowhere else, quotients and roots are rounded to nearest. So the interpreter and every GPU give the same bits but for
-the f64 numbers that hold for a whole tensor.
+The arithmetic is in f32. Only `tl.fma` fuses products into sums, and quotients and roots are rounded to nearest. So the
+interpreter and every GPU give the same bits, except for f64 numbers that are the same for all elements of a tensor.
 """
 
 import triton
@@ -20,13 +19,13 @@ LAUNCH = {**SHAPE, **OPTIONS, "enable_fp_fusion": False}
 
 @triton.jit
 def is_taken(found_inf_ptr: tl.tensor | None) -> tl.tensor:
-    """Whether the step is; it is where there is no flag."""
+    """Return whether the step is taken. Without a flag it is."""
     return tl.full([], 1, tl.int1) if found_inf_ptr is None else tl.load(found_inf_ptr) == 0.0
 
 
 @triton.jit
 def wide(number: F64) -> tl.tensor:
-    """A scalar argument in f64, which is a Python float in the interpreter."""
+    """Convert a scalar argument to an f64 tensor. In the interpreter it is a Python float."""
     return tl.full([], number, tl.float64)
 
 
@@ -37,7 +36,7 @@ def learning_rate(lr: F64, lr_ptr: tl.tensor | None) -> tl.tensor:
 
 @triton.jit
 def step_of(rows_ptr: tl.tensor, LISTS: tl.constexpr) -> tl.tensor:
-    """The counter of this program's parameter, in f64."""
+    """Return the step counter of this program's parameter in f64."""
     address = tl.load(_row(rows_ptr, LISTS) + _STEP)
     return tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
 
@@ -49,7 +48,7 @@ def _row(rows_ptr: tl.tensor, LISTS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def visit_update(
-    rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64; lists: parameters, gradients, states, copies
+    rows_ptr: tl.tensor,  # [chunks, 3 + lists] i64: params, grads, states, copies
     factor_ptr: tl.tensor,  # [] f32 or f64: what gradients are multiplied by, as f32
     UPDATE: tl.constexpr,
     numbers: tl.tuple,
@@ -61,7 +60,7 @@ def visit_update(
     COPIES: tl.constexpr,  # dtype, whatever it is where there are none
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store UPDATE(param, grad, states, numbers, flags), of which `states` are always three, for this chunk."""
+    """Store UPDATE(param, grad, states, numbers, flags) for this chunk. There are always three `states`."""
     row_ptr = _row(rows_ptr, LISTS)
     count = tl.load(row_ptr + _COUNT).to(tl.int32)
     vectors = vectors_in(count, tl.load(row_ptr + _ALIGNED))
@@ -86,7 +85,7 @@ def _lists(
     GRADS: tl.constexpr,
     COPIES: tl.constexpr,
 ) -> tl.tuple:
-    """Pointers to parameters, gradients, three states and copies; to parameters where there is no such list."""
+    """Return pointers to parameters, gradients, three states and copies. Absent lists point to parameters."""
     address_ptr = row_ptr + _ADDRESSES
     params = POINTER_TO(tl.load(address_ptr), OWN)
     grads = POINTER_TO(tl.load(address_ptr + 1), GRADS)
@@ -115,17 +114,17 @@ def _update_span(
         offsets = tl.arange(0, BLOCK)
         mask = offsets < stop - block
         param = load(params + block + offsets, mask)
-        one = load(first + block + offsets, mask) if STATES > 0 else param
-        two = load(second + block + offsets, mask) if STATES > 1 else param
-        three = load(third + block + offsets, mask) if STATES > 2 else param
+        state1 = load(first + block + offsets, mask) if STATES > 0 else param
+        state2 = load(second + block + offsets, mask) if STATES > 1 else param
+        state3 = load(third + block + offsets, mask) if STATES > 2 else param
         grad = load(grads + block + offsets, mask).to(tl.float32) * factor
-        param, one, two, three = UPDATE(param, grad, (one, two, three), numbers, flags)
+        param, state1, state2, state3 = UPDATE(param, grad, (state1, state2, state3), numbers, flags)
         store(params + block + offsets, param, mask)
         if STATES > 0:
-            store(first + block + offsets, one, mask)
+            store(first + block + offsets, state1, mask)
         if STATES > 1:
-            store(second + block + offsets, two, mask)
+            store(second + block + offsets, state2, mask)
         if STATES > 2:
-            store(third + block + offsets, three, mask)
+            store(third + block + offsets, state3, mask)
         if HAS_COPIES:
             store(copies + block + offsets, param, mask)

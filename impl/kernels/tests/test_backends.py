@@ -518,8 +518,8 @@ def test_a_first_launch_that_had_no_memory_is_tried_again(monkeypatch):
     monkeypatch.setattr(_dispatch, "_failure_of_a_launch", cache(_dispatch._failure_of_a_launch.__wrapped__))
     monkeypatch.setattr(_dispatch, "_has_triton", lambda: True)
     with pytest.raises(RuntimeError, match="out of memory"):
-        _dispatch._why_not_triton(torch.device("meta"))
-    assert _dispatch._why_not_triton(torch.device("meta")) is None
+        _dispatch._reason_against_triton(torch.device("meta"))
+    assert _dispatch._reason_against_triton(torch.device("meta")) is None
 
 
 def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):

@@ -35,8 +35,8 @@ def test_recognized_list_has_the_kept_layout_and_its_own_addresses() -> None:
     assert kept is not None
     assert recognized is not None
     assert recognized.form is kept.form
-    assert recognized.located is not None
-    assert list(recognized.located.addresses.numbers) == [tensor.data_ptr() for tensor in others]
+    assert recognized.memory is not None
+    assert list(recognized.memory.addresses.numbers) == [tensor.data_ptr() for tensor in others]
     assert all(tensor is other for tensor, other in zip(recognized, others, strict=True))
 
 

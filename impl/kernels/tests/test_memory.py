@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
-from impl.kernels import Addresses, KnownLayoutList, formed, joined
+from impl.kernels import Addresses, KnownLayoutList, concat, with_layout
 from impl.kernels._native import CODES, memory
 from impl.kernels.tests.native import the_library
 
@@ -27,9 +27,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(memory, "library", lambda: None)
     else:
         the_library()
-    memory._look.cache_clear()
+    memory._native_lookup.cache_clear()
     yield request.param
-    memory._look.cache_clear()
+    memory._native_lookup.cache_clear()
 
 
 def tensors() -> list[Tensor]:
@@ -50,7 +50,7 @@ def test_they_are_what_data_ptr_says(way: str) -> None:
     for some in (tensors(), [], tensors()[:1], [torch.zeros(2).as_subclass(Subclass), *tensors()]):
         addresses = Addresses(some)
         assert list(addresses.column.numbers) == [t.data_ptr() for t in some]
-        assert not addresses.have_moved()
+        assert not addresses.changed_address()
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -70,9 +70,9 @@ def test_one_that_moves_is_noticed_once(way: str, change: str, place: int, last:
     some = [*(torch.zeros(5) for _ in range(20)), torch.zeros(5).as_subclass(last)]
     addresses = Addresses(some)
     CHANGES[change](some[place])
-    assert addresses.have_moved()
+    assert addresses.changed_address()
     assert list(addresses.column.numbers) == [t.data_ptr() for t in some]
-    assert not addresses.have_moved()
+    assert not addresses.changed_address()
 
 
 def test_the_tensors_are_kept_and_the_list_may_change(way: str) -> None:
@@ -82,7 +82,7 @@ def test_the_tensors_are_kept_and_the_list_may_change(way: str) -> None:
     some.clear()
     gc.collect()
     torch.ones(1000)
-    assert not addresses.have_moved()
+    assert not addresses.changed_address()
     assert list(addresses.column.numbers) == expected
 
 
@@ -92,12 +92,12 @@ def test_a_copy_is_about_the_copied_tensors(way: str) -> None:
     del some
     gc.collect()
     assert list(pair[1].column.numbers) == [t.data_ptr() for t in pair[0]]
-    assert not pair[1].have_moved()
+    assert not pair[1].changed_address()
 
 
 def test_what_is_known_of_lists_is_known_of_all_together() -> None:
     some, others = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
-    whole = joined([known(some), known(others)])
+    whole = concat([known(some), known(others)])
     assert isinstance(whole, KnownLayoutList)
     assert all(map(is_, whole, [*some, *others]))
     assert list(whole.form.numels.numbers) == [3, 6, 4]
@@ -110,7 +110,7 @@ def test_what_is_known_of_lists_is_known_of_all_together() -> None:
 def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> None:
     """Lists of another dtype or device, or with an unknown layout."""
     some = [torch.zeros(3)]
-    whole = joined(
+    whole = concat(
         [known(some), known([other]) if other.dtype is torch.bfloat16 or other.is_meta else [other]]
     )
     assert not isinstance(whole, KnownLayoutList)
@@ -118,6 +118,6 @@ def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> Non
 
 
 def known(tensors: list[Tensor]) -> list[Tensor]:
-    found = formed(tensors)
+    found = with_layout(tensors)
     assert found is not None
     return found

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.kernels import Parameters, _update_table, formed
+from impl.kernels import Parameters, _update_table, with_layout
 from impl.kernels._table import _KEY_BYTES, CHUNK, ChunkTable, KeptTables, chunk_table
 from impl.kernels._update_table import known_update_table, update_table
 
@@ -114,7 +114,7 @@ class _Known(NamedTuple):
     lists: list[list[Tensor]]
 
     def table_for(self, grads: list[Tensor]) -> ChunkTable | None:
-        known = formed(grads)
+        known = with_layout(grads)
         assert known is not None
         return known_update_table(self.parameters.memory, known)
 
@@ -125,7 +125,7 @@ def known() -> _Known:
     dtypes = (torch.float32, torch.float32, torch.float32, torch.bfloat16)
     lists = [[torch.zeros(size, dtype=dtype) for size in (5, CHUNK + 1)] for dtype in dtypes]
     parameters = Parameters(lists[0], [lists[2]], [torch.zeros(()), torch.zeros(())], lists[3])
-    parameters.have_moved()
+    parameters.changed_address()
     return _Known(parameters, lists)
 
 
@@ -144,7 +144,7 @@ def test_known_lists_get_another_table_when_memory_moves(known: _Known, place: i
     moved = known.parameters.steps if place == "steps" else known.lists[int(place)]
     old = moved[1].data
     moved[1].data = old.clone()
-    assert known.parameters.have_moved() is (place != 1)
+    assert known.parameters.changed_address() is (place != 1)
     after, expected = known.table_for(known.lists[1]), update_table(known.lists, known.parameters.steps)
     assert before is not None
     assert after is not None

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl import kernels
 from impl.kernels import dtypes_of
 from impl.kernels.norm import result_dtype
-from impl.optim._shards import exchanged, is_distributed
+from impl.optim._shards import all_gather_numbers, is_distributed
 
 _IS_SHARDED = {"Replicate": False, "Shard": True, "_StridedShard": True}  # class names of placements
 # For each dimension of a mesh, whether its ranks hold different shards.
@@ -49,7 +49,7 @@ class ShardedTensors:
             shardings = [sharding for sharding in norms if sharding[dim]]
             if shardings:
                 local_norms = torch.stack([norms[sharding] for sharding in shardings])
-                norms_of_ranks = exchanged(local_norms, self.mesh.get_group(dim))
+                norms_of_ranks = all_gather_numbers(local_norms, self.mesh.get_group(dim))
                 for sharding, column in zip(shardings, norms_of_ranks.unbind(1), strict=True):
                     norms[sharding] = kernels.total_norm([column.contiguous()], norm_type)
         partial_norms = [*norms.values()]

@@ -381,7 +381,7 @@ def _norm_by_kernels(ordinary: dict[torch.device, list[Tensor]], norm_type: floa
         return norms[0]
     device = norms[0].device
     # Norms of order 0 are counts, so add them. All others combine like elements of a vector.
-    return kernels.total_norm([kernels.placed(norm, device) for norm in norms], norm_type or 1.0)
+    return kernels.total_norm([kernels.to_device(norm, device) for norm in norms], norm_type or 1.0)
 
 
 def _norm_by_operators(gradients: _Gradients, norm_type: float) -> Tensor:

@@ -77,7 +77,7 @@ FAULTS["it is captured in the current stream"] = replaced(
     AcceleratorGraphs, "side_stream", lambda real: AcceleratorGraphs.current_stream
 )
 FAULTS["what is captured runs as well"] = replaced(
-    _graphed_update, "captured", lambda real: lambda graphs, work: [work(), real(graphs, work)][1]
+    _graphed_update, "capture_graph", lambda real: lambda graphs, work: [work(), real(graphs, work)][1]
 )
 
 
@@ -99,7 +99,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     def settings_for(self: GraphedUpdate, *args: Any) -> GraphedSettings:
         settings = real(self, *args)
-        self._held = self._backoff.patience
+        self._unchanged_steps = self._backoff.patience
         return settings
 
     patch.setattr(GraphedUpdate, "_settings_for", settings_for)

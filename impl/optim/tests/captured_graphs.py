@@ -21,7 +21,7 @@ import impl.amp
 from conformance import simulator
 from impl.optim import _graphed_update, explain
 from impl.optim._graphed_update import GraphedSettings
-from impl.optim._graphs import captured, graphs_for
+from impl.optim._graphs import capture_graph, graphs_for
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import FUSED, CapturedTwins, Side
 from impl.optim.tests.test_captured import SCRIPTS, Event, play
@@ -140,21 +140,21 @@ def noting(name: str, call: Callable[..., Any], done: list[str]) -> Callable[...
 
 def test_a_graph_holds_two_operators(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operators: list[str] = []
-    real = _graphed_update.captured
+    real = _graphed_update.capture_graph
 
     class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             operators.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 
-    def captured(graphs: Any, work: Callable[[], None]) -> Any:
+    def capture_graph(graphs: Any, work: Callable[[], None]) -> Any:
         def watched() -> None:
             with Names():
                 work()
 
         return real(graphs, watched)
 
-    monkeypatch.setattr(_graphed_update, "captured", captured)
+    monkeypatch.setattr(_graphed_update, "capture_graph", capture_graph)
     replaying("AdamW fused", device)
     assert operators == ["aten::add_", "aten::_fused_adamw_"]
 
@@ -270,7 +270,7 @@ def test_somebody_captures_a_whole_step(kind: str, way: Any, captured_too: bool,
         assert graphs is not None
         for _ in range(2):
             step()
-        again = captured(graphs, step).replay if in_a_graph else step
+        again = capture_graph(graphs, step).replay if in_a_graph else step
         seen = []
         for value in (1.0, math.inf, math.inf, 0.5, 0.25):
             factor.fill_(value)
@@ -358,7 +358,7 @@ def test_scaling_of_another_kind(device: str) -> None:
     ):
         twins.do(on.scaled, inf=number % 2 == 1, unscaled=unscaled)
         assert reported(twins.captured).replayed == replays
-    assert reported(twins.captured).reason == "grad_scale or found_inf is of another kind"
+    assert reported(twins.captured).reason == "grad_scale or found_inf has another type, shape or dtype"
 
 
 def test_another_stream(device: str) -> None:
@@ -393,8 +393,10 @@ def test_a_graph_outlasts_that_of_somebody_else(device: str) -> None:
     play(twins, settled())
     graphs = graphs_for(torch.device(device))
     assert graphs is not None
-    theirs = [captured(graphs, functools.partial(on.step, side)) for side in (twins.plain, twins.captured)]
-    assert reported(twins.captured).reason == "the step is being captured in a graph of somebody else"
+    theirs = [
+        capture_graph(graphs, functools.partial(on.step, side)) for side in (twins.plain, twins.captured)
+    ]
+    assert reported(twins.captured).reason == "the user is capturing the step in another graph"
     for _ in range(2):
         for graph in theirs:
             graph.replay()

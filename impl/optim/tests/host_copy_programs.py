@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_map_only
 from conformance import simulator
 from impl.amp import GradScaler
 from impl.distributed.fsdp import ShardedGradScaler
-from impl.kernels import HostCopy, _table, copy_into_, placed
+from impl.kernels import HostCopy, _table, copy_into_, to_device
 from impl.nn.utils import clip_grad_norm_, get_total_norm
 from impl.optim import capture
-from impl.optim._graphs import captured, graphs_for
+from impl.optim._graphs import capture_graph, graphs_for
 from impl.optim._shards import register_shard_groups
 from impl.optim.tests.patches import Patches
 
@@ -185,7 +185,7 @@ def a_scale_on_its_floor(device: torch.device) -> Any:
 def step_in_a_graph(step: Callable[[], object]) -> None:
     graphs = graphs_for(LATE)
     assert graphs is not None
-    captured(graphs, step).replay()
+    capture_graph(graphs, step).replay()
 
 
 @named
@@ -212,9 +212,9 @@ def the_owner(device: torch.device) -> Any:
     kept = torch.ones(2, device=device)
     return (
         into + 1,
-        placed(kept, HOST) + 1,
-        placed(kept, HOST, torch.float64) + 1,
-        placed(kept, device) is kept,
+        to_device(kept, HOST) + 1,
+        to_device(kept, HOST, torch.float64) + 1,
+        to_device(kept, device) is kept,
     )
 
 
@@ -276,7 +276,7 @@ def _nothing_blocks(patch: pytest.MonkeyPatch) -> None:
     def never(tensor: Any, device: Any, dtype: Any = None, *, copy: bool = False) -> Any:
         return tensor.to(device, dtype, non_blocking=True, copy=copy)
 
-    patch.setattr(placed, "__code__", never.__code__)
+    patch.setattr(to_device, "__code__", never.__code__)
 
 
 @FAULTS.named("no copy into memory blocks")

@@ -60,9 +60,9 @@ FAULTS["another dictionary of state is not noticed"] = replaced(
     ListCache, "_check_state", lambda self, optimizer: None
 )
 FAULTS["step counters are not advanced"] = replaced(Counters, "advance", lambda self: None)
-FAULTS["step counters count skipped steps"] = replaced(Counters, "take_back", lambda self, found_inf: None)
+FAULTS["step counters count skipped steps"] = replaced(Counters, "undo_advance", lambda self, found_inf: None)
 FAULTS["found_inf and grad_scale are forgotten"] = replaced(
-    _fused_operators, "placed", lambda value, device: None
+    _fused_operators, "to_device", lambda value, device: None
 )
 
 
@@ -129,7 +129,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
             step.data = place
         return flat
 
-    patch.setattr(_counters, "moved_together", moved)
+    patch.setattr(_counters, "moved_into_one_buffer", moved)
 
 
 @FAULTS.named("a copy goes on sharing the list cache")

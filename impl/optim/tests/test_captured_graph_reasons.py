@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from impl.optim import capture, explain, release
-from impl.optim._graphed_update import Facts, why_eager
+from impl.optim._graphed_update import ReplayConditions, reason_for_eager
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_graphs import DTYPES, reported, settled
 from impl.optim.tests.captured_twins import CapturedTwins, Side
@@ -28,10 +28,10 @@ def test_where_there_is_a_graph() -> None:
             None,
             "a graph reads the learning rate in float32, too coarse for parameters of",
         ),
-        ("is_together", (True, False), True, "some of what belongs to its parameters is not on cpu"),
+        ("is_together", (True, False), True, "a state or gradient of its parameters is not on cpu"),
         ("is_inference", (False, True), False, "inference mode is on"),
         ("is_watched", (False, True), False, "a TorchDispatchMode is active"),
-        ("is_capturing", (False, True), False, "the step is being captured in a graph of somebody else"),
+        ("is_capturing", (False, True), False, "the user is capturing the step in another graph"),
     ]
     half = (torch.float32, torch.float16, torch.bfloat16)
     for values in itertools.product(*(values for _, values, _, _ in reasons)):
@@ -41,7 +41,7 @@ def test_where_there_is_a_graph() -> None:
             if (value not in half if name == "dtype" else value is not expected)
         ]
         facts: dict[str, Any] = {name: value for value, (name, *_) in zip(values, reasons, strict=True)}
-        why = why_eager(Facts("cpu", **facts))
+        why = reason_for_eager(ReplayConditions("cpu", **facts))
         assert (why is None) == (not against)
         assert why is None or why.startswith(against[0])
 

@@ -89,7 +89,7 @@ def test_the_first_build_is_no_change() -> None:
     assert reported == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 5)]
     for number in range(17):
         on.iteration(side, number)
-    assert explain(side.optimizer).reason == "none were kept in the 16 steps before"
+    assert explain(side.optimizer).reason == "none were cached in the 16 steps before"
     assert explain(side.optimizer).builds == 6
 
 

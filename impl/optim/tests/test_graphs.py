@@ -85,11 +85,11 @@ def test_a_capture_is_asked_for_in_generic_words(asked_of_any: mock.MagicMock) -
 def test_a_device_is_asked_whether_somebody_captures_on_it(
     asked: mock.MagicMock, asked_of_any: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_copies, "_STREAMS_TELL", True)
+    monkeypatch.setattr(_copies, "_HAS_STREAM_QUERY", True)
     assert is_capturing(OTHER) is asked_of_any.current_stream.return_value.is_capturing.return_value
     asked_of_any.current_stream.assert_called_once_with(OTHER)
     assert not is_capturing(torch.device("cpu"))
-    monkeypatch.setattr(_copies, "_STREAMS_TELL", False)
+    monkeypatch.setattr(_copies, "_HAS_STREAM_QUERY", False)
     assert not is_capturing(OTHER)
     assert is_capturing(CUDA) is asked.is_current_stream_capturing.return_value
     assert asked.mock_calls == [
@@ -103,7 +103,7 @@ def test_a_device_is_asked_whether_somebody_captures_on_it(
 def test_capture_query_enters_no_device_if_it_is_the_current_one(
     asked: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_copies, "_STREAMS_TELL", False)
+    monkeypatch.setattr(_copies, "_HAS_STREAM_QUERY", False)
     assert is_capturing(torch.device("cuda", 0)) is asked.is_current_stream_capturing.return_value
     assert asked.mock_calls == [mock.call.is_current_stream_capturing()]
 

@@ -20,7 +20,7 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._param_group import NewBuffer
-from impl.kernels import sent_to_host
+from impl.kernels import copy_to_host_async
 
 
 class Reduced(Protocol):
@@ -185,7 +185,7 @@ class DTensorGradients:
         has_hooks = any(param.sharded._post_accumulate_grad_hooks for param in params)
         reduced = self._as_shown(params, reduced) if group.offloads or has_hooks else reduced
         if group.offloads:
-            reduced = sent_to_host(reduced) if group.pins and not has_hooks else reduced.to("cpu")
+            reduced = copy_to_host_async(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
             self._show(params, reduced)
             self._forget_unreduced()  # which is in it, and counts even if this backward raises

@@ -17,7 +17,7 @@ from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_element
 from impl.distributed.fsdp._param_group import Gathering, dtypes_of
 from impl.distributed.fsdp._param_registration import ManagedParam
 from impl.distributed.fsdp._policies import ParamPrecision
-from impl.kernels import copy_into_, placed
+from impl.kernels import copy_into_, to_device
 
 # An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.
 _PARTS = 8
@@ -111,11 +111,11 @@ class FlatParamGroup(FlatParamHandle):
         shard = self.flat_param.data
         if self.pins and shard.dtype is not unsharded.flat.dtype:
             # Cast on the device: a cast on the host blocks it, and its result is not pinned.
-            shard = placed(shard, self.device)
+            shard = to_device(shard, self.device)
         if self.groups.shard is None:
             copy_into_(unsharded.flat, shard)
             return None
-        mine = placed(shard, self.device, unsharded.flat.dtype)
+        mine = to_device(shard, self.device, unsharded.flat.dtype)
         return Gathering(self.groups.shard, unsharded.flat, mine, written)
 
     def end_gather(self, gathering: Gathering) -> None:

@@ -18,7 +18,7 @@ from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._param_group import NewBuffer
-from impl.kernels import sent_to_host
+from impl.kernels import copy_to_host_async
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
@@ -144,7 +144,7 @@ class GradientShard:
         keeps = self._keeps_low_precision and not handle.is_sharded
         mine = reduced if keeps else reduced.to(handle.dtype)
         if handle.offloads:
-            mine = sent_to_host(mine) if self._reduced is None else mine.to("cpu")
+            mine = copy_to_host_async(mine) if self._reduced is None else mine.to("cpu")
         if self._reduced is None:
             self._reduced = mine if mine is not reduced or handle.is_sharded else mine.clone()
         else:

@@ -28,7 +28,7 @@ from impl.distributed.fsdp._param_group import Gathering, dtypes_of
 from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.distributed.fsdp._transport.choosing import fills_rows
-from impl.kernels import placed
+from impl.kernels import to_device
 
 
 class DTensorGroup:
@@ -296,7 +296,7 @@ class DTensorGroup:
         unsharded.allocate()
         written = unsharded.note_filled()
         if self.offloads:
-            given = [placed(one, self.device) for one in given]
+            given = [to_device(one, self.device) for one in given]
         if over is None:
             for one, (_, run) in zip(given, unsharded.runs, strict=True):
                 beginning_of(run, one.shape).copy_(one)
