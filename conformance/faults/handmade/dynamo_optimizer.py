@@ -207,13 +207,6 @@ def _demand_it_of_all(original: Any, self: Any, tx: Any, name: str) -> Any:
     return original(self, tx, name)
 
 
-def _without_capturable(original: Any, self: Any, tx: Any, name: str) -> Any:
-    if name == "param_groups":
-        base = torch._dynamo.variables.UserDefinedObjectVariable
-        return getattr(base, _resolve())(self, tx, name)
-    return original(self, tx, name)
-
-
 register_fault(
     "optimizer_variable.demands_init_group",
     OPTIMIZER,
@@ -226,15 +219,11 @@ register_fault(
     says="an optimizer without _init_group is refused, also one that Dynamo calls as it is",
     thread="pytorch/pytorch#94392",
 )(in_resolution(_demand_it_of_all))
-register_fault(
-    "optimizer_variable.reads_step_counts",
-    OPTIMIZER,
-    says="the step is traced as not capturable, and reads its counts on the host",
-    thread="pytorch/pytorch#88173",
-)(in_resolution(_without_capturable))
 
 
-def in_the_trace(fault_id: str, says: str, option: str, instead: Callable[[Any], Any]) -> None:
+def in_the_trace(
+    fault_id: str, says: str, option: str, instead: Callable[[Any], Any], thread: str = "own"
+) -> None:
     """The trace reads `instead(its tracker)` for this option of the groups."""
 
     def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
@@ -247,7 +236,9 @@ def in_the_trace(fault_id: str, says: str, option: str, instead: Callable[[Any],
                     group.items[key] = instead(tracker)
         return found
 
-    register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says)(in_resolution(fault))
+    register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
+        in_resolution(fault)
+    )
 
 
 def _constant(value: Any) -> Any:
@@ -256,4 +247,11 @@ def _constant(value: Any) -> Any:
 
 in_the_trace(
     "maximize_lost", "what is to be maximized is minimized", "maximize", lambda value: _constant(False)
+)
+in_the_trace(
+    "reads_step_counts",
+    "the step is traced as not capturable, and reads its counts on the host",
+    "capturable",
+    lambda value: _constant(False),
+    thread="pytorch/pytorch#88173",
 )
