@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,33 @@ class Quantised(Halved):
         return values.view(bits.shape)
 
 
+class Released(Halved):
+    """Says that the gathered tensors are not read after `fsdp_post_all_gather`."""
+
+    gathered: ClassVar[list[torch.UntypedStorage]] = []
+    answer: ClassVar[Any] = True
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.answer
+
+    def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        Released.gathered[:] = [tensor.untyped_storage() for tensor in gathered]
+        return super().fsdp_post_all_gather(gathered, *args, **kwargs)
+
+
+class Kept(Released):
+    answer = False
+
+
+class NoAnswer(Released):
+    answer = 1
+
+
+class ReleasedAlone(Released):
+    fsdp_pre_all_gather = property()  # type: ignore[assignment]
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
 class OneMethod(Halved):
     fsdp_post_all_gather = property()  # type: ignore[assignment]
 
@@ -149,6 +176,24 @@ def extended_by_hand() -> torch.Tensor:
     for parameter in (inner.weight, inner.bias):
         parameter.data = (parameter.data / 2).float().double() * 2
     return loss_of(call(model, TREE, TREE.batch(0, 0))).detach()
+
+
+def released(site: Site, kind: str) -> dict[str, Any]:
+    """Look for the memory of gathered tensors while a weight made of them is unsharded, and train with it."""
+    linear: Any = nn.Linear(4, 4, bias=False, device=site.rank.device)
+    values = torch.linspace(-1, 1, 16, device=site.rank.device).view(4, 4)
+    linear.weight = nn.Parameter(globals()[kind](values))
+    site.shard(linear)
+    are_allocated, weights, gradients = [], [], []
+    for number in range(2):
+        linear.unshard()
+        are_allocated.append([storage.size() > 0 for storage in Released.gathered])
+        weights.append(linear.weight.detach().clone())
+        linear(torch.full((2, 4), 1.0 + number, device=site.rank.device)).square().mean().backward()
+        gradients.append(linear.weight.grad.to_local().clone())
+        linear.zero_grad()
+    dist.barrier()
+    return {"allocated": are_allocated, "weights": weights, "gradients": gradients}
 
 
 def unpadded(site: Site) -> str:

@@ -229,6 +229,36 @@ def _average(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(grads)).sum(0) / len(grads)
 
 
+# -- dtypes chosen by parameter
+
+
+def overridden(site: Site, layers: Sequence[str]) -> dict[str, Any]:
+    """Train in low precision, but `layers` in the dtype of their parameters."""
+    model = _model(lambda model: model.to(LOW).to(FULL))
+    own = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
+    calls: list[int] = []
+
+    def override(parameter: Tensor) -> torch.dtype | None:
+        calls.append(id(parameter))
+        return parameter.dtype if id(parameter) in own else (LOW, None)[len(calls) % 2]
+
+    policy = site.fsdp.MixedPrecisionPolicy(LOW, FULL, param_dtype_override_fn=override)
+    site.shard(model, mp_policy=policy)
+    outcome = _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
+    return outcome | {"shown": model.shown, "calls": len(calls)}
+
+
+def overridden_by_hand(site: Site, layers: Sequence[str]) -> dict[str, Any]:
+    outcome = by_policy_by_hand(site, (LOW, FULL, FULL), dict.fromkeys(layers, (FULL, FULL, FULL)))
+    del outcome["has"]
+    return outcome | {"calls": len(list(Mixed().parameters()))}
+
+
+def refused_override(site: Site, returned: Any) -> str:
+    policy = site.fsdp.MixedPrecisionPolicy(LOW, param_dtype_override_fn=lambda _: returned)
+    return tried(lambda: site.shard(_model(lambda _: None), mp_policy=policy))
+
+
 # -- masters that would be lost
 
 

@@ -18,6 +18,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.surface import is_torch_in
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
@@ -214,6 +215,28 @@ def test_refuses_what_is_gathered_without_padding(sites: Sites) -> None:
     """Of the rank that it is missing on."""
     *_, actual = sites.agree(extension_cases.unpadded, may_raise=True)
     assert actual.raised is None, actual.raised
+
+
+@clause("distributed.fsdp.fully_shard.released_gather_outputs")
+@pytest.mark.world_sizes(fewest=2)
+def test_gathered_tensors_are_released_on_request(sites: Sites) -> None:
+    releasing, keeping = (
+        values_of(sites.of_subject(extension_cases.released, kind=kind)) for kind in ("Released", "Kept")
+    )
+    for outcome, reference in zip(releasing, keeping, strict=True):
+        assert outcome.pop("allocated") == [[False, False]] * 2
+        assert reference.pop("allocated") == [[True, True]] * 2
+        assert str(outcome) == str(reference)
+
+
+@clause("distributed.fsdp.fully_shard.released_gather_outputs")
+@pytest.mark.parametrize("kind", ["Released", "Kept", "NoAnswer", "ReleasedAlone"])
+@pytest.mark.world_sizes(fewest=2)
+def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: str) -> None:
+    raises = [outcome.raised is not None for outcome in sites.of_subject(extension_cases.released, kind=kind)]
+    assert set(raises) == {kind in ("NoAnswer", "ReleasedAlone")}
+    if is_torch_in(">=2.15"):
+        sites.agree(extension_cases.released, may_raise=True, kind=kind)
 
 
 @clause("distributed.fsdp.fully_shard.extensions_of_one_rank")

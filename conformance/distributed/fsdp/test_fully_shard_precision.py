@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
+from conformance.judge.surface import is_torch_in
 
 _FULL_PRECISION: Dtypes = (FULL, None, FULL)
 
@@ -92,6 +93,27 @@ def test_computes_reduces_and_steps_by_parameter(
     )
     assert_ranks_agree(expected, found)
     values_of(found)
+
+
+@clause("distributed.fsdp.fully_shard.param_dtype_override")
+@pytest.mark.parametrize("layers", [[], ["norm"], ["norm", "router"]], ids=str)
+def test_dtype_override_trains_like_unsharded(sites: Sites, layers: Sequence[str]) -> None:
+    expected, actual = (
+        sites.of_subject(program, layers=layers) for program in (cases.overridden_by_hand, cases.overridden)
+    )
+    assert_ranks_agree(expected, actual)
+    values_of(actual)
+    if is_torch_in(">=2.15"):
+        sites.agree(cases.overridden, layers=layers)
+
+
+@clause("distributed.fsdp.fully_shard.param_dtype_override")
+@pytest.mark.parametrize("returned", [torch.float64, "bfloat16"], ids=str)
+def test_invalid_dtype_override_raises(sites: Sites, returned: object) -> None:
+    text, *_ = values_of(sites.of_subject(cases.refused_override, returned=returned))
+    assert text.startswith("ValueError: param_dtype_override_fn must return")
+    if is_torch_in(">=2.15"):
+        sites.agree(cases.refused_override, returned=returned)
 
 
 @clause("distributed.fsdp.fully_shard.masters")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +21,12 @@ class MixedPrecisionPolicy:
             dtype, and otherwise gradients are reduced as computed.
         output_dtype: that floating-point outputs of the modules are cast to.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
+        param_dtype_override_fn: called once with each parameter. Returns its own dtype to compute in that, or
+            `param_dtype` or None to keep the policy. All ranks must return the same.
 
-    Source: torch.distributed.fsdp.MixedPrecisionPolicy 2.15; differences: before 2.15 torch ignores `grad_dtype`;
-        a real `reduce_dtype` does not drop the imaginary part of complex gradients.
+    Source: torch.distributed.fsdp.MixedPrecisionPolicy 2.15; differences: before 2.15 torch has no
+        `param_dtype_override_fn` and ignores `grad_dtype`; a real `reduce_dtype` does not drop the imaginary part of
+        complex gradients.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16).cast_forward_inputs
     True
@@ -32,6 +36,9 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,9 @@ class ParamPrecision:
 @dataclass(frozen=True)
 class PerParamPrecisionPolicy(MixedPrecisionPolicy):
     """A policy of fully_shard that also says in what dtype the optimizer steps, and may say other dtypes per parameter.
+
+    `param_dtype_override_fn` only chooses between two dtypes to compute with. `precision_of` also knows the name, sets
+    all three dtypes to any value, and takes precedence over it.
 
     Where there is a master dtype, parameters are cast to it as they are sharded, and without a `param_dtype` are
     computed with in the dtype that they had. A forward that finds masters in another dtype raises a RuntimeError that
@@ -84,11 +94,12 @@ def precision_by(policy: MixedPrecisionPolicy, name: str, parameter: nn.Paramete
         policy: it or torch's.
 
     Raises:
-        ValueError: a master dtype would round the parameter.
+        ValueError: a master dtype would round the parameter, or `param_dtype_override_fn` returns anything but
+            `param_dtype`, the parameter's dtype or None.
     """
+    found = ParamPrecision(_param_dtype_of(policy, parameter), policy.reduce_dtype)
     if not parameter.is_floating_point():
-        return ParamPrecision(policy.param_dtype, policy.reduce_dtype)
-    found = ParamPrecision(policy.param_dtype, policy.reduce_dtype)
+        return found
     if isinstance(policy, PerParamPrecisionPolicy):
         own = None if policy.precision_of is None else policy.precision_of(name, parameter)
         found = own or replace(found, master_dtype=policy.master_dtype)
@@ -100,6 +111,28 @@ def precision_by(policy: MixedPrecisionPolicy, name: str, parameter: nn.Paramete
             "master_dtype, or cast the parameter before it is sharded"
         )
     return replace(found, param_dtype=found.param_dtype or parameter.dtype)
+
+
+def _param_dtype_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> torch.dtype | None:
+    override: Any = getattr(policy, "param_dtype_override_fn", None)  # torch's policies lack it before 2.15
+    dtype = None if override is None else override(parameter)
+    if dtype is None:
+        return policy.param_dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"param_dtype_override_fn must return a torch.dtype or None but got {type(dtype)}")
+    if dtype not in (policy.param_dtype, parameter.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype but got "
+            f"{dtype} for a parameter with dtype {parameter.dtype} and param_dtype {policy.param_dtype}"
+        )
+    return dtype
+
+
+def resolve_policy(policy: Any, precision: ParamPrecision) -> Any:
+    """Return the policy of parameters for which `param_dtype_override_fn` has chosen a precision."""
+    if getattr(policy, "param_dtype_override_fn", None) is None:
+        return policy
+    return replace(policy, param_dtype=precision.param_dtype, param_dtype_override_fn=None)
 
 
 @dataclass

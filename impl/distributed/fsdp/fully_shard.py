@@ -44,7 +44,12 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._managed import mark_modules
 from impl.distributed.fsdp._module_state import ModuleState, lender_of, state_of
 from impl.distributed.fsdp._phase import FORWARDS
-from impl.distributed.fsdp._policies import MixedPrecisionPolicy, OffloadPolicy, offloads
+from impl.distributed.fsdp._policies import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    offloads,
+    resolve_policy,
+)
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._whole_mesh import data_dims_of
 
@@ -76,7 +81,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
             number: each rank keeps what as many ranks gather again for the backward.
         shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first. torch's
             `ShardPlacementResult` names a mesh too; parameters over other ranks are gathered apart.
-        mp_policy: dtypes; a PerParamPrecisionPolicy says them per parameter.
+        mp_policy: dtypes. `param_dtype_override_fn` or a PerParamPrecisionPolicy sets them per parameter.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
         ignored_params: parameters that stay as they are, each rank's own.
         dp_mesh_dims: `mesh` is one that all parameters are DTensors on, as copies over the dimensions that this names:
@@ -138,7 +143,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight
             )
             for one in placed
         ]
-        options = GroupOptions(placed[0].precision, reshards, policy=mp_policy)
+        precision = placed[0].precision
+        options = GroupOptions(precision, reshards, policy=resolve_policy(mp_policy, precision))
         param_groups.append(DTensorGroup(params, groups, options, device, offload_policy, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     state = ModuleState(modules, unit, mp_policy, device)

@@ -1,6 +1,7 @@
 """A parameter that says itself what is gathered of it, and makes the unsharded one of that: quantised, say.
 
-torch's names for the two methods of such a tensor subclass are `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+torch's names for the two methods of such a tensor subclass are `fsdp_pre_all_gather` and `fsdp_post_all_gather`. From
+torch 2.15 on, a third one says whether the gathered tensors are freed as soon as the parameter is made of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _FORMS = (1, 5)  # numbers of arguments that the first method may take
 
 
@@ -35,6 +37,7 @@ class GatherExtension:
         self._param = param
         self._device = device
         self._policy = policy
+        self._releases_outputs = _releases_outputs(param.local)
         mesh: Any = param.mesh
         self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
         # The parameter's own may differ where a size is 1.
@@ -99,11 +102,12 @@ class GatherExtension:
             self._allocate(self._inner)
             after(gathered, self._metadata, dtype, out=self._unsharded)
         self._metadata = None
+        if self._releases_outputs:
+            _free(self.outputs)
         return self._unsharded
 
     def free(self) -> None:
-        for storage in self._storages():
-            storage.resize_(0)
+        _free((*self.outputs, *self._inner))
 
     def _storages(self) -> list[torch.UntypedStorage]:
         return [one.untyped_storage() for one in (*self.outputs, *self._inner)]
@@ -118,7 +122,7 @@ class GatherExtension:
 def has_extension(param: ShardedParam) -> bool:
     """
     Raises:
-        AssertionError: it has one of the methods alone.
+        AssertionError: it has one of the methods alone, or a third one without them or that returns no bool.
     """
     local = param.local
     has_both = [hasattr(local, name) for name in (_BEFORE, _AFTER)]
@@ -127,4 +131,21 @@ def has_extension(param: ShardedParam) -> bool:
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
             f"if using all-gather extensions: {local}"
         )
+    if _releases_outputs(local) and not has_both[0]:
+        raise AssertionError(
+            f"{_RELEASES} requires fsdp_pre_all_gather and fsdp_post_all_gather to be defined: {local}"
+        )
     return has_both[0]
+
+
+def _releases_outputs(local: Tensor) -> bool:
+    method = getattr(local, _RELEASES, None)
+    releases = method is not None and method()
+    if not isinstance(releases, bool):
+        raise AssertionError(f"{_RELEASES} must return a bool, got {type(releases)}")
+    return releases
+
+
+def _free(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
