@@ -1,10 +1,10 @@
-"""Property tests that hold any implementation of torch's mixed-precision stack to torch's own behaviour.
+"""Property tests that compare any implementation of torch's mixed-precision and sharded-training stack with torch.
 
-Words used throughout:
-    subject    what is judged: `impl`, `torch` itself, or any importable package that mirrors torch's paths
-    reference  the torch that is installed
-    library    either of them, seen through one door (`conformance.judge.library`)
-    clause     one behaviour with a stable id and one sentence; every test says which clause it asks about
-    outcome    everything a call did: its result, what it changed, what it raised, what it warned
-    deviation  a row that says where `impl` leaves torch's behaviour on purpose, and why
+Terms:
+    subject    the package that is judged: `impl`, `torch` itself, or any importable package that has torch's paths
+    reference  the installed torch
+    library    the subject or the reference, both accessed by `conformance.judge.library`
+    clause     one behaviour with a stable id and one sentence; every test names its clause
+    outcome    the observable effects of a call: result, changed state, exception and warnings
+    deviation  a behaviour in which `impl` differs from torch on purpose, with the reason
 """

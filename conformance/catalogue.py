@@ -1,12 +1,12 @@
-"""The catalogue: all clauses under one number, which is raised whenever one comes, goes or changes.
+"""The catalogue: all clauses under one number, which is raised when a clause is added, removed or changed.
 
-    python -m conformance.catalogue                 each clause: its level, its sentence
-    python -m conformance.catalogue --json          with what it covers, its thread, the torch versions it holds for
-    python -m conformance.catalogue --raise WHY     give the clauses, as they are now, the next number
+    python -m conformance.catalogue                 level and sentence of each clause
+    python -m conformance.catalogue --json          also the names that it covers, its thread and its torch versions
+    python -m conformance.catalogue --raise WHY     give the current clauses the next number
 
-Two reports with the same number judged by the same clauses. `catalogue.toml` has what changed with each number, and a
-digest of all clauses by which a test sees that the number was forgotten. `--raise` compares with the clauses of the
-commit that has raised the number last, so it can be repeated.
+Reports with the same number used the same clauses. `catalogue.toml` has the changes of each number, and a digest of all
+clauses, with which a test detects that the number was not raised. `--raise` compares with the clauses of the commit
+that raised the number last, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ABOUT = """\
 
 @dataclass(frozen=True)
 class CatalogueVersion:
-    """What came with one number of the catalogue."""
+    """The changes of one number of the catalogue."""
 
     version: int
     says: str
@@ -46,7 +46,7 @@ class CatalogueVersion:
 
 
 def changes() -> tuple[CatalogueVersion, ...]:
-    """Newest first."""
+    """Return all numbers with their changes, newest first."""
     return _changes(_read())
 
 
@@ -63,7 +63,7 @@ def version() -> int:
 
 
 def is_due() -> bool:
-    """Whether the clauses are others than those that the newest number was given for."""
+    """Return whether the clauses differ from those that have the newest number."""
     return _read()["digest"] != _digest(_digests(clauses.for_report(), clauses.TORCH_VERSIONS))
 
 
@@ -74,14 +74,14 @@ def _digest(value: Any) -> str:
 def _digests(rows: Sequence[Mapping[str, Any]], supported: Sequence[str]) -> dict[str, str]:
     """Return a digest of all fields of each clause.
 
-    Of `torch` it has the supported versions that the clause does not hold for, so that support of a new version changes
-    only the clauses that do not hold for it.
+    The digest includes the supported versions of torch that the clause does not hold for, so that support of a new
+    version changes only the clauses that do not hold for it.
     """
     return {row["id"]: _digest(row | {"torch": sorted(set(supported) - set(row["torch"]))}) for row in rows}
 
 
 def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """What was added, changed and removed between two lists of digests."""
+    """Return the ids that were added, changed and removed between two mappings of digests."""
     return {
         "added": tuple(sorted(now.keys() - then.keys())),
         "changed": tuple(sorted(name for name in now.keys() & then.keys() if now[name] != then[name])),
@@ -90,7 +90,7 @@ def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tup
 
 
 def as_dict() -> dict[str, Any]:
-    """The catalogue for other programs; each clause with the number under which it last changed, 1 if it never did."""
+    """Return the catalogue as JSON data. `since` is the number with which a clause last changed, or 1."""
     since = {
         name: change.version for change in reversed(changes()) for name in (*change.added, *change.changed)
     }
@@ -105,26 +105,26 @@ def as_dict() -> dict[str, Any]:
     }
 
 
-def raised(why: str, before: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+def text_of_next(why: str, before: Mapping[str, Any], then: Mapping[str, Any]) -> str:
     """Return the text of the file under the next number.
 
     Args:
         why: what was changed, and why.
-        before: the file as it was under the number before.
-        then: the catalogue of that time, as `as_dict` returns it.
+        before: the contents of the file with the current number.
+        then: the catalogue with that number, as `as_dict` returned it.
 
     Raises:
         ValueError: no clause differs.
     """
     now, known = _digests(clauses.for_report(), clauses.TORCH_VERSIONS), _changes(before)
     rows = [{key: row[key] for key in row.keys() - {"since"}} for row in then["clauses"]]
-    found = difference(_digests(rows, then["torch"]), now)
-    if not any(found.values()):
+    changed = difference(_digests(rows, then["torch"]), now)
+    if not any(changed.values()):
         raise ValueError(f"no clause has changed since catalogue {known[0].version}; it keeps its number")
-    return _written([CatalogueVersion(known[0].version + 1, why, **found), *known], _digest(now))
+    return _to_toml([CatalogueVersion(known[0].version + 1, why, **changed), *known], _digest(now))
 
 
-def _written(rows: Sequence[CatalogueVersion], digest: str) -> str:
+def _to_toml(rows: Sequence[CatalogueVersion], digest: str) -> str:
     lines = [f'{_ABOUT}digest = "{digest}"', ""]
     for row in rows:
         lines += ["[[changes]]", f"version = {row.version}", f"says = {json.dumps(row.says)}"]
@@ -161,11 +161,11 @@ def main(words: Sequence[str]) -> int:
     )
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--json", action="store_true", help="print it as JSON")
-    kinds.add_argument("--raise", dest="why", metavar="WHY", help="record the clauses under the next number")
+    kinds.add_argument("--raise", dest="why", metavar="WHY", help="give the current clauses the next number")
     options = parser.parse_args(words)
     if options.why:
         try:
-            FILE.write_text(raised(options.why, *_before()))
+            FILE.write_text(text_of_next(options.why, *_before()))
         except ValueError as error:
             parser.error(str(error))
     elif options.json:

@@ -1,3 +1,3 @@
-"""Hooks the judge into pytest where it is installed; in a checkout its settings do, for all folders."""
+"""pytest plugins of the judge, for an installed package. In a checkout, pytest's settings load them."""
 
 pytest_plugins = ["conformance.plugin", "conformance.ranks.fixtures"]

@@ -1,12 +1,12 @@
-"""False positives: the suite judges what is right, with one seed after the other, and must not find a fault.
+"""Search for false positives: judge a correct subject with one seed after another. No run may be red.
 
     python -m conformance.false_positives --subject torch --seeds 20                      seeds 1 to 20, profile quick
     python -m conformance.false_positives --subject torch --profile full --seeds 5 --twice
-    python -m conformance.false_positives --subject conformance.mirror --seeds 5          torch behind new objects
-    python -m conformance.false_positives --subject conformance.exact_copy --seeds 5      torch's source, executed anew
+    python -m conformance.false_positives --subject conformance.mirror --seeds 5          torch wrapped in new objects
+    python -m conformance.false_positives --subject conformance.exact_copy --seeds 5      a copy of torch's source
 
-Each run is one line of the log: commit, seed, verdict, number of tests, seconds, what was red and what replays it.
-With --twice each seed runs again, and every test must have the same outcome as before. Exit code 1 is a false positive.
+Each run is one line of the log: commit, seed, verdict, number of tests, seconds, red tests and their replay commands.
+With --twice each seed runs twice, and every test must have the same outcome. Exit code 1 means a false positive.
 """
 
 from __future__ import annotations
@@ -35,38 +35,45 @@ _ROOT = HERE.parent
 def main(words: Sequence[str]) -> int:
     options = _options(words)
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    commit, loud = environment.commit(), 0
+    commit, failures = environment.commit(), 0
     for seed in range(options.first, options.first + options.seeds):
         outcomes: dict[str, str] = {}
         for number in (1, 2) if options.twice else (1,):
             before = outcomes
             entry, outcomes = _run(options, seed)
-            entry = {"commit": commit, "run": number, **entry, "unlike_before": unlike(before, outcomes)}
-            loud += entry["verdict"] != "green" or bool(entry["unlike_before"])
+            entry = {
+                "commit": commit,
+                "run": number,
+                **entry,
+                "unlike_before": different_outcomes(before, outcomes),
+            }
+            failures += entry["verdict"] != "green" or bool(entry["unlike_before"])
             with options.log.open("a") as log:
                 log.write(json.dumps(entry) + "\n")
-            print(_reported(entry), flush=True)  # noqa: T201 the command's output
+            print(_describe(entry), flush=True)  # noqa: T201 the command's output
     runs = options.seeds * (2 if options.twice else 1)
-    print(f"{runs - loud} of {runs} runs without a false positive; {options.log}")  # noqa: T201
-    return 1 if loud else 0
+    print(f"{runs - failures} of {runs} runs without a false positive; {options.log}")  # noqa: T201
+    return 1 if failures else 0
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m conformance.false_positives", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--subject", default="torch", help="something that is right")
+    parser.add_argument("--subject", default="torch", help="a correct package (default: torch)")
     parser.add_argument("--profile", default="quick", choices=PROFILES)
-    parser.add_argument("--seeds", type=int, default=20, help="how many")
-    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first of them")
-    parser.add_argument("--twice", action="store_true", help="run each seed again and compare every outcome")
+    parser.add_argument("--seeds", type=int, default=20, help="number of seeds (default: 20)")
+    parser.add_argument("--first", type=int, default=1, metavar="SEED", help="the first seed (default: 1)")
+    parser.add_argument("--twice", action="store_true", help="run each seed twice and compare all outcomes")
     parser.add_argument("--log", type=Path, default=Path("report/false_positives.jsonl"))
-    parser.add_argument("tests", nargs="*", default=everything(), help="default: all that judge a subject")
+    parser.add_argument(
+        "tests", nargs="*", default=everything(), help="tests (default: all that judge a subject)"
+    )
     return parser.parse_args(words)
 
 
 def _run(options: argparse.Namespace, seed: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """The log's entry, and each test's outcome."""
+    """Judge with a seed and return the log's entry and the outcome of each test."""
     began = time.monotonic()
     report = _report(options, seed)
     entry = {
@@ -98,17 +105,17 @@ def _report(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         return json.loads(written.read_text())
 
 
-def unlike(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def different_outcomes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in before.keys() | now.keys() if before and before.get(name) != now.get(name))
 
 
-def _reported(entry: dict[str, Any]) -> str:
+def _describe(entry: dict[str, Any]) -> str:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in entry["outcomes"].items())
     lines = [
         f"seed {entry['seed']}, run {entry['run']}: {entry['verdict']} ({counts}) in {entry['seconds']} s"
     ]
     lines += [f"    {command}" for command in entry["replay"]]
-    lines += [f"    not as before: {name}" for name in entry["unlike_before"]]
+    lines += [f"    another outcome than before: {name}" for name in entry["unlike_before"]]
     return "\n".join(lines)
 
 

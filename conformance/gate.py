@@ -1,11 +1,12 @@
-"""The gate: judge a subject, time it against torch, train a real model with it, write the report, say yes or no.
+"""The gate: judge a subject, time it against torch, train a real model with it, and write a report with a verdict.
 
     python -m conformance.gate --subject impl --profile quick --out report
-    python -m conformance.gate --subject your.package --parts judging      the verdict alone, as tandem-judge gives it
-    python -m conformance.gate --baseline earlier/report.json      what broke, was mended, got slower since
+    python -m conformance.gate --subject your.package --parts judging      only the judging, like tandem-judge
+    python -m conformance.gate --baseline earlier/report.json              also what broke, was fixed or became slower
 
-Each part runs in a process of its own, with a deadline, so that a subject that hangs or kills its process ends in a
-red verdict and not in silence. Exit code 0 is green, 1 red, 2 that what was handed in has to be mended first.
+Each phase runs in its own process with a deadline, so that a subject that hangs or kills its process still gets a
+verdict, which is red. Exit codes: 0 green, 1 red, 2 invalid input (a bad option, a bad claims file, or a package that
+cannot be imported).
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from rich.progress import Progress
 
 from conformance.faults.kill_matrix import read_kills
 from conformance.judge.heading import CHECKOUT
-from conformance.judge.judging import DEADLINES_S, judged, tail
+from conformance.judge.judging import DEADLINES_S, judge, tail
 from conformance.judge.options import REPORT, of_gate
 from conformance.judge.running import Stop, run
-from conformance.judge.terminal import begin, progress_on, say_broken, say_verdict
+from conformance.judge.terminal import begin, print_broken, print_verdict, progress_on
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.simulation import FILE as SIMULATION
 from conformance.report.simulation import read_simulation
 
 _NO_CHECKOUT = (
-    "the gate times a subject too, by the folder benchmarks of a checkout, and this is an installed package: "
-    "judge with tandem-judge, or take a clone of the repository and its ci/gate"
+    "the gate also times the subject, which needs the folder benchmarks of a checkout, but this is an installed "
+    "package; judge with tandem-judge, or run ci/gate in a clone of the repository"
 )
 
 
@@ -52,43 +53,45 @@ def main(words: Sequence[str]) -> int:
     stop = Stop()
     with stop.listening():
         with progress_on(console) as progress:
-            report = judged(options, out, progress, stop)
-            say_broken(console, report)
-            for name, key, run_part in (("timing", "speed", _timed), ("training", "training", _trained)):
-                asked = (
+            report = judge(options, out, progress, stop)
+            print_broken(console, report)
+            for name, key, run_phase in (("timing", "speed", _time), ("training", "training", _train)):
+                is_next = (
                     name in options.parts.split(",") and not report["ended_early"] and not stop.is_requested
                 )
                 report[key] = (
-                    _unless_unsafe(name, report) or run_part(options, out, progress, stop) if asked else {}
+                    _reason_not_to_run(name, report) or run_phase(options, out, progress, stop)
+                    if is_next
+                    else {}
                 )
-        return _tell(report | shown, out, console, baseline)
+        return _conclude(report | shown, out, console, baseline)
 
 
-def _unless_unsafe(part: str, report: dict[str, Any]) -> dict[str, Any]:
-    """Why a part is not begun: nobody waits for a subject again that has hung or died before."""
+def _reason_not_to_run(phase: str, report: dict[str, Any]) -> dict[str, Any]:
+    """Return why a phase is skipped, which is the case if the subject has hung or ended its process before."""
     ends = Counter(test["outcome"] for test in report["tests"] if test["clause"])
     if not (ends["hang"] or ends["crash"]):
         return {}
-    return {"error": f"{part} not begun: {ends['hang']} tests hung and {ends['crash']} ended their process"}
+    return {"error": f"{phase} not run: {ends['hang']} tests hung and {ends['crash']} ended their process"}
 
 
-def _tell(report: dict[str, Any], out: Path, console: Console, baseline: dict[str, Any] | None) -> int:
-    """The verdict, in files and on the terminal, and as an exit code."""
+def _conclude(report: dict[str, Any], out: Path, console: Console, baseline: dict[str, Any] | None) -> int:
+    """Write the verdict to files and to the terminal, and return the exit code."""
     changes = compare(baseline, report) if baseline else None
     report["baseline"] = asdict(changes) if changes else None
-    say = functools.partial(say_verdict, console, out=out, changes=sentences(changes) if changes else [])
-    return conclude(report, out, say)
+    show = functools.partial(print_verdict, console, out=out, changes=sentences(changes) if changes else [])
+    return conclude(report, out, show)
 
 
 def _options(
     words: Sequence[str],
 ) -> tuple[argparse.Namespace, dict[str, Any] | None, dict[str, Any]]:
-    """The options, the baseline, and what else the report shows: read before a run can overwrite it."""
+    """Return the options, the baseline and other parts of the report, read before the run can overwrite them."""
     parser = of_gate(__doc__)
     options = parser.parse_args(words)
     options.out = options.out or REPORT
-    found = Path(options.out, "kills.json")
-    kills = options.kills or (found if found.is_file() else None)
+    default_kills = Path(options.out, "kills.json")
+    kills = options.kills or (default_kills if default_kills.is_file() else None)
     simulated = Path(options.out, SIMULATION)
     try:
         return (
@@ -103,36 +106,38 @@ def _options(
         parser.error(str(error))
 
 
-def _timed(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
-    from benchmarks import point  # noqa: PLC0415 (lies in a checkout alone)
+def _time(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
+    from benchmarks import point  # noqa: PLC0415 (only in a checkout)
 
     file = out / "speed.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", f"--subject={options.subject}"]
     command += [f"--baseline={options.baseline}"] if options.baseline else []
     command += [f"--machine={options.machine}"] if options.machine else []
     command += _one_device(options)
-    kept = out / point.FILE
-    kept.unlink(missing_ok=True)
-    files = [f"--json={file}", *([f"--point={kept}"] if options.subject == "impl" else [])]
-    return _part("timing", command + files, file, out, progress, stop) | {"command": _readable(command[1:])}
+    result = out / point.FILE
+    result.unlink(missing_ok=True)
+    files = [f"--json={file}", *([f"--point={result}"] if options.subject == "impl" else [])]
+    return _run_phase("timing", command + files, file, out, progress, stop) | {
+        "command": _readable(command[1:])
+    }
 
 
-def _trained(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
+def _train(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
     file = out / "training.json"
     command = [sys.executable, "-m", "conformance.training", "--gate"]
     command += [f"--subject={options.subject}", f"--json={file}"]
-    return _part("training", command + _one_device(options), file, out, progress, stop)
+    return _run_phase("training", command + _one_device(options), file, out, progress, stop)
 
 
 def _one_device(options: argparse.Namespace) -> list[str]:
-    """Timing and training take one device, judging takes several: the first that was asked for."""
+    """Return the option for the first requested device. Judging takes several, timing and training only one."""
     return [] if options.device == "auto" else [f"--device={options.device.split(',')[0]}"]
 
 
-def _part(
+def _run_phase(
     name: str, command: list[str], file: Path, out: Path, progress: Progress, stop: Stop
 ) -> dict[str, Any]:
-    """Run one part; its JSON, or the reason why there is none."""
+    """Run one phase and return its JSON, or the reason why there is none."""
     file.unlink(missing_ok=True)
     task = begin(progress, name, 1)
     ended, code = run(command, out / f"{name}.log", DEADLINES_S["quick"], stop)

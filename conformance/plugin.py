@@ -1,4 +1,4 @@
-"""The pytest side of the judge: options, profiles, fixtures, deadlines, and the guard of torch's global state."""
+"""pytest plugin of the judge: options, profiles, fixtures, deadlines, and a check of torch's global state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from conformance.judge.comparing import Compare
 from conformance.judge.deadlines import MOST_RESTARTS, Deadlines
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.environment import is_usable, quieten_triton
-from conformance.judge.errors import Hang, stop_by_hand
-from conformance.judge.expectations import Expectations, unshrunk
+from conformance.judge.errors import Hang, raise_stopped_by_user
+from conformance.judge.expectations import Expectations, without_shrinking
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library, NotProvided, load_library, package_of
 from conformance.judge.notes import Notes
@@ -40,98 +40,99 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--subject",
         default="impl",
-        help="what to judge: impl, torch, or any package that mirrors torch's paths",
+        help="the package to judge: impl, torch, or any that has torch's paths",
     )
     group.addoption(
         "--device",
         default="auto",
-        help="comma-separated device types; auto takes cpu, and cuda where there is one",
+        help="comma-separated device types; auto is cpu, and cuda if this machine has it",
     )
     group.addoption("--world-sizes", default="1,2", help="comma-separated numbers of ranks")
-    group.addoption("--profile", default="full", choices=PROFILES, help="how much to try")
+    group.addoption("--profile", default="full", choices=PROFILES, help="how many examples and tests to run")
     group.addoption(
         "--seed",
         type=int,
         default=None,
-        help="seed of Hypothesis and of the data; without it every run is the same",
+        help="seed of Hypothesis and of the data (default: every run draws the same)",
     )
     group.addoption(
-        "--no-shrink", action="store_true", help="tell a failing example as it was found, not the smallest"
+        "--no-shrink", action="store_true", help="report the first failing example, not the smallest"
     )
     group.addoption(
         "--deadline",
         type=float,
         default=None,
         metavar="SECONDS",
-        help="limit for a test that names none (default: by the profile)",
+        help="time limit for tests without their own (default: set by the profile)",
     )
     group.addoption(
         "--claims",
         default=None,
         metavar="FILE",
-        help="the subject's claims file (default: conformance_claims.toml beside its __init__, if there)",
+        help="the subject's claims file (default: conformance_claims.toml next to its __init__, if it exists)",
     )
     group.addoption(
         "--today",
         default=None,
         metavar="DATE",
         type=datetime.date.fromisoformat,
-        help="the day by which expectations expire (default: today)",
+        help="the day that the dates of expectations are compared with (default: today)",
     )
     group.addoption(
         "--clauses",
         default="",
-        help="comma-separated clauses, or their beginnings: tests of others are left out",
+        help="comma-separated beginnings of clause ids: run only tests of these clauses",
     )
-    group.addoption("--report", default=None, metavar="DIR", help="write report.json there")
+    group.addoption("--report", default=None, metavar="DIR", help="folder for report.json")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if getattr(config.option, "maxworkerrestart", "") is None:  # before pytest-xdist reads it
+    # pytest-xdist reads this option later.
+    if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = str(MOST_RESTARTS)
     for line in (
-        "clause(id): the clause that a test asks about",
-        "deviation(id): the row of deviations.toml that a test asserts on both sides",
-        "reference_limit(id): the row of reference_limits.toml that a test asserts of torch",
-        "profile(name): the smallest profile that runs the test (quick unless said)",
+        "clause(id): the clause that the test belongs to",
+        "deviation(id): the entry of deviations.toml that the test checks for torch and for the subject",
+        "reference_limit(id): the entry of reference_limits.toml that the test checks for torch",
+        "profile(name): the smallest profile that runs the test (default: quick)",
         "deadline(seconds): when the test counts as hanging",
-        "world_sizes(fewest, also): of `world_size`, the smallest at which the test says anything (1 unless said), and "
-        "those at which it runs whatever is asked for",
+        "world_sizes(fewest, also): the smallest useful `world_size` of the test (default: 1), and the sizes at which "
+        "it runs in addition to those of --world-sizes",
     ):
         config.addinivalue_line("markers", line)
     _set_hypothesis_up(config)
-    notes = Notes.of(config)
+    notes = Notes.of_run(config)
     deadlines = None if config.getoption("dist", "no") != "no" else Deadlines(config, notes)
-    learned = _load_subject(config, deadlines)
+    info = _load_subject(config, deadlines)
     _expectations(config).keep(config)
     config.pluginmanager.register(reference_limits, "conformance-reference-limits")
     if deadlines is not None:
         config.pluginmanager.register(deadlines, "conformance-deadlines")
         config.pluginmanager.register(WorkerRecorder(notes), "conformance-worker-recorder")
     if not hasattr(config, "workerinput"):
-        signal.signal(signal.SIGTERM, stop_by_hand)
-        config.pluginmanager.register(Recorder(config, notes, learned), "conformance-recorder")
+        signal.signal(signal.SIGTERM, raise_stopped_by_user)
+        config.pluginmanager.register(Recorder(config, notes, info), "conformance-recorder")
 
     quieten_triton()
 
 
-def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.Learned:
-    """Import the subject, and learn what it claims.
+def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.SubjectInfo:
+    """Import the subject and return its claims.
 
-    Where workers run the tests it is imported on trial only, so that nothing it does, at its exit for one, reaches
-    the process that says yes or no.
+    If workers run the tests, it is imported only in a subprocess, so that it cannot affect the process that gives the
+    verdict, for example at exit.
     """
     spec, devices = config.option.subject, config.option.device
     if config.option.claims is not None:
-        claims_file.give(package_of(spec), Path(config.option.claims))
+        claims_file.set_claims_file(package_of(spec), Path(config.option.claims))
     try:
         if deadlines is None:
-            return trial.learn_on_trial(spec, devices)
+            return trial.import_in_subprocess(spec, devices)
         is_worker = hasattr(config, "workerinput")
-        with deadlines.of_import():
+        with deadlines.for_import():
             complaints = trial.load(spec)
-            return trial.Learned(None) if is_worker else trial.learn(spec, complaints, devices)
+            return trial.SubjectInfo(None) if is_worker else trial.subject_info(spec, complaints, devices)
     except (trial.CannotBeJudged, Hang) as error:
         pytest.exit(str(error), returncode=BAD_INPUT)
 
@@ -152,10 +153,10 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
             f"tandem-{name}",
             max_examples=examples,
             stateful_step_count=30,
-            deadline=None,  # the whole test has one: see `deadlines`
+            deadline=None,  # per example; `deadlines` limits the test
             database=None,
             derandomize=config.option.seed is None,
-            # Not `explain`, which traces every line: a failing sequence would outlive its deadline.
+            # Without `explain`, which traces every line, so that a failing sequence would exceed its deadline.
             phases=_PHASES[: 2 if config.option.no_shrink else 3],
             print_blob=True,
             suppress_health_check=suppressed,
@@ -167,32 +168,34 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _is_selected(config, item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    selected = [item for item in items if _is_selected(config, item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    items[:] = selected
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported stays: no collection, of which tests and pytest's end ask, looks at it again
-    atexit.register(gc.unfreeze)  # but Python's own at the end, without which extensions tell of leaks
+    # Imported objects stay, so collections that tests and pytest request need not visit them. Without the unfreezing at
+    # exit, extensions report leaks.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that names no clause, or one that does not exist, fails before it asks anything.
+    """Fail a test that names no clause or an unknown one, and skip a test that does not apply.
 
-    One of an extension that the subject does not claim ends before any fixture is made.
+    A test of an extension that the subject does not claim ends before any fixture is created.
     """
-    asked, spec = clause_of(item), item.config.option.subject
-    found = all_clauses().get(asked)
-    if not asked:
+    clause_id, spec = clause_of(item), item.config.option.subject
+    clause = all_clauses().get(clause_id)
+    if not clause_id:
         if _folder(item) in AREAS:
             pytest.fail(f"{item.nodeid} judges a subject but names no clause; mark it with @clause(id)")
-    elif found is None:
-        pytest.fail(f"{item.nodeid} names the clause {asked!r}, which no TOML file has")
-    elif not found.holds_here:
-        unavailable(f"its clause is of other versions than torch {torch.__version__}")
-    elif found.level == "extension" and asked not in claimed_extensions(spec):
-        raise NotClaimed(f"{spec} does not claim the extension {asked}")
+    elif clause is None:
+        pytest.fail(f"{item.nodeid} names the clause {clause_id!r}, which no TOML file has")
+    elif not clause.holds_here:
+        unavailable(f"its clause does not hold for torch {torch.__version__}")
+    elif clause.level == "extension" and clause_id not in claimed_extensions(spec):
+        raise NotClaimed(f"{spec} does not claim the extension {clause_id}")
     row = item.get_closest_marker("deviation")
     if row is not None and row.args[0] not in all_deviations():
         pytest.fail(f"{item.nodeid} names the deviation {row.args[0]!r}, which deviations.toml lacks")
@@ -203,13 +206,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    is_expected = Expectations.of(item.config).find(item.nodeid, clause_of(item)) is not None
-    with unshrunk(getattr(item, "obj", None)) if is_expected else contextlib.nullcontext():
+    is_expected = Expectations.of_run(item.config).find(item.nodeid, clause_of(item)) is not None
+    with without_shrinking(getattr(item, "obj", None)) if is_expected else contextlib.nullcontext():
         return (yield)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The suite's own tests judge no subject: they are collected only where they are named."""
+    """Ignore the suite's selftests, which judge no subject, unless they are named on the command line."""
     named = (Path(config.invocation_params.dir, word.partition("::")[0]) for word in config.args)
     is_own = collection_path == _SELFTESTS
     return True if is_own and not any(path.is_relative_to(_SELFTESTS) for path in named) else None
@@ -217,12 +220,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
-    """A test of a clause that is about names which the subject lacks, all of them, ends before it does any work.
+    """End a test before it runs if the subject has none of the names of its clause.
 
-    Also one that asks torch alone: it says nothing of the subject.
+    This includes tests that only use torch.
     """
-    if asked := clause_of(pyfuncitem):
-        names, library = all_clauses()[asked].names, load_library(pyfuncitem.config.option.subject)
+    if clause_id := clause_of(pyfuncitem):
+        names, library = all_clauses()[clause_id].names, load_library(pyfuncitem.config.option.subject)
         if names and not any(exposes(library, name) for name in names):
             raise NotProvided(library.spec, names[0])
 
@@ -236,23 +239,22 @@ def _is_selected(config: pytest.Config, item: pytest.Item) -> bool:
     in_profile = smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(config.option.profile)
     return (
         in_profile
-        and _is_asked(item, config.option.clauses)
-        and _concerns(item, package_of(config.option.subject))
+        and _has_chosen_clause(item, config.option.clauses)
+        and _applies_to(item, package_of(config.option.subject))
     )
 
 
-def _is_asked(item: pytest.Item, chosen: str) -> bool:
-    """Whether its clause is among those that were chosen."""
+def _has_chosen_clause(item: pytest.Item, chosen: str) -> bool:
     clause = all_clauses().get(clause_of(item))
     return not chosen or (clause is not None and clause.is_asked_by(chosen.split(",")))
 
 
-def _concerns(item: pytest.Item, package: str) -> bool:
-    """Whether a test is about the subject: the repository's own parts are asked about with `impl` alone.
+def _applies_to(item: pytest.Item, package: str) -> bool:
+    """Return whether a test applies to the subject. Tests of this repository only run with `impl`.
 
-    What trains over a subject, and with libraries over it, does so over torch too, to compare.
+    Tests that train with a subject, also through other libraries, run with torch as well, to compare.
     """
-    if not item.path.is_relative_to(HERE.parent):  # somebody else's
+    if not item.path.is_relative_to(HERE.parent):  # a test of another project
         return True
     folder = _folder(item)
     trains = folder in ("clients", "training") and package == "torch"
@@ -267,14 +269,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _world_sizes(metafunc: pytest.Metafunc) -> list[int]:
-    asked = [int(size) for size in metafunc.config.option.world_sizes.split(",")]
+    sizes = [int(size) for size in metafunc.config.option.world_sizes.split(",")]
     marker = metafunc.definition.get_closest_marker("world_sizes")
-    return usable_world_sizes(asked, *(marker.args if marker else ()), **(marker.kwargs if marker else {}))
+    return usable_world_sizes(sizes, *(marker.args if marker else ()), **(marker.kwargs if marker else {}))
 
 
-def usable_world_sizes(asked: Sequence[int], fewest: int = 1, also: Sequence[int] = ()) -> list[int]:
-    """Those asked for that a test can use, and those that it uses anyway; the fewest, if there are none."""
-    return sorted({*also, *(size for size in asked if size >= fewest)}) or [fewest]
+def usable_world_sizes(requested: Sequence[int], fewest: int = 1, also: Sequence[int] = ()) -> list[int]:
+    """Return the requested sizes that a test can use and the sizes in `also`, or `fewest` if there are none."""
+    return sorted({*also, *(size for size in requested if size >= fewest)}) or [fewest]
 
 
 def devices(config: pytest.Config) -> list[str]:
@@ -293,7 +295,7 @@ def subject(request: pytest.FixtureRequest) -> Library:
 
 @pytest.fixture(scope="session")
 def reference() -> Library:
-    """torch, as installed."""
+    """The installed torch."""
     return load_library("torch")
 
 
@@ -311,7 +313,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def deviation(request: pytest.FixtureRequest, subject: Library, reference: Library) -> DeviationJudge:
-    """Judges a probe against the row that the test's `deviation` mark names."""
+    """Return the judge of the deviation that the test's `deviation` mark names."""
     row = all_deviations()[request.node.get_closest_marker("deviation").args[0]]
     is_extension = clause_of(request.node) in claimed_extensions(subject.spec)
     device = request.getfixturevalue("device") if "device" in request.fixturenames else None
@@ -320,8 +322,8 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
 
 
 @pytest.fixture(autouse=True)
-def _torch_state_is_kept() -> Generator[None]:
-    """Fails a test after which torch's global state is not what it was, and puts it back."""
+def _check_torch_state() -> Generator[None]:
+    """Restore torch's global state after each test, and fail a test that has changed it."""
     before = global_state.read(global_state.EVERYTHING)
     seeding.begin()
     yield

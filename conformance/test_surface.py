@@ -1,8 +1,7 @@
-"""The subject's names, signatures and defaults against torch's, read by introspection.
+"""Comparison of the subject's names, signatures and defaults with torch's, by introspection.
 
-That a name exists is no clause: what it does is asked elsewhere. Here only its shape is held, so that code written
-for torch's signature runs unchanged. More parameters than torch's are welcome where they are optional, and of `impl`
-where they are keyword-only too.
+These tests have no clauses, because clauses are about behaviour. They make sure that code written for torch's signature
+runs unchanged. Additional parameters must be optional and, for `impl`, keyword-only.
 """
 
 from __future__ import annotations
@@ -37,55 +36,59 @@ def test_signature_is_torchs(subject: Library, reference: Library, item: surface
             (member.name, member.value) for member in expected
         ]
         return
-    torchs, ours = parameters_of(expected), parameters_of(actual)
-    assert reported(ours[: len(torchs)]) == reported(torchs)
-    for extra in ours[len(torchs) :]:
-        # What torch adds later would take its place; others may see that when it comes.
+    expected_parameters, parameters = parameters_of(expected), parameters_of(actual)
+    number = len(expected_parameters)
+    assert describe_parameters(parameters[:number]) == describe_parameters(expected_parameters)
+    for extra in parameters[number:]:
+        # A positional parameter would collide with one that torch adds later. Only `impl` has to avoid that.
         assert extra.kind is inspect.Parameter.KEYWORD_ONLY or subject.package != "impl", (
-            f"{item}: {extra} is in the way of torch's parameters"
+            f"{item}: {extra} must be keyword-only, because torch may add positional parameters"
         )
         assert extra.default is not inspect.Parameter.empty, (
-            f"{item}: {extra} has no default; torch's callers do not pass it"
+            f"{item}: {extra} has no default, but callers of torch do not pass it"
         )
 
 
 def _callable_at(library: Library, item: surface.SurfaceItem) -> Any:
-    found = library.find(item.path)
+    value = library.find(item.path)
     if not item.method:
-        return found
-    assert hasattr(found, item.method), f"{library.spec}: {item.path} has no method {item.method}"
-    return getattr(found, item.method)
+        return value
+    assert hasattr(value, item.method), f"{library.spec}: {item.path} has no method {item.method}"
+    return getattr(value, item.method)
 
 
 def parameters_of(function: Any) -> list[inspect.Parameter]:
-    """A class's are those of its `__init__`: Python 3.13 tells those of the __new__ that deprecates."""
+    """Return the parameters of a function, or of a class's `__init__`.
+
+    Python 3.13 returns those of `__new__` for a class that is decorated as deprecated.
+    """
     if isinstance(function, type) and inspect.isfunction(function.__init__):
         return list(inspect.signature(function.__init__).parameters.values())[1:]
     return list(inspect.signature(function).parameters.values())
 
 
-def reported(parameters: list[inspect.Parameter]) -> list[tuple[str, str, Any]]:
-    """Name, kind and default of each; hints are not compared."""
+def describe_parameters(parameters: list[inspect.Parameter]) -> list[tuple[str, str, Any]]:
+    """Return name, kind and default of each parameter. Type hints are not compared."""
     return [(parameter.name, parameter.kind.name, _plain(parameter.default)) for parameter in parameters]
 
 
 def _plain(default: Any) -> Any:
-    """A dataclass of the library's own by its name and fields."""
+    """Return a default. A dataclass is replaced by its name and fields, because each library has its own."""
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
         return type(default).__name__, dataclasses.asdict(default)
     return default
 
 
-_AT_HAND = [row for row in COMPAT_NAMES if not row.on_ranks]
+_WITHOUT_RANKS = [row for row in COMPAT_NAMES if not row.on_ranks]
 
 
-@pytest.mark.parametrize("compat", _AT_HAND, ids=lambda compat: f"{compat.owner}.{compat.name}")
+@pytest.mark.parametrize("compat", _WITHOUT_RANKS, ids=lambda compat: f"{compat.owner}.{compat.name}")
 def test_name_that_others_read_exists(subject: Library, compat: CompatName) -> None:
-    """Private in torch, but read or overridden by the packages that the row names."""
-    made = subject.find(compat.owner)
-    value = made(*compat.construct) if isinstance(made, type) else made
+    """Check a name that is private in torch, but that other packages read or override."""
+    owner = subject.find(compat.owner)
+    value = owner(*compat.construct) if isinstance(owner, type) else owner
     assert hasattr(value, compat.name), f"{compat.owner}.{compat.name} is used by {compat.used_by}"
 
 
-def test_the_subject_provides_something(subject: Library) -> None:
+def test_subject_provides_any_name(subject: Library) -> None:
     assert claims(subject.spec), f"{subject.spec} provides none of {sorted(surface.names())}"

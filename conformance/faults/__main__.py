@@ -27,7 +27,7 @@ from conformance.faults.trials import (
 from conformance.faults.worker import Crew, Trial
 from conformance.judge import environment
 from conformance.judge.clauses import all_clauses
-from conformance.judge.errors import stop_by_hand
+from conformance.judge.errors import raise_stopped_by_user
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _say = functools.partial(print, flush=True)
@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     if options.list:
         _say("\n".join(ids))
         return AS_EXPECTED
-    signal.signal(signal.SIGTERM, stop_by_hand)
+    signal.signal(signal.SIGTERM, raise_stopped_by_user)
     kills = options.known
     began = time.monotonic() - kills.seconds
     try:

@@ -1,9 +1,9 @@
-"""The judge's core: what is looked up in a subject, what is observed of it, and what becomes of each test.
+"""The judge's core: access to a subject, observation of its behaviour, and the judgement of each test.
 
-library claims claims_file trial     the door to a subject, what it claims, its import on trial
-clauses surface rows compat          what is asked, and torch's names that it has to cover
-outcome tolerances deviations        what a call did, how close is close enough, which side of a row it took
-deadlines watchdog errors            how long a test may take, and what ends one
-judgement results notes              what became of each test, gathered over all workers
-options judging running telling      a suite that runs in a process of its own, and what it says
+library claims claims_file trial     access to a subject, its claims, and its import in a separate process
+clauses surface rows compat          clauses, and torch's names that they cover
+outcome tolerances deviations        outcome of a call, tolerances, and tests of deviations
+deadlines watchdog errors            deadlines of tests, and the end of tests that exceed them
+judgement results notes              judgement of each test, gathered from all workers
+options judging running terminal     the suite in a separate process, its options and its output
 """

@@ -1,7 +1,7 @@
-"""What a subject claims to provide, which decides whether a missing name is red or merely reported.
+"""Claims of a subject, which decide whether a missing name is red or only reported.
 
-A package claims all that it exposes and no extension, unless its claims file (`conformance.judge.claims_file`) says
-otherwise.
+A package claims every public name that it exposes and no extension, unless its claims file
+(`conformance.judge.claims_file`) says otherwise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from conformance.judge.rows import limited_clauses
 
 
 class NotClaimed(pytest.skip.Exception):
-    """The test asks for an extension that the subject does not claim."""
+    """Raised by a test of an extension that the subject does not claim."""
 
 
 def claims(spec: str) -> frozenset[str]:
-    """The public names that a subject claims; one with a fault claims what it would without."""
+    """Return the public names that a subject claims. An injected fault does not change them."""
     package = package_of(spec)
     if (listed := _listed(package)) is not None:
         return listed
@@ -34,18 +34,18 @@ def claims(spec: str) -> frozenset[str]:
 
 
 def is_claimed(library: Library, path: str) -> bool:
-    """Whether a name, or the class or module it stands in, is claimed; `path` may point into either.
+    """Return whether the subject claims a name, or the class or module that contains it.
 
-    Only these are looked at: another one might be in a module whose import does not end.
+    No other name is looked up, because it might be in a module whose import does not end.
     """
     parts = path.split(".")
     return any(_is_claimed_name(library.package, ".".join(parts[:n])) for n in range(1, len(parts) + 1))
 
 
 def claimed_extensions(spec: str) -> frozenset[str]:
-    """What a subject claims of the clauses of the level `extension`, and of those that torch cannot do everywhere.
+    """Return the clauses that a subject claims although torch cannot do them, or cannot do them on every device.
 
-    Exposing a name claims none.
+    Only the claims file can claim them. Exposing a name does not.
     """
     return _extensions(package_of(spec))
 
@@ -57,7 +57,9 @@ def _extensions(package: str) -> frozenset[str]:
 
 def _all_extensions() -> list[str]:
     limited = limited_clauses()
-    return [found.id for found in all_clauses().values() if found.level == "extension" or found.id in limited]
+    return [
+        clause.id for clause in all_clauses().values() if clause.level == "extension" or clause.id in limited
+    ]
 
 
 @functools.cache
@@ -69,7 +71,7 @@ def _is_claimed_name(package: str, name: str) -> bool:
 
 @functools.cache
 def _listed(package: str) -> frozenset[str] | None:
-    """What a package claims whatever it exposes; None if it has not said."""
+    """Return the names that the package's claims file lists, or None if it has no list."""
     patterns = claims_file(package).claims
     return None if patterns is None else _matching(patterns, surface.names())
 
@@ -79,7 +81,7 @@ def _matching(patterns: Iterable[str], known: Iterable[str]) -> frozenset[str]:
 
 
 def exposes(library: Library, name: str) -> bool:
-    """Also if its module is there and fails to import: a name that is broken is not a name that is left out."""
+    """Return whether the library has a name. A name whose module fails to import is broken, not missing."""
     try:
         return library.provides(name)
     except LookupFailed:
@@ -87,9 +89,9 @@ def exposes(library: Library, name: str) -> bool:
 
 
 def wrong_in_claims(library: Library) -> Iterator[str]:
-    """What is wrong with a subject's claims file, a sentence each: how it is written, then what it names.
+    """Yield a sentence for each problem of a subject's claims file: first its format, then the names in it.
 
-    What is wrong counts for nothing: its name is not provided, its device is not judged on, it is not expected.
+    A wrong entry has no effect: its name is not provided, its device is not used, its failure is not expected.
     """
     file = library.claims_file
     yield from file.problems
@@ -106,11 +108,11 @@ def _wrong_claims(library: Library) -> Iterator[str]:
             yield f"claims has {pattern!r}, which torch does not have{similar(pattern, surface.names())}"
     for pattern in library.claims_file.extensions:
         if not fnmatch.filter(_all_extensions(), pattern):
-            yield f"extensions has {pattern!r}, which is no extension's clause{similar(pattern, _all_extensions())}"
+            yield f"extensions has {pattern!r}, which is not a clause of an extension{similar(pattern, _all_extensions())}"
 
 
 def _wrong_names(library: Library) -> Iterator[str]:
-    known = (*surface.names(), *surface.given())
+    known = (*surface.names(), *surface.argument_types())
     for path, place in library.claims_file.names.items():
         if not any(f"{name}.".startswith(f"{path}.") for name in known):
             like = similar(path, known)
@@ -119,9 +121,12 @@ def _wrong_names(library: Library) -> Iterator[str]:
         try:
             library.own(path)
         except NotProvided:
-            yield f"[names] says that {path} is {place}, which is not there; expected module.name, as Python imports it"
+            yield (
+                f"[names] says that {path} is {place}, which does not exist; "
+                "expected module.name, as Python imports it"
+            )
         except LookupFailed as error:
-            yield f"[names] says that {path} is {place}, but {error}; mend what raises, or take the line out"
+            yield f"[names] says that {path} is {place}, but {error}; fix what raises, or remove the line"
 
 
 def _wrong_device(library: Library) -> Iterator[str]:
@@ -134,8 +139,8 @@ def _wrong_device(library: Library) -> Iterator[str]:
     except Exception as error:
         why = (str(error).strip() or describe(error)).splitlines()[0]
         yield (
-            f"[device] {device.type} cannot be used ({why}); judged on what is there instead. Name in import the "
-            "module that makes torch know the device, and run where one is"
+            f"[device] {device.type} cannot be used ({why}), so other devices are used instead. Set import to the "
+            "module that registers the device with torch, and run on a machine that has one"
         )
 
 
@@ -144,12 +149,12 @@ def _wrong_expectation(expectation: Expectation) -> str:
         if expectation.clause in all_clauses():
             return ""
         known = similar(expectation.clause, all_clauses())
-        return f"[[expectations]] names the clause {expectation.clause!r}, which there is not{known}"
+        return f"[[expectations]] names the clause {expectation.clause!r}, which does not exist{known}"
     file, _, function = expectation.test.partition("[")[0].partition("::")
     known = HERE.parent / file
     if known.is_file() and f"def {function.rpartition('::')[2]}(" in known.read_text():
         return ""
     return (
-        f"[[expectations]] names the test {expectation.test!r}, which there is not; expected it as the report has it, "
-        "conformance/FOLDER/test_FILE.py::test_NAME, with or without [parameters]"
+        f"[[expectations]] names the test {expectation.test!r}, which does not exist; expected a test as reports name "
+        "it, conformance/FOLDER/test_FILE.py::test_NAME, with or without [parameters]"
     )

@@ -1,25 +1,25 @@
-"""`conformance_claims.toml`: what a package says of itself to its judge. Every key may be left out.
+"""`conformance_claims.toml`, the file in which a package describes itself to the judge. Every key is optional.
 
-    claims = ["amp.GradScaler", "nn.utils.*"]     # public names that it is held to, whether it exposes them or not
-    extensions = ["amp.grad_scaler.fused_step.*"] # clauses of the level `extension` that it is held to as well
-    distribution = "their-package"                # whose version reports tell
+    claims = ["amp.GradScaler", "nn.utils.*"]     # public names that are judged even if the package lacks them
+    extensions = ["amp.grad_scaler.fused_step.*"] # clauses of the level `extension` that are judged as well
+    distribution = "their-package"                # the distribution whose version the report shows
 
     [names]                                       # torch's paths, and where the package has them
     "amp.GradScaler" = "their.scaler.LossScaler"
 
-    [device]                                      # what is judged on, where `--device` does not say
+    [device]                                      # the device to judge on, unless `--device` is given
     type = "npu"
-    import = "torch_npu"                          # the module that brings it
+    import = "torch_npu"                          # the module that registers it
 
-    [[expectations]]                              # what is known to be red
+    [[expectations]]                              # a failure that is known
     clause = "amp.grad_scaler.update.growth"      # or: test = "conformance/amp/test_grad_scaler.py::test_x[cpu]";
-                                                  # or a list of either
+                                                  # or a list of clauses or tests
     reason = "The scale grows past float32."
     link = "https://…"
     expires = 2027-06-30
 
-`*` stands for any part of a name or clause. The file lies beside the package's `__init__`, or anywhere for
-`--claims FILE`. What is wrong with it is told in sentences, `problems`; the rest of it counts all the same.
+`*` matches any characters of a name or clause. The file is next to the package's `__init__`, or at the path that
+`--claims FILE` names. `ClaimsFile.problems` has a sentence for each wrong entry. The other entries still count.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from typing import Any
 from conformance.judge.errors import describe
 
 NAME = "conformance_claims.toml"
-# By which every process that a run starts, ranks among them, learns of a file that does not lie beside its package.
-_GIVEN = "TANDEM_CLAIMS"
+# Environment variable that passes the path of `--claims` to every process that a run starts, ranks included.
+_CLAIMS_VARIABLE = "TANDEM_CLAIMS"
 
 
 class UnreadableClaims(Exception):
-    """A claims file of which nothing can be read."""
+    """Raised when a claims file cannot be read at all."""
 
 
 @dataclass(frozen=True)
 class Device:
     type: str
-    brought_by: str = ""  # a module
+    brought_by: str = ""  # the module that registers it
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """Something of which it is known that it is red: all tests of a clause, or one test (of any parameters)."""
+    """A known failure: all tests of a clause, or one test with any parameters."""
 
     clause: str
     test: str
@@ -84,38 +84,38 @@ class ClaimsFile:
     problems: tuple[str, ...] = ()
 
 
-def give(package: str, file: Path) -> None:
-    """Let `file` be the claims file of `package`, here and in every process that is started from here."""
-    os.environ[_GIVEN] = f"{package}={file.absolute()}"
+def set_claims_file(package: str, file: Path) -> None:
+    """Use `file` as the claims file of `package`, in this process and in every process started from it."""
+    os.environ[_CLAIMS_VARIABLE] = f"{package}={file.absolute()}"
 
 
 @functools.cache
 def claims_file(package: str) -> ClaimsFile:
-    """A package's claims file; an empty one if it has none.
+    """Return a package's claims file, or an empty one if it has none.
 
     Raises:
-        UnreadableClaims: it cannot be read, or is no TOML.
+        UnreadableClaims: the file cannot be read, or is not TOML.
     """
-    given, _, path = os.environ.get(_GIVEN, "").partition("=")
-    file = Path(path) if given == package else _beside(package)
+    named_package, _, path = os.environ.get(_CLAIMS_VARIABLE, "").partition("=")
+    file = Path(path) if named_package == package else _find_in_package(package)
     return ClaimsFile() if file is None else read(file)
 
 
-def _beside(package: str) -> Path | None:
-    """Found without importing the package, which may need a device that its file names."""
+def _find_in_package(package: str) -> Path | None:
+    """Return the claims file in the package's folder. Do not import the package, which may need a device first."""
     try:
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # its parent cannot be imported, or it was made by hand
+    except (ImportError, ValueError):  # the parent fails to import, or the module has no spec
         return None
     folders = (spec and spec.submodule_search_locations) or ()
     return next((file for folder in folders if (file := Path(folder) / NAME).is_file()), None)
 
 
 def read(file: Path) -> ClaimsFile:
-    """What a claims file says, and what is wrong with how it says it."""
+    """Read a claims file and collect the problems of its format."""
     try:
         table = tomllib.loads(file.read_text())
-    except (OSError, ValueError) as error:  # what is no TOML, or no text, is a ValueError
+    except (OSError, ValueError) as error:  # a ValueError for what is not TOML or not text
         raise UnreadableClaims(
             f"the claims file {file} cannot be read ({describe(error)}); expected TOML as in "
             "docs/judging.md, 'The claims file'"
@@ -124,7 +124,7 @@ def read(file: Path) -> ClaimsFile:
     top = _Table(table, str(file), problems)
     top.knows("claims", "extensions", "distribution", "names", "device", "expectations")
     claims = top.get("claims", _TEXTS)
-    found = {
+    fields = {
         "path": str(file),
         "claims": None if claims is None else tuple(claims),
         "extensions": tuple(top.get("extensions", _TEXTS) or ()),
@@ -133,7 +133,7 @@ def read(file: Path) -> ClaimsFile:
         "device": _device(top),
         "expectations": tuple(_expectations(top)),
     }
-    return ClaimsFile(**found, problems=tuple(problems))
+    return ClaimsFile(**fields, problems=tuple(problems))
 
 
 def _device(top: _Table) -> Device | None:
@@ -147,7 +147,7 @@ def _device(top: _Table) -> Device | None:
 def _expectations(top: _Table) -> Iterator[Expectation]:
     for table in top.tables("expectations", _TABLES):
         table.knows("clause", "test", "reason", "link", "expires")
-        clauses, tests = _listed(table.get("clause", _ABOUT)), _listed(table.get("test", _ABOUT))
+        clauses, tests = _as_list(table.get("clause", _ABOUT)), _as_list(table.get("test", _ABOUT))
         if bool(clauses) == bool(tests):
             table.complain("both clause and test" if clauses else "neither clause nor test", "one of the two")
         reason = table.get("reason", _TEXT, is_needed=True)
@@ -157,7 +157,7 @@ def _expectations(top: _Table) -> Iterator[Expectation]:
                 yield Expectation(clause, test, reason, expires, link)
 
 
-def _listed(value: str | list[str] | None) -> list[str]:
+def _as_list(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else value or []
 
 
@@ -190,7 +190,7 @@ _TABLES = _Kind(
 
 
 def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values; a name without quotes is read by TOML as a table in a table."""
+    """Yield names and values. TOML reads a dotted name without quotes as nested tables."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{above}{key}.")
@@ -199,7 +199,7 @@ def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 class _Table:
-    """A table of the file, of which every value is looked at before it is used."""
+    """A table of the file that checks every value before it returns it."""
 
     def __init__(self, table: Mapping[str, Any], where: str, problems: list[str]) -> None:
         self._table, self._where, self._problems = table, where, problems
@@ -212,7 +212,7 @@ class _Table:
             self.complain(f"the unknown key {key!r}", f"one of {', '.join(keys)}{similar(key, keys)}")
 
     def get(self, key: str, kind: _Kind, *, is_needed: bool = False) -> Any:
-        """A value of that kind; None where there is none, and the file's author is told if it is of another."""
+        """Return the value of `key`, or None if it is missing or of the wrong type, which becomes a problem."""
         value = self._table.get(key)
         if value is None:
             if is_needed:
@@ -224,13 +224,13 @@ class _Table:
         return value
 
     def tables(self, key: str, kind: _Kind) -> Iterator[_Table]:
-        found = self.get(key, kind) or []
-        for number, table in enumerate([found] if isinstance(found, dict) else found, 1):
-            place = f"[{key}]" if isinstance(found, dict) else f"[[{key}]] number {number}"
+        value = self.get(key, kind) or []
+        for number, table in enumerate([value] if isinstance(value, dict) else value, 1):
+            place = f"[{key}]" if isinstance(value, dict) else f"[[{key}]] number {number}"
             yield _Table(table, f"{self._where}: {place}", self._problems)
 
 
 def similar(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a word that nobody knows; empty where nothing is like it."""
+    """Return "; did you mean …?" for an unknown word, or an empty string if no known word is similar."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,13 +1,13 @@
-"""The clauses: each behaviour that is judged, by a stable id, with one sentence and the public names it covers.
+"""Clauses, the behaviours that are judged: each has a stable id, one sentence and the public names that it covers.
 
-They are written in a TOML file beside the tests that ask about them: `amp/grad_scaler.toml` holds the clauses
-`amp.grad_scaler.*`, asked by `amp/test_grad_scaler*.py`. An id is never renamed or reused. A table may name the thread
-where its matter was reported, and the torch versions (`torch = ">=2.12"`) that it holds for, if not for all.
+They are in TOML files next to their tests: `amp/grad_scaler.toml` has the clauses `amp.grad_scaler.*`, which
+`amp/test_grad_scaler*.py` tests. An id is never renamed or reused. A table may name the thread where the behaviour was
+reported, and the torch versions (`torch = ">=2.12"`) that the clause holds for, if not for all.
 
-Each has a level:
+Each clause has a level:
     core         torch does it, so every subject must
-    deviation    a row of `deviations.toml` belongs to it: a subject does it torch's way or the better one
-    extension    torch cannot do it, and it is asked of those alone that claim it; its table says so
+    deviation    an entry of `deviations.toml` belongs to it: a subject does what torch does, or what is better
+    extension    torch cannot do it, and only subjects that claim it are judged by it; its table says so
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from conformance.judge import surface
 from conformance.judge.rows import all_deviations
 
 HERE = Path(__file__).parents[1]
-TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")  # all that this package supports
-# Folders whose tests judge a subject; the others test this repository's own parts.
+TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")  # supported by this package
+# Folders whose tests judge a subject. The other folders test this repository.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
 LEVELS = ("core", "deviation", "extension")
 
@@ -35,56 +35,59 @@ LEVELS = ("core", "deviation", "extension")
 class Clause:
     id: str
     says: str
-    covers: tuple[str, ...]  # surface items (`conformance.judge.surface`) that this clause is about
-    level: str  # one of `LEVELS`
-    thread: str = ""  # where it was reported, or how it was found; its deviation's, unless it names one
-    torch: str = ""  # the range of versions that it holds for
+    covers: tuple[str, ...]  # surface items (`conformance.judge.surface`)
+    level: str  # member of `LEVELS`
+    # Where the behaviour was reported or how it was discovered. By default the thread of the clause's deviation.
+    thread: str = ""
+    torch: str = ""  # the range of torch versions that it holds for
 
     @property
     def area(self) -> str:
-        """The torch module it belongs to, which is the TOML file it stands in."""
+        """The torch module that it belongs to, which is also the name of its TOML file."""
         return next(area for area in _files() if self.id.startswith(area + "."))
 
     def is_asked_by(self, beginnings: Sequence[str]) -> bool:
-        """Whether its id is one of these, or begins with one."""
-        return any(self.id == each or self.id.startswith(f"{each}.") for each in beginnings)
+        """Return whether the id is one of `beginnings` or begins with one."""
+        return any(self.id == beginning or self.id.startswith(f"{beginning}.") for beginning in beginnings)
 
     @property
     def holds_here(self) -> bool:
-        """Whether it is about the torch that is installed."""
+        """Whether the clause holds for the installed torch."""
         return surface.is_torch_in(self.torch)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The public names that it is about: those whose methods and parameters it covers."""
+        """The public names whose methods and parameters the clause covers."""
         return tuple(dict.fromkeys(surface.owner(item) for item in self.covers))
 
 
 def clause(clause_id: str) -> pytest.MarkDecorator:
-    """Say which clause a test asks about."""
+    """Mark a test as a test of a clause."""
     return pytest.mark.clause(clause_id)
 
 
 def clause_of(item: pytest.Item) -> str:
-    """The clause that a test asks about; empty for one of this repository's own parts."""
+    """Return the id of the clause that a test belongs to, or an empty string for a test of this repository."""
     marker = item.get_closest_marker("clause")
     return marker.args[0] if marker else ""
 
 
 @functools.cache
 def all_clauses() -> Mapping[str, Clause]:
-    return {found.id: found for area, file in _files().items() for found in _read(area, file)}
+    return {entry.id: entry for area, file in _files().items() for entry in _read(area, file)}
 
 
 def for_report() -> list[dict[str, Any]]:
-    """Every clause as a report holds it: its fields, its area, and the supported torch versions that it holds for."""
+    """Return every clause as a report has it: its fields, its area, and the supported torch versions it holds for."""
     return [
-        asdict(found)
+        asdict(entry)
         | {
-            "area": found.area,
-            "torch": tuple(each for each in TORCH_VERSIONS if surface.is_torch_in(found.torch, each)),
+            "area": entry.area,
+            "torch": tuple(
+                version for version in TORCH_VERSIONS if surface.is_torch_in(entry.torch, version)
+            ),
         }
-        for found in all_clauses().values()
+        for entry in all_clauses().values()
     ]
 
 
@@ -118,7 +121,7 @@ def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> 
     if table.get("level", "extension") != "extension":
         raise ValueError(
             f"has the level {table['level']!r}; only extension is written, "
-            "the others follow from the rows of deviations.toml"
+            "the other levels follow from deviations.toml"
         )
     holds_for = table.get("torch", "")
     if not any(surface.is_torch_in(holds_for, version) for version in TORCH_VERSIONS):

@@ -1,4 +1,4 @@
-"""What every twin test comes down to: one probe, both libraries, and all that is seen of them compared."""
+"""Comparison of the subject with the reference: run one probe on both libraries and compare the outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.judge.tolerances import EXACT, Tolerance
 
 
 class Compare:
-    """The fixture `compare`: what a probe sees of the reference and of the subject must be the same."""
+    """The fixture `compare`, which fails a test if a probe has different outcomes on reference and subject."""
 
     def __init__(self, reference: Library, subject: Library) -> None:
         self._reference, self._subject = reference, subject
@@ -22,7 +22,10 @@ class Compare:
     def __call__(
         self, probe: Callable[[Library], Outcome | Iterable[Outcome]], tolerance: Tolerance = EXACT
     ) -> None:
-        """A probe that yields an `Outcome` a call is a scenario: both libraries run it in lockstep, step by step."""
+        """Run `probe` on both libraries and compare the outcomes.
+
+        A probe that yields an `Outcome` for each call is a scenario, which both libraries run in lockstep.
+        """
         expected, actual = probe(self._reference), probe(self._subject)
         if isinstance(expected, Outcome):
             assert isinstance(actual, Outcome)
@@ -37,7 +40,7 @@ def _assert_same_steps(
 ) -> None:
     number = -1
     for number, (expected, actual) in enumerate(itertools.zip_longest(reference, subject)):
-        assert expected is not None, f"the subject's scenario goes on after {number} steps: {actual}"
+        assert expected is not None, f"the subject's scenario continues after {number} steps: {actual}"
         assert actual is not None, f"the subject's scenario ends after {number} steps, before {expected}"
         try:
             assert_same_outcome(expected, actual, tolerance)

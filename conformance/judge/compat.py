@@ -1,4 +1,4 @@
-"""Names that are private in torch and yet read or overridden by widely used packages: rows of `compat_names.toml`."""
+"""Private names of torch that widely used packages read or override, from `compat_names.toml`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CompatName:
-    owner: str  # the public class or function that carries the name
+    owner: str  # the public class or function that has the name
     name: str
     used_by: str
-    construct: tuple[Any, ...] = ()  # positional arguments that make an instance to look at
-    on_ranks: bool = False  # what carries it exists on ranks alone; `distributed/fsdp` looks there
+    construct: tuple[Any, ...] = ()  # positional arguments for the instance to test
+    on_ranks: bool = False  # the owner exists only on ranks, tested in `distributed/fsdp`
 
 
 def _read() -> tuple[CompatName, ...]:

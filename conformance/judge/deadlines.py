@@ -1,11 +1,11 @@
-"""How long a test may take, and what is done to one that takes longer, or that takes its process along.
+"""Deadlines of tests, and the end of tests that exceed theirs or end their process.
 
-A test's deadline is what its `deadline` mark says, else the profile's. At its deadline an exception is raised in it;
-what does not end by that is killed a little later by a process beside it. So one test costs a bounded time, and so
-that a subject that hangs everywhere does not cost the sum of all deadlines:
+A test's deadline is the argument of its `deadline` mark, else the profile's default. At the deadline an exception is
+raised in the test. If that does not end it, another process kills it a little later, so one test costs a bounded time.
+Two rules bound the cost of a subject that hangs everywhere:
     each test of an area that hangs halves the deadlines of the area's other tests, down to `_LEAST_S`;
-    a clause is given up once `_INCIDENTS_A_CLAUSE` of its tests have hung or ended their process: its other tests are
-    not run, and say so.
+    a clause is given up once `_INCIDENTS_A_CLAUSE` of its tests have hung or ended their process. Its other tests do
+    not run, and report that.
 An area is a file of clauses, for example `amp.grad_scaler`. Other areas keep their deadlines.
 """
 
@@ -22,7 +22,7 @@ import pytest
 
 from conformance.judge import trial
 from conformance.judge.clauses import all_clauses, clause_of
-from conformance.judge.errors import Hang, StoppedByHand, describe, stop_by_hand
+from conformance.judge.errors import Hang, StoppedByUser, describe, raise_stopped_by_user
 from conformance.judge.global_state import put_back, read
 from conformance.judge.judgement import unavailable
 from conformance.judge.notes import Notes
@@ -31,37 +31,37 @@ from conformance.judge.watchdog import Watchdog
 
 _PROFILES_S = {"quick": 120.0, "full": 300.0, "deep": 3600.0}
 _LEAST_S = 10.0
-_MOST_GRACE_S = 20.0  # from the exception to the kill: ranks must be ended meanwhile
+_MOST_GRACE_S = 20.0  # time between the exception and the kill
 _INCIDENTS_A_CLAUSE = 2
-# A subject may cost each clause its workers once, and not for ever.
+# Workers may be restarted for every clause, but not without a bound.
 MOST_RESTARTS = _INCIDENTS_A_CLAUSE * len(all_clauses())
 
 
 class EndedTheRun(AssertionError):
-    """The subject raised what pytest takes for an order to stop."""
+    """Raised instead of an exception of the subject that would make pytest stop the run."""
 
 
 def shortened_s(base_s: float, hangs: int) -> float:
-    """The deadline of a test of whose area `hangs` tests have hung."""
+    """Return the deadline of a test after `hangs` tests of its area have hung."""
     return min(base_s, max(_LEAST_S, base_s / 2**hangs))
 
 
 class Deadlines:
-    """A pytest plugin of every process that runs tests."""
+    """A pytest plugin that enforces deadlines, in every process that runs tests."""
 
     def __init__(self, config: pytest.Config, notes: Notes) -> None:
         self._notes = notes
         self._base_s: float = config.option.deadline or _PROFILES_S[config.option.profile]
-        self._clauses: dict[str, str] = {}  # by test
+        self._clauses: dict[str, str] = {}  # clause ids by test id
         self._watchdog = Watchdog(notes.incidents_file)
         self._stacks = _stacks_file(config, notes)
         self._threads = set(lasting_threads())
         self._session: pytest.Session | None = None
-        signal.signal(signal.SIGINT, stop_by_hand)
+        signal.signal(signal.SIGINT, raise_stopped_by_user)
 
     @contextlib.contextmanager
-    def of_import(self) -> Generator[None]:
-        """The deadline of importing the subject."""
+    def for_import(self) -> Generator[None]:
+        """Context manager that enforces the deadline of importing the subject."""
         self._watchdog.expect_end("", trial.IMPORT_S + _MOST_GRACE_S)
         try:
             with _alarm(trial.IMPORT_S, f"importing the subject did not end within {trial.IMPORT_S:g} s"):
@@ -87,21 +87,23 @@ class Deadlines:
         if why := self._given_up(item):
             unavailable(why)
 
-    @pytest.hookimpl(wrapper=True, trylast=True)  # within pytest's capture, which changes sys.stdout too
+    # `trylast`: inside pytest's capture, which changes sys.stdout as well.
+    @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        with self._deadline(item), _process_is_kept(bool(clause_of(item))):
+        with self._deadline(item), _fail_if_process_changed(bool(clause_of(item))):
             try:
                 return (yield)
-            except StoppedByHand:
+            except StoppedByUser:
                 raise
             except (KeyboardInterrupt, pytest.exit.Exception) as error:
                 raise EndedTheRun(
-                    f"{describe(error)}: raised, which would have ended the whole run"
+                    f"the subject raised {describe(error)}, which would have ended the run"
                 ) from error
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self._session = session
-        if hasattr(session.config, "workerinput"):  # only now, since pytest has sent them elsewhere before
+        if hasattr(session.config, "workerinput"):
+            # Not earlier, because pytest enables faulthandler with another file.
             faulthandler.enable(self._stacks)
 
     @pytest.hookimpl(wrapper=True)
@@ -109,16 +111,20 @@ class Deadlines:
         yield
         self._watchdog.dismiss()
         if self._session is not None and set(lasting_threads()) - self._threads:
-            sys.stdout.flush()  # and end past the threads that the interpreter would wait for
+            # The interpreter would wait for the threads that are left.
+            sys.stdout.flush()
             os._exit(int(self._session.exitstatus))
 
     @contextlib.contextmanager
     def _deadline(self, item: pytest.Item) -> Generator[None]:
-        """An exception where Python can still run; where it cannot, the stacks, before the process is killed."""
+        """Context manager that raises `Hang` at the test's deadline.
+
+        If Python cannot run then, the stacks are written before the process is killed.
+        """
         seconds = self._limit_s(item)
         reported = f"the test did not end within {seconds:g} s"
         if seconds < self._own_limit_s(item):
-            reported += f" (less than its own {self._own_limit_s(item):g} s, as others of its area have hung)"
+            reported += f" (its deadline of {self._own_limit_s(item):g} s was shortened because tests of its area hung)"
         faulthandler.dump_traceback_later((seconds + self._kill_s(item)) / 2, file=self._stacks)
         try:
             with _alarm(seconds, reported):
@@ -131,7 +137,7 @@ class Deadlines:
         return marker.args[0] if marker else self._base_s
 
     def _limit_s(self, item: pytest.Item) -> float:
-        """What a test of an area has left of its own deadline; the suite's own tests have all of it."""
+        """Return the deadline of a test, shortened if tests of its area have hung. Selftests have no area."""
         area = _area(clause_of(item))
         hangs = sum(
             incident.outcome == "hang" and _area(self._clauses.get(incident.nodeid, "")) == area
@@ -151,9 +157,7 @@ class Deadlines:
         ]
         if len(incidents) < _INCIDENTS_A_CLAUSE:
             return ""
-        ends = _listed(
-            f"{incident.nodeid.rpartition('::')[2]} ({incident.outcome})" for incident in incidents
-        )
+        ends = _join(f"{incident.nodeid.rpartition('::')[2]} ({incident.outcome})" for incident in incidents)
         return f"not run: its clause was given up after {ends}"
 
 
@@ -171,7 +175,7 @@ def _alarm(seconds: float, reported: str) -> Generator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _listed(words: Iterable[str]) -> str:
+def _join(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
@@ -180,16 +184,19 @@ def _area(clause: str) -> str:
 
 
 def _stacks_file(config: pytest.Config, notes: Notes) -> int:
-    """A worker's stacks go into the run's notes, from where the verdict is made; else they go to the terminal."""
+    """Return the descriptor to write stacks to: a worker's file in the run's notes, or the terminal."""
     worker = getattr(config, "workerinput", {}).get("workerid")
     if worker is None:
-        return os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)  # as it is before pytest captures it
+        return os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)  # the stream before pytest's capture
     return os.open(notes.stack_file(worker), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 @contextlib.contextmanager
-def _process_is_kept(is_judging: bool) -> Generator[None]:
-    """Fail what leaves its process changed, and put that back; the suite's own tests do so themselves, later."""
+def _fail_if_process_changed(is_judging: bool) -> Generator[None]:
+    """Context manager that restores the state of the process and fails the test if it has changed.
+
+    Selftests are left out, because a fixture restores their state later.
+    """
     before = read(PROCESS) if is_judging else {}
     changed = {}
     try:

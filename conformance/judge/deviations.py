@@ -1,8 +1,8 @@
-"""Where `impl` leaves torch's behaviour on purpose: rows of `deviations.toml`, asserted on both sides.
+"""Tests of deviations, in which `impl` differs from torch on purpose: what torch does and what Tandem does.
 
-A row goes stale loudly: once torch behaves differently, its test fails until the row ends with the version that fixed
-it. From that version on, torch and the subject must both do what is right. A subject other than `impl` may take either
-side, and no third one.
+A deviation does not go stale unnoticed. Once torch behaves differently, its test fails until the deviation names the
+version that fixed it. From that version on, torch and the subject must both do the right thing. A subject other than
+`impl` may do what torch does or what Tandem does, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankFault
 
 
-class StaleRow(AssertionError):
-    """torch does not do what a row of `deviations.toml` or `reference_limits.toml` says of this version."""
+class StaleDeviation(AssertionError):
+    """Raised if torch does not do what `deviations.toml` or `reference_limits.toml` says about this version."""
 
 
 class DeviationJudge:
-    """Runs one probe on both libraries and says which side of a row the subject takes."""
+    """Judge of one deviation: runs a probe on both libraries and records whether the subject does what torch does."""
 
     def __init__(
         self,
@@ -33,10 +33,14 @@ class DeviationJudge:
         is_promised: bool = False,
         device: str | None = None,
     ) -> None:
-        """`is_promised` if the subject may not take torch's side, as an extension that it claims; `impl` never may.
+        """Create the judge of `row`.
 
-        On a device that the row does not name, no subject promises our side, and the row cannot go stale. On a torch
-        outside the row's range, torch is held to be right.
+        On a device that the deviation does not name, no subject has to do what Tandem does, and the deviation cannot
+        be stale. With a torch version outside its range, torch must do the right thing.
+
+        Args:
+            is_promised: the subject may not do what torch does, because it claims an extension. Always true for `impl`.
+            device: the device type that the test runs on. None if the test names no device.
         """
         self.subject, self.reference, self.row = subject, reference, row
         self._is_fixed = row.holds_on(device) and not row.is_of_this_torch
@@ -52,39 +56,46 @@ class DeviationJudge:
         torch_does: Callable[[Any], bool] | None = None,
         may_agree: bool = False,
     ) -> None:
-        """`probe(library)` returns what was seen; the two predicates recognise our side and torch's.
+        """Run `probe` on both libraries and fail unless the subject does what torch does or what Tandem does.
 
-        Without `torch_does` it is what torch is seen to do here, as `does_as` tells. With `may_agree` torch may do what
-        we do, and then every subject must: a world of one shards nothing, and so knows few of torch's faults.
-        On a device that the row does not name, torch may do anything, and the subject does the same or what we do.
-        On a torch outside the row's range, torch must have left its side. Every subject must then do what torch does
-        or what we do.
+        On a device that the deviation does not name, torch may do anything, and the subject must do the same or what
+        Tandem does. With a torch version outside the deviation's range, torch must no longer do what it did. Every
+        subject must then do what torch does or what Tandem does.
+
+        Args:
+            probe: called with a library. Its result is passed to the predicates.
+            we_do: whether a result is what Tandem does.
+            torch_does: whether a result is what torch does. Without it, torch's own result is compared by `does_as`.
+            may_agree: torch may do what Tandem does, and then every subject must. For example, few of torch's faults
+                show in a world of one rank, which shards nothing.
         """
-        seen = probe(self.reference)
-        torch_does_too = (may_agree or self._is_fixed) and we_do(seen)
-        is_known = torch_does(seen) if torch_does else not we_do(seen)
-        if self._is_fixed and is_known and not torch_does_too:
-            raise StaleRow(
-                f"row {self.row.id} of deviations.toml is of torch {self.row.torch}, but torch {torch_version()} "
-                f"does so too: {seen!r}"
+        expected = probe(self.reference)
+        torch_agrees = (may_agree or self._is_fixed) and we_do(expected)
+        is_known = torch_does(expected) if torch_does else not we_do(expected)
+        if self._is_fixed and is_known and not torch_agrees:
+            raise StaleDeviation(
+                f"the deviation {self.row.id} is limited to torch {self.row.torch}, but torch {torch_version()} "
+                f"behaves so too: {expected!r}"
             )
-        if self._holds_here and not is_known and not torch_does_too:
-            sides = "what we do" if we_do(seen) else "a third thing"
-            raise StaleRow(f"row {self.row.id} of deviations.toml is stale: torch now does {sides}: {seen!r}")
+        if self._holds_here and not is_known and not torch_agrees:
+            side = "what Tandem does" if we_do(expected) else "something else"
+            raise StaleDeviation(f"the deviation {self.row.id} is stale: torch now does {side}: {expected!r}")
         actual = probe(self.subject)
         if we_do(actual):
             return
-        assert not torch_does_too, f"torch does so too here ({self.row.we_do}); got {actual!r}"
-        is_torchs = torch_does(actual) if torch_does and is_known else does_as(seen, actual)
-        assert is_torchs, f"neither torch's side nor ours ({self.row.we_do}): {actual!r}; torch: {seen!r}"
-        assert not self._is_promised, f"promised: {self.row.we_do}; got torch's side: {actual!r}"
+        assert not torch_agrees, f"torch does the right thing here too ({self.row.we_do}); got {actual!r}"
+        is_torchs = torch_does(actual) if torch_does and is_known else does_as(expected, actual)
+        assert is_torchs, (
+            f"got {actual!r}, expected what Tandem does ({self.row.we_do}) or what torch does: {expected!r}"
+        )
+        assert not self._is_promised, f"got what torch does: {actual!r}; expected: {self.row.we_do}"
         self.subject_takes_torchs_side = not self._is_fixed
 
 
 def does_as(expected: Any, actual: Any) -> bool:
-    """Whether all that was seen is the same, within the roundings of a training.
+    """Return whether two results are equal within the tolerance of a training.
 
-    Of what was raised the type alone: torch's words about its own insides would fit no other's.
+    Of exceptions only the types are compared, because torch's texts about its internals fit no other library.
     """
     if isinstance(expected, Outcome) and isinstance(actual, Outcome):
         if expected.raised is None or actual.raised is None:

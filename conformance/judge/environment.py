@@ -1,4 +1,4 @@
-"""The machine and the versions a result was obtained with, as they go into every report."""
+"""The machine and the software versions that every report names."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def describe() -> dict[str, Any]:
 
 
 def commit(file: Path = Path(__file__)) -> str:
-    """What is checked out of the repository that tracks a file, with `-dirty` behind it where files differ.
+    """Return the commit of the repository that tracks `file`, with the suffix `-dirty` if its files have changed.
 
-    Empty if none does: a virtual environment may lie inside somebody's repository, and git may be absent.
+    Return an empty string if git is missing or no repository tracks the file. A virtual environment may be in a folder
+    of an unrelated repository.
     """
     tracked = ["git", "ls-files", "--error-unmatch", file.name]
     command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
@@ -67,7 +68,7 @@ def _processor() -> str:
 
 
 def is_device(name: str) -> bool:
-    """Whether torch knows a device type of that name, here or not; or it is the simulated one."""
+    """Return whether `name` is the simulated device or a device type of torch, also if this machine has none."""
     if name == simulator.NAME:
         return True
     try:
@@ -77,9 +78,9 @@ def is_device(name: str) -> bool:
 
 
 def try_out(device: str) -> None:
-    """Hold a tensor on a device type; what it raises says why it cannot be used here.
+    """Create a tensor on a device type. The exception says why the device cannot be used.
 
-    The simulated one is there for good once it was asked for.
+    This enables the simulated device permanently.
     """
     if device == simulator.NAME:
         simulator.enable()
@@ -87,8 +88,8 @@ def try_out(device: str) -> None:
 
 
 def is_usable(device: str) -> bool:
-    """Whether a device type can hold tensors here."""
-    if device == "cuda":  # without beginning to use it
+    """Return whether this machine can create tensors on a device type."""
+    if device == "cuda":  # no initialization of CUDA
         return torch.cuda.is_available()
     try:
         try_out(device)
@@ -101,6 +102,6 @@ def is_usable(device: str) -> bool:
 
 
 def quieten_triton() -> None:
-    """Triton's interpreter computes with NumPy, which warns about zeros, inf and nan, as kernels meet them."""
+    """Silence NumPy's floating-point warnings if Triton's interpreter, which computes with NumPy, is on."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         numpy.seterr(all="ignore")

@@ -1,4 +1,4 @@
-"""Ends that a test or an import can come to from outside, told apart from what the subject itself raises."""
+"""Exceptions that end a test or an import from outside, as opposed to exceptions of the subject."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import traceback
 
 
 class Hang(BaseException):
-    """A deadline has passed. Not an Exception, so that Hypothesis does not take it for an example to shrink."""
+    """Raised when a test exceeds its deadline. A BaseException, so that Hypothesis does not shrink it."""
 
 
-class StoppedByHand(KeyboardInterrupt):
-    """Somebody pressed Ctrl-C. A class of its own, since a subject may raise KeyboardInterrupt itself."""
+class StoppedByUser(KeyboardInterrupt):
+    """Raised when the user presses Ctrl-C. A separate class, because a subject may raise KeyboardInterrupt."""
 
 
-FROM_OUTSIDE = (Hang, StoppedByHand)
+FROM_OUTSIDE = (Hang, StoppedByUser)
 
 
 def describe(error: BaseException) -> str:
-    """Type and text of an exception, also of one that cannot be turned into text."""
+    """Return the type and text of an exception, even if `str` of it raises."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def stop_by_hand(signum: int, frame: object) -> None:
-    """A handler of signals."""
-    raise StoppedByHand
+def raise_stopped_by_user(signum: int, frame: object) -> None:
+    """Raise `StoppedByUser`, as a signal handler."""
+    raise StoppedByUser

@@ -1,8 +1,8 @@
-"""What a claims file expects to be red: forgiven while it is, and told when it is no longer.
+"""Expected failures of a claims file, and what became of each in a run.
 
-A red test that is expected counts as `expected`, not as red. An expectation none of whose tests fails has been met by
-the subject, and goes: that is red, as `stale`, unless the tests draw their examples, so that another run may fail. One
-whose date has passed is red, and forgives nothing.
+A failed test that is expected has the outcome `expected`, which is not red. If all tests of an expectation pass, it
+must be removed: it is red, as `stale`, unless its tests draw examples, because another run may draw one that fails. An
+expectation whose date has passed is red, and its tests count as failed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import pytest
 
 from conformance.judge.claims_file import Expectation
 
-# Not `stale`: that torch has changed is nothing that a subject does.
+# Without `stale`, because a change of torch is not a failure of the subject.
 CAN_BE_EXPECTED = ("failed", "hang", "crash")
-TELLS_NOTHING = ("not provided", "not claimed", "unavailable")
+NOT_JUDGED = ("not provided", "not claimed", "unavailable")
 _SETTINGS = "_hypothesis_internal_use_settings"
 
 
 @dataclass(frozen=True)
-class Held:
-    """An expectation after a run."""
+class ExpectationResult:
+    """The state of an expectation after a run."""
 
     expectation: Expectation
     state: str  # holds, met, expired, not asked
@@ -35,7 +35,7 @@ class Held:
 
     @property
     def outcome(self) -> str:
-        """As a test's would be."""
+        """The outcome that a test in this state would have."""
         if self.is_red:
             return "stale"
         return {"holds": "expected", "met": "passed"}.get(self.state, "not run")
@@ -46,60 +46,69 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is to be known of a test that ran."""
+class TestRecord:
+    """A test that ran, with what expectations need to know about it."""
 
     nodeid: str
     clause: str
     outcome: str
-    draws: bool  # its examples, or its data
+    draws: bool  # whether it draws examples or data
 
 
 class Expectations:
     def __init__(self, rows: Sequence[Expectation], today: datetime.date) -> None:
-        # What says more comes first: a row about a test and its parameters, one about the test, one about its clause.
+        # The most specific comes first: a test with its parameters, then a test, then a clause.
         self.rows = sorted(rows, key=lambda row: (bool(row.clause), "[" not in row.test))
         self.today = today
 
     @classmethod
-    def of(cls, config: pytest.Config) -> Expectations:
+    def of_run(cls, config: pytest.Config) -> Expectations:
         return config.stash.get(_KEY, _NONE)
 
     def keep(self, config: pytest.Config) -> None:
         config.stash[_KEY] = self
 
     def find(self, nodeid: str, clause: str) -> Expectation | None:
-        """The one that a test's failure is forgiven by."""
+        """Return the expectation that covers a failure of a test, or None."""
         return next(
             (row for row in self.rows if row.covers(nodeid, clause) and not self._has_expired(row)), None
         )
 
-    def held(self, tests: Iterable[Seen], *, is_whole: bool) -> list[Held]:
-        """What became of each in a run; of some tests of a clause that pass nothing follows, unless it `is_whole`."""
-        asked = [test for test in tests if test.outcome not in TELLS_NOTHING]
+    def evaluate(self, tests: Iterable[TestRecord], *, is_complete: bool) -> list[ExpectationResult]:
+        """Return the state of each expectation after a run of `tests`.
+
+        If all tests of a clause pass, its expectation is stale only if the run `is_complete`.
+        """
+        judged = [test for test in tests if test.outcome not in NOT_JUDGED]
         return [
-            self._held(row, [test for test in asked if row.covers(test.nodeid, test.clause)], is_whole)
+            self._evaluate(
+                row, [test for test in judged if row.covers(test.nodeid, test.clause)], is_complete
+            )
             for row in self.rows
         ]
 
-    def _held(self, row: Expectation, tests: Sequence[Seen], is_whole: bool) -> Held:
+    def _evaluate(
+        self, row: Expectation, tests: Sequence[TestRecord], is_complete: bool
+    ) -> ExpectationResult:
         if not tests:
-            return Held(row, "not asked", False, "no test of it ran")
+            return ExpectationResult(row, "not asked", False, "none of its tests ran")
         if self._has_expired(row):
-            return Held(
+            return ExpectationResult(
                 row,
                 "expired",
                 True,
-                f"its date, {row.expires}, has passed: mend it, or look into it and set another",
+                f"its date, {row.expires}, has passed: fix the failure, or set a new date",
             )
         failing = sum(test.outcome in ("expected", *CAN_BE_EXPECTED) for test in tests)
         if failing:
-            return Held(row, "holds", False, f"{failing} of {len(tests)} tests fail")
+            return ExpectationResult(row, "holds", False, f"{failing} of {len(tests)} tests fail")
         if any(test.draws for test in tests):
-            return Held(row, "met", False, "all its tests pass, with the examples that this run drew")
-        if row.clause and not is_whole:
-            return Held(row, "met", False, "those of its tests that this run was given pass")
-        return Held(row, "met", True, "all its tests pass: take it out of the claims file")
+            return ExpectationResult(
+                row, "met", False, "all its tests pass, with the examples that this run drew"
+            )
+        if row.clause and not is_complete:
+            return ExpectationResult(row, "met", False, "all its tests that were selected for this run pass")
+        return ExpectationResult(row, "met", True, "all its tests pass: remove it from the claims file")
 
     def _has_expired(self, row: Expectation) -> bool:
         return row.expires < self.today
@@ -109,14 +118,14 @@ _NONE = Expectations((), datetime.date.min)
 _KEY = pytest.StashKey[Expectations]()
 
 
-def forgiven(row: Expectation) -> str:
-    """Why a failure is none, for its reader."""
+def expected_failure_text(row: Expectation) -> str:
+    """Return the text that the report shows for an expected failure."""
     return f"expected until {row.expires}: {row.reason}{f' ({row.link})' if row.link else ''}"
 
 
 @contextlib.contextmanager
-def unshrunk(function: Any) -> Generator[None]:
-    """Let a test's failing example be told as it was found: that of an expected failure is known."""
+def without_shrinking(function: Any) -> Generator[None]:
+    """Context manager in which Hypothesis does not shrink failing examples, which is slow and useless if expected."""
     settings = getattr(function, _SETTINGS, None)
     if settings is None:
         yield

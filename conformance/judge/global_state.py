@@ -1,7 +1,7 @@
-"""torch's global state, as far as a library could leave it changed: what there is, and how it is put back.
+"""torch's global state that a library could leave changed, with functions that read and restore it.
 
-Two groups. *Settings* are the user's: no function of the libraries judged here has any business with them. *Regions*
-are what context managers change between enter and exit, so a call may well leave them changed for the next one.
+There are two groups. *Settings* belong to the user, and no function of a judged library may change them. *Regions* are
+changed by context managers between enter and exit, so a call may change them for the next one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def read(state: State) -> dict[str, Any]:
 
 
 def put_back(state: State, before: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Make everything what it was; returns what had changed, as (before, after)."""
+    """Restore `state` and return what had changed, as (before, after) by name."""
     changed = {name: (before[name], now) for name, now in read(state).items() if now != before[name]}
     for name, (was, _) in changed.items():
         state[name].write(was)
-    return {name: _where_they_differ(*values) for name, values in changed.items()}
+    return {name: _reduce_to_difference(*values) for name, values in changed.items()}
 
 
-def _where_they_differ(was: Any, now: Any) -> tuple[Any, Any]:
-    """Of two mappings only the entries that are not in both."""
+def _reduce_to_difference(was: Any, now: Any) -> tuple[Any, Any]:
+    """Return both values. If both are mappings, leave out entries that are equal in both."""
     if not isinstance(was, Mapping):
         return was, now
     keys = [key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]]
@@ -55,7 +55,8 @@ def set_autocast_depth(depth: int) -> None:
         torch.autocast_increment_nesting()
 
 
-_entered: list[Any] = []  # for good: what is freed would put back what it found
+# Inference modes that were entered. They are never freed, because that would restore the earlier mode.
+_entered: list[Any] = []
 
 
 def _set_inference_mode(mode: bool) -> None:
@@ -78,7 +79,7 @@ def _attribute(owner: Any, name: str) -> StateItem:
 
 
 def _autocast(where: str, device: Callable[[], str]) -> State:
-    """What a type of devices keeps; asked for its name each time, since others' may be renamed."""
+    """Return the autocast state of a device type. `device` is called each time, as private backends can be renamed."""
     return {
         f"autocast on {where}": StateItem(
             lambda: torch.is_autocast_enabled(device()), lambda on: torch.set_autocast_enabled(device(), on)
@@ -92,7 +93,7 @@ def _autocast(where: str, device: Callable[[], str]) -> State:
 
 SETTINGS: State = {
     "default dtype": StateItem(torch.get_default_dtype, torch.set_default_dtype),
-    # Tests run without one, and naming even the CPU would intercept every call.
+    # Tests run without a default device, and even the CPU as default would intercept every call.
     "default device": StateItem(torch.get_default_device, lambda _: torch.set_default_device(None)),
     "deterministic algorithms": StateItem(
         torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
@@ -114,17 +115,17 @@ SETTINGS: State = {
 REGIONS: State = {
     "torch function modes": StateItem(torch._C._len_torch_function_stack, _pop_function_modes),
     "torch dispatch modes": StateItem(torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
-    # Before the grad mode, which it sets along.
+    # Before the grad mode, which it also sets.
     "inference mode": StateItem(torch.is_inference_mode_enabled, _set_inference_mode),
     "grad mode": StateItem(torch.is_grad_enabled, torch.set_grad_enabled),
     **_autocast("cpu", lambda: "cpu"),
     **_autocast("cuda", lambda: "cuda"),
-    **_autocast("a device of others", torch._C._get_privateuse1_backend_name),
+    **_autocast("a private backend", torch._C._get_privateuse1_backend_name),
     "autocast cache": StateItem(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     "autocast depth": StateItem(autocast_depth, set_autocast_depth),
 }
 
-# Settings first: a default device is a function mode too.
+# Settings come first, because a default device is also a function mode.
 EVERYTHING: State = {**SETTINGS, **REGIONS}
 
 
@@ -139,10 +140,10 @@ def default_dtype(dtype: torch.dtype) -> Generator[None]:
 
 
 class RandomStates:
-    """The states of the generators that a user's training draws from: what moves them changes the training."""
+    """States of the random generators that the user's training draws from. Moving them changes the training."""
 
     def __init__(self) -> None:
-        # One step first: who seeds a generator as it was seeded before would else go unseen.
+        # Advance the generator first. Otherwise a call that seeds it with the same seed again would not be noticed.
         torch.randint(2, (1,), device="cpu")
         self._before = self._read()
 

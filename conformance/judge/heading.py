@@ -1,4 +1,4 @@
-"""What a report is about and was made with: the suite, torch, the subject, and how it was asked."""
+"""Head of a report: the suite, torch, the subject, the options and the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from conformance.judge.claims_file import UnreadableClaims, claims_file
 from conformance.judge.library import package_of
 from conformance.judge.rows import all_deviations
 
-SCHEMA = 1  # of report.json: raised when a key goes or means something else (`report/report.schema.json`)
+# Version of report.json. Raised when a key is removed or changes its meaning (`report/report.schema.json`).
+SCHEMA = 1
 _DISTRIBUTION = "tandem-torch"
 _ROOT = Path(__file__).parents[2]
 
@@ -33,12 +34,12 @@ def _is_checkout() -> bool:
     return file.is_file() and tomllib.loads(file.read_text()).get("project", {}).get("name") == _DISTRIBUTION
 
 
-CHECKOUT = _is_checkout()  # else this package was installed, alone
+CHECKOUT = _is_checkout()  # False if this package is installed
 _CALLED_IN_CHECKOUT = CHECKOUT and Path.cwd() == _ROOT
 
 
 def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
-    """All of a report but what was found; `options` are those of pytest, or of a command that judges."""
+    """Return a report without results. `options` are those of pytest or of a command that judges."""
     return {
         "schema": SCHEMA,
         "suite": {
@@ -64,19 +65,19 @@ def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
 
 
 def replay_command(options: argparse.Namespace, test: str) -> str:
-    """What judges one test again, typed where the judge was called."""
+    """Return the command that judges one test again in the current folder."""
     if not _CALLED_IN_CHECKOUT:
         return judge_command(options, test)
     words = ["python", "-m", "pytest", test, "--subject", options.subject]
-    return shlex.join([*words, *_given(options)])
+    return shlex.join([*words, *_non_default_options(options)])
 
 
-def judge_command(options: argparse.Namespace, what: str) -> str:
-    """What judges a test or a clause again."""
-    return shlex.join(["tandem-judge", options.subject, what, *_given(options)])
+def judge_command(options: argparse.Namespace, target: str) -> str:
+    """Return the command that judges a test or a clause again. `target` is its id."""
+    return shlex.join(["tandem-judge", options.subject, target, *_non_default_options(options)])
 
 
-def _given(options: argparse.Namespace) -> list[str]:
+def _non_default_options(options: argparse.Namespace) -> list[str]:
     words = ["--profile", options.profile]
     words += [] if options.seed is None else ["--seed", str(options.seed)]
     words += [] if options.device == "auto" else ["--device", options.device]
@@ -85,7 +86,7 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 def _identity(package: str) -> dict[str, str]:
-    """The version of a subject and the commit that it was made from, without importing it; empty where unknown."""
+    """Return the version and the commit of a subject without importing it. Unknown values are empty."""
     top = package.partition(".")[0]
     if top == "impl":
         return {"subject_version": _version_of(_DISTRIBUTION), "subject_commit": environment.commit()}
@@ -100,7 +101,7 @@ def _identity(package: str) -> dict[str, str]:
 
 
 def _named_distribution(package: str) -> str:
-    """What the claims file says whose version it is: an adapter judges another package than its own."""
+    """Return the distribution that the claims file names, for an adapter that wraps another package."""
     with contextlib.suppress(UnreadableClaims):
         return claims_file(package).distribution
     return ""
@@ -114,16 +115,16 @@ def _version_of(distribution: str) -> str:
 
 
 def _commit_of(package: str) -> str:
-    """Of the checkout that the package lies in, if that tracks it."""
+    """Return the commit of the checkout that tracks the package, or an empty string."""
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return ""
-    return environment.commit(Path(found.origin)) if found and found.origin else ""
+    return environment.commit(Path(spec.origin)) if spec and spec.origin else ""
 
 
 def _installed_commit(distribution: str) -> str:
-    """What pip noted when it installed from a repository."""
+    """Return the commit that pip recorded if it installed from a repository, or an empty string."""
     try:
         noted = importlib.metadata.distribution(distribution).read_text("direct_url.json")
         return json.loads(noted or "{}").get("vcs_info", {}).get("commit_id", "")

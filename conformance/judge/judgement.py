@@ -1,9 +1,15 @@
-"""What became of a test: its outcome, and all that is told with it.
+"""The judgement of a test: its outcome, and what the report shows with it.
 
-Outcomes: passed, failed, hang, crash, not provided, unavailable (device, world size or compiler), known (the subject
-takes torch's side of a deviation), reference cannot run here (a row of `reference_limits.toml`, seen to hold), not
-claimed (an extension), stale (a row that torch has outgrown, or an expectation that no longer holds), expected (red, as
-the subject's claims file says). Red are failed, hang, crash, stale, and not provided for whatever the subject claims.
+Outcomes:
+    passed, failed, hang, crash
+    not provided                 the subject lacks a name. If it claims the name, the outcome is failed
+    unavailable                  this machine lacks a device, ranks or a compiler
+    known                        the subject does what torch does, where Tandem deviates
+    reference cannot run here    an entry of `reference_limits.toml` was confirmed
+    not claimed                  the test is about an extension that the subject does not claim
+    stale                        torch no longer behaves as an entry says, or an expectation no longer holds
+    expected                     the test failed, as the subject's claims file says
+Failed, hang, crash and stale are red.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ import pytest
 
 from conformance.judge import clauses
 from conformance.judge.claims import NotClaimed, claimed_extensions, is_claimed
-from conformance.judge.deviations import StaleRow
+from conformance.judge.deviations import StaleDeviation
 from conformance.judge.errors import describe
-from conformance.judge.expectations import CAN_BE_EXPECTED, Expectations, forgiven
+from conformance.judge.expectations import CAN_BE_EXPECTED, Expectations, expected_failure_text
 from conformance.judge.heading import replay_command
 from conformance.judge.library import NotProvided, load_library
 from conformance.judge.reference_limits import ReferenceCannot
@@ -32,7 +38,7 @@ _AXES = ("device", "dtype", "world_size")
 
 @dataclass
 class Judgement:
-    """What became of one test. `clause` is empty for a test of this repository's own parts."""
+    """The result of one test. `clause` is empty for a test of this repository."""
 
     nodeid: str
     outcome: str
@@ -45,7 +51,7 @@ class Judgement:
     reason: str = ""
     replay: str = ""
     margins: dict[str, float] = field(default_factory=dict)
-    draws: bool = False  # its examples or its data, so that another run tries others
+    draws: bool = False  # whether another run may try other examples or data
 
     @property
     def is_red(self) -> bool:
@@ -53,7 +59,7 @@ class Judgement:
 
 
 def unavailable(reason: str) -> None:
-    """End the test: what it needs (a device, a world size, a compiler) is not on this machine."""
+    """Skip the test, because this machine lacks a device, a world size or a compiler that it needs."""
     pytest.skip(f"unavailable: {reason}")
 
 
@@ -83,19 +89,21 @@ def judgement_of(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.T
 
 
 def if_expected(
-    config: pytest.Config, nodeid: str, clause: str, found: tuple[str, str], report: pytest.TestReport
+    config: pytest.Config, nodeid: str, clause: str, result: tuple[str, str], report: pytest.TestReport
 ) -> tuple[str, str]:
-    """Outcome and reason: those that were found, unless the subject's claims file expects the failure."""
-    row = Expectations.of(config).find(nodeid, clause) if found[0] in CAN_BE_EXPECTED else None
+    """Return outcome and reason: `result`, or "expected" if the subject's claims file expects the failure."""
+    outcome, reason = result
+    row = Expectations.of_run(config).find(nodeid, clause) if outcome in CAN_BE_EXPECTED else None
     if row is None:
-        return found
+        return result
+    text = expected_failure_text(row)
     report.outcome = "skipped"
-    report.wasxfail = forgiven(row)  # pyright: ignore[reportAttributeAccessIssue] as pytest itself does
-    return "expected", f"{forgiven(row)}\n{found[1]}"
+    report.wasxfail = text  # pyright: ignore[reportAttributeAccessIssue] as pytest itself does
+    return "expected", f"{text}\n{reason}"
 
 
 def _axes(item: pytest.Item) -> dict[str, str]:
-    """Where a test ran, by its parameters, or by the ranks that it asked for if they were of one kind."""
+    """Return device, dtype and world size of a test, from its parameters or its only pool of ranks."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
     pools = getattr(item, "pools_asked", ())
@@ -111,14 +119,14 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
     error = call.excinfo.value
     text = describe(error)[:_MOST_TEXT]
     if isinstance(error, NotProvided):
-        lacking = error.path
+        missing = error.path
         subject = load_library(item.config.option.subject)
         is_extension = clauses.clause_of(item) in claimed_extensions(subject.spec)
-        if not is_claimed(subject, lacking) and not is_extension:
+        if not is_claimed(subject, missing) and not is_extension:
             report.outcome = "skipped"
-            report.longrepr = (str(item.path), None, f"not provided: {lacking}")
-            return "not provided", f"{subject.spec} does not provide {lacking}"
-        return "failed", f"not provided, though claimed: {lacking}"
+            report.longrepr = (str(item.path), None, f"not provided: {missing}")
+            return "not provided", f"{subject.spec} does not provide {missing}"
+        return "failed", f"not provided, though claimed: {missing}"
     if isinstance(error, NotClaimed):
         return "not claimed", str(error)
     if isinstance(error, ReferenceCannot):
@@ -128,4 +136,4 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
     return _KINDS.get(type(error).__name__, "failed"), text
 
 
-_KINDS = {"Hang": "hang", "RankHung": "hang", "RankDied": "crash", StaleRow.__name__: "stale"}
+_KINDS = {"Hang": "hang", "RankHung": "hang", "RankDied": "crash", StaleDeviation.__name__: "stale"}

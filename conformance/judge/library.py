@@ -1,8 +1,8 @@
-"""The only door to the subject and to the reference: names are looked up by torch's own paths.
+"""The only access to the subject and to the reference: names are looked up by torch's paths.
 
-`Library("torch").amp.GradScaler` is `torch.amp.GradScaler`; `Library("their.package").amp.GradScaler` is
-`their.package.amp.GradScaler`, or what the package's claims file has in its place. A name the package lacks raises
-`NotProvided`, which the judge reports as such.
+`Library("torch").amp.GradScaler` is `torch.amp.GradScaler`. `Library("their.package").amp.GradScaler` is
+`their.package.amp.GradScaler`, or the object that the package's claims file names for it. A name that the package lacks
+raises `NotProvided`, which the judge reports as such.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from conformance.judge import surface
 from conformance.judge.claims_file import claims_file
 from conformance.judge.errors import FROM_OUTSIDE, describe
 
-_CHANGED_SOURCE = ("mutant:", "lines:")  # what `conformance.mutation` makes of a subject
+_CHANGED_SOURCE = ("mutant:", "lines:")  # prefixes of faults by `conformance.mutation`
 
 
 class NotProvided(AttributeError):
-    """The subject has no such public name."""
+    """Raised when a library lacks a public name."""
 
     def __init__(self, library: str, path: str) -> None:
         super().__init__(f"{library} does not provide {path}")
@@ -34,30 +34,30 @@ class NotProvided(AttributeError):
 
 
 class LookupFailed(Exception):
-    """The subject raised when a name was looked up or its module imported; whatever it raised, the run goes on."""
+    """Raised when looking up a name, or importing its module, raises anything. The run continues."""
 
 
 def package_of(spec: str) -> str:
-    """The package that a spec names, whatever fault is injected into it."""
+    """Return the package of a spec, without the injected fault."""
     return spec.partition("+")[0]
 
 
 class Library:
-    """One implementation. `spec` is a package name, or `package+fault` for one with a fault.
+    """An implementation: the subject or the reference.
 
-    `fault` is a fault's name in `conformance.faults`; `load_library` puts it in place. So a spec is a plain string
-    that every process, rank or test worker can resolve for itself.
+    `spec` is a package name, or `package+fault` with the name of a fault in `conformance.faults`, which `load_library`
+    injects. A spec is a plain string, so every process, rank and test worker can load the library.
     """
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self.package, self.fault_id = package_of(spec), spec.partition("+")[2]
-        # Of the package alone: what stands in the place of torch is torch.
+        # The file is found by the package's name, because torch with a fault has the claims of torch.
         self.claims_file = claims_file(self.package)
-        with contextlib.suppress(LookupFailed, NotProvided):  # told with what else is wrong in the file
+        with contextlib.suppress(LookupFailed, NotProvided):  # reported by `wrong_in_claims`
             self.bring_device()
         self._root = importlib.import_module(self.package)
-        # Keyed by identity, so that a replaced class is replaced under each of its public spellings.
+        # By identity, so that a replaced class is replaced under each of its public names.
         self._replaced: dict[int, tuple[Any, Any]] = {}
 
     def __repr__(self) -> str:
@@ -69,23 +69,23 @@ class Library:
         return self.place_or_object(name)
 
     def find(self, path: str) -> Any:
-        """The object at a dotted path; modules come back as places one can look further from.
+        """Return the object at a dotted path, or a `ModuleView` for a module.
 
-        A subject that has none of its own of the enums and configurations that FSDP1 is given takes torch's.
+        If a subject has no enums and configurations for FSDP's arguments, torch's are used.
         """
         try:
             return self.own(path)
         except NotProvided:
-            if path in surface.given() and not self._has_given:
+            if path in surface.argument_types() and not self._has_argument_types:
                 return surface.resolve(path)
             raise
 
     @functools.cached_property
-    def _has_given(self) -> bool:
-        return any(map(self._has_its_own, surface.given()))
+    def _has_argument_types(self) -> bool:
+        return any(map(self._has_its_own, surface.argument_types()))
 
     def _has_its_own(self, path: str) -> bool:
-        """Also if it is broken, or lacking where the claims file says that it is."""
+        """Return whether the subject has its own object, even if it is broken or only named by the claims file."""
         try:
             return self.own(path) is not surface.resolve(path)
         except NotProvided:
@@ -94,24 +94,24 @@ class Library:
             return True
 
     def own(self, path: str) -> Any:
-        """What the subject itself has at a path."""
+        """Return the subject's own object at a path."""
         if self.package == "torch":
             path = surface.PRIVATE_IN_TORCH.get(path, path)
-        found, walked, names = self._start(path)
+        value, walked, names = self._start(path)
         for name in names:
             walked = f"{walked}.{name}"
-            found = self._attribute(found, name, walked, path)
-        if isinstance(found, types.ModuleType):
-            return LibraryModule(self, path)
-        return self._replaced.get(id(found), (found, found))[1]
+            value = self._attribute(value, name, walked, path)
+        if isinstance(value, types.ModuleType):
+            return ModuleView(self, path)
+        return self._replaced.get(id(value), (value, value))[1]
 
     def place_or_object(self, path: str) -> Any:
-        """A module that is lacking is a place all the same: what counts is which name in it is asked for."""
+        """Return the object at a path. A missing module gives a `ModuleView`, so that the missing name is reported."""
         try:
             return self.find(path)
         except NotProvided:
             if any(name.startswith(f"{path}.") for name in surface.names()):
-                return LibraryModule(self, path)
+                return ModuleView(self, path)
             raise
 
     def provides(self, path: str) -> bool:
@@ -122,24 +122,25 @@ class Library:
         return True
 
     def replace(self, path: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(original)` in the place of the object at `path`, wherever else it is spelled."""
+        """Replace the object at `path`, under all of its names, by `make(original)`."""
         original = self.find(path)
         key = next((k for k, (_, new) in self._replaced.items() if new is original), id(original))
-        kept = self._replaced.get(key, (original, None))[0]
-        self._replaced[key] = (kept, make(original))
+        first = self._replaced.get(key, (original, None))[0]
+        self._replaced[key] = (first, make(original))
 
     def bring_device(self) -> None:
-        """Import what brings the device that the package names.
+        """Import the module that registers the device of the claims file.
 
         Raises:
-            LookupFailed, NotProvided: that fails, or is not there.
+            LookupFailed: the import raises.
+            NotProvided: there is no such module.
         """
         device = self.claims_file.device
         if device and device.brought_by:
             self._submodule(device.brought_by, device.brought_by)
 
     def _start(self, path: str) -> tuple[Any, str, list[str]]:
-        """Where a path begins: the module, its name, and the names to look up from there."""
+        """Return the module that the lookup of a path starts at, its name, and the names to look up in it."""
         names = path.split(".")
         for count in range(len(names), 0, -1):
             if place := self.claims_file.names.get(".".join(names[:count])):
@@ -171,8 +172,8 @@ class Library:
             raise LookupFailed(f"{name} cannot be imported ({describe(error)})") from error
 
 
-class LibraryModule:
-    """A module of a library, on the way to a name."""
+class ModuleView:
+    """A module of a library, to look up names in."""
 
     def __init__(self, library: Library, path: str) -> None:
         self._library, self._path = library, path
@@ -188,7 +189,7 @@ class LibraryModule:
 
 @functools.cache
 def load_library(spec: str) -> Library:
-    """The library a spec names, with its fault in place; one object a process."""
+    """Return the library that a spec names, with its fault injected. There is one object for each process."""
     library = Library(spec)
     if library.fault_id.startswith(_CHANGED_SOURCE):
         importlib.import_module("conformance.mutation.mutants").change_source(

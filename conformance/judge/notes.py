@@ -1,4 +1,4 @@
-"""What the processes of one run leave for each other in a folder, so that it outlives any of them."""
+"""Notes that the processes of one run exchange in a folder, so that they survive the end of any process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-_INPUT = "conformance_notes"  # by which a worker of pytest-xdist learns of the folder
+_INPUT = "conformance_notes"  # key in the input of a pytest-xdist worker
 _MOST_STACK = 2000
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Incident:
-    """A test that hung or took its process along."""
+    """A test that hung or ended its process."""
 
     nodeid: str
     outcome: str  # hang or crash
@@ -35,11 +35,11 @@ class Notes:
         self._incidents: list[Incident] = []
 
     @classmethod
-    def of(cls, config: pytest.Config) -> Notes:
-        """The run's; the process that is no worker makes the folder, and removes it in the end."""
-        given = getattr(config, "workerinput", {}).get(_INPUT)
-        notes = cls(Path(given or tempfile.mkdtemp(prefix="conformance-")))
-        if not given:
+    def of_run(cls, config: pytest.Config) -> Notes:
+        """Return the run's notes. The controlling process creates the folder and removes it at the end."""
+        folder = getattr(config, "workerinput", {}).get(_INPUT)
+        notes = cls(Path(folder or tempfile.mkdtemp(prefix="conformance-")))
+        if not folder:
             config.pluginmanager.register(_Owner(notes))
         return notes
 
@@ -48,7 +48,7 @@ class Notes:
             file.write(json.dumps(asdict(incident)) + "\n")
 
     def incidents(self) -> list[Incident]:
-        """All that any process has noted by now."""
+        """Return the incidents that all processes have noted until now."""
         if self.incidents_file.is_file() and self.incidents_file.stat().st_size > self._read_bytes:
             with self.incidents_file.open() as file:
                 file.seek(self._read_bytes)
@@ -57,21 +57,21 @@ class Notes:
         return self._incidents
 
     def stack_file(self, worker: str) -> Path:
-        """Where a worker writes the stacks of its threads in its last moment."""
+        """Return the file that a worker writes the stacks of its threads to when it is killed."""
         return self.folder / f"stacks-{worker}"
 
     def last_stack(self, worker: str) -> str:
-        """Of the thread that died, or else of the main thread, which faulthandler tells last."""
+        """Return the stack of the thread that died, or else of the main thread, which faulthandler prints last."""
         file = self.stack_file(worker)
         threads = _THREAD.split(file.read_text(errors="replace"))[1:] if file.is_file() else []
         died = [thread for thread in threads if thread.startswith("Current")]
         return "".join([*threads[-1:], *died][-1:])[:_MOST_STACK]
 
     def keep_clauses(self, clauses: Mapping[str, str]) -> None:
-        """The clause of each test that was collected; every worker collects the same."""
-        part = self.folder / f"clauses-{os.getpid()}"
-        part.write_text(json.dumps(clauses))
-        part.rename(self.folder / "clauses.json")
+        """Write the clause of each collected test. Every worker collects the same tests."""
+        partial = self.folder / f"clauses-{os.getpid()}"
+        partial.write_text(json.dumps(clauses))
+        partial.rename(self.folder / "clauses.json")
 
     def clauses(self) -> dict[str, str]:
         file = self.folder / "clauses.json"

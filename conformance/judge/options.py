@@ -1,6 +1,7 @@
-"""What a command that judges is asked, checked before anything is imported: by `tandem-judge`, the gate and `ci/gate`.
+"""Options of the commands that judge (`tandem-judge` and `ci/gate`), checked before anything is imported.
 
-Needs Python alone, since `ci/gate` asks before there is an environment. A slip ends in a sentence and exit code 2.
+This module needs only Python, because `ci/gate` reads its options before there is an environment. A mistake in the
+command ends it with a message and exit code 2.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ REPORT = "report"
 
 
 def add_judging(parser: argparse.ArgumentParser) -> None:
-    """The options that decide what is judged and where the report goes."""
+    """Add the options that decide what is judged and where the report is written."""
     add = parser.add_argument
-    add("--claims", type=file, metavar="FILE", help="the subject's claims file, if not beside it")
+    add(
+        "--claims", type=file, metavar="FILE", help="the subject's claims file (default: next to its package)"
+    )
     add(
         "--device",
         type=devices,
         default="auto",
         metavar="NAME,NAME",
-        help="cpu, cuda, … (default: what is there)",
+        help="device types such as cpu,cuda (default: those that this machine has)",
     )
     add(
         "--world-sizes",
@@ -31,20 +34,25 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="numbers of ranks (default: 1,2)",
     )
-    add("--profile", choices=PROFILES, default="quick", help="how much to try (default: quick)")
-    add("--seed", type=int, help="another draw of examples; without it every run tries the same")
+    add(
+        "--profile",
+        choices=PROFILES,
+        default="quick",
+        help="how many examples and tests to run (default: quick)",
+    )
+    add("--seed", type=int, help="draw other examples (default: every run draws the same)")
     add(
         "--out",
         "--report",
         type=folder,
         metavar="FOLDER",
-        help=f"where the report goes (default: {REPORT})",
+        help=f"folder for the report (default: {REPORT})",
     )
 
 
 def of_gate(describes: str | None) -> argparse.ArgumentParser:
-    """What `ci/gate` takes: it judges, times and trains, for which it needs the checkout."""
-    from benchmarks.machine import machine_name  # noqa: PLC0415 (lies in a checkout alone)
+    """Return the parser of `ci/gate`, which judges, times and trains, and therefore needs a checkout."""
+    from benchmarks.machine import machine_name  # noqa: PLC0415 (only in a checkout)
 
     parser = argparse.ArgumentParser(
         prog="ci/gate", description=describes, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,7 +62,7 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
         "--subject",
         type=subject,
         default="impl",
-        help="impl (default), torch, or a package with torch's paths",
+        help="the package to judge: impl (default), torch, or one that has torch's paths",
     )
     add_judging(parser)
     add(
@@ -62,14 +70,14 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
         type=parts,
         default="judging,timing,training",
         metavar="NAME,NAME",
-        help="judging, and timing or training (default: all)",
+        help="phases to run: judging, and timing or training (default: all)",
     )
-    add("--baseline", type=file, metavar="REPORT.JSON", help="an earlier run to compare with")
+    add("--baseline", type=file, metavar="REPORT.JSON", help="an earlier report to compare with")
     add(
         "--machine",
         type=machine_name,
         metavar="NAME",
-        help="whose points judge its speed: a pool of equal machines (default: this machine's own)",
+        help="the pool of equal machines whose recorded results the speed is compared with (default: this machine)",
     )
     add(
         "--kills",
@@ -81,20 +89,22 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
 
 
 def subject(text: str) -> str:
-    """A package, or one with a fault (`torch+clip_grad.no_clip`)."""
+    """Check the name of a package, which may have a fault (`torch+clip_grad.no_clip`)."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\+\S+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no package name such as impl, torch or your.package")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a package, such as impl, torch or your.package"
+        )
     return text
 
 
 def world_sizes(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers such as 1,2,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
     return text
 
 
 def devices(text: str) -> str:
-    """Types as torch names them; which there are is known when the subject is there, whose claims may bring one."""
+    """Check a list of device types. They may not exist before the subject is imported, which may register one."""
     if not re.fullmatch(r"[a-z]\w*(,[a-z]\w*)*", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither auto nor a list of device types such as cpu,cuda"
@@ -103,7 +113,7 @@ def devices(text: str) -> str:
 
 
 def workers(text: str) -> str:
-    """Processes that run tests; never none, since a subject may end the process that it is judged in."""
+    """Check the number of test processes. 0 is refused, because a subject may end the process that it is judged in."""
     if text != "auto" and not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a positive number")
     return text
@@ -113,7 +123,7 @@ def parts(text: str) -> str:
     named = set(text.split(","))
     if "judging" not in named or not named <= {"judging", "timing", "training"}:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of judging, timing and training with judging in it"
+            f"{text!r} is not a list of judging, timing and training that includes judging"
         )
     return text
 
@@ -127,5 +137,5 @@ def file(text: str) -> str:
 def folder(text: str) -> str:
     path = Path(text).resolve()
     if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a file; expected a folder, which may be new")
+        raise argparse.ArgumentTypeError(f"{text} is a file; expected a folder, which need not exist")
     return str(path)

@@ -1,8 +1,8 @@
-"""Everything a call did, in a form that two libraries' calls can be compared by.
+"""Outcomes of calls, in a form in which the calls of two libraries can be compared.
 
-An `Outcome` holds the result, the state afterwards of whatever was watched, what shares memory with what, the
-exception (type and text) and the warnings (category, text, and whether they point at the caller).
-`assert_same_outcome` names every difference.
+An `Outcome` has the result, the later state of the watched tensors, which tensors share memory, the exception (type and
+text) and the warnings (category, text, and whether they point at the caller). `assert_same_outcome` names every
+difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from conformance.judge.tolerances import EXACT, Tolerance
 
 @dataclass(frozen=True)
 class TensorState:
-    """What one can observe of a tensor without knowing which library made it."""
+    """The observable state of a tensor, independent of the library that made it."""
 
     values: torch.Tensor
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class TensorState:
     layout: torch.layout
     requires_grad: bool
     is_leaf: bool
-    # Which watched tensor this one is, and which one it shares storage with; None if none.
+    # The names of the watched tensor that this is, and of the one that it shares storage with, or None.
     is_watched: str | None
     shares_storage_with: str | None
 
@@ -64,31 +64,30 @@ class Outcome:
     watched: Any = None
     raised: Raised | None = None
     warned: tuple[tuple[str, str], ...] = field(default=())
-    # What it left changed of the settings and random generators that are the user's, in words.
+    # Settings and random generators of the user that the call left changed, with a description of the change.
     left_changed: Mapping[str, str] = field(default_factory=dict)
-    # Of the warnings, those that point at a line of whoever called, where their filters and their eyes find them.
+    # The warnings that point at a line of the caller, where the caller's filters apply.
     at_the_caller: frozenset[tuple[str, str]] = frozenset()
 
 
 def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: Any) -> Outcome:
-    """Run `call` and keep all it did. `watch` is any nesting of tensors whose later state is part of it.
+    """Run `call` and return its outcome, which includes the later state of `watch`, a nesting of tensors.
 
-    torch's settings are put back, so that what one call leaves changed is not taken for another's doing.
+    torch's settings are restored, so that a change is attributed to the call that made it.
 
     Raises:
-        NotProvided, LookupFailed: the subject lacks what `call` asked it for, or has it in a module that cannot be
-            imported, which is no outcome that could be compared.
+        NotProvided: the subject lacks a name that `call` uses. There is no outcome to compare.
+        LookupFailed: the module of such a name cannot be imported.
     """
     named = _named(watch)
     value, raised = None, None
     settings, generators = global_state.read(global_state.SETTINGS), global_state.RandomStates()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # Dynamo warns about the interpreter, and Dynamo and autograd warn once a process, whichever library is judged.
+        # Dynamo's warnings about the interpreter (the second in Python 3.14), and warnings that Dynamo and autograd
+        # give once for each process, do not depend on the library.
         warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0", RuntimeWarning)
-        warnings.filterwarnings(
-            "ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning
-        )  # Python 3.14
+        warnings.filterwarnings("ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
         try:
             value = call(*args, **kwargs)
@@ -113,12 +112,12 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
 
 
 def _is_callers(file: str) -> bool:
-    """Whether it is the judge's, who calls both libraries."""
+    """Return whether a file belongs to the suite, which calls both libraries."""
     return Path(file).is_relative_to(_CALLERS)
 
 
 def plain_text(message: object) -> str:
-    """A message without the memory addresses that differ from run to run."""
+    """Return the text of a message without memory addresses, which differ from run to run."""
     try:
         text = str(message)
     except Exception as error:
@@ -127,16 +126,15 @@ def plain_text(message: object) -> str:
 
 
 def _text_of(error: Exception) -> str:
-    """In torch 2.11 sentences may stand there one by one, which later ones have joined."""
-    is_several = len(error.args) > 1 and all(isinstance(one, str) for one in error.args)
+    """Return the text of an exception. torch 2.11 passes some sentences separately, which later versions join."""
+    is_several = len(error.args) > 1 and all(isinstance(argument, str) for argument in error.args)
     return plain_text(" ".join(error.args) if is_several and torch_version() == "2.11" else error)
 
 
 def assert_same_outcome(reference: Outcome, subject: Outcome, tolerance: Tolerance = EXACT) -> None:
-    """Fail with every difference between what the reference did and what the subject did."""
-    found = list(differences(reference, subject, tolerance))
-    if found:
-        lines = "\n".join(f"  - {line}" for line in found)
+    """Fail with every difference between the outcomes of the reference and of the subject."""
+    if sentences := list(differences(reference, subject, tolerance)):
+        lines = "\n".join(f"  - {sentence}" for sentence in sentences)
         raise AssertionError(f"the subject's outcome differs from the reference's:\n{lines}")
 
 
@@ -160,7 +158,7 @@ def _raised_differences(expected: Raised | None, actual: Raised | None) -> Itera
     elif actual is None:
         yield f"raised nothing, expected {expected}"
     else:
-        # A subclass of torch's exception is caught by whoever catches torch's.
+        # Code that catches torch's exception also catches a subclass.
         if not issubclass(actual.kind, expected.kind):
             yield f"raised {actual.kind.__name__}, expected {expected.kind.__name__} ({expected.text})"
         if actual.text != expected.text:
@@ -180,8 +178,8 @@ def _differences(path: str, expected: Any, actual: Any, tolerance: Tolerance) ->
     elif isinstance(expected, (list, tuple)):
         if len(expected) != len(actual):
             yield f"{path}: {len(actual)} items, expected {len(expected)}"
-        for index, (one, other) in enumerate(zip(expected, actual, strict=False)):
-            yield from _differences(f"{path}[{index}]", one, other, tolerance)
+        for index, (expected_item, actual_item) in enumerate(zip(expected, actual, strict=False)):
+            yield from _differences(f"{path}[{index}]", expected_item, actual_item, tolerance)
     elif isinstance(expected, float):
         if not (expected == actual or (math.isnan(expected) and math.isnan(actual))):
             yield f"{path}: got {actual!r}, expected {expected!r}"
@@ -197,9 +195,9 @@ def _tensor_differences(
     path: str, expected: TensorState, actual: TensorState, tolerance: Tolerance
 ) -> Iterable[str]:
     for name in _DESCRIPTION:
-        one, other = getattr(expected, name), getattr(actual, name)
-        if one != other:
-            yield f"{path}.{name}: got {other}, expected {one}"
+        expected_value, actual_value = getattr(expected, name), getattr(actual, name)
+        if expected_value != actual_value:
+            yield f"{path}.{name}: got {actual_value}, expected {expected_value}"
     if expected.shape == actual.shape and expected.dtype == actual.dtype:
         worst = tolerance.excess(expected.values, actual.values)
         if worst is not None:
@@ -207,7 +205,7 @@ def _tensor_differences(
 
 
 def _named(watch: Any) -> dict[str, torch.Tensor]:
-    """A name for each watched tensor and its gradient, as they are before the call."""
+    """Return the watched tensors and their gradients by name, as they are before the call."""
     named: dict[str, torch.Tensor] = {}
 
     def visit(path: str, value: Any) -> None:
@@ -227,7 +225,7 @@ def _named(watch: Any) -> dict[str, torch.Tensor]:
 
 
 class _Names:
-    """What each watched tensor is called, found by the tensor and by its storage; of several names the first."""
+    """Names of watched tensors, by tensor and by storage. If there are several names, the first counts."""
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         self._of_tensors: dict[int, str] = {}
@@ -241,14 +239,17 @@ class _Names:
         return self._of_tensors.get(id(tensor))
 
     def of_storage(self, tensor: torch.Tensor) -> str | None:
-        """Of a tensor that shares memory with this one; what is not strided shares it with itself alone."""
+        """Return the name of a watched tensor that shares storage with `tensor`, or None.
+
+        A tensor that is not strided shares storage only with itself.
+        """
         if tensor.layout is not torch.strided:
             return self.of(tensor)
         return self._of_storages.get(_address(tensor))
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the storage lies; 0 if it has been freed."""
+    """Return the address of the tensor's storage, or 0 if it was freed."""
     return tensor.untyped_storage().data_ptr()
 
 

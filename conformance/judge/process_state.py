@@ -1,4 +1,4 @@
-"""What a library could leave changed in its process beside torch's global state, and how it is put back."""
+"""State of the process, besides torch's, that a library could leave changed, with functions to read and restore it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import torch
 from conformance.judge.global_state import State, StateItem
 
 _TORCHS_FOLDER = os.path.dirname(torch.__file__) + os.sep
-# Settings that pytest, and parts of torch when they are imported, make for themselves.
-_THEIR_OWN = re.compile("PYTEST_CURRENT_TEST|TORCH|TRITON|KINETO")
+# Variables that pytest sets, and that modules of torch set when they are imported.
+_IGNORED_VARIABLES = re.compile("PYTEST_CURRENT_TEST|TORCH|TRITON|KINETO")
 _SIGNALS = tuple(number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP))
-# Whose functions and classes stay what they are: a subject that replaced them would be compared with itself.
+# Objects whose functions and classes must not be replaced, because the subject would be compared with itself.
 _OWNERS = (
     torch,
     torch.Tensor,
@@ -44,7 +44,7 @@ def _working_directory() -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not _THEIR_OWN.match(name)}
+    return {name: value for name, value in os.environ.items() if not _IGNORED_VARIABLES.match(name)}
 
 
 def _set_environment(before: Mapping[str, str]) -> None:
@@ -59,7 +59,7 @@ def _handlers() -> dict[str, Any]:
 
 def _set_handlers(before: Mapping[str, Any]) -> None:
     for name, handler in before.items():
-        if handler is not None:  # one that Python did not set, and cannot set
+        if handler is not None:  # set by Python
             signal.signal(signal.Signals[name], handler)
 
 
@@ -74,14 +74,14 @@ def _set_streams(before: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _originals() -> tuple[tuple[Any, Mapping[str, Any]], ...]:
-    """The functions of each owner by name, as they are when this is first asked."""
+    """Return the functions of each owner by name, as they are at the first call."""
     return tuple(
         (owner, {name: value for name, value in vars(owner).items() if callable(value)}) for owner in _OWNERS
     )
 
 
 def _replaced() -> dict[str, Any]:
-    """Asked around each test: nearly always nothing, so that what finds it out takes the least."""
+    """Return the functions of torch that were replaced. This runs around each test, so the usual empty case is fast."""
     replaced = {}
     for owner, originals in _originals():
         now = vars(owner).get
@@ -92,7 +92,7 @@ def _replaced() -> dict[str, Any]:
 
 
 def _is_torchs(function: Any) -> bool:
-    """Dynamo replaces functions of torch when it is imported."""
+    """Return whether a function is defined by torch, such as those that Dynamo puts in place when it is imported."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCHS_FOLDER)
 
@@ -106,7 +106,7 @@ def _replace_back(before: Mapping[str, Any]) -> None:
 
 
 def lasting_threads() -> list[threading.Thread]:
-    """Threads that would keep the interpreter from ending."""
+    """Return the threads that keep the interpreter from ending."""
     return [
         thread
         for thread in threading.enumerate()
@@ -126,6 +126,6 @@ PROCESS: State = {
     "the recursion limit": StateItem(sys.getrecursionlimit, sys.setrecursionlimit),
     "garbage collection": StateItem(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "functions of torch": StateItem(_replaced, _replace_back),
-    # No thread can be ended from outside: see `Deadlines.pytest_unconfigure`.
+    # A thread cannot be ended from outside. See `Deadlines.pytest_unconfigure`.
     "threads": StateItem(lambda: {thread.ident: thread.name for thread in lasting_threads()}, lambda _: None),
 }

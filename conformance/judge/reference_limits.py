@@ -1,8 +1,8 @@
-"""What torch itself cannot do on some devices: rows of `reference_limits.toml`.
+"""Limits of torch itself on some devices: the entries of `reference_limits.toml`.
 
-A test of a row's clauses that fails, as the row says, is asked of torch too. Where torch fails in the same way, the
-outcome is *reference cannot run here*; unless the subject claims the clause, as it would an extension, and it is not
-the device that lacks something.
+If a test of an entry's clauses fails as the entry says, the test is repeated with torch. If torch fails in the same
+way, the outcome is *reference cannot run here*. A subject may claim a clause of an entry, like an extension, unless the
+device is what limits torch. Its failures then count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from conformance.ranks import RankFault, RankRaised
 
 
 class ReferenceCannot(pytest.skip.Exception):
-    """The subject fails where torch does, and as torch does."""
+    """Raised when a test fails for the subject in the same way as for torch."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -31,13 +31,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     try:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:
-        row = _row_met(pyfuncitem, error)
+        row = _matching_limit(pyfuncitem, error)
         if row is None or not _torch_fails_alike(pyfuncitem, error):
             raise
         raise ReferenceCannot(f"{row.id}: {row.torch_does}") from error
 
 
-def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | None:
+def _matching_limit(item: pytest.Function, error: BaseException) -> ReferenceLimit | None:
     clause, subject = clause_of(item), item.funcargs.get("subject")
     if not clause or subject is None:
         return None
@@ -47,7 +47,7 @@ def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | No
         if not row.is_of_this_torch or (is_claimed and not row.of_the_device):
             continue
         is_here = clause in row.clauses and not devices.isdisjoint(row.devices)
-        if is_here and re.search(row.error, _way_of_failing(error)):
+        if is_here and re.search(row.error, _describe_failure(error)):
             return row
     return None
 
@@ -55,25 +55,25 @@ def _row_met(item: pytest.Function, error: BaseException) -> ReferenceLimit | No
 def _torch_fails_alike(item: pytest.Function, error: BaseException) -> bool:
     if item.funcargs["subject"].spec == "torch":
         return True
-    arguments = {  # as pytest calls it
+    arguments = {  # the arguments that pytest passes
         name: _of_torch(name, item.funcargs[name]) for name in item._fixtureinfo.argnames
     }
     try:
         item.obj(**arguments)
     except (Exception, pytest.fail.Exception) as of_torch:
-        return _way_of_failing(of_torch) == _way_of_failing(error)
+        return _describe_failure(of_torch) == _describe_failure(error)
     return False
 
 
 def _of_torch(name: str, value: Any) -> Any:
-    """A fixture as it would be if torch were judged; one that hands on the subject can tell."""
+    """Return a fixture's value as it would be with torch as subject. Fixtures that use the subject have `judging`."""
     if name == "subject":
         return load_library("torch")
     return value.judging(load_library("torch")) if hasattr(value, "judging") else value
 
 
-def _way_of_failing(error: BaseException) -> str:
-    """Without what differs from run to run: how ranks died, and where their peers were."""
+def _describe_failure(error: BaseException) -> str:
+    """Return type and text of a failure, without the details of ranks that differ from run to run."""
     kind = type(error).__name__
     if isinstance(error, RankRaised):
         return plain_text(f"{kind}: {error.scene.failures[0]}")

@@ -1,4 +1,4 @@
-"""The judgements of all tests, gathered over all workers, told at the end and written as `report.json`."""
+"""Collection of the judgements of all workers, printed at the end and written to `report.json`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any, TextIO
 import pytest
 
 from conformance.judge import clauses
-from conformance.judge.expectations import Expectations, Held, Seen
+from conformance.judge.expectations import ExpectationResult, Expectations, TestRecord
 from conformance.judge.heading import heading, replay_command
 from conformance.judge.judgement import RED, Judgement, if_expected, judgement_of
 from conformance.judge.notes import Incident, Notes
-from conformance.judge.trial import Learned
+from conformance.judge.trial import SubjectInfo
 
-BAD_INPUT = 2  # the exit code where the claims file is wrong, whatever became of the tests
-NO_DEVICE = "no device"  # how the reason begins why a test is unavailable
+BAD_INPUT = 2  # exit code for wrong input, whatever the outcomes of tests
+NO_DEVICE = "no device"  # beginning of the reason of an unavailable test
 _PROPERTY = "conformance"
-_MOST_OUTPUT = 20_000  # of what a failing test has written
-_OWN_PART = "a test of the suite's own parts"
+_MOST_OUTPUT = 20_000  # characters of a failing test's output
+_SELFTEST = "a test of the suite itself"
 
 
 class WorkerRecorder:
-    """In every process that runs tests: hangs each test's judgement on its report, which xdist carries home."""
+    """A pytest plugin of every process that runs tests. It attaches each judgement to the report that xdist sends."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -55,13 +55,13 @@ def _bounded(text: str) -> str:
 
 
 class Recorder:
-    """In the controlling process: gathers all judgements, prints the verdict, writes the report."""
+    """A pytest plugin of the controlling process. It gathers judgements, prints the verdict and writes the report."""
 
-    def __init__(self, config: pytest.Config, notes: Notes, learned: Learned) -> None:
+    def __init__(self, config: pytest.Config, notes: Notes, subject: SubjectInfo) -> None:
         self._config = config
         self._notes = notes
-        self._learned = learned
-        self._held: list[Held] = []  # known in the end
+        self._subject = subject
+        self._expectations: list[ExpectationResult] = []  # evaluated at the end
         self._judgements: dict[str, Judgement] = {}
         self._began = time.time()
         self._log: TextIO | None = None
@@ -69,15 +69,15 @@ class Recorder:
             directory = Path(config.option.report)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "report.json").unlink(missing_ok=True)
-            # One line a test, as they end: what is known survives whatever happens to this process.
+            # A line is written when its test ends, so that the results survive the end of this process.
             self._log = (directory / "judgements.jsonl").open("w", buffering=1)
 
     @staticmethod
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(node: Any) -> None:
-        """Let tests be sent to a worker that has died unnoticed: when that is noticed, others get them.
+        """Ignore errors of sending tests to a worker that has died. Its tests go to other workers once this is noticed.
 
-        By itself pytest-xdist 3.8 ends the run there, as when two workers die at about the same time.
+        Without this, pytest-xdist 3.8 ends the run, for example if two workers die at about the same time.
         """
         send = node.sendcommand
 
@@ -101,7 +101,7 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        """A worker died under a test, by itself or, if that is noted, by what watches over it."""
+        """Judge a test whose worker died, either by itself or, if an incident was noted, killed by the watchdog."""
         noted = [incident for incident in self._notes.incidents() if incident.nodeid == crashitem]
         incident = (
             noted[-1] if noted else Incident(crashitem, "crash", f"ended its process: {report.longrepr}")
@@ -110,8 +110,8 @@ class Recorder:
             self._notes.note(incident)
         stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]
         clause = self._notes.clauses().get(crashitem, "")
-        found = (incident.outcome, f"{incident.reason}\n{stack}".strip())
-        outcome, reason = if_expected(self._config, crashitem, clause, found, report)
+        result = (incident.outcome, f"{incident.reason}\n{stack}".strip())
+        outcome, reason = if_expected(self._config, crashitem, clause, result, report)
         judgement = Judgement(
             crashitem,
             outcome,
@@ -123,10 +123,10 @@ class Recorder:
         report.user_properties.append((_PROPERTY, asdict(judgement)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = dict(report.user_properties).get(_PROPERTY)
-        if found is None:
+        fields = dict(report.user_properties).get(_PROPERTY)
+        if fields is None:
             return
-        new = Judgement(**found)
+        new = Judgement(**fields)
         old = self._judgements.get(new.nodeid)
         if old is None or not old.is_red:
             self._judgements[new.nodeid] = new
@@ -135,8 +135,8 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._judgements and session.exitstatus in (0, 1):
-            self._hold_expectations(is_whole=not session.shouldstop and not session.shouldfail)
-            # A subject that provides nothing fails no test, nor does an expectation that no longer holds.
+            self._evaluate_expectations(is_complete=not session.shouldstop and not session.shouldfail)
+            # pytest's status does not know of subjects that provide nothing and of stale expectations.
             session.exitstatus = BAD_INPUT if self._bad_input() else int(self._verdict() == "red")
         if self._log is not None:
             self._log.close()
@@ -145,52 +145,54 @@ class Recorder:
                 json.dumps(self.as_dict(), indent=1)
             )
 
-    def _hold_expectations(self, *, is_whole: bool) -> None:
-        seen = [
-            Seen(each.nodeid, each.clause, each.outcome, each.draws) for each in self._judgements.values()
+    def _evaluate_expectations(self, *, is_complete: bool) -> None:
+        tests = [
+            TestRecord(judgement.nodeid, judgement.clause, judgement.outcome, judgement.draws)
+            for judgement in self._judgements.values()
         ]
-        is_whole = is_whole and not _is_narrowed(self._config)
-        self._held = Expectations.of(self._config).held(seen, is_whole=is_whole)
-        for held in self._held:
-            if held.is_red:
-                row, nodeid = held.expectation, f"expectation of {held.expectation.about}"
+        is_complete = is_complete and not _is_narrowed(self._config)
+        self._expectations = Expectations.of_run(self._config).evaluate(tests, is_complete=is_complete)
+        for result in self._expectations:
+            if result.is_red:
+                row, nodeid = result.expectation, f"expectation of {result.expectation.about}"
                 clause = row.clause or next(
-                    each.clause for each in seen if row.covers(each.nodeid, each.clause)
+                    test.clause for test in tests if row.covers(test.nodeid, test.clause)
                 )
-                self._judgements[nodeid] = Judgement(nodeid, "stale", 0.0, clause, reason=_no_longer(held))
+                reason = f"the claims file expects it to fail ({row.reason}), but {result.says}"
+                self._judgements[nodeid] = Judgement(nodeid, "stale", 0.0, clause, reason=reason)
                 self._note(asdict(self._judgements[nodeid]))
 
     def _verdict(self) -> str:
-        found = verdict(self._judgements.values(), self._learned.claims)
-        return "red" if self._bad_input() else found
+        if self._bad_input():
+            return "red"
+        return verdict(self._judgements.values(), self._subject.claims)
 
     def _bad_input(self) -> list[str]:
-        """What has to be mended first; a device that was asked for and is not here, only the tests have noticed."""
-        lacking = Counter(
+        """Return what the user has to fix before judging, including requested devices that tests did not find."""
+        unavailable = Counter(
             judgement.reason for judgement in self._judgements.values() if judgement.outcome == "unavailable"
         )
-        asked = self._config.option.device.split(",")
-        return [*self._learned.bad_input] + [
-            f"--device asks for {device}, which is not here: {count} tests were not run; run where one is, or leave "
-            "--device out, which takes what is there"
-            for device in asked
-            if (count := lacking[f"{NO_DEVICE} {device}"])
+        return [*self._subject.bad_input] + [
+            f"--device names {device}, but this machine has none, and {count} tests did not run; run on a machine that "
+            "has one, or without --device, which uses the available devices"
+            for device in self._config.option.device.split(",")
+            if (count := unavailable[f"{NO_DEVICE} {device}"])
         ]
 
     def as_dict(self) -> dict[str, Any]:
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return heading(self._config.option, self._began) | {
             "verdict": self._verdict(),
-            "provides_nothing": self._learned.claims == frozenset(),
+            "provides_nothing": self._subject.claims == frozenset(),
             "bad_input": self._bad_input(),
             "devices": sorted({judgement.device for judgement in judgements} - {""}),
-            "expectations": [held.as_dict() for held in self._held],
+            "expectations": [result.as_dict() for result in self._expectations],
             "tests": [asdict(judgement) for judgement in judgements],
         }
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
-        """The last that is written, so that it is what is seen."""
+        """Write the verdict last, so that it is at the bottom of the terminal."""
         yield
         if self._judgements:
             self._write_verdict(terminalreporter)
@@ -200,8 +202,8 @@ class Recorder:
         write = terminalreporter.write_line
         terminalreporter.section("verdict")
         judged = [judgement for judgement in judgements if judgement.clause]
-        asked = {judgement.clause for judgement in judged}
-        write(f"subject {self._config.option.subject}: {len(asked)} clauses asked by {len(judged)} tests")
+        tested = {judgement.clause for judgement in judged}
+        write(f"subject {self._config.option.subject}: {len(tested)} clauses in {len(judged)} tests")
         write(f"  {', '.join(_by_level(judged))}")
         for outcome in sorted({judgement.outcome for judgement in judgements}):
             write(f"  {outcome}: {sum(judgement.outcome == outcome for judgement in judgements)}")
@@ -210,57 +212,57 @@ class Recorder:
             write(f"    {broken.says}")
             write(f"    {broken.why}")
             write(f"    {broken.replay}")
-        for held in self._held:
-            if held.state == "met":
-                write(f"MET {held.expectation.about}: {held.says}")
+        for result in self._expectations:
+            if result.state == "met":
+                write(f"MET {result.expectation.about}: {result.says}")
         for sentence in self._bad_input():
             write(f"BAD INPUT {sentence}")
-        found = self._verdict()
-        write(f"verdict: {found}", green=found == "green", red=found == "red", bold=True)
+        colour = self._verdict()
+        write(f"verdict: {colour}", green=colour == "green", red=colour == "red", bold=True)
 
 
 def _by_level(judged: Sequence[Judgement]) -> Iterator[str]:
-    """How many clauses of each level were asked, and how many of them the subject does not claim."""
+    """Yield how many clauses of each level were tested, and how many of them the subject does not claim."""
     not_claimed = {judgement.clause for judgement in judged if judgement.outcome == "not claimed"}
-    asked = {judgement.clause for judgement in judged} & clauses.all_clauses().keys()
-    counts = Counter(clauses.all_clauses()[clause_id].level for clause_id in asked)
+    tested = {judgement.clause for judgement in judged} & clauses.all_clauses().keys()
+    counts = Counter(clauses.all_clauses()[clause_id].level for clause_id in tested)
     for level in clauses.LEVELS:
         yield f"{counts[level]} {level}"
     yield f"{len(not_claimed)} not claimed"
 
 
 def _is_narrowed(config: pytest.Config) -> bool:
-    """Whether the run was given less than whole folders of tests."""
+    """Return whether the run was limited to some tests of a folder."""
     option = config.option
     chosen = (getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses"))
-    asked = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
-    return any(chosen) or not all(path.is_dir() for path in asked)
-
-
-def _no_longer(held: Held) -> str:
-    return f"the claims file expects it to fail ({held.expectation.reason}), but {held.says}"
+    paths = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
+    return any(chosen) or not all(path.is_dir() for path in paths)
 
 
 def verdict(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> str:
-    """`green`, or `red` on any red outcome, and on a subject that claims nothing to judge; None is not known."""
+    """Return `red` if any outcome is red or the subject claims nothing, else `green`.
+
+    Args:
+        claimed: the subject's claims, or None if they are unknown.
+    """
     is_red = any(judgement.is_red for judgement in judgements)
     return "red" if is_red or claimed == frozenset() else "green"
 
 
 @dataclass
 class Broken:
-    """A clause that a subject breaks, told once for all the tests that saw it."""
+    """A clause that a subject breaks, with all of its failing tests."""
 
-    name: str  # the clause's id, or the test's where it belongs to none
+    name: str  # id of the clause, or of the test if it has no clause
     says: str
     count: str
-    why: str  # the first difference of the first of them, in a line
-    replay: str  # of the same
+    why: str  # first difference of the first failing test
+    replay: str  # replay command of that test
 
 
 def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
-    """What is red in the `tests` of a report: those broken in most of their tests first, else as the clauses stand."""
-    asked = Counter(test["clause"] or test["nodeid"] for test in tests)
+    """Return the broken clauses of a report's `tests`: the largest share of failing tests first, then by clause."""
+    totals = Counter(test["clause"] or test["nodeid"] for test in tests)
     red: dict[str, list[Mapping[str, Any]]] = {}
     for test in tests:
         if test["outcome"] in RED:
@@ -268,13 +270,13 @@ def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
     says = {clause["id"]: clause["says"] for clause in clauses.for_report()}
     place = {name: position for position, name in enumerate([*says, *sorted(red.keys() - says.keys())])}
     broken: list[Broken] = []
-    for name, found in sorted(
-        red.items(), key=lambda entry: (-len(entry[1]) / asked[entry[0]], place[entry[0]])
+    for name, failing in sorted(
+        red.items(), key=lambda entry: (-len(entry[1]) / totals[entry[0]], place[entry[0]])
     ):
-        outcomes = ", ".join(sorted({test["outcome"] for test in found}))
-        count = f"{outcomes} in {len(found)} of {asked[name]} {'test' if asked[name] == 1 else 'tests'}"
-        why = _first_difference(found[0]["reason"])
-        broken.append(Broken(name, says.get(name, _OWN_PART), count, why, found[0]["replay"]))
+        outcomes = ", ".join(sorted({test["outcome"] for test in failing}))
+        count = f"{outcomes} in {len(failing)} of {totals[name]} {'test' if totals[name] == 1 else 'tests'}"
+        why = _first_difference(failing[0]["reason"])
+        broken.append(Broken(name, says.get(name, _SELFTEST), count, why, failing[0]["replay"]))
     return broken
 
 

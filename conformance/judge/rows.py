@@ -1,4 +1,4 @@
-"""The rows of `deviations.toml` and of `reference_limits.toml`."""
+"""Entries of `deviations.toml` and of `reference_limits.toml`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any
 from conformance.judge.surface import is_torch_in, torch_bounds
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
-ANY = "any"  # in a deviation row, where no device changes what torch does
-# What torch does to the user, worst first: silently wrong numbers or weights; a hang, an ended process or lost work;
-# an undue or misleading error; more memory or time, or missing information; nothing, because Tandem lacks something.
+ANY = "any"  # device of a deviation that is the same on all
+# Harm that torch does to the user, worst first: silently wrong numbers or weights; a hang, an ended process or lost
+# work; a wrong or misleading error; more memory or time, or missing information; none, because Tandem lacks something.
 HARMS = ("silent", "hang", "error", "cost", "limit")
-# "sim" is the simulated device. An accelerator with a backend of its own is added here with its first row.
+# "sim" is the simulated device. An accelerator with its own backend is added here with its first entry.
 _DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "npu", "sim", "xpu"})
 
 
 @dataclass(frozen=True)
 class Row:
-    """Fields of deviations and reference limits: the torch versions that behave so, and the day of the row."""
+    """Fields of deviations and reference limits: the torch versions that behave so, and the day of the entry."""
 
     id: str
     torch: str = field(default="", kw_only=True)  # a range such as `<2.14`
-    recorded: str = field(default="", kw_only=True)  # given if a version fixed it, such as 2026-01-31
+    # The day of the entry, such as 2026-01-31, which is needed if a version fixed it.
+    recorded: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         try:
@@ -58,8 +59,8 @@ class Deviation(Row):
     we_do: str
     why: str
     thread: str
-    harm: str  # one of HARMS
-    devices: tuple[str, ...]  # device types on which torch is known to do so, or ANY alone
+    harm: str  # member of HARMS
+    devices: tuple[str, ...]  # device types on which torch is known to do so, or ANY
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,21 +74,21 @@ class Deviation(Row):
 
 @dataclass(frozen=True)
 class ReferenceLimit(Row):
-    """Something that torch cannot do on some devices: a row of `reference_limits.toml`.
+    """A limit of torch on some devices: an entry of `reference_limits.toml`.
 
-    Where the device lacks it, no subject can; else a subject may claim that it does better.
+    If the device itself is the limit, no subject can do it. Otherwise a subject may claim that it can.
     """
 
-    clauses: tuple[str, ...]  # whose tests meet it
+    clauses: tuple[str, ...]  # clauses whose tests run into the limit
     devices: tuple[str, ...]
     torch_does: str
-    error: str  # a pattern, found in how such a test fails
+    error: str  # a pattern of the failure
     thread: str
     of_the_device: bool = False
 
 
 def limited_clauses() -> frozenset[str]:
-    """Clauses that a subject may claim beyond what torch can do."""
+    """Return the clauses that torch cannot do everywhere and that a subject may claim nevertheless."""
     rows = all_reference_limits().values()
     return frozenset(clause for row in rows if not row.of_the_device for clause in row.clauses)
 
@@ -120,8 +121,8 @@ def devices_of(row_id: str, row: Mapping[str, Any], *, may_be_any: bool = False)
         return (ANY,)
     if isinstance(devices, list) and devices and _DEVICE_TYPES.issuperset(devices):
         return tuple(devices)
-    alone = f', or ["{ANY}"] alone if no device changes what torch does' if may_be_any else ""
+    alternative = f', or ["{ANY}"] if torch does so on every device' if may_be_any else ""
     raise ValueError(
         f"row {row_id}: devices is {'missing' if devices is None else repr(devices)}, expected a list of "
-        f"{', '.join(sorted(_DEVICE_TYPES))}{alone}. Name each device type on which torch is known to do so."
+        f"{', '.join(sorted(_DEVICE_TYPES))}{alternative}. Name each device type on which torch is known to do so."
     )

@@ -1,7 +1,6 @@
-"""A command run to its end, its deadline or a stop by hand, together with all that it has started.
+"""Execution of a command until it ends, exceeds its deadline or is stopped by the user, with all of its processes.
 
-Ctrl-C and SIGTERM are no exceptions here but a wish that is looked at: what is known can still be written. A second
-one is an exception, for who does not want to wait for that.
+The first Ctrl-C or SIGTERM only sets a flag, so that results can still be written. The second raises as usual.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Any
 from conformance.ranks.soak import marked_processes
 
 _POLL_S = 0.2
-_GRACE_S = 3.0  # for a command that is stopped to write what it knows
-# Carried by all that a command starts, wherever it goes: its group alone would not hold what leaves its session.
+_GRACE_S = 3.0  # time for a stopped command to write its results
+# Environment variable of every process that a command starts. A process group would not include new sessions.
 _MARK = "TANDEM_COMMAND"
-STOPPED = "stopped by hand"
+STOPPED = "stopped by the user"
 
 
 class Stop:
-    """Whether somebody wants an end."""
+    """A flag that is set when the user asks for an end by Ctrl-C or SIGTERM."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -50,7 +49,7 @@ class Stop:
 def run(
     command: Sequence[str], log: Path, deadline_s: float, stop: Stop, watch: Callable[[], Any] = lambda: None
 ) -> tuple[str, int]:
-    """Run a command; returns why it was ended, empty if it ended by itself, and its code."""
+    """Run a command and return why it was stopped, or an empty string if it ended by itself, and its exit code."""
     end = time.monotonic() + deadline_s
     mark = {_MARK: uuid.uuid4().hex}
     with log.open("w") as output:

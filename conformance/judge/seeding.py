@@ -1,6 +1,6 @@
-"""The run's seed, `--seed`: what is random outside Hypothesis follows from it, in the test processes and in the ranks.
+"""The run's seed, `--seed`, which determines all random draws outside Hypothesis, in test processes and on ranks.
 
-Without one it is 0, and every run draws the same.
+The default is 0, so every run without the option draws the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _run_seed = 0
 
 
 def set_run_seed(seed: int) -> None:
-    global _run_seed  # noqa: PLW0603 one a process, set as it starts
+    global _run_seed  # noqa: PLW0603 set once, at the start of a process
     _run_seed = seed
 
 
@@ -24,23 +24,24 @@ def run_seed() -> int:
 
 
 def generator(number: int = 0) -> torch.Generator:
-    """Equal draws for equal numbers within a run, others in a run with another seed."""
+    """Return a generator seeded by `number` and the run's seed."""
     return torch.Generator().manual_seed(_of(number))
 
 
 def seed_all(number: int = 0) -> None:
-    """Set the generators of torch and of Python."""
+    """Seed the generators of torch and of Python by `number` and the run's seed."""
     random.seed(_of(number))
     if torch.accelerator.is_available():
         torch.manual_seed(_of(number))
-    else:  # the same for the CPU, without importing Dynamo, and without noting where each absent device was seeded
+    else:
+        # `torch.manual_seed` would import Dynamo and record a stack for each device that this machine lacks.
         torch.default_generator.manual_seed(_of(number))
 
 
 def begin(rank: int = 0) -> None:
-    """A test, or a rank's case, begins: the generators, and the order of the simulated device where one is in use.
+    """Seed the generators and the schedule of the simulated device. Called before each test and each case of a rank.
 
-    Without `--seed` its streams are as late as the host allows.
+    Without `--seed` the device runs its streams as late as the host allows.
     """
     seed_all()
     if simulator.device_is_enabled():

@@ -1,4 +1,4 @@
-"""torch's public surface in the areas judged here, read by introspection: names, methods and parameters.
+"""torch's public surface in the areas that are judged, read by introspection: names, methods and parameters.
 
 An item is written as `amp.GradScaler` (a name), `amp.GradScaler.step` (a method) or
 `amp.GradScaler.step(optimizer)` (a parameter; `amp.GradScaler(init_scale)` for a constructor's).
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# Modules whose public names are covered; where a name has several spellings the first one counts.
+# Modules whose public names are covered. If a name is in several of them, the first counts.
 MODULES = (
     "amp",
     "amp.grad_scaler",
@@ -29,29 +29,29 @@ MODULES = (
     "nn.utils.clip_grad",
     "distributed.fsdp.wrap",
     "distributed.fsdp.sharded_grad_scaler",
-    "distributed.fsdp._fully_shard",  # its names are public a folder above
+    "distributed.fsdp._fully_shard",  # public in its package
 )
-# Public by a spelling that no `__all__` lists, or in a module of which not all is ours.
+# Public names that no `__all__` lists, or of modules that are not covered completely.
 ADDED = (
     "nn.utils.get_total_norm",
     "nn.utils.clip_grads_with_norm_",
     "distributed.fsdp.FullyShardedDataParallel",
     "dynamo.OptimizerVariable",
 )
-# Where torch has what other packages may have in public.
+# Private places in torch of names that are public in the surface.
 PRIVATE_IN_TORCH = {"dynamo.OptimizerVariable": "_dynamo.variables.optimizer.OptimizerVariable"}
-# Called by Dynamo alone: what it does is judged by what a compiled step does, whatever its methods are called.
+# Classes that only Dynamo calls. They are judged by the behaviour of a compiled step; their methods are not covered.
 CALLED_BY_TORCH = ("dynamo.OptimizerVariable",)
 LEFT_OUT = {
     "cuda.amp.amp_definitely_not_available": "asks whether this torch was built with CUDA; not part of AMP's behaviour"
 }
-_BOUND = re.compile(r"(>=|<)(\d+)\.(\d+)")  # of a range of torch versions
+_BOUND = re.compile(r"(>=|<)(\d+)\.(\d+)")  # a bound of a range of torch versions
 _DUNDER_METHODS = ("__call__", "__enter__", "__exit__", "__getstate__", "__setstate__")
 
 
 @dataclass(frozen=True)
 class SurfaceItem:
-    path: str  # of the name, e.g. `amp.GradScaler`
+    path: str  # path of the name, such as `amp.GradScaler`
     method: str = ""
     parameter: str = ""
 
@@ -61,7 +61,7 @@ class SurfaceItem:
 
 
 def torch_version() -> str:
-    """The installed torch's, such as `2.13`."""
+    """Return the version of the installed torch, such as `2.13`."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
@@ -90,33 +90,36 @@ def is_torch_in(torch_range: str, version: str = "") -> bool:
 
 
 def resolve(path: str) -> Any:
-    """torch's object at a path below `torch`."""
+    """Return torch's object at a path below `torch`."""
     module, name = _place(path)
     return getattr(importlib.import_module(module), name)
 
 
 def is_imported(path: str) -> bool:
-    """Whether torch's module of a name is: Dynamo, which takes a second, torch imports only when it is needed."""
+    """Return whether the torch module of a name is imported. torch imports Dynamo, which takes a second, on demand."""
     return _place(path)[0] in sys.modules
 
 
 def is_defined_in_its_module(path: str) -> bool:
-    """What replaces a class may bear its name, and derives from it then."""
-    found = resolve(path)
-    bases = {(base.__module__, base.__qualname__) for base in found.__mro__[1:]}
-    return found.__module__ == _place(path)[0] and (found.__module__, found.__qualname__) not in bases
+    """Return whether torch's class at a path is the original.
+
+    A replacement may copy the original's module and name, but then it derives from a class with the same name.
+    """
+    value = resolve(path)
+    bases = {(base.__module__, base.__qualname__) for base in value.__mro__[1:]}
+    return value.__module__ == _place(path)[0] and (value.__module__, value.__qualname__) not in bases
 
 
 def _place(path: str) -> tuple[str, str]:
-    """torch's module of a name, and what it is called there."""
+    """Return the torch module of a name, and its name there."""
     module, _, name = f"torch.{PRIVATE_IN_TORCH.get(path, path)}".rpartition(".")
     return module, name
 
 
 @functools.cache
 def names() -> tuple[str, ...]:
-    """Every public name once: its path below `torch`."""
-    found: dict[str, Any] = {}
+    """Return the path below `torch` of every public name, once."""
+    values: dict[str, Any] = {}
     for module_path in MODULES:
         module = importlib.import_module(f"torch.{module_path}")
         public = getattr(module, "__all__", None) or _defined_in(module)
@@ -126,18 +129,18 @@ def names() -> tuple[str, ...]:
             if (
                 not inspect.ismodule(value)
                 and path not in LEFT_OUT
-                and all(value is not seen for seen in found.values())
+                and all(value is not known for known in values.values())
             ):
-                found[path] = value
-    return (*found, *ADDED)
+                values[path] = value
+    return (*values, *ADDED)
 
 
 @functools.cache
-def given() -> tuple[str, ...]:
-    """The enums and configurations that FSDP1 is given: no names that are judged by themselves."""
-    beside = importlib.import_module("torch.distributed.fsdp")
-    found = {f"distributed.fsdp.{name}": getattr(beside, name) for name in beside.__all__}
-    return tuple(path for path, value in found.items() if path not in names() and _is_plain(value))
+def argument_types() -> tuple[str, ...]:
+    """Return the enums and configurations for arguments of FSDP, which are not judged by themselves."""
+    package = importlib.import_module("torch.distributed.fsdp")
+    values = {f"distributed.fsdp.{name}": getattr(package, name) for name in package.__all__}
+    return tuple(path for path, value in values.items() if path not in names() and _is_plain(value))
 
 
 def _is_plain(value: Any) -> bool:
@@ -145,7 +148,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _defined_in(module: ModuleType) -> list[str]:
-    """Names without an underscore, but for what the module imports from elsewhere."""
+    """Return the names without an underscore that the module does not import from elsewhere."""
     return [
         name
         for name, value in vars(module).items()
@@ -154,7 +157,7 @@ def _defined_in(module: ModuleType) -> list[str]:
 
 
 def _shortest(module_path: str, name: str) -> str:
-    """`nn.utils.clip_grad_norm_` rather than `nn.utils.clip_grad.clip_grad_norm_` where torch offers both."""
+    """Return the path of a name in the module's package if torch has it there, else its path in the module."""
     package = module_path.rpartition(".")[0]
     offered = bool(package) and getattr(importlib.import_module(f"torch.{package}"), name, None)
     own = getattr(importlib.import_module(f"torch.{module_path}"), name)
@@ -167,7 +170,7 @@ def items() -> tuple[SurfaceItem, ...]:
 
 
 def owner(item: str) -> str:
-    """The name that an item is, or is a method or parameter of; an item of no name that is known is its own."""
+    """Return the public name that an item is, or is a method or parameter of. An unknown item is its own name."""
     path = item.partition("(")[0]
     return next((name for name in (path, path.rpartition(".")[0]) if name in names()), path)
 
@@ -187,8 +190,8 @@ def _items_of(path: str, value: Any) -> Iterator[SurfaceItem]:
             ):
                 if method != "__init__":
                     yield SurfaceItem(path, method)
-                given = parameters(function)[0 if is_static else 1 :]
-                yield from (SurfaceItem(path, method, name) for name in given)
+                arguments = parameters(function)[0 if is_static else 1 :]
+                yield from (SurfaceItem(path, method, name) for name in arguments)
     else:
         yield from (SurfaceItem(path, "", name) for name in parameters(value))
 

@@ -1,4 +1,4 @@
-"""What a command that judges writes on the terminal: bars while it runs, then what is broken, and the verdict."""
+"""Terminal output of a command that judges: progress bars, then broken clauses and the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from conformance.judge.results import broken_clauses
 from conformance.report.verdict import parts
 
-_MOST_BROKEN, _MOST_REASONS = 10, 3  # in the terminal; the report has all
+_MOST_BROKEN, _MOST_REASONS = 10, 3  # limits of the terminal, not of the report
 
 
 def progress_on(console: Console) -> Progress:
@@ -29,38 +29,38 @@ def progress_on(console: Console) -> Progress:
 
 
 def begin(progress: Progress, name: str, total: int | None) -> TaskID:
-    if not progress.console.is_terminal:  # no bar moves in a log
+    if not progress.console.is_terminal:  # a log shows no bars
         progress.console.print(f"{name} …")
     return progress.add_task(name, total=total, note="")
 
 
-def say_broken(console: Console, report: dict[str, Any]) -> None:
-    """As soon as it is known: timing and training take longer than judging."""
-    tell = _teller(console)
+def print_broken(console: Console, report: dict[str, Any]) -> None:
+    """Print the broken clauses. Called before timing and training, which take longer than judging."""
+    write = _plain_print(console)
     broken = broken_clauses(report["tests"])
     for clause in broken[:_MOST_BROKEN]:
         console.print("[red]broken[/red] ", end="")
-        tell(f"{clause.name}: {clause.count}", *(clause.says, clause.why, clause.replay), sep="\n       ")
+        write(f"{clause.name}: {clause.count}", *(clause.says, clause.why, clause.replay), sep="\n       ")
     if len(broken) > _MOST_BROKEN:
-        tell(f"       and {len(broken) - _MOST_BROKEN} more, in the report")
+        write(f"       and {len(broken) - _MOST_BROKEN} more, in the report")
 
 
-def say_verdict(
+def print_verdict(
     console: Console, report: dict[str, Any], out: Path | None, changes: Sequence[str] = ()
 ) -> None:
-    tell = _teller(console)
+    write = _plain_print(console)
     for part in parts(report):
-        tell(f"{part.name}: {part.says}")
+        write(f"{part.name}: {part.says}")
         for reason in part.reasons[:_MOST_REASONS]:
-            tell(f"  - {reason}")
+            write(f"  - {reason}")
         if len(part.reasons) > _MOST_REASONS:
-            tell(f"  - and {len(part.reasons) - _MOST_REASONS} more, in the report")
+            write(f"  - and {len(part.reasons) - _MOST_REASONS} more, in the report")
     for line in changes:
-        tell(line)
-    colour = report["verdict"]  # either is one
+        write(line)
+    colour = report["verdict"]  # "green" or "red"
     console.print(f"[bold {colour}]{report['verdict'].upper()}[/bold {colour}] ", end="")
-    tell(f"{report['subject']}" + (f"; the report is {(out / 'index.html').absolute()}" if out else ""))
+    write(f"{report['subject']}" + (f"; the report is {(out / 'index.html').absolute()}" if out else ""))
 
 
-def _teller(console: Console) -> Callable[..., None]:
+def _plain_print(console: Console) -> Callable[..., None]:
     return functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""How close is close enough: bitwise, or a bound counted in roundings, each with its reason.
+"""Tolerances of comparisons: bitwise, or a bound counted in roundings. Each has a reason.
 
-No test carries a bare rtol or atol. A bound is `roundings * eps(dtype) * |expected|`: the number of roundings by
-which two correct evaluations may differ, times the spacing of the dtype at the expected value. The widest margin
-seen (observed / allowed) is kept for the report, so that a bound which is too loose, or about to break, shows.
+No test uses a bare rtol or atol. A bound is `roundings * eps(dtype) * |expected|`: the number of roundings by which two
+correct evaluations may differ, times the spacing of the dtype at the expected value. The report has the widest margin
+(observed / allowed) of each bound, so that a bound that is too loose or too tight is visible.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 class Tolerance:
     roundings: float
     reason: str
-    # The dtype in which the coarsest rounding happens, where that is not the dtype of the result.
+    # The dtype of the coarsest rounding, if it is not the dtype of the result.
     coarsest: torch.dtype | None = None
-    # How large the terms of a sum may be that cancel to something smaller: what is lost is as large as they are.
+    # The magnitude of the terms of a sum that cancel to a smaller result. The error is relative to the terms.
     terms: float = 0.0
-    # The terms of every element are as large as the largest number of its tensor.
+    # Whether the terms of every element are as large as the largest number of its tensor.
     of_largest: bool = False
 
     def bound(self, expected: torch.Tensor) -> torch.Tensor:
-        """The error allowed at each element of `expected`, in float64."""
+        """Return the error that is allowed at each element of `expected`, in float64."""
         own = torch.finfo(expected.dtype)
         eps = max(own.eps, torch.finfo(self.coarsest).eps) if self.coarsest else own.eps
         exact = expected.to(torch.complex128 if expected.is_complex() else torch.float64)
@@ -36,12 +36,12 @@ class Tolerance:
         return self.roundings * (eps * exact.abs().clamp(min=terms) + smallest_subnormal)
 
     def excess(self, expected: torch.Tensor, actual: torch.Tensor) -> str | None:
-        """None when `got` agrees, else a sentence on the worst element."""
+        """Return None if `actual` agrees with `expected`, else a text about the worst element."""
         if expected.numel() == 0:
             return None
         if self.roundings == 0 or not (expected.is_floating_point() or expected.is_complex()):
             return _bitwise_excess(expected, actual)
-        # As most are: one operator tells, where a margin takes twenty.
+        # Most tensors are equal, which one operator shows, while a margin takes twenty.
         if expected.dtype is actual.dtype is not torch.complex32 and torch.equal(expected, actual):
             note_margin(self, 0.0)
             return None
@@ -80,62 +80,62 @@ def _bitwise_excess(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
 
 
 def _are_plainly_equal(expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Bitwise and without a nan, as nearly always: two or four operators tell, where telling the place takes ten."""
-    if expected.dtype is torch.complex32 or not torch.equal(
-        expected, actual
-    ):  # which torch.equal does not know
+    """Return whether two tensors are equal bitwise and have no nan.
+
+    This usual case takes two or four operators, while locating a difference takes ten.
+    """
+    # torch.equal does not support complex32.
+    if expected.dtype is torch.complex32 or not torch.equal(expected, actual):
         return False
     return not expected.is_floating_point() or torch.equal(expected.signbit(), actual.signbit())
 
 
-# Sums of ten-odd terms, one behind the other in ten-odd layers, in the order of another engine or over another
-# number of ranks, then three steps, each of which may double what the one before has lost.
+# About ten layers in sequence, each with sums of about ten terms, in another order or over another number of ranks,
+# then three steps, each of which may double the error of the previous step.
 TRAINED = Tolerance(
-    4096, "the steps of a small model of terms near 1, whose sums are taken in another order", terms=1.0
+    4096, "several steps of a small model with terms near 1, summed in another order", terms=1.0
 )
 ONE_STEP = Tolerance(
-    64, "one forward and backward of a small model of terms near 1, summed in another order", terms=1.0
+    64, "one forward and backward of a small model with terms near 1, summed in another order", terms=1.0
 )
 
 
 def updates(steps: int) -> Tolerance:
-    """Bound for parameters and states after so many updates by optimizers that do the same in another order.
+    """Return the bound for parameters and states after `steps` updates whose operations are in another order.
 
-    An update of Adam, the longest, rounds some 30 times on both sides together: scale and clip factor as one number or
-    two, two moments with their coefficients, the root, its correction, the quotient, the product and the sum. What is
-    lost in terms that cancel is as large as they are.
+    An update of Adam, the longest, rounds about 30 times on both sides together: scale and clip factor as one number or
+    two, two moments with their coefficients, the root, its correction, the quotient, the product and the sum. If terms
+    cancel, the error is relative to the terms.
     """
-    return Tolerance(
-        32 * steps, "the roundings of an update, in another order, in each step", of_largest=True
-    )
+    return Tolerance(32 * steps, "the roundings of an update in each step, in another order", of_largest=True)
 
 
 def stored_updates(steps: int, dtype: torch.dtype) -> Tolerance:
-    """The same where parameters and states are rounded to halves when they are stored.
+    """Return the bound of `updates` for parameters and states that are stored in half precision.
 
-    What differs in f32 can round to the neighbour: the parameter, and each moment that it is computed from.
+    Values that differ in f32 may round to adjacent halves: the parameter, and each moment that it is computed from.
     """
     if dtype not in (torch.float16, torch.bfloat16):
         return updates(steps)
     return Tolerance(
         4 * steps,
-        "neighbours that an update is rounded to when it is stored",
+        "rounding to an adjacent value when an update is stored",
         coarsest=dtype,
         of_largest=True,
     )
 
 
-EXACT = Tolerance(0, "the operation is a move, a copy or one rounding that both must do alike")
+EXACT = Tolerance(0, "a move, a copy or one rounding, which must be the same on both sides")
 
 
 def norm_of(
     elements: int, tensors: int, order: float = 2.0, coarsest: torch.dtype | None = None
 ) -> Tolerance:
-    """Bound for a joint norm of `elements` numbers in `tensors` tensors, and for whatever is scaled by it.
+    """Return the bound for a joint norm of `elements` numbers in `tensors` tensors, and for tensors scaled by it.
 
-    A pairwise sum of n terms errs by at most log2(n) + 1 roundings; powers and the root of order p each cost about
-    max(p, 1/p) more; both sides may err, in opposite directions; each tensor's norm, the joint norm, the quotient
-    and the product are rounded once more.
+    A pairwise sum of n terms has an error of at most log2(n) + 1 roundings. Powers and the root of order p each add
+    about max(p, 1/p). The errors of both sides may have opposite signs. Each tensor's norm, the joint norm, the
+    quotient and the product add one rounding.
     """
     order_cost = 1.0 if order in (0.0, math.inf, -math.inf) else max(abs(order), 1 / abs(order))
     sums = math.ceil(math.log2(elements + 1)) + math.ceil(math.log2(tensors + 1))
@@ -152,7 +152,7 @@ def note_margin(tolerance: Tolerance, margin: float) -> None:
 
 
 def take_margins() -> dict[str, float]:
-    """The widest margin seen for each bound since the last call."""
-    seen = dict(_margins)
+    """Return the widest margin of each bound since the last call."""
+    margins = dict(_margins)
     _margins.clear()
-    return seen
+    return margins

@@ -1,7 +1,8 @@
-"""The subject is imported on trial, in a process of its own, before anything depends on it.
+"""Import of the subject in a separate process, before the suite depends on it.
 
-Whatever importing does to that process, exit, kill, hang or patch, the process that asked only hears of it.
-    python -m conformance.judge.trial SUBJECT cpu,cuda 5      tells on the file descriptor 5; its output must be a file
+The import may exit, kill, hang or patch that process. This process only receives a report.
+
+    python -m conformance.judge.trial SUBJECT cpu,cuda 5    writes to file descriptor 5; its output must be a file
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from conformance.judge.library import load_library, package_of
 from conformance.judge.process_state import PROCESS
 
 IMPORT_S = 60.0
-_CHILDREN_S = 5.0  # for what was forked while importing to end
-_LAST_WORDS = 2000
+_CHILDREN_S = 5.0  # time for forked processes to end
+_TAIL_BYTES = 2000
 _MOST_OUTPUT_BYTES = 1 << 26
-_CAME_BACK = 77  # exit code of a fork that came out of the import
+_FORK_RETURNED = 77  # exit code of a forked process that returned from the import
 _UNKNOWN_DEVICE = (
-    "--device names {!r}, which torch does not know; expected cpu, cuda or another type of torch's, or one that the "
-    "import in [device] of the claims file brings"
+    "--device names {!r}, which torch does not know; expected cpu, cuda or another device type of torch, or one that "
+    "the module in [device] of the claims file registers"
 )
 
 
 class CannotBeJudged(Exception):
-    """What is wrong with a subject as a whole."""
+    """Raised when a subject cannot be judged at all."""
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What is known of a subject before any test."""
+class SubjectInfo:
+    """The properties of a subject that are known before any test."""
 
-    # None if looking for its names ended a process, or did not end; the tests will tell which name it was.
+    # This is None if looking up the names ended a process or did not end. The tests will show which name it was.
     claims: frozenset[str] | None
-    # What its import does that none should, and what is wrong in its claims file: a sentence each, with the cure.
+    # A sentence with a cure for each problem of its import and of its claims file.
     bad_input: tuple[str, ...] = ()
 
 
@@ -59,10 +60,12 @@ _SIGNALS = {name: PROCESS[name] for name in ("signal handlers", "blocked signals
 
 
 def load(spec: str) -> tuple[str, ...]:
-    """Import a subject, here; returns what it did to signals, which is undone: deadlines stand on them.
+    """Import a subject in this process and return complaints about it.
+
+    Changes to signals are complained about and undone, because deadlines depend on signals.
 
     Raises:
-        CannotBeJudged: it cannot be imported, or put something in the place of what it would be compared with.
+        CannotBeJudged: it cannot be imported, or it replaced objects of torch that it would be compared with.
     """
     reference = load_library("torch")
     before = {name: reference.find(name) for name in surface.names() if surface.is_imported(name)}
@@ -74,17 +77,15 @@ def load(spec: str) -> tuple[str, ...]:
     except UnreadableClaims as error:
         raise CannotBeJudged(str(error)) from error
     except BaseException as error:
-        cure = (
-            _NOT_THERE if _is_not_there(spec, error) else f"mend what raises in `import {package_of(spec)}`"
-        )
+        cure = _NOT_FOUND if _is_not_found(spec, error) else f"fix what raises in `import {package_of(spec)}`"
         raise CannotBeJudged(_cannot_be_loaded(spec, describe(error), cure)) from error
     finally:
         changed = put_back(_SIGNALS, signals)
     replaced = [name for name in surface.names() if _is_replaced(name, before)]
     if replaced:
         raise CannotBeJudged(
-            f"importing the subject {spec!r} put other objects in torch's places ({', '.join(replaced)}); it would be "
-            "compared with itself. Let the package replace names when it is asked to, not when it is imported"
+            f"importing the subject {spec!r} replaced objects of torch ({', '.join(replaced)}), so it would be "
+            "compared with itself; replace them in a function that users call, not during the import"
         )
     return tuple(
         f"importing {spec!r} changed the {name} (before, after): {values}. They were put back for judging; "
@@ -94,43 +95,44 @@ def load(spec: str) -> tuple[str, ...]:
 
 
 def _is_replaced(name: str, before: Mapping[str, Any]) -> bool:
-    """Of a module that the subject's import brought, what was not made there."""
+    """Return whether the import replaced a name of torch, also in a torch module that it imported first."""
     if name in before:
         return load_library("torch").find(name) is not before[name]
     return surface.is_imported(name) and not surface.is_defined_in_its_module(name)
 
 
-def learn(spec: str, complaints: Sequence[str] = (), devices: str = "auto") -> Learned:
-    """What there is to know of a subject that is loaded, here, with the complaints about its import.
+def subject_info(spec: str, complaints: Sequence[str] = (), devices: str = "auto") -> SubjectInfo:
+    """Return the properties of a subject that this process has loaded. `complaints` are those of `load`.
 
-    With it the devices are there that it brings, so that those which are asked for can be told from slips.
+    The subject must be loaded because it may register devices. Other unknown names in `devices` are mistakes.
     """
     unknown = [] if devices == "auto" else [name for name in devices.split(",") if not is_device(name)]
     complaints = (*complaints, *(_UNKNOWN_DEVICE.format(name) for name in unknown))
-    return Learned(claims(spec), (*complaints, *wrong_in_claims(load_library(spec))))
+    return SubjectInfo(claims(spec), (*complaints, *wrong_in_claims(load_library(spec))))
 
 
-def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) -> Learned:
-    """Load a subject and learn about it in another process.
+def import_in_subprocess(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) -> SubjectInfo:
+    """Load a subject in another process and return its properties.
 
     Raises:
-        CannotBeJudged: as `load`; or importing it ended the process, forked it for good, or has not ended after
-            `limit_s`.
+        CannotBeJudged: as `load`. Also if the import ended its process, returned in a forked process, or did not end
+            within `limit_s`.
     """
-    heard, reported_end = os.pipe()
-    with open(heard) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "conformance.judge.trial", spec, devices, str(reported_end)]
+    read_end, write_end = os.pipe()
+    with open(read_end) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
+        command = [sys.executable, "-m", "conformance.judge.trial", spec, devices, str(write_end)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=output,
-            pass_fds=[reported_end],
+            pass_fds=[write_end],
             start_new_session=True,
         )
-        os.close(reported_end)
+        os.close(write_end)
         try:
-            select.select([heard], [], [], IMPORT_S)  # until torch is there: its time is not the subject's
+            # Wait until torch is imported, which does not count as the subject's time.
+            select.select([read_end], [], [], IMPORT_S)
             process.wait(limit_s)
             end = f"importing it ended its process with {_code(process.returncode)}"
             cure = "let the import return, and raise an ImportError where it cannot"
@@ -141,21 +143,21 @@ def learn_on_trial(spec: str, devices: str = "auto", limit_s: float = IMPORT_S) 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        os.set_blocking(heard, False)  # a process that got away may hold the other end
+        os.set_blocking(read_end, False)  # an escaped process may still have the write end open
         reported = _reported(answers.readlines())
         if "error" in reported:
             raise CannotBeJudged(reported["error"])
         if "loaded" not in reported:
-            raise CannotBeJudged(_cannot_be_loaded(spec, end + _last_words(printed, output), cure))
+            raise CannotBeJudged(_cannot_be_loaded(spec, end + _tail_of_output(printed, output), cure))
         known = frozenset(reported["claims"]) if "claims" in reported else None
-        return Learned(known, tuple(reported["bad_input"]))
+        return SubjectInfo(known, tuple(reported["bad_input"]))
 
 
-_NOT_THERE = "expected impl, torch, or an importable package that mirrors torch's paths"
+_NOT_FOUND = "expected impl, torch, or an importable package that has torch's paths"
 
 
-def _is_not_there(spec: str, error: BaseException) -> bool:
-    """Rather than that something in it raises."""
+def _is_not_found(spec: str, error: BaseException) -> bool:
+    """Return whether the package is missing, as opposed to raising while it is imported."""
     return isinstance(error, ModuleNotFoundError) and f"{package_of(spec)}.".startswith(f"{error.name}.")
 
 
@@ -174,38 +176,38 @@ def _reported(lines: list[str]) -> dict[str, Any]:
     return reported
 
 
-def _last_words(*outputs: Any) -> str:
-    words = ""
+def _tail_of_output(*outputs: Any) -> str:
+    text = ""
     for output in outputs:
-        output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_WORDS))
-        words += output.read().decode(errors="replace")
-    return f"; it wrote, lastly: {words.strip()}" if words.strip() else ""
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text += output.read().decode(errors="replace")
+    return f"; its last output: {text.strip()}" if text.strip() else ""
 
 
 def main(spec: str, devices: str, descriptor: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_OUTPUT_BYTES, _MOST_OUTPUT_BYTES))
     with open(descriptor, "w", buffering=1) as answers:
 
-        def tell(**words: Any) -> None:
-            answers.write(json.dumps(words) + "\n")
+        def report(**entries: Any) -> None:
+            answers.write(json.dumps(entries) + "\n")
 
         load_library("torch")
-        surface.names()  # which imports more of torch
-        tell(ready=True)
+        surface.names()  # imports more modules of torch
+        report(ready=True)
         try:
-            complaints = _watched(spec)
-            tell(loaded=True, bad_input=[*complaints, *claims_file(package_of(spec)).problems])
-            learned = learn(spec, complaints, devices)
-            tell(claims=sorted(learned.claims or ()), bad_input=learned.bad_input)
+            complaints = _load_and_watch(spec)
+            report(loaded=True, bad_input=[*complaints, *claims_file(package_of(spec)).problems])
+            info = subject_info(spec, complaints, devices)
+            report(claims=sorted(info.claims or ()), bad_input=info.bad_input)
         except CannotBeJudged as error:
-            tell(error=str(error))
+            report(error=str(error))
         except Exception as error:
-            tell(error=f"what the subject {spec!r} claims cannot be read ({describe(error)})")
-        os._exit(0)  # past what the subject has registered for its exit
+            report(error=f"the claims of the subject {spec!r} cannot be read ({describe(error)})")
+        os._exit(0)  # skips the subject's exit handlers
 
 
-def _watched(spec: str) -> list[str]:
-    """Import the subject; what it did meanwhile that no import should, each with the cure."""
+def _load_and_watch(spec: str) -> list[str]:
+    """Import the subject and return complaints about what an import should not do, each with a cure."""
     importer, forks = os.getpid(), []
     os.register_at_fork(before=lambda: forks.append(1))
     before = os.fstat(1).st_size
@@ -213,20 +215,24 @@ def _watched(spec: str) -> list[str]:
         complaints = list(load(spec))
     finally:
         if os.getpid() != importer:
-            os._exit(_CAME_BACK)
-    with contextlib.suppress(Exception):  # whatever the subject has put there
+            os._exit(_FORK_RETURNED)
+    with contextlib.suppress(Exception):  # the subject may have replaced stdout
         sys.stdout.flush()
-    text = os.pread(1, _LAST_WORDS, before).decode(errors="replace").strip()
+    text = os.pread(1, _TAIL_BYTES, before).decode(errors="replace").strip()
     if text:
         complaints.append(
-            f"importing {spec!r} prints {textwrap.shorten(text, 200, placeholder=' …')!r}, which every program that "
-            "imports it has in its output; let it warn or log instead"
+            f"importing {spec!r} prints {textwrap.shorten(text, 200, placeholder=' …')!r} into the output of every "
+            "program that imports it; let it warn or log instead"
         )
     return complaints + (_complaints_about_forks(spec) if forks else [])
 
 
 def _complaints_about_forks(spec: str) -> list[str]:
-    """Whoever was forked must have ended by itself, or runs on; one that came out of the import runs a second judge."""
+    """Return a complaint about forked processes, after waiting for them to end.
+
+    Raises:
+        CannotBeJudged: a forked process returned from the import, and would have run a second judge.
+    """
     end, codes, running = time.monotonic() + _CHILDREN_S, [], True
     while running and time.monotonic() < end:
         try:
@@ -237,12 +243,12 @@ def _complaints_about_forks(spec: str) -> list[str]:
             codes += [os.waitstatus_to_exitcode(status)] if child else []
             time.sleep(0.0 if child else 0.05)
     cure = "let it start processes in a function that users call"
-    if _CAME_BACK in codes:
+    if _FORK_RETURNED in codes:
         raise CannotBeJudged(
-            f"importing {spec!r} forked the process and came back in both: whoever imports it runs twice; {cure}"
+            f"importing {spec!r} forked the process and returned in both, so every importing program runs twice; {cure}"
         )
-    what = "a process that runs on" if running else "a process, which has ended"
-    return [f"importing {spec!r} forked {what}; {cure}"]
+    state = "a process that is still running" if running else "a process, which has ended"
+    return [f"importing {spec!r} forked {state}; {cure}"]
 
 
 if __name__ == "__main__":

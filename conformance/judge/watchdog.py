@@ -1,7 +1,7 @@
-"""A process beside one that runs tests, to kill it when a test has outlived its deadline and cannot be ended within.
+"""A process that kills a test process if a test exceeds its deadline and cannot be ended from inside.
 
-A subject can block signals, take timers away, hold Python's lock or stop its process: only another process has a
-remedy against all of them.
+A subject can block signals, remove timers, hold Python's lock or stop its process. Only another process can end all of
+these.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 16
 
 
 class Watchdog:
-    """Watches this process until it ends. What it has to kill for is noted in the file of faults before."""
+    """Watchdog of this process. Before it kills the process, it writes the incident to a file."""
 
     def __init__(self, incidents_file: Path) -> None:
         self._process = subprocess.Popen(
@@ -27,10 +27,10 @@ class Watchdog:
         )
 
     def expect_end(self, nodeid: str, seconds: float) -> None:
-        self._tell([seconds, nodeid, f"killed: it did not end within {seconds:g} s, nor when told to"])
+        self._send([seconds, nodeid, f"killed: it did not end within {seconds:g} s, nor by an exception"])
 
     def rest(self) -> None:
-        self._tell([None, "", ""])
+        self._send([None, "", ""])
 
     def dismiss(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -42,13 +42,13 @@ class Watchdog:
         assert self._process.stdin is not None
         return self._process.stdin
 
-    def _tell(self, words: list[object]) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # a subject may end it, or close its pipe
-            self._stdin.write(json.dumps(words).encode() + b"\n")
+    def _send(self, message: list[object]) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # a subject may end it or close its pipe
+            self._stdin.write(json.dumps(message).encode() + b"\n")
 
 
 def watch(incidents_file: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those who are watched; their end is our own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with the watched process instead
     watched, reported = os.getppid(), [None, "", ""]
     while select.select([0], [], [], reported[0])[0]:
         lines = os.read(0, _READ_BYTES).splitlines()

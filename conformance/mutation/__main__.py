@@ -23,7 +23,7 @@ from conformance.faults.order import Task
 from conformance.faults.trials import RedWithoutFault, prove
 from conformance.faults.worker import Crew, Trial
 from conformance.judge import environment
-from conformance.judge.errors import stop_by_hand
+from conformance.judge.errors import raise_stopped_by_user
 from conformance.mutation import lines
 from conformance.mutation.groups import (
     GROUPS,
@@ -55,7 +55,7 @@ class MutantResult:
 
 def main(words: Sequence[str]) -> int:
     options = _options(words)
-    signal.signal(signal.SIGTERM, stop_by_hand)
+    signal.signal(signal.SIGTERM, raise_stopped_by_user)
     if options.show:
         _say("\n".join(diff(options.subject, mutant_called(options.subject, options.show))))
         return AS_EXPECTED

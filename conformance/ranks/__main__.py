@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from conformance.judge.errors import stop_by_hand
+from conformance.judge.errors import raise_stopped_by_user
 from conformance.ranks.soak import Figures, soak
 
 
@@ -26,7 +26,7 @@ def main() -> int:
             sys.stderr.write(f"\r\033[K{done}/{options.faults} {fault}")
             sys.stderr.flush()
 
-    signal.signal(signal.SIGTERM, stop_by_hand)
+    signal.signal(signal.SIGTERM, raise_stopped_by_user)
     began = time.monotonic()
     figures = soak(
         options.faults, [int(size) for size in options.world_sizes.split(",")], options.seed, progress
@@ -52,7 +52,7 @@ def _as_text(figures: Figures, seconds: float) -> str:
         f"left behind at the end: {figures.leaks_at_the_end or 'nothing'}",
         f"longest, in seconds: {listed(figures.seconds)}",
         *(f"SURPRISE {surprise}" for surprise in figures.surprises),
-        "stopped by hand" if figures.was_stopped else "good" if figures.is_good else "BAD",
+        "stopped by the user" if figures.was_stopped else "good" if figures.is_good else "BAD",
     ]
     return "\n".join(lines) + "\n"
 

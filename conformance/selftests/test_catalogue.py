@@ -63,16 +63,16 @@ def test_new_torch_version_changes_only_clauses_that_end_before_it(monkeypatch: 
 
 
 def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tomllib.loads(catalogue._written([CatalogueVersion(1, "The first.")], "0"))
+    first = tomllib.loads(catalogue._to_toml([CatalogueVersion(1, "The first.")], "0"))
     rows = [{"id": name, "says": name, "torch": ["2.11"]} for name in "abc"]
     then = {"torch": ["2.11"], "clauses": [row | {"since": 1} for row in rows]}
     monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11",))
     monkeypatch.setattr(clauses, "for_report", lambda: rows)
     with pytest.raises(ValueError, match="no clause has changed since catalogue 1"):
-        catalogue.raised("nothing", first, then)
+        catalogue.text_of_next("nothing", first, then)
     now = [{"id": "a", "says": "a"}, {"id": "b", "says": "B"}, {"id": "d" * 200, "says": "d"}]
     monkeypatch.setattr(clauses, "for_report", lambda: [row | {"torch": ["2.11"]} for row in now])
-    written = tomllib.loads(catalogue.raised('said "so" — once', first, then))
+    written = tomllib.loads(catalogue.text_of_next('said "so" — once', first, then))
     assert catalogue._changes(written) == (
         CatalogueVersion(2, 'said "so" — once', ("d" * 200,), ("b",), ("c",)),
         CatalogueVersion(1, "The first."),

@@ -27,7 +27,7 @@ def subject_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Genera
         file = tmp_path / "claims.toml"
         file.write_text(text)
         monkeypatch.setenv("TANDEM_CLAIMS", "")
-        claims_file.give("json", file)
+        claims_file.set_claims_file("json", file)
         claims_file.claims_file.cache_clear()
         return Library("json")
 
@@ -64,7 +64,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             "extensions = ['amp.grad_scaller.fused_step.*']",
-            "extensions has 'amp.grad_scaller.fused_step.*', which is no extension's clause; did you mean 'amp.grad_",
+            "extensions has 'amp.grad_scaller.fused_step.*', which is not a clause of an extension; did you mean",
         ),
         ("claim = []", "has the unknown key 'claim'; expected one of claims, extensions,"),
         ("distribution = 1", "has distribution = 1; expected a string"),
@@ -84,7 +84,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             "[names]\n'amp.GradScaler' = 'torch.amp.LossScaler'",
-            "[names] says that amp.GradScaler is torch.amp.LossScaler, which is not there; expected module.name",
+            "[names] says that amp.GradScaler is torch.amp.LossScaler, which does not exist; expected module.name",
         ),
         (
             "[names]\n'amp.GradScaler' = 'not_installed.amp.LossScaler'",
@@ -92,7 +92,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             "[names]\n'amp.GradScaler' = 'fails_on_import.GradScaler'",
-            "but fails_on_import cannot be imported (RuntimeError: not on this machine); mend what raises",
+            "but fails_on_import cannot be imported (RuntimeError: not on this machine); fix what raises",
         ),
         ("device = 'npu'", "has device = 'npu'; expected a table, [device]"),
         ("[device]\nimport = 'json'", "[device] has no 'type'; expected a string"),
@@ -120,7 +120,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             f"[[expectations]]\ntest = ['{CPU_ALONE}', '{CPU_ALONE}_not']\nreason = 'it is'\nexpires = 2027-01-31",
-            f"[[expectations]] names the test '{CPU_ALONE}_not', which there is not; expected it as the report has it",
+            f"[[expectations]] names the test '{CPU_ALONE}_not', which does not exist; expected a test as reports",
         ),
         (
             "[[expectations]]\nclause = 'amp.grad_scaler.x'\nexpires = 2027-01-31",
@@ -136,11 +136,11 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             "[[expectations]]\nclause = 'amp.grad_scaler.scale.multiply'\nreason = 'is'\nexpires = 2027-01-31",
-            "[[expectations]] names the clause 'amp.grad_scaler.scale.multiply', which there is not; did you mean",
+            "[[expectations]] names the clause 'amp.grad_scaler.scale.multiply', which does not exist; did you mean",
         ),
         (
             f"[[expectations]]\ntest = '{CPU_ALONE}_not'\nreason = 'it is'\nexpires = 2027-01-31",
-            f"[[expectations]] names the test '{CPU_ALONE}_not', which there is not; expected it as the report has it",
+            f"[[expectations]] names the test '{CPU_ALONE}_not', which does not exist; expected a test as reports",
         ),
         (
             "[[expectations]]\ntest = 'test_x.py::test_x'\nreason = 'it is'\nexpires = 2027-01-31\ndue = 1",
@@ -244,6 +244,6 @@ def test_any_device_that_the_file_brings_can_be_asked_for(
         'import torch\ntorch.utils.rename_privateuse1_backend("theirs")\n'
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    reported = trial.learn_on_trial("on_theirs", "cpu,theirs,gpu").bad_input
+    reported = trial.import_in_subprocess("on_theirs", "cpu,theirs,gpu").bad_input
     [slip] = [sentence for sentence in reported if sentence.startswith("--device")]
     assert "'gpu', which torch does not know; expected cpu, cuda or another type" in slip

@@ -1,4 +1,4 @@
-"""Who judges by a row: a subject takes torch's side or ours, and no third one."""
+"""Judging by a deviation: a subject does what torch does or what Tandem does, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from conformance.distributed.fsdp import twins
 from conformance.distributed.fsdp.lab import Lab
 from conformance.judge import surface
-from conformance.judge.deviations import DeviationJudge, StaleRow
+from conformance.judge.deviations import DeviationJudge, StaleDeviation
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.judge.rows import Deviation, ReferenceLimit, devices_of
@@ -56,19 +56,19 @@ def takes_torchs_side(
 def test_a_side_is_taken(sides: dict[str, Any]) -> None:
     assert takes_torchs_side(TORCHS, TORCHS, **sides)
     assert not takes_torchs_side(TORCHS, OURS, **sides)
-    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+    with pytest.raises(AssertionError, match="expected what Tandem does"):
         takes_torchs_side(TORCHS, THIRD, **sides)
-    with pytest.raises(AssertionError, match="promised"):
+    with pytest.raises(AssertionError, match="got what torch does"):
         takes_torchs_side(TORCHS, TORCHS, is_promised=True, **sides)
-    with pytest.raises(StaleRow, match="what we do"):
+    with pytest.raises(StaleDeviation, match="what Tandem does"):
         takes_torchs_side(OURS, OURS, **sides)
     assert not takes_torchs_side(OURS, OURS, may_agree=True, **sides)
-    with pytest.raises(AssertionError, match="torch does so too"):
+    with pytest.raises(AssertionError, match="torch does the right thing here too"):
         takes_torchs_side(OURS, TORCHS, may_agree=True, **sides)
 
 
 def test_a_row_is_stale_where_torch_does_a_third_thing() -> None:
-    with pytest.raises(StaleRow, match="a third thing"):
+    with pytest.raises(StaleDeviation, match="something else"):
         takes_torchs_side(THIRD, OURS, torch_does=lambda seen: seen is TORCHS)
 
 
@@ -77,10 +77,10 @@ REPORTED = {"torch_does": lambda seen: seen is TORCHS}
 
 @pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
 def test_a_row_is_not_stale_on_a_device_that_it_does_not_name(sides: dict[str, Any]) -> None:
-    with pytest.raises(StaleRow):
+    with pytest.raises(StaleDeviation):
         takes_torchs_side(OURS, OURS, device="cpu", **sides)
     assert not takes_torchs_side(OURS, OURS, device="npu", **sides)
-    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+    with pytest.raises(AssertionError, match="expected what Tandem does"):
         takes_torchs_side(OURS, TORCHS, device="npu", **sides)
 
 
@@ -89,9 +89,9 @@ def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict
     for torchs in (TORCHS, THIRD):
         assert not takes_torchs_side(torchs, OURS, device="npu", **sides)
         assert takes_torchs_side(torchs, torchs, device="npu", is_promised=True, **sides)
-    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+    with pytest.raises(AssertionError, match="expected what Tandem does"):
         takes_torchs_side(TORCHS, THIRD, device="npu", **sides)
-    with pytest.raises(AssertionError, match="promised"):
+    with pytest.raises(AssertionError, match="got what torch does"):
         takes_torchs_side(TORCHS, TORCHS, device="cpu", is_promised=True, **sides)
 
 
@@ -114,11 +114,11 @@ def test_on_a_torch_that_fixed_a_row_every_subject_does_as_we_do(
 ) -> None:
     torch_is("2.14.1+cpu")
     assert not takes_torchs_side(OURS, OURS, row=FIXED, **sides)
-    with pytest.raises(AssertionError, match="torch does so too here"):
+    with pytest.raises(AssertionError, match="torch does the right thing here too"):
         takes_torchs_side(OURS, TORCHS, row=FIXED, **sides)
     torch_is("2.13.0+cpu")
     assert takes_torchs_side(TORCHS, TORCHS, row=FIXED, **sides)
-    with pytest.raises(StaleRow, match="torch now does what we do"):
+    with pytest.raises(StaleDeviation, match="torch now does what Tandem does"):
         takes_torchs_side(OURS, OURS, row=FIXED, **sides)
 
 
@@ -128,7 +128,7 @@ def test_a_row_that_ends_before_torch_fixed_it_is_stale(
     torch_is: Callable[[str], None], subjects: Any, sides: dict[str, Any]
 ) -> None:
     torch_is("2.14.1+cpu")
-    with pytest.raises(StaleRow, match=r"is of torch <2\.14, but torch 2\.14 does so too"):
+    with pytest.raises(StaleDeviation, match=r"is limited to torch <2\.14, but torch 2\.14 behaves so too"):
         takes_torchs_side(TORCHS, subjects, row=FIXED, **sides)
 
 
@@ -136,7 +136,7 @@ def test_a_third_way_of_the_torch_that_fixed_a_row_is_right_too(torch_is: Callab
     torch_is("2.14.1+cpu")
     for right in (THIRD, OURS):
         assert not takes_torchs_side(THIRD, right, row=FIXED, **REPORTED)
-    with pytest.raises(AssertionError, match="neither torch's side nor ours"):
+    with pytest.raises(AssertionError, match="expected what Tandem does"):
         takes_torchs_side(THIRD, TORCHS, row=FIXED, **REPORTED)
 
 
@@ -173,7 +173,7 @@ def test_a_limit_is_of_its_torchs(
     if not does:
         twins.assert_limit(row, Lab.forward)
     else:
-        with pytest.raises(StaleRow, match=does):
+        with pytest.raises(StaleDeviation, match=does):
             twins.assert_limit(row, Lab.forward)
 
 
@@ -248,7 +248,7 @@ def test_what_torch_raises_is_known_by_its_type(third: Any, is_torchs: bool) -> 
     if is_torchs:
         assert takes_torchs_side(torchs, third)
     else:
-        with pytest.raises(AssertionError, match="neither"):
+        with pytest.raises(AssertionError, match="or what torch does"):
             takes_torchs_side(torchs, third)
 
 
@@ -258,5 +258,5 @@ def test_numbers_are_torchs_within_roundings(error: float) -> None:
     if error < 1e-3:
         assert takes_torchs_side(TORCHS, subjects)
     else:
-        with pytest.raises(AssertionError, match="neither"):
+        with pytest.raises(AssertionError, match="or what torch does"):
             takes_torchs_side(TORCHS, subjects)

@@ -1,4 +1,4 @@
-"""Expected failures: forgiven while they last, told when they do not."""
+"""Expected failures: not red while tests fail, reported once they pass or the date has passed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from conformance.judge.claims_file import Expectation
-from conformance.judge.expectations import Expectations, Seen, unshrunk
+from conformance.judge.expectations import Expectations, TestRecord, without_shrinking
 from conformance.selftests.test_misbehaving_subjects import MISUSED, OTHERS, judged, judged_by_workers, of
 
 TODAY = datetime.date(2026, 5, 1)
@@ -23,7 +23,7 @@ def expectation(clause: str = "", test: str = "", expires: datetime.date = TODAY
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "draws", "is_whole", "state", "is_red"),
+    ("outcomes", "draws", "is_complete", "state", "is_red"),
     [
         ([], False, True, "not asked", False),
         (["unavailable", "not provided"], False, True, "not asked", False),
@@ -35,27 +35,27 @@ def expectation(clause: str = "", test: str = "", expires: datetime.date = TODAY
     ],
 )
 def test_what_becomes_of_an_expected_clause(
-    outcomes: list[str], draws: bool, is_whole: bool, state: str, is_red: bool
+    outcomes: list[str], draws: bool, is_complete: bool, state: str, is_red: bool
 ) -> None:
-    tests = [Seen(f"test_{n}", CLAUSE, outcome, draws) for n, outcome in enumerate(outcomes)]
-    [held] = Expectations([expectation(CLAUSE)], TODAY).held(
-        [*tests, Seen("y", "y", "failed", False)], is_whole=is_whole
+    tests = [TestRecord(f"test_{n}", CLAUSE, outcome, draws) for n, outcome in enumerate(outcomes)]
+    [result] = Expectations([expectation(CLAUSE)], TODAY).evaluate(
+        [*tests, TestRecord("y", "y", "failed", False)], is_complete=is_complete
     )
-    assert (held.state, held.is_red) == (state, is_red)
+    assert (result.state, result.is_red) == (state, is_red)
 
 
 def test_one_test_that_passes_is_reported_of_whatever_else_ran() -> None:
-    [held] = Expectations([expectation(test="a")], TODAY).held(
-        [Seen("a[1]", "", "passed", False)], is_whole=False
+    [result] = Expectations([expectation(test="a")], TODAY).evaluate(
+        [TestRecord("a[1]", "", "passed", False)], is_complete=False
     )
-    assert (held.state, held.is_red) == ("met", True)
+    assert (result.state, result.is_red) == ("met", True)
 
 
 def test_what_has_expired_forgives_nothing_and_is_red() -> None:
     expectations = Expectations([expectation(CLAUSE, expires=TODAY - datetime.timedelta(1))], TODAY)
     assert expectations.find("a", CLAUSE) is None
-    [held] = expectations.held([Seen("a", CLAUSE, "failed", True)], is_whole=False)
-    assert (held.state, held.is_red) == ("expired", True)
+    [result] = expectations.evaluate([TestRecord("a", CLAUSE, "failed", True)], is_complete=False)
+    assert (result.state, result.is_red) == ("expired", True)
 
 
 def test_the_row_that_says_more_forgives() -> None:
@@ -78,7 +78,7 @@ def test_an_expected_failure_is_not_shrunk() -> None:
         assert number < 1000
 
     found: list[int] = []
-    for context in (unshrunk(above_1000), unshrunk(None)):
+    for context in (without_shrinking(above_1000), without_shrinking(None)):
         tried.clear()
         with context, pytest.raises(AssertionError):
             above_1000()
@@ -139,7 +139,7 @@ def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
     [met] = of(report, "expectation of")
     assert (met["nodeid"], met["outcome"]) == (f"expectation of {SAID}", "stale")
     assert met["clause"] == "nn.utils.clip_grad.clip_grad_value_.foreach"
-    assert "all its tests pass: take it out" in met["reason"]
+    assert "all its tests pass: remove it" in met["reason"]
     assert (report["verdict"], report["exit code"]) == ("red", 1)
     later = judged("expects", tmp_path, *ON_THE_CPU, "--today=2030-02-01")
     assert [row["state"] for row in later["expectations"]] == ["expired", "expired"]

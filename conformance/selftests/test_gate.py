@@ -54,7 +54,7 @@ def test_each_part_can_be_the_reason() -> None:
     assert reasons(a_report(speed={"rows": [failed]})) == ["benchmark clip failed: it broke"]
     assert reasons(a_report(training={"runs": [trained(False)]})) == ["training bf16: bits: said <b>so</b>"]
     assert reasons(a_report(training={"error": "no end"})) == ["no end"]
-    assert reasons(a_report(ended_early=["stopped by hand"])) == ["stopped by hand"]
+    assert reasons(a_report(ended_early=["stopped by the user"])) == ["stopped by the user"]
 
 
 def test_a_subject_that_provides_nothing_is_red() -> None:
@@ -132,12 +132,12 @@ def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subject: str
 ) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(gate, "_part", lambda name, command, *_: asked.append(command) or {})
+    monkeypatch.setattr(gate, "_run_phase", lambda name, command, *_: asked.append(command) or {})
     options, _, _ = gate._options(
         [f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"]
     )
     (tmp_path / "point.json").write_text("of an earlier run")
-    reported = gate._timed(options, tmp_path, Progress(), Stop())
+    reported = gate._time(options, tmp_path, Progress(), Stop())
     assert reported == {
         "command": f"python -m benchmarks --quick --subject={subject} --machine=lab --device=cpu"
     }
@@ -173,10 +173,10 @@ def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
             raise
     report = json.loads((tmp_path / "report.json").read_text())
     assert (gate.returncode, report["verdict"]) == (1, "red"), reported
-    assert "stopped by hand" in report["reasons"]
+    assert "stopped by the user" in report["reasons"]
     assert len(report["tests"]) >= 20
     assert report["speed"] == report["training"] == {}
-    assert "stopped by hand" in (tmp_path / "index.html").read_text()
+    assert "stopped by the user" in (tmp_path / "index.html").read_text()
     assert not (tmp_path / "timing.log").exists()
     end = time.monotonic() + 20
     while (left := marked_processes(f"TANDEM_MARK={mark}")) and time.monotonic() < end:

@@ -138,7 +138,7 @@ FAILED = {
     "changes_stdout": "'the streams and hooks of sys': ({'stdout': ",
     "patches_torch": "'functions of torch': ({}, {'torch.nn.utils.clip_grad_norm_': <built-in function print>})",
     "patches_pytest": "'functions of torch': ({}, {'pytest.fail': ",
-    "raises_interrupt": "KeyboardInterrupt: raised, which would have ended the whole run",
+    "raises_interrupt": "the subject raised KeyboardInterrupt, which would have ended the run",
     "exits": "SystemExit: 0",
     "ends_pytest": "raised Exit",
     "raises_what_has_no_text": "raised Untold",
@@ -254,11 +254,11 @@ def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "fails_on_import": "(RuntimeError: not on this machine); mend what raises in `import fails_on_import`",
+    "fails_on_import": "(RuntimeError: not on this machine); fix what raises in `import fails_on_import`",
     "is_not_there.at_all": "(ModuleNotFoundError: No module named 'is_not_there'); expected impl, torch, or an",
     "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0); let the import return",
     "hangs_on_import": "cannot be loaded (importing it did not end within 5 s); let the import return without waiting",
-    "doubles_on_import": "forked the process and came back in both: whoever imports it runs twice; let it start",
+    "doubles_on_import": "forked the process and returned in both, so every importing program runs twice; let it start",
 }
 
 
@@ -267,12 +267,12 @@ REFUSED = {
 def test_a_subject_that_cannot_be_imported_is_refused(name: str) -> None:
     limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
     with pytest.raises(trial.CannotBeJudged) as caught:
-        trial.learn_on_trial(name, limit_s=limit_s)
+        trial.import_in_subprocess(name, limit_s=limit_s)
     assert REFUSED[name] in str(caught.value)
 
 
 COMPLAINTS = {
-    "prints_on_import": "prints 'hello, world', which every program that imports it has in its output; let it warn",
+    "prints_on_import": "prints 'hello, world' into the output of every program that imports it; let it warn",
     "forks_on_import": "forked a process, which has ended; let it start processes in a function that users call",
     "changes_signals_on_import": "changed the signal handlers (before, after): ({'SIGALRM': <",
 }
@@ -281,7 +281,7 @@ COMPLAINTS = {
 @pytest.mark.parametrize("name", list(COMPLAINTS))
 @pytest.mark.usefixtures("on_the_path")
 def test_what_an_import_does_to_others_is_reported_and_the_rest_is_judged(name: str) -> None:
-    learned = trial.learn_on_trial(name)
+    learned = trial.import_in_subprocess(name)
     assert "nn.utils.clip_grad_value_" in (learned.claims or ())
     [complaint] = learned.bad_input
     assert complaint.startswith(f"importing {name!r} ")
@@ -299,14 +299,14 @@ def test_a_device_that_is_not_there_is_told_apart_from_green(tmp_path: Path) -> 
     report = judged("seeds", tmp_path, "--device=npu", OTHERS)
     assert {entry["outcome"] for entry in report["tests"]} == {"unavailable"}
     assert report["bad_input"][-1].startswith(
-        "--device asks for npu, which is not here: 5 tests were not run; run where one is"
+        "--device names npu, but this machine has none, and 5 tests did not run; run on a machine that has one"
     )
     assert (report["verdict"], report["exit code"]) == ("red", BAD_INPUT)
 
 
 @pytest.mark.usefixtures("on_the_path")
 def test_a_module_that_is_never_imported_leaves_the_claims_unknown() -> None:
-    assert trial.learn_on_trial("has_a_hanging_module", limit_s=10.0).claims is None
+    assert trial.import_in_subprocess("has_a_hanging_module", limit_s=10.0).claims is None
 
 
 # By test: what `dies_in_many_ways` does in it is to be killed, to exit as if all were well, to read where nothing is,

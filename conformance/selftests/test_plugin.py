@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from conformance.judge.clauses import HERE
-from conformance.plugin import _concerns, usable_world_sizes
+from conformance.plugin import _applies_to, usable_world_sizes
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
 def test_a_package_from_elsewhere_is_not_asked_about_this_repository(package: str, own_parts: bool) -> None:
     def is_asked(file: str) -> bool:
         item: Any = SimpleNamespace(path=HERE / file)
-        return _concerns(item, package)
+        return _applies_to(item, package)
 
     assert is_asked("amp/test_grad_scaler_step.py")
     assert is_asked("test_surface.py")

@@ -181,9 +181,9 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
 ) -> None:
     """The parts that run for minutes are replaced by what they would hand over; all else is the gate's own way."""
     now = a_report(judged("failed", nodeid="x", replay="python -m pytest x"))
-    monkeypatch.setattr(gate, "judged", lambda *rest: now)
-    monkeypatch.setattr(gate, "_timed", lambda *rest: {"rows": [timed("a", 1, 2)], "command": "c"})
-    monkeypatch.setattr(gate, "_trained", lambda *rest: {"runs": [trained(True)]})
+    monkeypatch.setattr(gate, "judge", lambda *rest: now)
+    monkeypatch.setattr(gate, "_time", lambda *rest: {"rows": [timed("a", 1, 2)], "command": "c"})
+    monkeypatch.setattr(gate, "_train", lambda *rest: {"runs": [trained(True)]})
     earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
     out = tmp_path / "out"
     kill = Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)
@@ -204,17 +204,17 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
 @pytest.mark.parametrize(
     ("chosen", "ran"),
     [
-        ([], ["_timed", "_trained"]),
+        ([], ["_time", "_train"]),
         (["--parts", "judging"], []),
-        (["--parts", "training,judging"], ["_trained"]),
+        (["--parts", "training,judging"], ["_train"]),
     ],
 )
 def test_the_gate_runs_the_parts_that_are_asked_for(
     chosen: list[str], ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(gate, "judged", lambda *rest: a_report(judged("passed")))
-    for part in ("_timed", "_trained"):
+    monkeypatch.setattr(gate, "judge", lambda *rest: a_report(judged("passed")))
+    for part in ("_time", "_train"):
         monkeypatch.setattr(gate, part, lambda *rest, part=part: seen.append(part) or {})
     assert gate.main([*chosen, "--out", str(tmp_path)]) == 0
     assert seen == ran

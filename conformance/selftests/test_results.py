@@ -111,13 +111,13 @@ SUBJECTS = {
     "patches": (
         "import torch; torch.nn.utils.clip_grad_value_ = lambda *_: None",
         BAD_INPUT,
-        "put other objects in torch's places (nn.utils.clip_grad_value_)",
+        "replaced objects of torch (nn.utils.clip_grad_value_)",
     ),
     "patches_what_is_imported_late": (
         "import torch._dynamo.variables.optimizer as one\n"
         "one.OptimizerVariable = type('OptimizerVariable', (one.OptimizerVariable,), {'__module__': one.__name__})",
         BAD_INPUT,
-        "put other objects in torch's places (dynamo.OptimizerVariable)",
+        "replaced objects of torch (dynamo.OptimizerVariable)",
     ),
 }
 

@@ -113,9 +113,11 @@ def test_a_fault_is_found_at_every_seed(tmp_path: Path) -> None:
 
 
 def test_a_test_that_changes_its_mind_is_reported() -> None:
-    assert false_positives.unlike({"a": "passed", "b": "passed"}, {"a": "failed", "c": "passed"}) == [
+    assert false_positives.different_outcomes(
+        {"a": "passed", "b": "passed"}, {"a": "failed", "c": "passed"}
+    ) == [
         "a",
         "b",
         "c",
     ]
-    assert false_positives.unlike({}, {"a": "passed"}) == []
+    assert false_positives.different_outcomes({}, {"a": "passed"}) == []

@@ -196,14 +196,18 @@ def test_a_replay_asks_the_same_again() -> None:
 
 
 SLIPS = {
-    ("their/scaling",): "is no package name such as impl, torch or your.package",
-    ("their", "nn.utils.clip"): "'nn.utils.clip' is no clause and no area such as amp",
+    ("their/scaling",): "is not the name of a package, such as impl, torch or your.package",
+    ("their", "nn.utils.clip"): "'nn.utils.clip' is neither a clause nor an area such as amp",
     (
         "their",
         "conformance/nn/test_none.py::test_x",
     ): "there is no test 'conformance/nn/test_none.py::test_x'",
-    ("their", "amp", "conformance/test_surface.py::test_x"): "or clauses (amp), not both at once",
-    ("their", "--world-sizes=0"): "is no list of positive numbers",
+    (
+        "their",
+        "amp",
+        "conformance/test_surface.py::test_x",
+    ): "and clauses (amp); name either tests or clauses",
+    ("their", "--world-sizes=0"): "is not a list of positive numbers",
     ("their", "--device=cuda:0"): "is neither auto nor a list of device types such as cpu,cuda",
     ("their", "-n", "0"): "'0' is neither auto nor a positive number",
     ("their", f"--out={__file__}"): "is a file; expected a folder",
@@ -223,7 +227,7 @@ def test_a_slip_ends_in_a_sentence_before_anything_runs(
 UNASKED = {
     "no tests ran in 0.10s": (
         pytest.ExitCode.NO_TESTS_COLLECTED,
-        "the profile quick has no test of amp; --profile full asks more",
+        "the profile quick has no test of amp; --profile full has more tests",
     ),
     "ImportError while loading conftest 'x.py'.": (
         pytest.ExitCode.USAGE_ERROR,

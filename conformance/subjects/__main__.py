@@ -22,7 +22,7 @@ from typing import Any
 
 from conformance.judge.claims_file import NAME, read
 from conformance.judge.clauses import all_clauses
-from conformance.judge.expectations import TELLS_NOTHING
+from conformance.judge.expectations import NOT_JUDGED
 from conformance.report.matrix import SEVERITY
 
 HERE = Path(__file__).parent
@@ -116,7 +116,7 @@ def row(name: str, version: str, report: dict[str, Any]) -> str:
     """Return the package's line: how many of its clauses and tests hold. A clause counts as its worst test."""
     asked: dict[str, list[str]] = {}
     for test in report["tests"]:
-        if test["outcome"] not in TELLS_NOTHING and test["clause"] in all_clauses():
+        if test["outcome"] not in NOT_JUDGED and test["clause"] in all_clauses():
             asked.setdefault(test["clause"], []).append(test["outcome"])
     worst = [min(outcomes, key=SEVERITY.index) for outcomes in asked.values()]
     file = read(HERE / name / NAME)

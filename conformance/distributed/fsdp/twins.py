@@ -21,7 +21,7 @@ from conformance.distributed.fsdp.rank_judging import (
     trains_like_unsharded,
     without_layout,
 )
-from conformance.judge.deviations import DeviationJudge, StaleRow
+from conformance.judge.deviations import DeviationJudge, StaleDeviation
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.judge.rows import ReferenceLimit
@@ -184,7 +184,7 @@ def assert_limit(row: ReferenceLimit, program: Program, setup: Setup = ONE_UNIT,
     if _torch_can(program, setup, **arguments) == row.is_of_this_torch:
         versions = f"torch {row.torch}" if row.torch else "all versions"
         does = "succeeds" if row.is_of_this_torch else "fails"
-        raise StaleRow(
+        raise StaleDeviation(
             f"row {row.id} of reference_limits.toml is of {versions}, but torch {torch_version()} {does}"
         )
 
