@@ -32,5 +32,5 @@ def sides(
     if missing := [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]:
         unavailable(f"no {', '.join(missing)}: ci/test --clients, or pip install -e '.[clients]'")
     drop_in_of(subject)
-    request.node.pools_asked = {(2, "cpu")}  # where the report says that the test ran
+    request.node.used_pools = {(2, "cpu")}  # shown in the report
     return Sides(_sides, reference, subject)

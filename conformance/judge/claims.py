@@ -108,7 +108,8 @@ def _wrong_claims(library: Library) -> Iterator[str]:
             yield f"claims has {pattern!r}, which torch does not have{similar(pattern, surface.names())}"
     for pattern in library.claims_file.extensions:
         if not fnmatch.filter(_all_extensions(), pattern):
-            yield f"extensions has {pattern!r}, which is not a clause of an extension{similar(pattern, _all_extensions())}"
+            known = _all_extensions()
+            yield f"extensions has {pattern!r}, which is not a clause of an extension{similar(pattern, known)}"
 
 
 def _wrong_names(library: Library) -> Iterator[str]:

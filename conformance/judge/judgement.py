@@ -106,7 +106,7 @@ def _axes(item: pytest.Item) -> dict[str, str]:
     """Return device, dtype and world size of a test, from its parameters or its only pool of ranks."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
-    pools = getattr(item, "pools_asked", ())
+    pools = getattr(item, "used_pools", ())
     if len(pools) == 1:
         ((world_size, device),) = pools
         axes = {"device": device, "world_size": str(world_size)} | axes

@@ -42,7 +42,7 @@ def _matching_limit(item: pytest.Function, error: BaseException) -> ReferenceLim
     if not clause or subject is None:
         return None
     is_claimed = clause in claimed_extensions(subject.spec)
-    devices = {item.funcargs.get("device"), *(device for _, device in getattr(item, "pools_asked", ()))}
+    devices = {item.funcargs.get("device"), *(device for _, device in getattr(item, "used_pools", ()))}
     for row in all_reference_limits().values():
         if not row.is_of_this_torch or (is_claimed and not row.of_the_device):
             continue

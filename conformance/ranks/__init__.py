@@ -1,21 +1,21 @@
-"""Ranks to run multi-process cases on: real processes in a real process group, kept warm, never waited for in vain.
+"""Ranks for multi-process cases: real processes in a real process group, which stay up between cases.
 
     with RankPool(2) as pool:
         sums = pool.run("conformance.ranks.cases:all_reduce", values=[[1.0, 2.0], [3.0, 4.0]])
 
-Hypothesis and every assertion stay in the parent. A *case* is an importable function, named `module:function`; each
-rank calls it with a `Rank` and the same plain arguments, and what it returns comes back as data, one item a rank. So a
-failed assertion never leaves a peer in a collective, and a failing multi-rank example shrinks like any other.
+Hypothesis and all assertions stay in the parent. A *case* is an importable function, named `module:function`. Each rank
+calls it with a `Rank` and the same plain arguments, and the parent receives the results as a list by rank. A failed
+assertion therefore never leaves a peer in a collective, and a failing multi-rank example shrinks like any other.
 
-What goes wrong in a rank is an exception in the parent, and the ranks are made anew for the next case:
-    RankRaised    a rank raised; the first one to do so, the echoes of its peers, and where the others were stuck
+If something goes wrong in a rank, the parent raises, and the next case gets new ranks:
+    RankRaised    a rank raised. The text has the first error, the later errors of its peers, and stacks of the others
     RankDied      a rank's process ended
-    RankHung      ranks passed the deadline; with the Python stacks of those inside
-    RanksDiverged two ranks issued different collectives, reported at once as a comparison rather than as a hang
-    NotProvided, LookupFailed   as the judge's library raised them, where a rank asked for a name in vain
+    RankHung      ranks exceeded the deadline. The text has their Python stacks
+    RanksDiverged ranks issued different collectives. The text compares them, without waiting for a hang
+    NotProvided, LookupFailed   the judge's library raised it in a rank
 
-`fixtures` gives tests their pools, `python -m conformance.ranks --faults 200` shows that nothing is left behind.
-Linux only: it builds on the fork server, on /proc and on signals for lost pipes.
+`fixtures` has the pools for tests. `python -m conformance.ranks --faults 200` shows that no resources leak.
+Linux only, because it uses the fork server, /proc and signals for closed pipes.
 """
 
 from conformance.ranks.errors import PoolBroken, RankDied, RankFault, RankHung, RankRaised, RanksDiverged

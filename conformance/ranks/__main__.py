@@ -1,4 +1,4 @@
-"""Show that the pool outlives its ranks' faults: `python -m conformance.ranks --faults 200`."""
+"""Show that pools survive faults of their ranks: `python -m conformance.ranks --faults 200`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from conformance.ranks.soak import Figures, soak
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.ranks", description=__doc__)
-    parser.add_argument("--faults", type=int, default=100, help="how many faults, in random order")
-    parser.add_argument("--world-sizes", default="1,2,3", help="comma-separated; one pool for each")
-    parser.add_argument("--seed", type=int, default=0, help="of the order")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON and nothing else")
+    parser.add_argument("--faults", type=int, default=100, help="number of faults, in random order")
+    parser.add_argument("--world-sizes", default="1,2,3", help="comma-separated sizes, one pool for each")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order")
+    parser.add_argument("--json", action="store_true", help="print only the figures, as JSON")
     options = parser.parse_args()
 
     def progress(done: int, fault: str) -> None:
@@ -37,20 +37,20 @@ def main() -> int:
 
 
 def _as_text(figures: Figures, seconds: float) -> str:
-    def listed(counts: Mapping[str, float]) -> str:
+    def join(counts: Mapping[str, float]) -> str:
         return ", ".join(
             f"{name} {count}" for name, count in sorted(counts.items(), key=lambda item: -item[1])
         )
 
     lines = [
-        f"{figures.faults} faults in {seconds:.0f} s; ranks made {figures.starts} times",
-        f"came to: {listed(figures.kinds)}",
-        f"warm pools: {listed(figures.warm)}",
-        f"after the faults: {listed(figures.after_faults)}",
-        f"at the end: {listed(figures.at_the_end)}",
-        f"left behind between cases: {figures.leaks_between or 'nothing'}",
-        f"left behind at the end: {figures.leaks_at_the_end or 'nothing'}",
-        f"longest, in seconds: {listed(figures.seconds)}",
+        f"{figures.faults} faults in {seconds:.0f} s; ranks were started {figures.starts} times",
+        f"exceptions: {join(figures.kinds)}",
+        f"resources of warm pools: {join(figures.warm)}",
+        f"resources after the faults: {join(figures.after_faults)}",
+        f"resources at the end: {join(figures.at_the_end)}",
+        f"leaked between cases: {figures.leaks_between or 'nothing'}",
+        f"leaked at the end: {figures.leaks_at_the_end or 'nothing'}",
+        f"longest time of each fault, in seconds: {join(figures.seconds)}",
         *(f"SURPRISE {surprise}" for surprise in figures.surprises),
         "stopped by the user" if figures.was_stopped else "good" if figures.is_good else "BAD",
     ]

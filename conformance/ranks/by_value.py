@@ -1,7 +1,7 @@
-"""Results as ranks send them: pickles in which a plain tensor is its bytes.
+"""Pickling of results that ranks send, in which a plain tensor is stored as its bytes.
 
-torch pickles each tensor as a file with one storage, in a third of a millisecond, and reads it in as long: for a rank
-that returns a hundred of them, longer than what it has trained.
+torch pickles each tensor as a file with one storage, in a third of a millisecond, and takes as long to read it. For a
+rank that returns a hundred tensors, this is longer than its training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def dumps(value: Any) -> bytes:
-    """What `pickle.loads` reads again. Of tensors that share their whole memory, each comes back with its own."""
+    """Return a pickle for `pickle.loads`. Tensors that share all of their memory are separate when they are loaded."""
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
@@ -29,7 +29,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_its_bytes(tensor: torch.Tensor) -> bool:
-    """Whether dtype and shape are all that there is to know beside the values."""
+    """Return whether values, dtype and shape describe the tensor completely."""
     is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     return (
         is_dense
@@ -40,6 +40,6 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _tensor_of(values: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not values:  # of which frombuffer makes nothing
+    if not values:  # refused by frombuffer
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(values, dtype=dtype).view(shape)

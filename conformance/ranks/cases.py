@@ -1,6 +1,6 @@
-"""Cases that ranks run: each rank does its part and returns what it saw; whatever is asserted, the parent asserts.
+"""Cases that ranks run. Each rank returns its outcome, and the parent asserts.
 
-A library travels as its spec, a gradient as its whole value and its placement.
+A library is sent as its spec, and a gradient as its full value and its placement.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def load(rank: Rank, *, library: str) -> None:
 
 
 def all_reduce(rank: Rank, *, values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """What this rank has after the reduction; rank i brings `values[i]`."""
-    mine = values[rank.rank].to(rank.device, copy=True)
-    dist.all_reduce(mine, op=getattr(dist.ReduceOp, op))
-    return mine.cpu()
+    """Return this rank's tensor after an all-reduce to which rank i contributes `values[i]`."""
+    tensor = values[rank.rank].to(rank.device, copy=True)
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+    return tensor.cpu()
 
 
 @dataclass(frozen=True)
 class PlacedGradient:
-    """A gradient by its whole value.
+    """A gradient as its full value and its placement.
 
-    `shard_dim` says how it lies on a mesh of one dimension, None being a copy on every rank; `placements` how on
-    another one.
+    `shard_dim` is its sharded dimension on a mesh with one dimension, or None if every rank has a copy. `placements`
+    are its placements on other meshes.
     """
 
     value: torch.Tensor
@@ -50,16 +50,13 @@ class PlacedGradient:
             return value.clone()
         placements = self.placements or (Replicate() if self.shard_dim is None else Shard(self.shard_dim),)
         if not {*map(type, placements)} <= {Replicate, Shard}:
-            # What nothing is distributed as: a rows' part of each rank, or sums to take.
-            part = (
-                value
-                if any(one.is_partial() for one in placements)
-                else value.chunk(mesh.size())[mesh.get_rank()]
-            )
+            # `distribute_tensor` does not support these placements. A partial sum is the value, others are its rows.
+            is_partial = any(placement.is_partial() for placement in placements)
+            local = value if is_partial else value.chunk(mesh.size())[mesh.get_rank()]
             return DTensor.from_local(
-                part.clone(), mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+                local.clone(), mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
             )
-        # Every rank has the whole value, so nothing need be sent.
+        # Every rank has the full value, so nothing needs to be sent.
         return distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
 
 
@@ -72,17 +69,17 @@ def clip(
     arguments: Mapping[str, Any],
     mesh_shape: tuple[int, ...] = (),
 ) -> Outcome:
-    """Call one of `nn.utils`' clipping functions on parameters that lie on a mesh of all ranks.
+    """Call a clipping function of `nn.utils` with gradients on a mesh of all ranks.
 
-    The outcome's value is what came back, made whole; what is watched are this rank's parts of the gradients.
+    The outcome has the result, unsharded, as its value, and watches this rank's local gradients.
     """
     sizes = mesh_shape or (rank.world_size,)
     mesh = rank.mesh(*sizes, names=tuple("abc"[: len(sizes)]))
-    placed = [gradient.on(mesh) for gradient in gradients]
-    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in placed]
-    called = load_library(library).find(f"nn.utils.{function}")
-    takes = placed if function == "get_total_norm" else [_parameter(grad) for grad in placed]
-    return observe(lambda: _unsharded(called(takes, **arguments)), watch=parts)
+    grads = [gradient.on(mesh) for gradient in gradients]
+    local_grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    clip_function = load_library(library).find(f"nn.utils.{function}")
+    tensors = grads if function == "get_total_norm" else [_parameter(grad) for grad in grads]
+    return observe(lambda: _unshard(clip_function(tensors, **arguments)), watch=local_grads)
 
 
 def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:
@@ -91,7 +88,7 @@ def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-def _unsharded(result: Any) -> Any:
+def _unshard(result: Any) -> Any:
     if isinstance(result, DTensor):
-        return {"mesh": tuple(result.device_mesh.shape), "dtype": result.dtype, "whole": result.full_tensor()}
+        return {"mesh": tuple(result.device_mesh.shape), "dtype": result.dtype, "full": result.full_tensor()}
     return result

@@ -1,7 +1,7 @@
-"""Whole pickled messages over one end of a socket pair, so that no call of the parent can block past its deadline.
+"""Pickled messages over one end of a socket pair. No call of the parent can block past its deadline.
 
-`multiprocessing`'s own connections would do for short messages. They block in the middle of a long one when the other
-side stops, and they pickle tensors as handles to shared memory that somebody must then keep alive.
+The connections of `multiprocessing` block in the middle of a long message if the other side stops, and they pickle
+tensors as handles to shared memory, which one side must keep alive.
 """
 
 from __future__ import annotations
@@ -15,28 +15,37 @@ from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 20
-_MOST_CHUNKS = 64  # at once, so that one talkative rank does not keep the parent from the others
+_MOST_CHUNKS = 64  # limit of one read, so that every rank is served
 
 
 class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._received = bytearray()
-        # A rank's autograd threads report collectives beside its main thread.
+        # A rank's autograd threads report collectives at the same time as its main thread.
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def send(self, message: Any, timeout_s: float | None = None) -> None:
-        """Send whole or raise: OSError when the other end is gone, TimeoutError when it does not read."""
+        """Send a complete message.
+
+        Raises:
+            TimeoutError: the other end does not read.
+            OSError: the other end is closed.
+        """
         data = pickle.dumps(message)
         with self._sending:
             self._end.settimeout(timeout_s)
             self._end.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> Any:
-        """Wait for one message. EOFError when the other end is gone."""
+        """Wait for one message.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
         self._end.settimeout(None)
         while True:
             for message in self._complete(limit=1):
@@ -46,8 +55,8 @@ class Channel:
                 raise EOFError("the other end of the channel is gone")
             self._received += chunk
 
-    def arrived(self) -> tuple[list[Any], bool]:
-        """The messages that are here now, without waiting, and whether more can come."""
+    def receive_available(self) -> tuple[list[Any], bool]:
+        """Return the messages that have arrived, without waiting, and whether more can arrive."""
         is_open = True
         self._end.settimeout(0)
         with contextlib.suppress(BlockingIOError):

@@ -1,9 +1,9 @@
-"""What collectives a rank issues, seen where every route ends: the operators of torch's `c10d` namespace.
+"""Traces of the collectives that ranks issue, recorded at the operators of torch's `c10d` namespace.
 
-Python's `all_reduce`, the functional collectives of DTensor and calls from C++ all pass through these operators,
-so one kernel in front of each sees them all, whatever name the caller imported and when. The kernel sits at the
-`BackendSelect` key, which no collective uses otherwise and which every thread has on; it reports the call, then
-dispatches further.
+Python's `all_reduce`, the functional collectives of DTensor and calls from C++ all use these operators, so a kernel in
+front of each operator sees every collective, whatever name the caller imported and when. The kernel is registered at
+the `BackendSelect` key, which collectives do not use otherwise and which is active in every thread. It reports the call
+and redispatches it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
-# The tensors, by the operator's own argument names, that are alike on every rank even where a rank's part may be
-# longer or shorter than its peers'. Sends and receives differ by nature and are left out.
-_ALIKE = {
+# For each operator, the argument whose tensors have equal sizes on all ranks, even if the ranks' shares differ in
+# length. Sends and receives differ between ranks and are left out.
+_EQUAL_ARGUMENTS = {
     "_allgather_base_": "input_tensor",
     "_reduce_scatter_base_": "input_tensor",
     "allgather_": "output_tensors",
@@ -43,7 +43,7 @@ _KEY = torch._C.DispatchKey.BackendSelect
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a collective, in so far as its peers must issue the same."""
+    """A call of a collective, described by what must be equal on all of its ranks."""
 
     name: str
     group: str
@@ -63,35 +63,35 @@ class Collective:
 
 
 def report_collectives(report: Callable[[Collective], None]) -> torch.library.Library:
-    """Have `report` called, in the calling thread, before each collective, as long as the returned object lives."""
+    """Call `report` in the calling thread before each collective, as long as the returned object exists."""
     hooks = torch.library.Library("c10d", "IMPL")
-    for name in _ALIKE:
+    for name in _EQUAL_ARGUMENTS:
         # An operator that this torch does not have cannot be called either.
         if hasattr(torch.ops.c10d, name):
-            hooks.impl(name, _reporting(name, report), _KEY.name, with_keyset=True)
+            hooks.impl(name, _reporting_kernel(name, report), _KEY.name, with_keyset=True)
     return hooks
 
 
-def _reporting(name: str, report: Callable[[Collective], None]) -> Callable[..., Any]:
+def _reporting_kernel(name: str, report: Callable[[Collective], None]) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
     names = [argument.name for argument in operator._schema.arguments]
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-        report(_described(name, dict(zip(names, args, strict=False))))
+        report(_describe(name, dict(zip(names, args, strict=False))))
         return operator.redispatch(keys.remove(_KEY), *args)
 
     return kernel
 
 
-def _described(name: str, arguments: dict[str, Any]) -> Collective:
+def _describe(name: str, arguments: dict[str, Any]) -> Collective:
     group = ProcessGroup.unbox(arguments["process_group"])
-    alike = None if _splits_unevenly(arguments) else _ALIKE[name]
+    equal_argument = None if _splits_unevenly(arguments) else _EQUAL_ARGUMENTS[name]
     reduce_op = arguments.get("reduce_op")
     return Collective(
         name=name,
         group=group.group_name,
         members=_members(group),
-        tensors=tuple(_kinds(arguments[alike])) if alike else (),
+        tensors=tuple(_dtypes_and_sizes(arguments[equal_argument])) if equal_argument else (),
         reduce_op="" if reduce_op is None else dist.ReduceOp.RedOpType(reduce_op.op()).name,
         root=arguments.get("root_rank"),
     )
@@ -100,7 +100,7 @@ def _described(name: str, arguments: dict[str, Any]) -> Collective:
 def _members(group: ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
-    except KeyError:  # torch was not told of it
+    except KeyError:  # a group that is not registered with torch
         return tuple(range(group.size()))
 
 
@@ -108,26 +108,26 @@ def _splits_unevenly(arguments: dict[str, Any]) -> bool:
     return bool(arguments.get("input_split_sizes") or arguments.get("output_split_sizes"))
 
 
-def _kinds(nested: Any) -> Iterable[tuple[str, int]]:
+def _dtypes_and_sizes(nested: Any) -> Iterable[tuple[str, int]]:
     if isinstance(nested, torch.Tensor):
         yield str(nested.dtype).removeprefix("torch."), nested.numel()
     else:
         for inner in nested:
-            yield from _kinds(inner)
+            yield from _dtypes_and_sizes(inner)
 
 
 class CollectiveTraces:
-    """Compares what the ranks issue while they issue it, group by group and call by call."""
+    """Comparison of the collectives of all ranks while they are issued, for each group call by call."""
 
     def __init__(self, world_size: int) -> None:
         self.traces: list[list[Collective]] = [[] for _ in range(world_size)]
-        self.divergence = ""  # the first place where two ranks differ, with what each did there
-        self.diverged_ns = 0  # when both had done so
-        self._calls: dict[str, list[list[Collective]]] = {}  # by group, then by rank
-        self._longest: dict[str, list[Collective]] = {}  # by group: what all its members must issue
+        self.divergence = ""  # text about the first difference between two ranks
+        self.diverged_ns = 0  # time of the later one of the two calls
+        self._calls: dict[str, list[list[Collective]]] = {}  # calls by group and rank
+        self._longest: dict[str, list[Collective]] = {}  # longest known sequence of each group
         self._ended: set[int] = set()
 
-    def issued(self, rank: int, call: Collective) -> None:
+    def add(self, rank: int, call: Collective) -> None:
         self.traces[rank].append(call)
         calls = self._calls.setdefault(call.group, [[] for _ in self.traces])
         longest = self._longest.setdefault(call.group, [])
@@ -139,8 +139,8 @@ class CollectiveTraces:
         if is_alone or longest[index] != call:
             self._note(call.group, index, max(call.when_ns, longest[index].when_ns))
 
-    def ended(self, rank: int) -> None:
-        """`rank` has left its case well: whatever it has not issued by now it never will."""
+    def end_case(self, rank: int) -> None:
+        """Record that `rank` finished its case. It will issue no more collectives."""
         self._ended.add(rank)
         for group, longest in self._longest.items():
             issued = len(self._calls[group][rank])

@@ -1,4 +1,4 @@
-"""What can become of a case on its ranks, as exceptions in the parent."""
+"""Exceptions that the parent raises if a case fails on its ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LAST_COLLECTIVES = 5
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end: it raised `kind` with `text`, or it died, with an exit code."""
+    """The failure of a rank, which raised `kind` with `text` or died with an exit code."""
 
     rank: int
     kind: str
     text: str
     traceback: str
-    # CLOCK_MONOTONIC is the same for all processes of a machine, so the cause can be told from its echoes.
+    # CLOCK_MONOTONIC is the same for all processes of a machine, so the first failure is the cause.
     when_ns: int
     exitcode: int | None = None
-    # What a subject was asked for in vain: no fault of the case's.
+    # The lookup of a name in the subject that failed, which is not a fault of the case.
     lookup: NotProvided | LookupFailed | None = None
 
     def __str__(self) -> str:
@@ -33,14 +33,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scene:
-    """What there was to see when a case ended badly; everything is by rank."""
+    """The state of all ranks when a case failed. All fields are by rank."""
 
     case: str
     world_size: int
-    failures: Sequence[Failure] = ()  # in the order of their time: the first is the cause
-    results: Mapping[int, str] = field(default_factory=dict)  # of ranks that ended well, shortened
-    stacks: Mapping[int, str] = field(default_factory=dict)  # of ranks still inside
-    outputs: Mapping[int, str] = field(default_factory=dict)  # the end of what each wrote
+    failures: Sequence[Failure] = ()  # ordered by time, the cause first
+    results: Mapping[int, str] = field(default_factory=dict)  # shortened results of successful ranks
+    stacks: Mapping[int, str] = field(default_factory=dict)  # stacks of ranks that did not end
+    outputs: Mapping[int, str] = field(default_factory=dict)  # the end of each rank's output
     traces: Sequence[Sequence[Collective]] = ()
 
     def __str__(self) -> str:
@@ -48,14 +48,15 @@ class Scene:
         parts += [f"-- {failure}\n{failure.traceback}".rstrip() for failure in self.failures]
         parts += [f"-- rank {rank} returned {result}" for rank, result in sorted(self.results.items())]
         parts += [
-            f"-- rank {rank} was inside:\n{stack}".rstrip() for rank, stack in sorted(self.stacks.items())
+            f"-- rank {rank} was still running:\n{stack}".rstrip()
+            for rank, stack in sorted(self.stacks.items())
         ]
         for rank, trace in enumerate(self.traces):
             if trace:
                 last = "".join(f"\n  {call}" for call in trace[-_LAST_COLLECTIVES:])
-                parts.append(f"-- rank {rank} issued {len(trace)} collectives, lastly:{last}")
+                parts.append(f"-- rank {rank} issued {len(trace)} collectives, the last of them:{last}")
         parts += [
-            f"-- rank {rank} wrote, lastly:\n{text}".rstrip()
+            f"-- the last output of rank {rank}:\n{text}".rstrip()
             for rank, text in sorted(self.outputs.items())
             if text
         ]
@@ -63,7 +64,7 @@ class Scene:
 
 
 class RankFault(Exception):
-    """A case did not come back whole. `scene` holds everything that was seen."""
+    """Raised when a case fails on its ranks. `scene` has the state of all ranks."""
 
     def __init__(self, summary: str, scene: Scene) -> None:
         super().__init__(f"{summary}\n{scene}")
@@ -71,20 +72,20 @@ class RankFault(Exception):
 
 
 class RankRaised(RankFault):
-    """A rank raised."""
+    """Raised when a rank raised."""
 
 
 class RankDied(RankFault):
-    """A rank's process ended."""
+    """Raised when the process of a rank ended."""
 
 
 class RankHung(RankFault):
-    """Ranks were still inside their case at the deadline."""
+    """Raised when ranks exceeded the deadline of their case."""
 
 
 class RanksDiverged(RankFault):
-    """Ranks issued different collectives, which would have hung or mixed up their data."""
+    """Raised when ranks issued different collectives, which would hang or mix up data."""
 
 
 class PoolBroken(RuntimeError):
-    """No fault of a case: the ranks could not be brought up."""
+    """Raised when ranks cannot be started, which is not the fault of a case."""

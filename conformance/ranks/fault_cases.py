@@ -1,6 +1,6 @@
-"""Cases that go wrong in every way a case has been seen to go wrong, to try the pool with.
+"""Cases that fail in every way that a case can fail, to test the pool.
 
-`where` is the rank that misbehaves; its peers stand in a collective meanwhile.
+`where` is the rank that fails. Its peers wait in a collective meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FOREVER_S = 3600.0
 
 
 def healthy(rank: Rank) -> float:
-    """The sum of all ranks' numbers, so that a mix-up with what an earlier case left behind shows."""
+    """Return the sum of all ranks' numbers, which would be wrong if data of an earlier case were left."""
     number = torch.tensor(float(rank.rank + 1))
     dist.all_reduce(number)
     return number.item()
@@ -67,7 +67,7 @@ def asks_to_exit(rank: Rank, *, where: int) -> float:
 
 
 def is_killed(rank: Rank, *, where: int) -> float:
-    """As the kernel kills a rank when memory has run out, too."""
+    """Kill a rank, as the kernel does if memory runs out."""
     if rank.rank == where:
         os.kill(os.getpid(), signal.SIGKILL)
     return healthy(rank)
@@ -80,26 +80,26 @@ def segfaults(rank: Rank, *, where: int) -> float:
 
 
 def runs_out_of_memory(rank: Rank, *, where: int, spare_bytes: int = 1 << 28) -> float:
-    """Allocates until the system refuses: a rank may have little more than it has."""
+    """Allocate memory until the system refuses, after limiting it to little more than the rank uses."""
     if rank.rank == where:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + spare_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        kept = []
+        tensors = []
         while True:
-            kept.append(torch.ones(spare_bytes >> 4))
+            tensors.append(torch.ones(spare_bytes >> 4))
     return healthy(rank)
 
 
 def sleeps(rank: Rank, *, where: int) -> float:
-    """Hangs outside of any collective."""
+    """Hang outside of any collective."""
     if rank.rank == where:
         time.sleep(_FOREVER_S)
     return healthy(rank)
 
 
 def holds_pythons_lock(rank: Rank, *, where: int) -> float:
-    """Hangs in C without letting any other thread of the rank run."""
+    """Hang in C while no other thread of the rank can run."""
     if rank.rank == where:
         ctypes.PyDLL(None).sleep(int(_FOREVER_S))
     return healthy(rank)
@@ -111,8 +111,8 @@ def is_stopped(rank: Rank, *, where: int) -> float:
     return healthy(rank)
 
 
-def waits_for_nobody(rank: Rank, *, where: int) -> float:
-    """Hangs in a receive that no peer answers: no collective, so nothing to compare."""
+def receives_without_sender(rank: Rank, *, where: int) -> float:
+    """Hang in a receive without a sender. It is not a collective, so there is nothing to compare."""
     if rank.rank == where and rank.world_size > 1:
         dist.recv(torch.empty(1), src=(where + 1) % rank.world_size)
     elif rank.rank == where:
@@ -140,27 +140,27 @@ def mismatched_collective(rank: Rank, *, where: int) -> list[float]:
 
 
 def talks(rank: Rank, *, where: int, megabytes: int = 8) -> float:
-    """Writes more than any pipe holds, by Python and past it, then goes on."""
+    """Write more than a pipe holds, by Python's streams and by the operating system, then continue."""
     if rank.rank == where:
         for _ in range(megabytes):
-            print("x" * (1 << 19))  # noqa: T201 that is the point
+            print("x" * (1 << 19))  # noqa: T201 output of the case
             os.write(2, b"y" * (1 << 19))
     return healthy(rank)
 
 
 def talks_and_raises(rank: Rank, *, where: int) -> float:
     if rank.rank == where:
-        print("the last words")  # noqa: T201 that is the point
+        print("the last words")  # noqa: T201 output of the case
     return raises(rank, where=where)
 
 
 def talks_without_end(rank: Rank, *, where: int) -> float:
     while rank.rank == where:
-        print("z" * 1000)  # noqa: T201 that is the point
+        print("z" * 1000)  # noqa: T201 output of the case
     return healthy(rank)
 
 
-def returns_what_cannot_travel(rank: Rank, *, where: int) -> Callable[[], Any]:
+def returns_unpicklable(rank: Rank, *, where: int) -> Callable[[], Any]:
     return lambda: rank.rank
 
 
@@ -169,7 +169,7 @@ def returns_much(rank: Rank, *, where: int, megabytes: int = 64) -> torch.Tensor
 
 
 def leaves_a_process(rank: Rank, *, where: int) -> float:
-    """A child that outlives its rank unless the pool ends it too."""
+    """Start a process that survives its rank unless the pool ends it too."""
     if rank.rank == where:
         subprocess.Popen(["sleep", str(int(_FOREVER_S))])
     return raises(rank, where=where)
@@ -183,21 +183,21 @@ def leaves_torch_changed(rank: Rank, *, where: int) -> str:
 
 def leaves_groups(rank: Rank, *, where: int) -> int:
     groups = dist.get_pg_count()
-    for _ in range(MOST_GROUPS):  # beside the one of all ranks
+    for _ in range(MOST_GROUPS):  # more groups than a pool allows
         dist.new_group(list(range(rank.world_size)))
     return groups
 
 
 def sums_over_a_mesh(rank: Rank) -> float:
-    """By a group that only the mesh has, made of its two dimensions."""
+    """Return a sum over a group that only the mesh has, made of its two dimensions."""
     group = rank.mesh(rank.world_size, 1, names=("a", "b"))._flatten("both").get_group()
-    mine = torch.tensor([1.0 + rank.rank])
-    dist.all_reduce(mine, group=group)
-    return mine.item()
+    number = torch.tensor([1.0 + rank.rank])
+    dist.all_reduce(number, group=group)
+    return number.item()
 
 
 def dies_later(rank: Rank, *, where: int) -> float:
-    """Ends its case well, and its process once that has been told."""
+    """Finish the case, then end the process once the parent has received the result."""
     total = healthy(rank)
     if rank.rank == where:
         threading.Thread(target=_exit_once_idle, args=[threading.get_ident()]).start()
@@ -222,8 +222,8 @@ def open_files(rank: Rank) -> int:
 _remembered: list[Any] = []
 
 
-def remember(rank: Rank, *, what: Any) -> None:
-    _remembered.append(what)
+def remember(rank: Rank, *, value: Any) -> None:
+    _remembered.append(value)
 
 
 def recall(rank: Rank) -> list[Any]:
@@ -231,14 +231,14 @@ def recall(rank: Rank) -> list[Any]:
 
 
 def hangs_from(rank: Rank, *, size: int, least: int) -> int:
-    """Hangs, outside of collectives, whenever `size` is at least `least`."""
+    """Hang outside of collectives if `size` is at least `least`."""
     if size >= least:
         time.sleep(_FOREVER_S)
     return size
 
 
-def echo(rank: Rank, *, what: Any) -> Any:
-    return what
+def echo(rank: Rank, *, value: Any) -> Any:
+    return value
 
 
 def random_numbers(rank: Rank) -> list[float]:

@@ -1,4 +1,4 @@
-"""Pools for tests; a pytest plugin. Each test process has one warm pool for each world size and device."""
+"""pytest plugin with pools of ranks. Each test process keeps one pool for each world size and device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from conformance.judge.library import Library
 from conformance.ranks.pool import RankPool
 
-# What pytest-xdist calls the run that its workers have in common; without workers nobody need take turns.
+# Environment variable with pytest-xdist's id of the run. Without workers, cases need not take turns.
 _RUN = "PYTEST_XDIST_TESTRUNUID"
 Pools = dict[tuple[int, str], RankPool]
 
@@ -28,18 +28,18 @@ def _warm_pools() -> Generator[Pools]:
 def ranks(
     request: pytest.FixtureRequest, _warm_pools: Pools, subject: Library
 ) -> Generator[Callable[..., RankPool]]:
-    """`ranks(world_size, device="cpu")`: the warm pool of that size, whose ranks have imported the subject.
+    """Function `ranks(world_size, device="cpu")` that returns a pool whose ranks have imported the subject.
 
-    The test computes in one thread, as each rank does: more would stand in their way, and in each other's.
+    The test computes in one thread, like each rank. More threads would compete with the ranks for cores.
     """
     for pool in _warm_pools.values():
         pool.new_test()
-    asked: set[tuple[int, str]] = set()
-    request.node.pools_asked = asked  # where the report says that the test ran
+    used: set[tuple[int, str]] = set()
+    request.node.used_pools = used  # shown in the report
 
     def pool_of(world_size: int, device: str = "cpu") -> RankPool:
         key = (world_size, device)
-        asked.add(key)
+        used.add(key)
         if key not in _warm_pools:
             warm_up = ("conformance.ranks.cases:load", {"library": subject.spec})
             _warm_pools[key] = RankPool(
@@ -50,11 +50,12 @@ def ranks(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield pool_of
-    if torch.get_num_threads() == 1:  # else a library has changed it, which the test is to be told
+    # Another number means that a library has changed it, which the check of torch's state must report.
+    if torch.get_num_threads() == 1:
         torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def rank_pool(ranks: Callable[..., RankPool], world_size: int, device: str) -> RankPool:
-    """The pool for the world size and device that the test runs with."""
+    """The pool for the test's world size and device."""
     return ranks(world_size, device)

@@ -1,4 +1,4 @@
-"""The parent's hold on one rank: its process, its pipes, and what they bring."""
+"""The parent's handle of one rank: its process, its pipes, and the messages that they bring."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from conformance.ranks.channel import Channel
 from conformance.ranks.errors import Failure
 from conformance.ranks.process import RankSettings, serve
 
-# Imported once in the fork server, so that a rank starts in milliseconds. Importing is safe there; running an operator
-# is not: the threads that it starts would be missing in every fork. DTensor's first operator imports Dynamo, which
-# takes seconds that no case's deadline should pay.
+# Modules that the fork server imports once, so that a rank starts in milliseconds. It must not run operators, because
+# the threads that they start would be missing in every fork. DTensor's first operator imports Dynamo, which takes
+# seconds that should not count against the deadline of a case.
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -36,14 +36,14 @@ _PRELOADED = (
     "torch._dynamo",
     rank_process.__name__,
 )
-# What a rank runs. Cases import no subject, which each rank does for itself; those of clients do.
-_OF_CASES = re.compile(r"conformance\.(?!clients\.)(\w+\.)*(\w+_)?cases")
+# Modules with cases. They import no subject, which each rank imports itself. Cases of clients do, and are left out.
+_CASE_MODULES = re.compile(r"conformance\.(?!clients\.)(\w+\.)*(\w+_)?cases")
 _KILL_S = 10.0
 _TAIL_BYTES = 16_384
 _READ_BYTES = 65_536
 _MOST_READS = 64
 _STACK_S = 3.0
-# Of a rank's main thread, which is shown last: it came from the fork server's command.
+# The outermost frame of a rank's main thread, whose stack is last. It is the fork server's command.
 _LAST_FRAME = b'  File "<string>", line 1 in <module>\n'
 
 
@@ -52,20 +52,20 @@ def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # A new process imports its parent's main module, which under `python -m pytest` is pytest.
     mains = ["pytest"] if "pytest" in sys.modules else []
-    context.set_forkserver_preload([*_PRELOADED, *mains, *filter(_OF_CASES.fullmatch, sys.modules)])
+    context.set_forkserver_preload([*_PRELOADED, *mains, *filter(_CASE_MODULES.fullmatch, sys.modules)])
     return context
 
 
 def start_fork_server() -> None:
-    """Start what ranks come from: now, for the ranks of this process's own forks too."""
+    """Start the server that ranks are forked from now, so that forks of this process can use it too."""
     _fork_server()
     forkserver.ensure_running()
 
 
 def keep_fork_server() -> None:
-    """In a fork of a process that has started it: go on with that one, which takes seconds less than a new one."""
+    """Use the fork server of the parent in a forked process, because starting a new one takes seconds."""
     server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage]
-    # Before each use it is looked after as a child, which it is of the parent alone.
+    # Each use would check the server as a child process, but it is a child of the parent only.
     server.ensure_running = lambda: None
 
 
@@ -76,7 +76,7 @@ class RankHandle:
     control: Channel
     output: Connection
     stacks: Connection
-    # Never written to: the rank dies when this end is closed, by us or by our own death.
+    # Nothing is written to it. The rank dies when this end is closed, also by the end of this process.
     lifeline: Connection
     _tail: bytearray = field(default_factory=bytearray)
 
@@ -88,7 +88,7 @@ class RankHandle:
         stacks, stacks_end = context.Pipe(duplex=False)
         lifeline_end, lifeline = context.Pipe(duplex=False)
         ends = (control_end, output_end, stacks_end, lifeline_end)
-        # Not a daemon: the subject may start processes of its own, data loader workers for one.
+        # A daemon could not start processes, but the subject may start some, such as data loader workers.
         process = context.Process(
             target=serve, args=(settings, *ends), name=f"rank {settings.rank}", daemon=False
         )
@@ -103,22 +103,22 @@ class RankHandle:
         for source in (self.control, self.output, self.process.sentinel):
             selector.register(source, selectors.EVENT_READ, data=self)
 
-    def tell(self, message: Any, timeout_s: float) -> None:
-        # A rank that is gone or does not listen is noticed by what it fails to say.
+    def send(self, message: Any, timeout_s: float) -> None:
+        # A rank that is gone or does not read is noticed by its missing answer.
         with contextlib.suppress(OSError):
             self.control.send(message, max(timeout_s, 0.001))
 
-    def heard(self, source: Any, selector: selectors.BaseSelector) -> Iterator[Any]:
-        """The messages that have come by a source that is readable; a `Failure` when the rank has died."""
+    def read(self, source: Any, selector: selectors.BaseSelector) -> Iterator[Any]:
+        """Yield the messages of a readable source, and a `Failure` if the rank has died."""
         is_open = True
         if source is self.output:
             is_open = self._drain_output()
         elif source is self.control:
-            messages, is_open = self.control.arrived()
+            messages, is_open = self.control.receive_available()
             yield from messages
         else:
             is_open = False
-            yield from self.control.arrived()[0]
+            yield from self.control.receive_available()[0]
             yield self._death()
         if not is_open:
             with contextlib.suppress(KeyError):
@@ -128,8 +128,8 @@ class RankHandle:
         self._drain_output()
         self._tail.clear()
 
-    def wrote(self) -> str:
-        """The end of what the rank has written to stdout and stderr since its case began."""
+    def output_tail(self) -> str:
+        """Return the end of what the rank has written to stdout and stderr since its case began."""
         self._drain_output()
         return self._tail.decode(errors="replace")
 
@@ -138,10 +138,10 @@ class RankHandle:
             os.kill(self.process.pid, signal.SIGUSR1)  # pyright: ignore[reportArgumentType]
 
     def stack(self) -> str:
-        """The Python stacks of all threads of the rank, once asked for."""
+        """Return the Python stacks of all threads of the rank. Call `ask_for_stack` before."""
         text = bytearray()
         end = time.monotonic() + _STACK_S
-        # A stack comes piece by piece, and on a busy machine with pauses in between.
+        # A stack arrives in pieces, and on a busy machine with pauses.
         while not text.endswith(_LAST_FRAME) and (left_s := end - time.monotonic()) > 0:
             if not select.select([self.stacks], [], [], left_s)[0]:
                 break
@@ -149,26 +149,26 @@ class RankHandle:
             if not piece:
                 break
             text += piece
-        # Below the case stand the frames of the rank itself, the same in every report.
+        # The frames of the rank itself, outside the case, are the same in every report.
         case, *_ = text.decode(errors="replace").partition(f'  File "{rank_process.__file__}"')
-        return case or "no stack came: the rank is stopped, or was not up yet"
+        return case or "no stack: the rank is stopped, or was not started completely"
 
     def kill(self) -> None:
-        """End the rank and what it started: it leads a process group of its own."""
+        """Kill the rank and the processes that it started, which are in its process group."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)  # pyright: ignore[reportArgumentType]
-        except ProcessLookupError:  # it had not come to lead one yet, or is gone
+        except ProcessLookupError:  # no group yet, or no process any more
             self.process.kill()
 
-    def bury(self) -> None:
+    def join_and_close(self) -> None:
         self.process.join(_KILL_S)
-        with contextlib.suppress(ValueError):  # not even SIGKILL has ended it: the kernel holds it
+        with contextlib.suppress(ValueError):  # still running after SIGKILL, in the kernel
             self.process.close()
         for end in (self.control, self.output, self.stacks, self.lifeline):
             end.close()
 
     def _drain_output(self) -> bool:
-        """Whether more can come."""
+        """Read the available output and return whether more can arrive."""
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_READS):
                 piece = os.read(self.output.fileno(), _READ_BYTES)

@@ -1,4 +1,4 @@
-"""A group of ranks that stays up: hands them cases, and never waits for one in vain."""
+"""Pool of ranks that stay up between cases. It never waits for a rank that cannot answer."""
 
 from __future__ import annotations
 
@@ -34,42 +34,43 @@ from conformance.ranks.handle import RankHandle
 from conformance.ranks.process import Done, Listening, RankSettings, Ready, Resolved
 from conformance.ranks.slots import cpu_count, cpu_slots
 
-# After the first failure its peers get this long to fail in their turn, so that the report has their side too.
+# Time for the peers of the first failing rank to fail as well, so that the report includes them.
 _GRACE_S = 1.0
-# A death is noticed after the errors by which its peers notice it; so much earlier it counts as having happened.
+# Correction of the time of a death, because the parent notices it after the errors that it causes in other ranks.
 _DEATH_LAG_NS = 500_000_000
 _SHOWN_RESULT = 500
 CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 
 
 def backend_for(device: str, world_size: int) -> str:
-    """gloo on CPU; nccl where each rank has a GPU of its own, which nccl demands; else gloo for GPU tensors too.
+    """Return the backend for a device: gloo for the CPU, and for CUDA nccl if each rank has its own GPU, else gloo.
 
-    The simulated device has a backend of its own, on which a collective is work of a stream. The environment variable
+    The simulated device has its own backend, which runs collectives on streams. The environment variable
     TANDEM_CUDA_RANKS names another backend for CUDA, for example nccl for ranks that share a GPU.
     """
     if device == simulator.NAME:
         return simulator.BACKEND
     if device != "cuda":
         return "gloo"
-    own = "nccl" if world_size <= torch.cuda.device_count() else "gloo"
-    return os.environ.get(CUDA_BACKEND) or own
+    default = "nccl" if world_size <= torch.cuda.device_count() else "gloo"
+    return os.environ.get(CUDA_BACKEND) or default
 
 
 class RankPool:
-    """`world_size` ranks that stay up between cases; made when the first case comes, made anew after a fault.
+    """`world_size` ranks that stay up between cases. They start with the first case, and again after a fault.
 
-    As a context manager it is the throw-away pool for cases that are known to leave their peers hanging.
+    As a context manager the pool ends its ranks at exit, for cases that are known to leave ranks hanging.
 
     Args:
-        warm_up: a case and its arguments, run whenever ranks are made, under `start_s` instead of a case's deadline:
-            imports that take long belong there.
-        start_s: limit for bringing the ranks up, and for importing a case's module.
-        turns: a name shared by processes that shall take turns: while a case runs, one of the machine's CPU slots of
-            that name is held for each rank (`slots`).
-        grace_s: how long ranks may take to notice another's failure, where what they say of it is asked for.
+        warm_up: a case and its arguments, run whenever ranks start, with the limit `start_s` instead of a case's
+            deadline. Long imports belong here.
+        start_s: time limit for starting the ranks, and for importing a case's module.
+        turns: a name shared by processes that take turns. While a case runs, the pool holds one of the machine's CPU
+            slots of that name for each rank (`slots`).
+        grace_s: time for ranks to notice the failure of another rank, for tests of their errors.
 
-    Ranks have the environment variables of the parent's first rank. One thread at a time may use a pool.
+    Ranks have the environment variables of the time when the parent started its first rank. Only one thread at a time
+    may use a pool.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class RankPool:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a group has at least one rank")
         self.world_size = world_size
-        self.starts = 0  # how often ranks were made
-        self.traces: Sequence[Sequence[Collective]] = ()  # what each rank issued in the last case
+        self.starts = 0  # number of times that ranks were started
+        self.traces: Sequence[Sequence[Collective]] = ()  # collectives of each rank in the last case
         self._backend = backend or backend_for(device, world_size)
         self.device = device
         self._warm_up = pickle.dumps(warm_up) if warm_up else None
@@ -100,17 +101,17 @@ class RankPool:
         self._finalizer = weakref.finalize(self, _end, self._ranks, self._selector)
 
     def run(self, case: str, *, deadline_s: float = 30.0, **arguments: Any) -> list[Any]:
-        """Call `module:function` as `function(Rank(...), **arguments)` on every rank; the results, by rank.
+        """Call `module:function` as `function(Rank(...), **arguments)` on every rank and return the results by rank.
 
-        Arguments and results travel by value (pickle, tensors too); results should lie on the CPU. The deadline
-        counts from when every rank has imported the case's module. A case that leaves torch's global state changed
-        costs the pool its ranks, not its result, and so does one too many of the process groups that cases leave.
+        Arguments and results are pickled by value, tensors included. Results should be on the CPU. The deadline starts
+        when every rank has imported the case's module. If a case leaves torch's global state changed, or too many
+        process groups, its result is returned, but the next case gets new ranks.
 
         Raises:
-            RankRaised, RankDied, RankHung, RanksDiverged: as the package says; the ranks are gone then.
-            NotProvided, LookupFailed: before anything else went wrong a rank asked a subject for a name that it lacks,
-                or that cannot be looked up.
-            PoolBroken: the ranks did not come up.
+            RankRaised, RankDied, RankHung, RanksDiverged: as the package describes. The ranks are ended.
+            NotProvided: the first failure is a name that the subject lacks.
+            LookupFailed: the first failure is a name that cannot be looked up.
+            PoolBroken: the ranks could not be started.
         """
         request = pickle.dumps((case, arguments))
         limit_s = self._pace.limit_s(request, deadline_s)
@@ -123,7 +124,7 @@ class RankPool:
             self._pace.note_hang(request)
             self.kill()
             raise
-        except BaseException:  # a test's own deadline, or Ctrl-C, may strike anywhere in here
+        except BaseException:  # any failure, the test's deadline or Ctrl-C
             self.kill()
             raise
         self._pace.note_success(time.monotonic() - began)
@@ -133,7 +134,7 @@ class RankPool:
         """Start the ranks now, so that this does not count towards the deadline of the next test.
 
         Raises:
-            PoolBroken: the ranks did not come up.
+            PoolBroken: the ranks could not be started.
         """
         try:
             self._bring_up()
@@ -144,23 +145,23 @@ class RankPool:
     def _turn(self) -> contextlib.AbstractContextManager[object]:
         if not self._turns:
             return contextlib.nullcontext()
-        # A CUDA rank that waits for its device keeps its core busy, unlike one that waits for its peers.
+        # A CUDA rank that waits for its device keeps its core busy, unlike a rank that waits for its peers.
         capacity = cpu_count() if self.device == "cuda" else None
         return cpu_slots(self.world_size, self._turns, capacity=capacity)
 
     def new_test(self) -> None:
-        """Forget the hangs of the test before: cases have their full deadline again."""
+        """Forget the hangs of the previous test, so that cases have their full deadline again."""
         self._pace = _Pace()
 
     def process_ids(self) -> list[int]:
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
     def kill(self) -> None:
-        """End the ranks and whatever they started; the next case finds new ones."""
+        """End the ranks and the processes that they started. The next case gets new ranks."""
         _end(self._ranks, self._selector)
 
     def close(self) -> None:
-        """End the ranks for good."""
+        """End the ranks permanently."""
         self._finalizer()
         self._selector.close()
 
@@ -174,7 +175,7 @@ class RankPool:
 
     def _bring_up(self) -> None:
         if not self._finalizer.alive:
-            raise RuntimeError("the pool is closed; make another RankPool")
+            raise RuntimeError("the pool is closed; create another RankPool")
         if self._ranks and not self._is_fit():
             self.kill()
         if not self._ranks:
@@ -183,7 +184,7 @@ class RankPool:
             rank.forget_output()
 
     def _is_fit(self) -> bool:
-        """Not if a rank has died, or has issued a collective, since its last case was over."""
+        """Return whether no rank has died or issued a collective since the end of the last case."""
         return all(key.fileobj is key.data.output for key, _ in self._selector.select(0))
 
     def _start(self) -> None:
@@ -198,18 +199,18 @@ class RankPool:
             match message:
                 case Listening(port):
                     for other in self._ranks:
-                        other.tell(port, clock.left_s())
+                        other.send(port, clock.left_s())
                 case Ready():
                     ready.add(rank.number)
                 case _:
-                    raise PoolBroken(f"a rank could not be brought up: {message}\n{rank.wrote()}")
+                    raise PoolBroken(f"a rank could not be started: {message}\n{rank.output_tail()}")
             if len(ready) == self.world_size:
                 break
         else:
             late = sorted(set(range(self.world_size)) - ready)
             stacks = "\n".join(_stacks([self._ranks[number] for number in late]).values())
             raise PoolBroken(
-                f"of {self.world_size} ranks {late} were not up after {self._start_s:g} s:\n{stacks}"
+                f"the ranks {late} of {self.world_size} had not started after {self._start_s:g} s:\n{stacks}"
             )
         if self._warm_up:
             self._run(self._warm_up, self._start_s)
@@ -219,7 +220,7 @@ class RankPool:
         self.traces = progress.collectives.traces
         clock = _Clock(self._start_s)
         for rank in self._ranks:
-            rank.tell(request, clock.left_s())
+            rank.send(request, clock.left_s())
         for rank, message in self._messages(clock):
             progress.take(rank.number, message)
             if isinstance(message, Failure):
@@ -236,10 +237,10 @@ class RankPool:
         return [pickle.loads(end.result) for end in done]
 
     def _messages(self, clock: _Clock) -> Iterator[tuple[RankHandle, Any]]:
-        """What the ranks say, until the clock runs out. Their output is kept flowing, so that no print blocks them."""
+        """Yield the ranks' messages until the time is over. Their output is read too, so that no print blocks."""
         while (left_s := clock.left_s()) > 0:
             for key, _ in self._selector.select(left_s):
-                for message in key.data.heard(key.fileobj, self._selector):
+                for message in key.data.read(key.fileobj, self._selector):
                     yield key.data, message
 
     def _fault(self, case: str, progress: _Progress, clock: _Clock) -> RankFault | NotProvided | LookupFailed:
@@ -249,9 +250,9 @@ class RankPool:
             case=case,
             world_size=self.world_size,
             failures=failures,
-            results={i: _shortened(end) for i, end in enumerate(progress.ends) if isinstance(end, Done)},
+            results={i: _shorten(end) for i, end in enumerate(progress.ends) if isinstance(end, Done)},
             stacks=_stacks(inside),
-            outputs={rank.number: rank.wrote() for rank in self._ranks},
+            outputs={rank.number: rank.output_tail() for rank in self._ranks},
             traces=self.traces,
         )
         if failures and not progress.has_diverged_first:
@@ -261,14 +262,16 @@ class RankPool:
             return kind(str(failures[0]), scene)
         if progress.collectives.divergence:
             return RanksDiverged(progress.collectives.divergence, scene)
-        what = "inside the case" if progress.resolved == self.world_size else "importing the case's module"
+        activity = (
+            "running the case" if progress.resolved == self.world_size else "importing the case's module"
+        )
         return RankHung(
-            f"ranks {[rank.number for rank in inside]} were still {what} after {clock.limit_s:g} s", scene
+            f"ranks {[rank.number for rank in inside]} were still {activity} after {clock.limit_s:g} s", scene
         )
 
 
 class _Clock:
-    """Time left, which may be cut short by what happens, and may begin anew until then."""
+    """The time left. It can be restarted until it is shortened."""
 
     def __init__(self, limit_s: float) -> None:
         self._is_short = False
@@ -288,7 +291,7 @@ class _Clock:
 
 
 class _Progress:
-    """How far each rank has come in a case."""
+    """Progress of all ranks in a case."""
 
     def __init__(self, world_size: int) -> None:
         self.resolved = 0
@@ -301,7 +304,10 @@ class _Progress:
 
     @property
     def has_diverged_first(self) -> bool:
-        """What ranks raise because of that may be heard before the last of what they have issued."""
+        """Whether ranks diverged before any rank failed.
+
+        The error that a divergence causes may arrive before the last collectives that the ranks issued.
+        """
         failures = (end for end in self.ends if isinstance(end, Failure))
         return self.collectives.divergence != "" and all(
             self.collectives.diverged_ns <= failure.when_ns for failure in failures
@@ -312,12 +318,12 @@ class _Progress:
             case Resolved():
                 self.resolved += 1
             case Collective():
-                self.collectives.issued(rank, message)
+                self.collectives.add(rank, message)
             case Done():
                 self.ends[rank] = message
-                self.collectives.ended(rank)
+                self.collectives.end_case(rank)
             case Failure():
-                # Its first failure is the one that tells: a rank that has raised may die while it leaves its group.
+                # The first failure of a rank counts, because a rank that raised may die while it leaves its group.
                 if not isinstance(self.ends[rank], Failure):
                     self.ends[rank] = message
             case _:
@@ -325,11 +331,11 @@ class _Progress:
 
 
 class _Pace:
-    """How long a case may take, in the light of what has happened in the same test.
+    """The time limit of a case, which depends on earlier cases of the same test.
 
-    Hypothesis shrinks a hang by running a hundred cases that hang too. Once one has been seen, a multiple of what the
-    good cases took is enough to suspect another; when the same case comes again, as the final one does, it gets its
-    full deadline, so that what is reported has hung for that long.
+    Hypothesis shrinks a hang by running about a hundred cases that hang too. After the first hang, a case that takes a
+    multiple of the usual time is suspected to hang. If the same case runs again, as the final one does, it gets its
+    full deadline, so that a reported case has hung for that long.
     """
 
     _LEAST_S = 0.3
@@ -358,13 +364,13 @@ class _Pace:
 
 
 def _end(ranks: list[RankHandle], selector: selectors.BaseSelector) -> None:
-    """Empties both in place: what finalizes a pool must not hold the pool itself."""
+    """End all ranks and clear both arguments. This is a function because a finalizer must not refer to its pool."""
     for key in list((selector.get_map() or {}).values()):
         selector.unregister(key.fileobj)
     for rank in ranks:
         rank.kill()
     while ranks:
-        ranks.pop().bury()
+        ranks.pop().join_and_close()
 
 
 def _stacks(ranks: Sequence[RankHandle]) -> dict[int, str]:
@@ -377,9 +383,9 @@ def _happened_ns(failure: Failure) -> int:
     return failure.when_ns - (_DEATH_LAG_NS if failure.exitcode is not None else 0)
 
 
-def _shortened(done: Done) -> str:
+def _shorten(done: Done) -> str:
     try:
         text = repr(pickle.loads(done.result))
     except Exception as error:
-        text = f"something that cannot be shown ({type(error).__name__}: {error})"
+        text = f"a value that cannot be shown ({type(error).__name__}: {error})"
     return text if len(text) <= _SHOWN_RESULT else f"{text[:_SHOWN_RESULT]}…"

@@ -1,4 +1,4 @@
-"""The inside of a rank: a process that runs the cases it is told to, and knows nothing of tests."""
+"""The process of a rank, which runs cases for its parent."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from conformance.ranks.channel import Channel
 from conformance.ranks.collective_traces import report_collectives
 from conformance.ranks.errors import Failure
 
-# A group outlives every deadline of the parent, which is the one to end a case that hangs.
+# Longer than every deadline of the parent, which ends cases that hang.
 _GROUP_TIMEOUT = datetime.timedelta(hours=1)
-# Groups that cases leave are kept: DTensor goes on with the first of several equal meshes. So many at once, with their
-# threads and files.
+# Limit for the groups that cases leave, which need threads and files. They are kept, because DTensor continues to use
+# the first of several equal meshes.
 MOST_GROUPS = 50
 _LOOPBACK = "127.0.0.1"
 _LONGEST_TEXT = 20_000
@@ -46,18 +46,18 @@ _LONGEST_TEXT = 20_000
 
 @dataclass(frozen=True)
 class Rank:
-    """What a case is told about the rank that it runs on. The default process group is up."""
+    """The rank that a case runs on. The default process group exists."""
 
     rank: int
     world_size: int
     device: torch.device
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """All ranks, one mesh for all cases, as a training has: DTensor remembers the first of several equal ones."""
+        """Return a mesh of all ranks, the same for all cases, because DTensor remembers the first of equal meshes."""
         return _mesh(dist.group.WORLD, self.device.type, sizes, names)
 
     def group_of_device(self) -> dist.ProcessGroup:
-        """All ranks, as a group that has no backend for the host beside the device, as with NCCL alone."""
+        """Return a group of all ranks that has a backend only for the device, as with NCCL."""
         return _group_of_device(dist.group.WORLD, self.device.type)
 
 
@@ -77,10 +77,10 @@ class RankSettings:
     world_size: int
     backend: str
     device: str
-    seed: int  # the run's
+    seed: int  # seed of the run
 
 
-# From a rank to its parent, in this order: Listening (rank 0 only), Ready; then for each case Resolved, any number of
+# A rank sends its parent, in this order: Listening (rank 0 only), Ready, and for each case Resolved, any number of
 # Collective, and either Done or Failure.
 @dataclass(frozen=True)
 class Listening:
@@ -94,13 +94,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The case's module is imported; from here on the case's deadline counts."""
+    """Message that the case's module is imported, which starts the deadline."""
 
 
 @dataclass(frozen=True)
 class Done:
     result: bytes
-    # Whether the process is fit for another case.
+    # Whether the process can run another case.
     is_clean: bool
 
 
@@ -111,8 +111,9 @@ def serve(
     stacks: Connection,
     lifeline: Connection,
 ) -> None:
-    """Life of a rank: come up, then one case after the other until it is killed or its parent is gone."""
-    os.setsid()  # so that the parent kills what the rank started along with it, and Ctrl-C is the parent's alone
+    """Start a rank, then run one case after another until the rank is killed or its parent ends."""
+    # The parent kills the session with all processes that the rank started, and only the parent gets Ctrl-C.
+    os.setsid()
     _die_with(lifeline.fileno())
     _redirect_output(output.fileno())
     faulthandler.enable()
@@ -120,28 +121,30 @@ def serve(
     channel = Channel(control)
     with contextlib.suppress(EOFError, ConnectionError):
         _come_up(settings, channel)
-        gc.freeze()  # what is imported stays: a collection, of which cases ask for some, need not look at it again
+        # Imported objects stay, so the collections that cases request need not visit them.
+        gc.freeze()
         _hooks = report_collectives(channel.send)
         while True:
             _run_case(settings, channel, channel.receive())
 
 
 def _die_with(lifeline: int) -> None:
-    """Have the kernel kill this process and its children once nobody holds the other end of the pipe `lifeline`.
+    """Make the kernel kill this process and its children once the other end of the pipe `lifeline` is closed.
 
-    A thread that waits for the end of the pipe would not do: a rank that hangs in C with Python's lock held runs none.
+    A thread that waits for the end of the pipe is not enough, because it does not run if a rank hangs in C with
+    Python's lock held.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it was gone before the kernel was asked
+    if select.select([lifeline], [], [], 0)[0]:  # closed before the request
         os._exit(1)
 
 
 def _redirect_output(output: int) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    # Line by line, so that the last words of a rank that is killed are not lost in a buffer.
+    # Line buffering, so that the last output of a killed rank is not lost in a buffer.
     sys.stdout, sys.stderr = (
         open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115 open for life
         for descriptor in (1, 2)
@@ -153,12 +156,12 @@ def _come_up(settings: RankSettings, channel: Channel) -> None:
     quieten_triton()
     seeding.set_run_seed(settings.seed)
     device = _device(settings)
-    # The group talks to itself on this machine only; gloo would look the host's own name up, which may not resolve.
+    # The group only communicates on this machine. gloo would look up the host's name, which may not resolve.
     for backend in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
     if settings.backend == "nccl" and settings.world_size > torch.cuda.device_count():
         os.environ.update(sharing_one_gpu(settings.rank))
-    # Port 0: the system chooses a free one, so two pools can never race for it.
+    # With port 0 the system chooses a free port, so two pools cannot race for it.
     store = None
     if settings.rank == 0:
         store = dist.TCPStore(_LOOPBACK, 0, settings.world_size, is_master=True, wait_for_workers=False)
@@ -205,15 +208,15 @@ def _run_case(settings: RankSettings, channel: Channel, request: bytes) -> None:
         rank = Rank(settings.rank, settings.world_size, _device(settings))
         channel.send(Resolved())
         before = _lasting_state()
-        # Equal on all ranks and before every case; what shall differ by rank must do so by the rank's number.
+        # The seed is the same on all ranks and before every case. Cases derive differences from the rank's number.
         seeding.begin(settings.rank)
         result = by_value.dumps(case(rank, **arguments))
         message = Done(result, is_clean=_lasting_state() == before)
     except BaseException as error:
-        # Reported before the group is left, so that the cause is known whatever leaving it does.
+        # Report the failure before leaving the group, which may fail too.
         channel.send(_failure(settings.rank, error))
-        # Peers in a collective see gloo's connection close and raise in their turn. Leaving an nccl group may wait
-        # for the very collectives that will never come.
+        # Peers in a collective notice that gloo's connection is closed, and raise. Leaving an nccl group may wait for
+        # collectives that will never be issued.
         if settings.backend == "gloo" and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -222,13 +225,13 @@ def _run_case(settings: RankSettings, channel: Channel, request: bytes) -> None:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
+    """Return the function that `module:function` names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
 def _lasting_state() -> tuple[Any, ...]:
-    """What a case could leave behind for the next one."""
+    """Return the state that a case could leave changed for the next case."""
     return (
         id(dist.group.WORLD),
         len(dist.distributed_c10d._world.pg_map) > MOST_GROUPS,  # pyright: ignore[reportPrivateUsage]
@@ -244,16 +247,15 @@ def _lasting_state() -> tuple[Any, ...]:
 
 
 def _failure(rank: int, error: BaseException) -> Failure:
-    # Through TracebackException, which survives an exception that cannot even be turned into text.
-    # Its first frame is ours and tells nothing.
-    seen = traceback.TracebackException(
+    # TracebackException also works if `str` of the exception raises. The first frame is this module's.
+    formatter = traceback.TracebackException(
         type(error), error, error.__traceback__ and error.__traceback__.tb_next
     )
     return Failure(
         rank=rank,
         kind=type(error).__qualname__,
-        text=str(seen)[:_LONGEST_TEXT],
-        traceback="".join(seen.format())[-_LONGEST_TEXT:],
+        text=str(formatter)[:_LONGEST_TEXT],
+        traceback="".join(formatter.format())[-_LONGEST_TEXT:],
         when_ns=time.monotonic_ns(),
         lookup=error if isinstance(error, (NotProvided, LookupFailed)) else None,
     )

@@ -1,8 +1,8 @@
-"""CPU slots that test workers share, so that their wide cases take turns on few cores.
+"""CPU slots that test workers share, so that cases with many ranks take turns on few cores.
 
-A slot is a name in the kernel's abstract socket namespace: binding it fails while somebody else holds it, and the
-kernel frees it when the holder ends, however it ends. There is no file to lock, to own or to forget. Taking turns is
-a courtesy and no lock: who has waited `patience_s` goes ahead.
+A slot is a name in the kernel's abstract socket namespace. Binding it fails while another process holds it, and the
+kernel frees it when the holder ends in any way, so there is no lock file to clean up. Slots are not a lock: a process
+that has waited `patience_s` continues without one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import time
 from collections.abc import Generator, Sequence
 
 _POLL_S = 0.002
-_RANKS_A_CORE = 2  # one rank in two waits: for its peers, or for its parent
+# About half of all ranks wait for their peers or for their parent.
+_RANKS_A_CORE = 2
 
 
 def cpu_count() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -26,26 +27,25 @@ def cpu_count() -> int:
 def cpu_slots(
     needed: int, family: str, *, capacity: int | None = None, patience_s: float = 5.0
 ) -> Generator[int]:
-    """Hold `needed` of the family's `capacity` slots (default: two a core), all of them if they are fewer.
+    """Context manager that holds `needed` slots of a family, or all if `capacity` (default: two per core) is smaller.
 
-    Yields how many are held, which is less only when patience has run out.
+    It yields the number of slots that it holds, which is smaller only after waiting for `patience_s`.
     """
     capacity = capacity or _RANKS_A_CORE * cpu_count()
     end = time.monotonic() + patience_s
-    with contextlib.ExitStack() as held:
-        # Whoever stands at the gate collects slots as they fall free, so that a wide case is never starved by narrow
-        # ones that slip past it.
+    with contextlib.ExitStack() as slots:
+        # Only the holder of the gate collects slots, so that small cases do not overtake a large one forever.
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as gate:
             _bind_one(gate, [f"{family}-gate"], end)
             count = 0
             for _ in range(min(needed, capacity)):
-                slot = held.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
+                slot = slots.enter_context(contextlib.closing(socket.socket(socket.AF_UNIX)))
                 count += _bind_one(slot, [f"{family}-{number}" for number in range(capacity)], end)
         yield count
 
 
 def _bind_one(holder: socket.socket, names: Sequence[str], end: float) -> bool:
-    """Bind to the first of `names` to be free; whether one was, by the time `end`."""
+    """Bind to the first free name and return True, or return False if none is free until the time `end`."""
     while True:
         for name in names:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Faults in a row, in random order, and what the pools have left behind after them."""
+"""Soak test: faults one after another in random order, and the resources that the pools leak."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 from conformance.ranks.errors import RankDied, RankFault, RankHung, RankRaised, RanksDiverged
 from conformance.ranks.pool import RankPool
 
-# What each case of `fault_cases` must come to; None is a good end.
+# The exception that each case of `fault_cases` must cause, or None if it must succeed.
 EXPECTED: dict[str, type[RankFault] | None] = {
     "raises": RankRaised,
     "raises_everywhere": RankRaised,
     "raises_what_has_no_text": RankRaised,
     "asks_to_exit": RankRaised,
-    "returns_what_cannot_travel": RankRaised,
+    "returns_unpicklable": RankRaised,
     "talks_and_raises": RankRaised,
     "leaves_a_process": RankRaised,
     "runs_out_of_memory": RankRaised,
@@ -35,7 +35,7 @@ EXPECTED: dict[str, type[RankFault] | None] = {
     "sleeps": RankHung,
     "holds_pythons_lock": RankHung,
     "is_stopped": RankHung,
-    "waits_for_nobody": RankHung,
+    "receives_without_sender": RankHung,
     "skips_a_collective": RanksDiverged,
     "mismatched_size": RanksDiverged,
     "mismatched_collective": RanksDiverged,
@@ -48,9 +48,9 @@ EXPECTED: dict[str, type[RankFault] | None] = {
 HANG_S = 0.5
 _GOOD_S = 30.0
 _SETTLE_S = 10.0
-# Every process that this one starts, and theirs, carry it in their environment, wherever their parents have gone.
+# Environment variable of every process that this process starts, directly or not, even if its parent has ended.
 _MARK = "TANDEM_SOAK"
-_LISTENING = "0A"  # as /proc/net/tcp writes it
+_LISTENING = "0A"  # state in /proc/net/tcp
 
 
 def deadline_s(fault: str) -> float:
@@ -81,21 +81,21 @@ class Census:
         )
 
     def leaks_since(self, before: Census) -> dict[str, Any]:
-        found = {
+        leaks = {
             "processes": max(0, self.processes - before.processes),
             "open_files": max(0, self.open_files - before.open_files),
             "ports": max(0, self.ports - before.ports),
             "shared_memory": sorted(self.shared_memory - before.shared_memory),
             "temporary": sorted(self.temporary - before.temporary),
         }
-        return {name: leak for name, leak in found.items() if leak}
+        return {name: leak for name, leak in leaks.items() if leak}
 
     def counts(self) -> dict[str, int]:
         return {name: value if isinstance(value, int) else len(value) for name, value in vars(self).items()}
 
 
 def _listening() -> set[str]:
-    """The sockets, by inode, on which somebody of this machine waits for TCP connections."""
+    """Return the inodes of all sockets of this machine that listen for TCP connections."""
     rows = [line.split() for kind in ("tcp", "tcp6") for line in _lines(Path("/proc/net") / kind)[1:]]
     return {row[9] for row in rows if row[3] == _LISTENING}
 
@@ -105,34 +105,34 @@ def _lines(file: Path) -> list[str]:
 
 
 def _sockets(pid: int) -> list[str]:
-    found: list[str] = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    inodes: list[str] = []
+    with contextlib.suppress(OSError):  # a process that has ended
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 kind, _, inode = os.readlink(descriptor).partition(":")
-                found += [inode.strip("[]")] if kind == "socket" else []
-    return found
+                inodes += [inode.strip("[]")] if kind == "socket" else []
+    return inodes
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Process ids of all that were started with the setting `mark` (NAME=value) in their environment."""
-    found: list[int] = []
+    """Return the ids of all processes whose environment had `mark` (NAME=value) when they started."""
+    ids: list[int] = []
     for directory in Path("/proc").iterdir():
         try:
             if directory.name.isdigit() and mark.encode() in (directory / "environ").read_bytes().split(
                 b"\0"
             ):
-                found.append(int(directory.name))
-        except OSError:  # it has ended, or is another user's
+                ids.append(int(directory.name))
+        except OSError:  # a process that has ended, or of another user
             continue
-    return found
+    return ids
 
 
 @dataclass
 class Figures:
     faults: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
-    # Faults that did not come to what they should have, and good cases after a fault that failed.
+    # Faults with another end than expected, and good cases that failed after a fault.
     surprises: list[str] = field(default_factory=list)
     starts: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -157,7 +157,7 @@ def soak(
     seed: int,
     progress: Callable[[int, str], None] = lambda done, name: None,
 ) -> Figures:
-    """Throw `faults` faults at one pool for each world size, each followed by a case that must be right."""
+    """Run `faults` faults on one pool for each world size. Run a case that must succeed after each fault."""
     os.environ[_MARK] = uuid.uuid4().hex
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     figures = Figures()
@@ -176,17 +176,18 @@ def soak(
         figures.leaks_between = _leaks_after_settling(warm)
         figures.after_faults = Census.take().counts()
         figures.starts = sum(pool.starts for pool in pools)
-        gone = replace(warm, processes=warm.processes - sum(world_sizes), ports=0)  # the ranks held them all
-    figures.leaks_at_the_end = _leaks_after_settling(gone)
+        # The ranks are ended now. Only they held ports.
+        expected = replace(warm, processes=warm.processes - sum(world_sizes), ports=0)
+    figures.leaks_at_the_end = _leaks_after_settling(expected)
     figures.at_the_end = Census.take().counts()
     return figures
 
 
 def _take_own_temporary_folder() -> None:
-    """So that what is found there is nobody else's. It goes when this process ends."""
+    """Use a new temporary folder, in which only this process has files. It is removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="soak-")
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    # After the folder that multiprocessing has made in it, which goes at -100.
+    # multiprocessing removes its folder inside with priority -100, which is earlier.
     Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
@@ -227,7 +228,7 @@ def _throw(pool: RankPool, fault: str, where: int, figures: Figures) -> None:
 
 
 def _wait_for_a_death(pool: RankPool) -> None:
-    """Else it would strike the case after the next, which cannot know whose fault it was."""
+    """Wait until a rank has ended. Otherwise the death could count as a failure of a later case."""
     end = time.monotonic() + _SETTLE_S
     while all(Path(f"/proc/{pid}").exists() for pid in pool.process_ids()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -245,7 +246,7 @@ def _check_health(pool: RankPool, figures: Figures) -> None:
 
 
 def _leaks_after_settling(before: Census) -> dict[str, Any]:
-    """Whatever is still there after a while; a killed process takes its moment to go."""
+    """Return the leaks since `before`. Wait for a while, because a killed process needs time to end."""
     end = time.monotonic() + _SETTLE_S
     while (leaks := Census.take().leaks_since(before)) and time.monotonic() < end:
         time.sleep(0.05)

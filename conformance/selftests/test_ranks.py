@@ -85,7 +85,7 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
 
 def test_arguments_and_results_of_any_length_travel(pair: RankPool) -> None:
     what = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
-    for actual in pair.run(f"{CASES}:echo", what=what):
+    for actual in pair.run(f"{CASES}:echo", value=what):
         assert torch.equal(actual.pop("large"), what["large"])
         assert actual == {"small": 1, "text": what["text"]}
 
@@ -114,7 +114,7 @@ def test_good_cases_use_nothing_up(pair: RankPool) -> None:
 def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
     with RankPool(2, warm_up=(f"{CASES}:remember", {"what": 5})) as pool:
         assert pool.run(f"{CASES}:recall") == [[5], [5]]
-        pool.run(f"{CASES}:remember", what=6)
+        pool.run(f"{CASES}:remember", value=6)
         assert pool.run(f"{CASES}:recall") == [[5, 6], [5, 6]]
         pool.kill()
         assert pool.run(f"{CASES}:recall") == [[5], [5]]

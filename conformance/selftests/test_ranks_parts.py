@@ -54,9 +54,9 @@ def played(
     while going:
         rank = order.draw(st.sampled_from(going))
         if left[rank]:
-            traces.issued(rank, left[rank].pop(0))
+            traces.add(rank, left[rank].pop(0))
         else:
-            traces.ended(rank)
+            traces.end_case(rank)
             going.remove(rank)
     return traces
 
@@ -104,13 +104,13 @@ def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
     sender.start()
     actual: list[bytes] = []
     while len(actual) < len(messages):
-        arrived, is_open = other.arrived()
+        arrived, is_open = other.receive_available()
         assert is_open
         actual += arrived
     sender.join()
     one.close()
     assert actual == messages
-    assert other.arrived() == ([], False)
+    assert other.receive_available() == ([], False)
     other.close()
 
 
@@ -231,10 +231,10 @@ def test_a_slot_is_waited_for_and_falls_free_with_its_holder() -> None:
 BROUGHT = """
 import importlib, sys
 from pathlib import Path
-from conformance.ranks.handle import _OF_CASES
+from conformance.ranks.handle import _CASE_MODULES
 
 names = [".".join(path.with_suffix("").parts) for path in sorted(Path("conformance").rglob("*cases.py"))]
-for name in filter(_OF_CASES.fullmatch, names):
+for name in filter(_CASE_MODULES.fullmatch, names):
     if not name.startswith("conformance.selftests."):  # which judge no subject
         importlib.import_module(name)
 print([name for name in sys.modules if name.split(".")[0] == "impl"])

@@ -96,7 +96,7 @@ def tolerance_of(gradients: Sequence[PlacedGradient], order: float = 2.0) -> Tol
 def norm_of_the_unsharded(outcome: Outcome) -> torch.Tensor:
     assert outcome.raised is None, outcome.raised
     assert isinstance(outcome.value, dict), f"the norm of DTensors is no DTensor: {outcome.value!r}"
-    return outcome.value["whole"].values
+    return outcome.value["full"].values
 
 
 def unsharded_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
