@@ -246,4 +246,4 @@ def test_any_device_that_the_file_brings_can_be_asked_for(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     reported = trial.import_in_subprocess("on_theirs", "cpu,theirs,gpu").bad_input
     [slip] = [sentence for sentence in reported if sentence.startswith("--device")]
-    assert "'gpu', which torch does not know; expected cpu, cuda or another type" in slip
+    assert "'gpu', which torch does not know; expected cpu, cuda or another device type" in slip

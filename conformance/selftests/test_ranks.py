@@ -112,7 +112,7 @@ def test_good_cases_use_nothing_up(pair: RankPool) -> None:
 
 
 def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
-    with RankPool(2, warm_up=(f"{CASES}:remember", {"what": 5})) as pool:
+    with RankPool(2, warm_up=(f"{CASES}:remember", {"value": 5})) as pool:
         assert pool.run(f"{CASES}:recall") == [[5], [5]]
         pool.run(f"{CASES}:remember", value=6)
         assert pool.run(f"{CASES}:recall") == [[5, 6], [5, 6]]
