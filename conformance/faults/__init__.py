@@ -1,23 +1,22 @@
-"""Faults: subjects that are right but for one thing, each of which must turn the unmodified suite red.
+"""Faults: correct subjects with one injected bug each, which the unmodified suite must detect.
 
-    python -m conformance.faults                 every fault, injected into impl; prints and writes the kill matrix
-    python -m conformance.faults --clauses       then whether each clause that was first to none can catch one
-    python -m conformance.faults --subject torch the same faults, injected into torch
-    python -m conformance.faults --list          the faults by name
-    python -m conformance.faults --only scale    those whose name holds a word
-    python -m conformance.faults --resume        those that an earlier run of the same commit was stopped before
-    python -m conformance.faults --remember      and note what killed each in killers.json, for later runs
+    python -m conformance.faults                 inject every fault into impl; print and write the kill matrix
+    python -m conformance.faults --clauses       also find a fault for each clause that was the first to kill none
+    python -m conformance.faults --subject torch inject the faults into torch
+    python -m conformance.faults --list          list the faults
+    python -m conformance.faults --only scale    only faults whose name contains a word
+    python -m conformance.faults --resume        only faults that a stopped run of the same commit did not judge
+    python -m conformance.faults --remember      also record the killing tests in killers.json, for later runs
 
-Two kinds, both named after a `+` in a subject's spec (`impl+ignore:amp.GradScaler(init_scale)`):
+There are two types of faults, both named after a `+` in a subject's spec (`impl+ignore:amp.GradScaler(init_scale)`):
     generated  one for each parameter, method and getter of the public surface (`generated.py`)
-    handmade   one for each bug that a real implementation once had (`handmade/`, at torch's paths); and for each
-               of ours that no operator of `conformance.mutation` makes, such as one on one rank
+    handmade   one for each bug that a real implementation once had (`handmade/`, at torch's paths), and for each bug
+               of ours that no operator of `conformance.mutation` makes, such as a bug on one rank
 
-The kill matrix goes to `report/kills.json`, where the next `ci/gate` finds it and draws it into its report. Ctrl-C ends
-the command within seconds; what is known by then is written, marked as incomplete.
+The kill matrix is written to `report/kills.json`, and the next `ci/gate` includes it in its report. Ctrl-C ends the
+command within seconds and writes what is known until then, marked as incomplete.
 
-A worker collects the suite once; each fault is then judged in a fork of it. A fault counts as killed by the first test
-that fails, and only if that test is green without the fault. Nothing tells the tests what was injected: only their
-order follows, from the name that is broken and from what has killed it before, in the matrix at `--out` or else as
-`killers.json` has it.
+A worker collects the suite once, and each fault is judged in a fork of it. A fault is killed by the first test that
+fails, and only if that test passes without the fault. The tests do not know what was injected. Only their order depends
+on the broken name and on what killed the fault before, according to the matrix at `--out` or else `killers.json`.
 """

@@ -1,4 +1,4 @@
-"""What earlier runs found out, with which a later one begins: `killers.json` and the matrix that lies at `--out`."""
+"""Results of earlier runs that speed up a later one: `killers.json` and the kill matrix at `--out`."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from conformance.faults.trials import fault_ids
 from conformance.judge.clauses import HERE
 
 _FILE = Path(__file__).parent / "killers.json"
-_LONG_S = 5.0  # a fault that is killed sooner needs no memory: the order of the tests finds its killer
+_LONG_S = 5.0  # limit below which the usual order finds the killer
 
 
 @dataclass(frozen=True)
 class EarlierKills:
-    """Of whatever commit and subject it is: what kills no longer costs its own time alone."""
+    """Earlier kills of any commit and subject. An outdated entry only costs the time of its test."""
 
-    faults: dict[str, str]  # by fault the test that killed it
-    clauses: dict[str, str] = field(default_factory=dict)  # by clause a fault that its tests have killed
+    faults: dict[str, str]  # test that killed each fault
+    clauses: dict[str, str] = field(default_factory=dict)  # a fault that each clause has killed
 
 
-def known(out: Path) -> EarlierKills:
-    """What `remember` noted, and what the matrix at `out` says, which knows better."""
+def load_earlier_kills(out: Path) -> EarlierKills:
+    """Return the kills of `killers.json` and of the matrix at `out`, which takes precedence."""
     try:
         kills = Kills.of(read_kills(out))
     except ValueError:
-        return EarlierKills(noted())
+        return EarlierKills(read_killers())
     clauses = {row.clause: row.kills for row in kills.idle or [] if row.kills}
-    return EarlierKills(noted() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses)
+    return EarlierKills(
+        read_killers() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses
+    )
 
 
 def remember(kills: Kills) -> None:
-    """Note what took long to be killed; a fault that survived keeps the killer that it had, if it is there."""
-    before = noted()
+    """Record the tests that killed slow faults. A fault that survived keeps its recorded killer, if that exists."""
+    before = read_killers()
     long = {kill.fault for kill in kills.kills if kill.seconds > _LONG_S} | before.keys()
     now = {kill.fault: kill.nodeid for kill in kills.kills if kill.killed and kill.fault in long}
     faults_of: dict[str, list[str]] = {}
-    for fault, test in sorted(still_there(before | now).items()):
+    for fault, test in sorted(without_removed(before | now).items()):
         faults_of.setdefault(test, []).append(fault)
     lines = (f"{json.dumps(test)}: {json.dumps(faults)}" for test, faults in sorted(faults_of.items()))
     _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def still_there(killers: dict[str, str]) -> dict[str, str]:
-    """Without the faults and the tests that are gone."""
+def without_removed(killers: dict[str, str]) -> dict[str, str]:
+    """Return `killers` without faults and tests that do not exist any more."""
     faults = set(fault_ids())
     return {name: test for name, test in killers.items() if name in faults and _is_test(test)}
 
 
 def _is_test(nodeid: str) -> bool:
     file, _, function = nodeid.partition("[")[0].partition("::")
-    found = HERE.parent / file
-    return found.is_file() and f"def {function}(" in found.read_text(encoding="utf-8")
+    path = HERE.parent / file
+    return path.is_file() and f"def {function}(" in path.read_text(encoding="utf-8")
 
 
-def noted() -> dict[str, str]:
-    """By fault the test that killed it, as `remember` has noted."""
+def read_killers() -> dict[str, str]:
+    """Return the test that killed each fault, from `killers.json`."""
     rows = json.loads(_FILE.read_text(encoding="utf-8"))
     return {fault: test for test, faults in rows.items() for fault in faults}

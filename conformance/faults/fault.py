@@ -1,10 +1,10 @@
-"""What a fault is, how one enters the catalogue, and the frame that puts it in place.
+"""Definition and registration of faults, and the wrappers that inject them.
 
-A fault must work on any subject that mirrors torch, so it uses public names and the hooks that torch documents or
+A fault must work on any subject that has torch's paths, so it uses public names and the hooks that torch documents or
 that other libraries override.
 
-Frames are transparent: a call whose arguments the original would not take goes to the original, in whose words it is
-refused. Otherwise each fault would be found by the name of its Python function in a TypeError.
+Wrappers are transparent: a call with arguments that the original does not take is passed to the original, which raises
+its own TypeError. Otherwise each fault would be detected by the name of its Python function in the error.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Makes the broken class or function out of the original one.
+# A function that makes the broken class or function from the original.
 Make = Callable[[Any], Any]
-# Is called in the original's place: `fault(original, *args, **kwargs)`.
+# A function that is called instead of the original, as `fault(original, *args, **kwargs)`.
 Substitute = Callable[..., Any]
 
 
@@ -26,48 +26,50 @@ class Fault:
     id: str
     breaks: str  # the public name whose implementation is replaced
     make: Make
-    says: str = ""  # what is wrong with it
-    thread: str = ""  # where the public can read about it, or "own" for one of ours
-    part: str = ""  # the surface item inside `breaks` that it is about, if it is about one
-    on_ranks: bool = False  # whether it shows between ranks alone
-    wants: str = ""  # a method that torch has not, without which nothing can be broken
+    says: str = ""  # description of the bug
+    thread: str = ""  # public report of the bug, or "own"
+    part: str = ""  # the broken surface item, if it is inside `breaks`
+    on_ranks: bool = False  # whether only several ranks show it
+    wants: str = ""  # a method beyond torch that the fault needs
 
     @property
     def about(self) -> str:
         return self.part or self.breaks
 
 
-ENTERED: dict[str, Fault] = {}
+REGISTERED: dict[str, Fault] = {}
 
 
 def register_fault(
     fault_id: str, breaks: str, *, says: str, thread: str = "own", **more: Any
 ) -> Callable[[Make], Make]:
-    """Enter a maker of a broken class or function into the catalogue; `more` are other fields of `Fault`."""
+    """Return a decorator that registers a function as a fault. `more` are other fields of `Fault`.
 
-    def enter(make: Make) -> Make:
-        if fault_id in ENTERED:
-            raise ValueError(
-                f"two faults are called {fault_id}; an id names one, in whichever file it stands"
-            )
-        ENTERED[fault_id] = Fault(fault_id, breaks, make, says, thread, **more)
+    Raises:
+        ValueError: another fault has the id.
+    """
+
+    def register(make: Make) -> Make:
+        if fault_id in REGISTERED:
+            raise ValueError(f"two faults have the id {fault_id}; expected unique ids in all files")
+        REGISTERED[fault_id] = Fault(fault_id, breaks, make, says, thread, **more)
         return make
 
-    return enter
+    return register
 
 
 def in_function(fault: Substitute) -> Make:
-    """The function with `fault` in its place."""
-    return lambda original: _framed(original, fault)
+    """Return a maker that replaces a function by `fault`."""
+    return lambda original: _wrap(original, fault)
 
 
 def in_method(method: str, fault: Substitute) -> Make:
-    """The class with `fault` in the place of one of its methods."""
-    return lambda original: subclass(original, {method: _framed(getattr(original, method), fault)})
+    """Return a maker that replaces a method of a class by `fault`."""
+    return lambda original: subclass(original, {method: _wrap(getattr(original, method), fault)})
 
 
 def by_name(fault: Callable[[Any, Any, dict[str, Any]], Any]) -> Substitute:
-    """`fault(original, self, arguments)`, which finds all that the method is given by name, with its defaults."""
+    """Adapt `fault(original, self, arguments)`, which gets all arguments of a method by name, defaults included."""
 
     def substitute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
@@ -79,14 +81,14 @@ def by_name(fault: Callable[[Any, Any, dict[str, Any]], Any]) -> Substitute:
 
 
 def in_methods(faults: Mapping[str, Substitute]) -> Make:
-    """The class with faults in the places of several of its methods."""
+    """Return a maker that replaces several methods of a class by faults."""
     return lambda original: subclass(
-        original, {name: _framed(getattr(original, name), fault) for name, fault in faults.items()}
+        original, {name: _wrap(getattr(original, name), fault) for name, fault in faults.items()}
     )
 
 
 def subclass(original: type, members: Mapping[str, Any]) -> type:
-    """A subclass under the original's own name, by which a pickle finds it; what is static there is static here."""
+    """Return a subclass with other members. It has the original's name, for pickling, and keeps methods static."""
     place = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     static = {
         name for name in members if isinstance(inspect.getattr_static(original, name, None), staticmethod)
@@ -95,15 +97,15 @@ def subclass(original: type, members: Mapping[str, Any]) -> type:
     return type(original.__name__, (original,), {**place, **own})
 
 
-def _framed(original: Callable[..., Any], fault: Substitute) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any], fault: Substitute) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def framed(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
             return original(*args, **kwargs)
         return fault(original, *args, **kwargs)
 
-    return framed
+    return wrapper

@@ -1,10 +1,9 @@
-"""Faults generated from the surface: each public parameter ignored, each method a no-op, each getter frozen.
+"""Faults generated from the surface: parameters that are ignored, methods that do nothing, getters that are frozen.
 
-ignore:amp.GradScaler(init_scale)   an optional argument never arrives; a required one sticks at the first
-                                    value it ever got
+ignore:amp.GradScaler(init_scale)   an optional argument is dropped; a required one keeps its first value
 skip:amp.GradScaler.update          the method or function does nothing and returns None
-freeze:amp.GradScaler.get_scale     the getter returns for ever what it returned after construction
-lack:amp.grad_scaler.OptState       an enumeration has lost its last member
+freeze:amp.GradScaler.get_scale     the getter always returns its value after construction
+lack:amp.grad_scaler.OptState       an enumeration lacks its last member
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from conformance.faults.fault import Fault, subclass
 from conformance.judge import surface
 
 _MISSING = object()
-_ASKED_LIKE_ANY = "taken so that it can be called like any wrap policy"
+_POLICY_SIGNATURE = "part of the signature of wrap policies"
 _FULLY_SHARD, _MODULE = "distributed.fsdp.fully_shard", "distributed.fsdp.FSDPModule"
-_OF_SHARDED = (_MODULE, "distributed.fsdp.UnshardHandle")  # made by fully_shard, never by who uses them
-_OF_ACCELERATORS = "where memory lies, and how much of it, which shows on accelerators"
-# What does what it does between ranks.
+_OF_SHARDED = (_MODULE, "distributed.fsdp.UnshardHandle")  # classes of objects that fully_shard makes
+_OF_ACCELERATORS = "place and amount of memory, which only accelerators show"
+# Names whose effect only several ranks show.
 _ON_RANKS = (
     "distributed.fsdp.FullyShardedDataParallel",
     "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
@@ -35,18 +34,18 @@ _ON_RANKS = (
     "distributed.fsdp.register_fsdp_forward_method",
     "distributed.fsdp.share_comm_ctx",
 )
-# Parameters, or items that are parameters of one callable: nothing an implementation does may depend on these.
+# Parameters by name, or by callable and name, that must have no effect on an implementation, with the reason.
 WITHOUT_EFFECT = {
     "exc_type": "part of the context manager protocol",
     "exc_val": "part of the context manager protocol",
     "exc_tb": "part of the context manager protocol",
-    "distributed.fsdp.wrap.always_wrap_policy(args)": _ASKED_LIKE_ANY,
-    "distributed.fsdp.wrap.always_wrap_policy(kwargs)": _ASKED_LIKE_ANY,
-    "distributed.fsdp.wrap.lambda_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
-    "distributed.fsdp.wrap.transformer_auto_wrap_policy(nonwrapped_numel)": _ASKED_LIKE_ANY,
-    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(args)": _ASKED_LIKE_ANY,
-    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(kwargs)": _ASKED_LIKE_ANY,
-    "distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms(enable)": "False obliges to nothing",
+    "distributed.fsdp.wrap.always_wrap_policy(args)": _POLICY_SIGNATURE,
+    "distributed.fsdp.wrap.always_wrap_policy(kwargs)": _POLICY_SIGNATURE,
+    "distributed.fsdp.wrap.lambda_auto_wrap_policy(nonwrapped_numel)": _POLICY_SIGNATURE,
+    "distributed.fsdp.wrap.transformer_auto_wrap_policy(nonwrapped_numel)": _POLICY_SIGNATURE,
+    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(args)": _POLICY_SIGNATURE,
+    "distributed.fsdp.wrap.ModuleWrapPolicy.__call__(kwargs)": _POLICY_SIGNATURE,
+    "distributed.fsdp.FSDPModule.set_force_sum_reduction_for_comms(enable)": "False requires nothing",
     "distributed.fsdp.FSDPModule.set_reduce_scatter_max_input_buffers(recurse)": _OF_ACCELERATORS,
     "distributed.fsdp.FSDPModule.set_allocate_memory_from_process_group_for_comm(enable)": _OF_ACCELERATORS,
     "distributed.fsdp.FSDPModule.set_symm_mem_for_comm(backend)": _OF_ACCELERATORS,
@@ -59,23 +58,23 @@ def has_effect(item: surface.SurfaceItem) -> bool:
 
 @functools.cache
 def fault_ids() -> Mapping[str, surface.SurfaceItem]:
-    """Every generated fault, and the surface item it breaks."""
-    found: dict[str, surface.SurfaceItem] = {}
+    """Return the ids of all generated faults, with the surface items that they break."""
+    faults: dict[str, surface.SurfaceItem] = {}
     for item in surface.items():
         value = surface.resolve(item.path)
         if item.parameter:
             if has_effect(item):
-                found[f"ignore:{item}"] = item
+                faults[f"ignore:{item}"] = item
         elif item.method:
-            found[f"skip:{item}"] = item
+            faults[f"skip:{item}"] = item
             if _is_getter(getattr(value, item.method)):
-                found[f"freeze:{item}"] = item
+                faults[f"freeze:{item}"] = item
         elif inspect.isclass(value):
             if issubclass(value, enum.Enum):
-                found[f"lack:{item}"] = item
+                faults[f"lack:{item}"] = item
         else:
-            found[f"skip:{item}"] = item
-    return found
+            faults[f"skip:{item}"] = item
+    return faults
 
 
 def find(fault_id: str) -> Fault:
@@ -83,13 +82,13 @@ def find(fault_id: str) -> Fault:
         item = fault_ids()[fault_id]
     except KeyError:
         raise LookupError(
-            f"no fault is called {fault_id!r}; see `python -m conformance.faults --list`"
+            f"there is no fault {fault_id!r}; `python -m conformance.faults --list` lists all"
         ) from None
     kind = fault_id.partition(":")[0]
     make = functools.partial(_MAKERS[kind], item=item)
     breaks = item.path
     if item.path in _OF_SHARDED:
-        breaks, make = _FULLY_SHARD, functools.partial(_in_what_is_made, kind=kind, item=item)
+        breaks, make = _FULLY_SHARD, functools.partial(_breaking_result, kind=kind, item=item)
     return Fault(fault_id, breaks, make, part=str(item), on_ranks=item.path in _ON_RANKS)
 
 
@@ -126,7 +125,7 @@ def _without(function: Callable[..., Any], parameter: str) -> Callable[..., Any]
             else:
                 first = bound.arguments[parameter] if first is _MISSING else first
                 bound.arguments[parameter] = first
-        # By keyword where possible: an argument left out must not move the later ones forward.
+        # Arguments are passed by keyword if possible, so that a dropped one does not shift the others.
         return function(*_positional(signature, bound), **_by_keyword(signature, bound))
 
     return ignoring
@@ -135,27 +134,27 @@ def _without(function: Callable[..., Any], parameter: str) -> Callable[..., Any]
 def _positional(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[Any]:
     names = list(signature.parameters)
     kinds = signature.parameters
-    given: list[Any] = []
+    values: list[Any] = []
     for name in names:
         if kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            given.extend(bound.arguments.get(name, ()))
+            values.extend(bound.arguments.get(name, ()))
         elif kinds[name].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or name not in bound.arguments:
             break
         else:
-            given.append(bound.arguments[name])
-    return given
+            values.append(bound.arguments[name])
+    return values
 
 
 def _by_keyword(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     left_out = False
     for name, parameter in signature.parameters.items():
         left_out |= parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in bound.arguments
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= bound.arguments.get(name, {})
+            values |= bound.arguments.get(name, {})
         elif name in bound.arguments and (left_out or parameter.kind is inspect.Parameter.KEYWORD_ONLY):
-            given[name] = bound.arguments[name]
-    return given
+            values[name] = bound.arguments[name]
+    return values
 
 
 def _skipping(original: Any, item: surface.SurfaceItem) -> Any:
@@ -167,19 +166,19 @@ def _skipping(original: Any, item: surface.SurfaceItem) -> Any:
     return skipped
 
 
-def _in_what_is_made(fully_shard: Any, kind: str, item: surface.SurfaceItem) -> Any:
-    """With a fault in a method of the modules that are made, or of the handles that those give.
+def _breaking_result(fully_shard: Any, kind: str, item: surface.SurfaceItem) -> Any:
+    """Return `fully_shard` with a fault in a method of the modules that it returns, or of their handles.
 
-    It stands in the objects themselves: their classes are those of torch's modules too.
+    The fault is in the objects, because their classes are also those of torch's modules.
     """
 
     @functools.cache
     def broken(function: Any) -> Any:
         if kind == "ignore":
             return _without(function, item.parameter)
-        return _handing_over if item.path != _MODULE else lambda *args, **kwargs: None
+        return _break_handle if item.path != _MODULE else lambda *args, **kwargs: None
 
-    def _handing_over(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def _break_handle(module: Any, *args: Any, **kwargs: Any) -> Any:
         handle = type(module).unshard(module, *args, **kwargs)
         if handle is not None:
             handle.wait = lambda: None
@@ -189,10 +188,10 @@ def _in_what_is_made(fully_shard: Any, kind: str, item: surface.SurfaceItem) -> 
 
     @functools.wraps(fully_shard)
     def sharding(module: Any, *args: Any, **kwargs: Any) -> Any:
-        made = fully_shard(module, *args, **kwargs)
-        for one in made if isinstance(made, (list, tuple)) else [made]:
-            vars(one)[method] = types.MethodType(broken(getattr(type(one), method)), one)
-        return made
+        result = fully_shard(module, *args, **kwargs)
+        for sharded in result if isinstance(result, (list, tuple)) else [result]:
+            vars(sharded)[method] = types.MethodType(broken(getattr(type(sharded), method)), sharded)
+        return result
 
     return sharding
 
@@ -200,7 +199,7 @@ def _in_what_is_made(fully_shard: Any, kind: str, item: surface.SurfaceItem) -> 
 def _freezing(original: Any, item: surface.SurfaceItem) -> Any:
     def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
         original.__init__(self, *args, **kwargs)
-        # One that is switched off may have nothing to answer: that is no part of the fault.
+        # The getter of a disabled object may raise, which is not part of the fault.
         with contextlib.suppress(AttributeError):
             self._frozen_getter = getattr(original, item.method)(self)
 

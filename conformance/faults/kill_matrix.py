@@ -1,4 +1,4 @@
-"""The kill matrix: what the suite made of each fault, as it is written to a file."""
+"""The kill matrix: the result of the suite for each fault, and its file format."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kill:
-    """What the suite made of one fault."""
+    """The result of the suite for one fault."""
 
     fault: str
     killed: bool
-    clause: str  # the clause whose test was the first to be red; empty if none was
+    clause: str  # clause of the first red test, or empty
     nodeid: str
     how: str  # failed, hang, crash, stale
     seconds: float
@@ -24,20 +24,20 @@ class Kill:
 
     @property
     def is_due(self) -> bool:
-        """Killed, or excused: a reason for a fault that is killed is stale."""
+        """Whether the fault was killed or has a reason to survive, but not both, because such a reason is stale."""
         return self.killed != bool(self.why)
 
 
 @dataclass(frozen=True)
 class IdleClause:
-    """A clause that was the first to catch nothing, and whether it can catch anything."""
+    """A clause that was the first to kill no fault, and a fault that it kills on its own, if there is one."""
 
     clause: str
-    tried: int  # faults
-    kills: str = ""  # the first of them that its tests alone have killed
+    tried: int  # number of faults
+    kills: str = ""  # the first fault that its own tests killed
     nodeid: str = ""
     why: str = ""  # the reason in `idle_clauses.toml`
-    asked: bool = True  # whether any of its tests could run
+    could_run: bool = True  # whether any of its tests could run
 
     @property
     def is_due(self) -> bool:
@@ -47,18 +47,18 @@ class IdleClause:
 @dataclass
 class Kills:
     subject: str
-    commit: str  # of the suite, and of impl
+    commit: str  # commit of the suite and of impl
     began: str
     seconds: float = 0.0
-    complete: bool = False  # otherwise it was stopped
+    complete: bool = False  # False if the run was stopped
     kills: list[Kill] = field(default_factory=list)
-    idle: list[IdleClause] | None = None  # None if nobody asked
+    idle: list[IdleClause] | None = None  # present if requested
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> Kills:
-        """What `read_kills` has read."""
-        idle = found["idle"] and [IdleClause(**row) for row in found["idle"]]
-        return cls(**found | {"kills": [Kill(**row) for row in found["kills"]], "idle": idle})
+    def of(cls, fields: dict[str, Any]) -> Kills:
+        """Return the kill matrix that `read_kills` has read."""
+        idle = fields["idle"] and [IdleClause(**row) for row in fields["idle"]]
+        return cls(**fields | {"kills": [Kill(**row) for row in fields["kills"]], "idle": idle})
 
 
 def write_kills(file: Path, kills: Kills) -> None:
@@ -67,14 +67,14 @@ def write_kills(file: Path, kills: Kills) -> None:
 
 
 def read_kills(file: Path) -> dict[str, Any]:
-    """A kill matrix as `write_kills` leaves it, for a report.
+    """Read a kill matrix that `write_kills` has written, for a report.
 
     Raises:
-        ValueError: the file is not there, or is something else.
+        ValueError: the file does not exist or is not a kill matrix.
     """
     try:
         return asdict(Kills.of(json.loads(file.read_text(encoding="utf-8"))))
     except OSError as error:
         raise ValueError(f"there is no kill matrix at {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} is no kill matrix; python -m conformance.faults writes one") from None
+        raise ValueError(f"{file} is not a kill matrix; python -m conformance.faults writes one") from None

@@ -1,4 +1,4 @@
-"""Which tests run on a fault, and in what order: the nearest to it first, and the quick ones before the slow."""
+"""Selection and order of the tests for a fault: fast tests first, and among them the nearest to the fault."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from conformance.judge.clauses import all_clauses, clause_of
 
 @dataclass(frozen=True)
 class Task:
-    spec: str  # the subject, with the fault in it
-    clauses: frozenset[str]  # whose tests run, until one of them is red
-    about: str = ""  # the surface item that the fault is about: the tests nearest to it come first
-    on_ranks: bool = False  # whether it shows between ranks alone: the tests that start them come first
-    first: str = ""  # the node id of a test that runs before these, of whatever clause it is
-    tests: tuple[str, ...] = ()  # node ids: these and no others, in this order
-    may_be_empty: bool = False  # whether it is right that no test is of these clauses, in this profile
+    """A subject to judge until a test is red, with the tests and their order."""
+
+    spec: str  # the subject with its fault
+    clauses: frozenset[str]  # the clauses to test
+    about: str = ""  # the broken surface item, whose nearest tests come first
+    on_ranks: bool = False  # whether tests with several ranks come first
+    first: str = ""  # node id of a test to begin with, of any clause
+    tests: tuple[str, ...] = ()  # node ids of the only tests, in order
+    may_be_empty: bool = False  # whether the clauses may have no test in this profile
 
 
-def in_order(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:
-    """The task's tests, by what they cost and by how near they are to what the fault is about."""
+def ordered_tests(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:
+    """Return the task's tests, ordered by cost and by distance to the broken surface item."""
     if task.tests:
         places = {nodeid: place for place, nodeid in enumerate(task.tests)}
         return sorted((item for item in items if item.nodeid in places), key=lambda item: places[item.nodeid])
@@ -41,7 +43,7 @@ def in_order(items: Sequence[pytest.Item], task: Task) -> list[pytest.Item]:
 
 
 def cost(item: pytest.Item) -> int:
-    """0 for a test of one example, 1 for many, 2 for sequences of calls, 3 for ranks, 4 for whole libraries on them."""
+    """Return a test's cost: 0 one example, 1 many, 2 sequences of calls, 3 ranks, 4 client libraries on ranks."""
     assert isinstance(item, pytest.Function)
     function = item.function
     if "sides" in getattr(item, "fixturenames", ()):
@@ -63,7 +65,7 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 
 def spans_ranks(item: pytest.Item) -> bool:
-    """Whether it starts more of them than one."""
+    """Return whether the test starts more than one rank."""
     parameters = (
         item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     )
@@ -71,9 +73,10 @@ def spans_ranks(item: pytest.Item) -> bool:
 
 
 def distance(clause_id: str, about: str) -> int:
-    """0 if the clause covers the item, 1 if the method or function that the item is a parameter of, and so on.
+    """Return the distance of a clause to a surface item.
 
-    The tests of names and signatures have no clause, and are as far as can be.
+    It is 0 if the clause covers the item, 1 if it covers the method or function of the parameter, and so on. Tests of
+    names and signatures have no clause, and the largest distance.
     """
     covers = all_clauses()[clause_id].covers if clause_id else ()
     path = lineage(about)
@@ -81,22 +84,22 @@ def distance(clause_id: str, about: str) -> int:
 
 
 def lineage(item: str) -> list[str]:
-    """`amp.GradScaler.step(args)`, `amp.GradScaler.step`, `amp.GradScaler`."""
+    """Return an item and its owners, such as `amp.GradScaler.step(args)`, `amp.GradScaler.step`, `amp.GradScaler`."""
     return list(dict.fromkeys((item, item.partition("(")[0], surface.owner(item))))
 
 
 def is_about(item: str, name: str) -> bool:
-    """Whether the item is what the name says, or part of it."""
+    """Return whether the item has the name or belongs to it."""
     return item == name or item.startswith((f"{name}.", f"{name}("))
 
 
 def likeness_to(text: str, others: Mapping[str, str]) -> dict[str, float]:
-    """How much each of the others shares of a text's words; a word counts the more, the fewer of them have it."""
+    """Return how similar each other text is to `text`. A shared word counts more if fewer texts have it."""
     words = {key: _stems(other) for key, other in others.items()}
-    frequency = Counter(word for found in words.values() for word in found)
-    return {key: sum(1 / frequency[word] for word in found & _stems(text)) for key, found in words.items()}
+    frequency = Counter(word for stems in words.values() for word in stems)
+    return {key: sum(1 / frequency[word] for word in stems & _stems(text)) for key, stems in words.items()}
 
 
 def _stems(text: str) -> set[str]:
-    """The beginnings of its longer words."""
+    """Return the beginnings of the longer words of a text."""
     return {word[:6] for word in re.findall(r"[a-z]{4,}", text.lower())}

@@ -1,4 +1,4 @@
-"""The questions a kill matrix is made of: is a subject green, is a fault killed, does a clause kill anything."""
+"""Trials for a kill matrix: whether a fault is killed, whether a test is green without it, and what a clause kills."""
 
 from __future__ import annotations
 
@@ -20,40 +20,44 @@ def fault_ids() -> list[str]:
 
 
 def clauses_of(areas: Iterable[str]) -> frozenset[str]:
-    asked = set(areas)
-    return frozenset(clause.id for clause in all_clauses().values() if clause.area in asked)
+    chosen = set(areas)
+    return frozenset(clause.id for clause in all_clauses().values() if clause.area in chosen)
 
 
 @functools.cache
 def areas_of(fault_id: str) -> frozenset[str]:
-    """The areas that have a clause about the broken name; their tests run until one is red."""
+    """Return the areas that have a clause about the broken name. Their tests are run for the fault.
+
+    Raises:
+        LookupError: there is none.
+    """
     broken = find(fault_id).breaks
     clauses = all_clauses().values()
-    found = frozenset(c.area for c in clauses if any(is_about(name, broken) for name in c.covers))
-    if not found:
-        raise LookupError(f"no clause is about {broken}, in which {fault_id} lies")
-    return found
+    areas = frozenset(c.area for c in clauses if any(is_about(name, broken) for name in c.covers))
+    if not areas:
+        raise LookupError(f"no clause covers {broken}, which the fault {fault_id} breaks")
+    return areas
 
 
-def asked_about(faults: Iterable[str]) -> frozenset[str]:
-    """The clauses whose tests are run on one of these faults."""
+def clauses_about(faults: Iterable[str]) -> frozenset[str]:
+    """Return the clauses whose tests are run for any of these faults."""
     return clauses_of(area for fault_id in faults for area in areas_of(fault_id))
 
 
-def takes_ranks(fault_id: str) -> bool:
-    """Nothing in one process shows it: judging it takes tens of seconds, not two."""
+def needs_ranks(fault_id: str) -> bool:
+    """Return whether only ranks show the fault, so that judging it takes tens of seconds instead of two."""
     fault = find(fault_id)
     return fault.on_ranks or fault.breaks.startswith("distributed.")
 
 
 class RedWithoutFault(Exception):
-    """What a test that is red on the subject itself says of a fault is an illusion."""
+    """Raised if a test that killed a fault is also red without the fault."""
 
 
-def killing(package: str, fault_id: str, first: str = "") -> Trial[Kill]:
-    """Whether a fault is killed; `first` is the test to begin with."""
+def judge_fault(package: str, fault_id: str, first: str = "") -> Trial[Kill]:
+    """Judge a fault and return whether it was killed. `first` is the test to begin with."""
     fault = find(fault_id)
-    clauses = asked_about([fault_id])
+    clauses = clauses_about([fault_id])
     ending = yield Task(f"{package}+{fault_id}", clauses, fault.about, fault.on_ranks, first)
     return Kill(
         fault=fault_id,
@@ -68,22 +72,26 @@ def killing(package: str, fault_id: str, first: str = "") -> Trial[Kill]:
     )
 
 
-def proven(killing: Trial[Kill], package: str, green: set[str]) -> Trial[Kill]:
-    """A kill, once the test that did it is known to be green without the fault.
+def verify_kill(trial: Trial[Kill], package: str, green: set[str]) -> Trial[Kill]:
+    """Run a trial and return its kill if the killing test is green without the fault.
 
     Args:
-        green: the node ids of which that is known; the test's comes to them.
+        green: node ids of tests that are known to be green without faults. The killing test is added.
+
+    Raises:
+        RedWithoutFault: the test is red without the fault.
+    """
+    kill = yield from trial
+    yield from verify_green(kill.nodeid, package, green)
+    return kill
+
+
+def verify_green(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
+    """Check that a test is green without faults, and add it to `green`.
 
     Raises:
         RedWithoutFault: it is not.
     """
-    kill = yield from killing
-    yield from prove(kill.nodeid, package, green)
-    return kill
-
-
-def prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
-    """See that a test is green on the subject itself; `green` as above."""
     if nodeid and nodeid not in green:
         ending = yield Task(package, frozenset(), first=nodeid)
         if ending.how:
@@ -91,32 +99,34 @@ def prove(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending,
         green.add(nodeid)
 
 
-def idle(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[IdleClause]:
-    """The faults that a clause might see, one after the other, until its tests alone kill one.
+def judge_clause(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[IdleClause]:
+    """Try the faults that a clause might kill, one after another, until its own tests kill one.
 
     Args:
         package: the subject.
         clause_id: the clause.
-        green: as above.
+        green: node ids of tests that are known to be green without faults.
         first: the fault to begin with.
     """
     why = idle_reasons().get(clause_id, "")
     tried = 0
-    for fault_id in sorted(candidates(clause_id), key=lambda one: one != first):
+    for fault_id in sorted(candidates(clause_id), key=lambda candidate: candidate != first):
         tried += 1
         ending = yield Task(f"{package}+{fault_id}", frozenset({clause_id}), may_be_empty=True)
         if ending.how:
-            yield from prove(ending.nodeid, package, green)
+            yield from verify_green(ending.nodeid, package, green)
             return IdleClause(clause_id, tried, fault_id, ending.nodeid, why)
-        if not ending.asked:
-            return IdleClause(clause_id, 0, why="None of its tests can run here.", asked=False)
+        if not ending.tests_run:
+            return IdleClause(clause_id, 0, why="None of its tests can run here.", could_run=False)
     return IdleClause(clause_id, tried, why=why)
 
 
 def candidates(clause_id: str) -> list[str]:
-    """The faults that lie in what a clause's area is about: the nearest to it first, then the likest in words."""
+    """Return the faults of a clause's area: the nearest to the clause first, then the most similar in words."""
     clause = all_clauses()[clause_id]
-    found = {fault_id: find(fault_id) for fault_id in fault_ids() if clause.area in areas_of(fault_id)}
-    reported = {fault_id: f"{fault_id} {fault.says}" for fault_id, fault in found.items()}
-    likeness = likeness_to(f"{clause.id} {clause.says}", reported)
-    return sorted(found, key=lambda one: (distance(clause_id, found[one].about), -likeness[one]))
+    faults = {fault_id: find(fault_id) for fault_id in fault_ids() if clause.area in areas_of(fault_id)}
+    texts = {fault_id: f"{fault_id} {fault.says}" for fault_id, fault in faults.items()}
+    likeness = likeness_to(f"{clause.id} {clause.says}", texts)
+    return sorted(
+        faults, key=lambda fault_id: (distance(clause_id, faults[fault_id].about), -likeness[fault_id])
+    )

@@ -1,4 +1,4 @@
-"""The parent's hold on workers, and how trials are shared out among them."""
+"""Handles of workers, and the distribution of trials among them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from conformance.faults.order import Task
 _END_S = 10.0
 _TAIL = 3000
 Result = TypeVar("Result")
-# Yields the tasks it wants, one after the other, is sent their endings, and returns what it has found.
+# A generator that yields tasks one after another, is sent their endings, and returns its result.
 Trial = Generator[Task, Ending, Result]
 
 
 class Worker:
-    """Runs tasks one at a time on a subject, `package`, as it is or with a fault in it.
+    """A process that runs tasks one at a time on a subject, `package`, with or without a fault.
 
-    Its tasks may ask for the tests of these clauses, or of all if none is named: what is not asked is not collected.
+    Its tasks may only run tests of the areas of `clauses`, because no others are collected. Without clauses, all are.
     """
 
     def __init__(self, package: str, profile: str = "quick", clauses: Collection[str] = ()) -> None:
@@ -32,7 +32,7 @@ class Worker:
         self.tasks, far_end = context.Pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="faults-")
         folder = Path(self._folder.name)
-        # Not a daemon: tests start ranks, and daemons may start nothing.
+        # A daemon could not start ranks.
         self._process = context.Process(target=serve, args=(far_end, package, profile, clauses, folder))
         self._process.start()
         far_end.close()
@@ -42,26 +42,26 @@ class Worker:
         return self.ending()
 
     def ending(self) -> Ending:
-        """Of the task that was sent; waits for it.
+        """Wait for the ending of the task that was sent, and return it.
 
         Raises:
             RuntimeError: the suite could not be run.
         """
         try:
-            found = self.tasks.recv()
+            answer = self.tasks.recv()
         except (EOFError, ConnectionError):
-            found = "the worker has ended"
-        if isinstance(found, Ending):
-            return found
+            answer = "the worker has ended"
+        if isinstance(answer, Ending):
+            return answer
         log = Path(self._folder.name, LOG)
         reported = log.read_text(errors="replace")[-_TAIL:] if log.is_file() else ""
-        raise RuntimeError(f"the suite could not be run: {found}\n{reported}")
+        raise RuntimeError(f"the suite could not be run: {answer}\n{reported}")
 
     def close(self) -> None:
-        """End the process, and what it started: it leads a process group of its own."""
+        """Kill the process and the processes that it started, which are in its process group."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)  # pyright: ignore[reportArgumentType]
-        except ProcessLookupError:  # it had not come to lead one yet, or is gone
+        except ProcessLookupError:  # no group yet, or no process any more
             self._process.kill()
         self._process.join(_END_S)
         self.tasks.close()
@@ -74,8 +74,8 @@ class Worker:
         self.close()
 
 
-class Crew:
-    """Several workers, among which trials are shared out."""
+class WorkerPool:
+    """Several workers that run trials."""
 
     def __init__(
         self, package: str, jobs: int, profile: str = "quick", clauses: Collection[str] = ()
@@ -83,7 +83,7 @@ class Crew:
         self._package, self._jobs, self._profile, self._clauses = package, jobs, profile, clauses
         self._workers: list[Worker] = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         while len(self._workers) < self._jobs:
             self._workers.append(Worker(self._package, self._profile, self._clauses))
         return self
@@ -93,7 +93,7 @@ class Crew:
             self._workers.pop().close()
 
     def run(self, trials: Iterable[Trial[Result]]) -> Iterator[Result]:
-        """The trials' results, in the order in which they end."""
+        """Yield the results of the trials in the order in which they end."""
         waiting = iter(trials)
         busy: dict[Any, tuple[Worker, Trial[Result]]] = {}
 

@@ -20,8 +20,8 @@ import torch
 from conformance import mutation
 from conformance.exact_copy.copying import ROOT
 from conformance.faults.order import Task
-from conformance.faults.trials import RedWithoutFault, prove
-from conformance.faults.worker import Crew, Trial
+from conformance.faults.trials import RedWithoutFault, verify_green
+from conformance.faults.worker import Trial, WorkerPool
 from conformance.judge import environment
 from conformance.judge.errors import raise_stopped_by_user
 from conformance.mutation import lines
@@ -65,10 +65,10 @@ def main(words: Sequence[str]) -> int:
         _say("measuring which lines each test reaches")
         reach = measure(options.subject, options.groups, options.jobs, options.reach)
         clauses = frozenset[str]().union(*map(clauses_of, options.groups))
-        with Crew(options.subject, options.jobs, clauses=clauses) as crew:
+        with WorkerPool(options.subject, options.jobs, clauses=clauses) as pool:
             for group in options.groups:
                 results[group.name] = found = []
-                for result in _judged(crew, options, group, reach):
+                for result in _judged(pool, options, group, reach):
                     found.append(result)
                     _tell(result, len(found))
     except RedWithoutFault as error:
@@ -127,7 +127,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _judged(
-    crew: Crew, options: argparse.Namespace, group: MutationGroup, reach: Reach
+    pool: WorkerPool, options: argparse.Namespace, group: MutationGroup, reach: Reach
 ) -> Iterable[MutantResult]:
     _say(f"{group.name}:")
     numbers = lines.numbered(options.subject)
@@ -145,7 +145,7 @@ def _judged(
         else:
             within = reach.within(tests, options.patience)
             trials.append(_killing(options.subject, mutant, within, len(tests), green, killers))
-    yield from crew.run(trials)
+    yield from pool.run(trials)
 
 
 def _killing(
@@ -157,7 +157,7 @@ def _killing(
         return MutantResult(
             mutant, SURVIVED, f"{len(tests)} of the {reaching} tests that reach it", ending.seconds
         )
-    yield from prove(ending.nodeid, package, green)
+    yield from verify_green(ending.nodeid, package, green)
     killers[ending.nodeid] += 1
     return MutantResult(mutant, KILLED, ending.nodeid, ending.seconds)
 

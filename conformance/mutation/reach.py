@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from conformance.faults.fork import test_files
+from conformance.faults.fork import files_to_collect
 from conformance.judge.clauses import HERE, clause_of
 from conformance.judge.judgement import RED
 from conformance.judge.library import load_library
@@ -95,7 +95,7 @@ def measure(package: str, groups: Sequence[MutationGroup], jobs: int, kept: Path
         environment = {_FOLDER: directory, _GROUPS: json.dumps([group.name for group in groups])}
         known = folder / "known.json"
         known.write_text(json.dumps([*reach.clauses]))
-        files = test_files(frozenset[str]().union(*map(clauses_of, groups)))
+        files = files_to_collect(frozenset[str]().union(*map(clauses_of, groups)))
         noting = _judged(f"{package}+{LINES}", folder, jobs, files, environment | {_KNOWN: str(known)})
         collected = json.loads((folder / _COLLECTED).read_text())
         red = [test["nodeid"] for test in noting if test["outcome"] in RED]

@@ -80,7 +80,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             "[names]\n'distributed.fsdp.ShardingStrategy' = 'torch.distributed.fsdp.Strategy'",
-            "[names] says that distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.Strategy, which is not",
+            "[names] says that distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.Strategy, which does not",
         ),
         (
             "[names]\n'amp.GradScaler' = 'torch.amp.LossScaler'",
@@ -88,7 +88,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
         (
             "[names]\n'amp.GradScaler' = 'not_installed.amp.LossScaler'",
-            "[names] says that amp.GradScaler is not_installed.amp.LossScaler, which is not there",
+            "[names] says that amp.GradScaler is not_installed.amp.LossScaler, which does not exist",
         ),
         (
             "[names]\n'amp.GradScaler' = 'fails_on_import.GradScaler'",

@@ -58,5 +58,5 @@ def test_wrong_arguments_are_refused_in_the_originals_words(subject: Library, fa
 
 
 def test_an_unknown_fault_is_refused() -> None:
-    with pytest.raises(LookupError, match="no fault is called 'forget:everything'"):
+    with pytest.raises(LookupError, match="there is no fault 'forget:everything'"):
         load_library("torch+forget:everything")

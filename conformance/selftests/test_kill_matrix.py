@@ -18,21 +18,27 @@ from typing import Any
 import pytest
 
 from conformance.faults.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
-from conformance.faults.earlier_kills import EarlierKills, known, noted, remember, still_there
+from conformance.faults.earlier_kills import (
+    EarlierKills,
+    load_earlier_kills,
+    read_killers,
+    remember,
+    without_removed,
+)
 from conformance.faults.fork import Ending
 from conformance.faults.handmade import HANDMADE
 from conformance.faults.kill_matrix import IdleClause, Kill, Kills, read_kills, write_kills
 from conformance.faults.order import Task, distance, likeness_to, lineage
 from conformance.faults.reasons import all_excuses, idle_reasons
 from conformance.faults.trials import (
-    asked_about,
     candidates,
+    clauses_about,
     clauses_of,
     fault_ids,
-    idle,
-    killing,
-    proven,
-    takes_ranks,
+    judge_clause,
+    judge_fault,
+    needs_ranks,
+    verify_kill,
 )
 from conformance.faults.worker import Trial, Worker
 from conformance.judge import environment, surface
@@ -54,7 +60,7 @@ ON_TORCH = [
     "clip_grad.norm_kept_by_address",
     "ignore:amp.GradScaler(growth_interval)",
 ]
-KILLERS = known(Path("none")).faults
+KILLERS = load_earlier_kills(Path("none")).faults
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,7 @@ def faults() -> list[Any]:
     """A twentieth of them, always the same; the command and the deep profile have all, also those that take ranks."""
 
     def marks(one: str) -> Any:
-        return pytest.mark.profile("deep") if takes_ranks(one) or zlib.crc32(one.encode()) % 20 else ()
+        return pytest.mark.profile("deep") if needs_ranks(one) or zlib.crc32(one.encode()) % 20 else ()
 
     return [pytest.param(one, marks=marks(one)) for one in fault_ids()]
 
@@ -84,7 +90,7 @@ def faults() -> list[Any]:
 @pytest.mark.deadline(330)
 @pytest.mark.parametrize("fault_id", faults())
 def test_the_suite_turns_red(worker: Worker, subject: Library, fault_id: str) -> None:
-    kill = carried_out(worker, killing(subject.package, fault_id, KILLERS.get(fault_id, "")))
+    kill = carried_out(worker, judge_fault(subject.package, fault_id, KILLERS.get(fault_id, "")))
     assert kill.is_due, (
         f"survivors.toml excuses it, but {kill.nodeid} sees it: {kill.why}"
         if kill.killed
@@ -94,8 +100,8 @@ def test_the_suite_turns_red(worker: Worker, subject: Library, fault_id: str) ->
 
 @pytest.mark.deadline(600)
 def test_a_sample_of_faults_in_torch_turns_it_red() -> None:
-    with Worker("torch", clauses=asked_about(ON_TORCH)) as worker:
-        kills = [carried_out(worker, killing("torch", fault_id)) for fault_id in ON_TORCH]
+    with Worker("torch", clauses=clauses_about(ON_TORCH)) as worker:
+        kills = [carried_out(worker, judge_fault("torch", fault_id)) for fault_id in ON_TORCH]
     assert [kill.fault for kill in kills if not kill.is_due] == []
 
 
@@ -106,7 +112,7 @@ def test_it_is_green_without_a_fault(worker: Worker, subject: Library, of: str) 
     clauses = frozenset(clause_id for clause_id in all_clauses() if clause_id.startswith(of))
     ending = worker.judge(Task(subject.package, clauses))
     assert ending.how == "", f"{ending.nodeid}: {ending.how}"
-    assert ending.asked >= len(clauses) > 1
+    assert ending.tests_run >= len(clauses) > 1
 
 
 @pytest.mark.deadline(120)
@@ -130,7 +136,7 @@ def test_a_fault_that_ends_its_process_is_reported_with_its_clause(
 def test_what_cannot_be_judged_is_neither_killed_nor_a_survivor() -> None:
     clauses = clauses_of(["cpu.amp.grad_scaler"])
     with Worker("torch", clauses=clauses) as worker:
-        with pytest.raises(RuntimeError, match="no fault is called 'forget:everything'"):
+        with pytest.raises(RuntimeError, match="there is no fault 'forget:everything'"):
             worker.judge(Task("torch+forget:everything", clauses))
         assert worker.judge(Task("torch", clauses)).how == ""
     with Worker("no.such.package") as worker, pytest.raises(RuntimeError, match=r"no\.such\.package"):
@@ -167,9 +173,9 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
     while (left := marked_processes(f"TANDEM_MARK={os.environ['TANDEM_MARK']}")) and time.monotonic() < end:
         time.sleep(0.02)
     assert left == []
-    known = read_kills(out)
-    assert not known["complete"]
-    assert known["kills"][0]["killed"]
+    matrix = read_kills(out)
+    assert not matrix["complete"]
+    assert matrix["kills"][0]["killed"]
 
 
 @pytest.mark.deadline(120)
@@ -178,27 +184,27 @@ def test_what_is_known_is_not_judged_again(
 ) -> None:
     monkeypatch.setattr(environment, "commit", lambda: "abc")
     out = tmp_path / "kills.json"
-    known = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in fault_ids() if "custom_fwd." in one]
-    write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, known[1:]))
+    earlier = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in fault_ids() if "custom_fwd." in one]
+    write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, earlier[1:]))
     assert main(["--only", "custom_fwd.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
     reported = capsys.readouterr().out
     assert "[1/1]" in reported
-    assert f"{known[0].fault}: killed" in reported
-    assert f"{len(known)} of {len(known)} killed" in reported
+    assert f"{earlier[0].fault}: killed" in reported
+    assert f"{len(earlier)} of {len(earlier)} killed" in reported
     found = read_kills(out)
     assert not found["complete"], "there are other faults, which nobody has judged"
     assert found["began"].startswith("2026-01-01")
     assert found["seconds"] > 7
-    assert [row["fault"] for row in found["kills"]] == [kill.fault for kill in (*known[1:], known[0])]
+    assert [row["fault"] for row in found["kills"]] == [kill.fault for kill in (*earlier[1:], earlier[0])]
 
 
 @pytest.mark.parametrize(
     ("subject", "commit", "reported"),
     [
-        ("torch", "abc", "of subject torch, not impl"),
-        ("impl", "def", "of commit def, not abc"),
-        ("impl", "abc-dirty", "abc-dirty; judge anew"),
-        ("impl", "", "no commit; judge anew"),
+        ("torch", "abc", "has the subject torch, expected impl"),
+        ("impl", "def", "has the commit def, expected abc"),
+        ("impl", "abc-dirty", "no commit (abc-dirty); run without"),
+        ("impl", "", "no commit (unknown); run without"),
     ],
 )
 def test_another_run_is_not_resumed(
@@ -256,17 +262,17 @@ def test_a_reason_excuses_and_goes_stale(
 
 
 def test_what_is_red_without_the_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("conformance.faults.__main__.Crew", CrewOnRed)
+    monkeypatch.setattr("conformance.faults.__main__.WorkerPool", PoolOnRed)
     out = tmp_path / "kills.json"
     assert main(["--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
     assert not out.exists()
 
 
-class CrewOnRed:
+class PoolOnRed:
     """Ends every task at once: a test is red, whatever is injected."""
 
     def __init__(self, package: str, jobs: int, *, clauses: Iterable[str]) -> None: ...
-    def __enter__(self) -> CrewOnRed:
+    def __enter__(self) -> PoolOnRed:
         return self
 
     def __exit__(self, *error: object) -> None: ...
@@ -282,7 +288,7 @@ def test_a_test_is_asked_once_whether_it_is_green() -> None:
     fault, green = "custom_fwd.casts_float64", set[str]()
 
     def asked() -> Iterator[str]:
-        trial = proven(killing("impl", fault), "impl", green)
+        trial = verify_kill(judge_fault("impl", fault), "impl", green)
         yield next(trial).spec
         with contextlib.suppress(StopIteration):
             yield trial.send(Ending("failed", "t", "a.clause")).spec
@@ -310,12 +316,12 @@ def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject:
     )
     assert [row["nodeid"] for row in read_kills(out)["kills"]] == [by]
     ending = worker.judge(Task(subject.package, frozenset(), first=by))
-    assert (ending.how, ending.asked) == ("", 1)
+    assert (ending.how, ending.tests_run) == ("", 1)
 
 
 def test_a_clause_that_this_profile_does_not_ask_about_is_reported(worker: Worker, subject: Library) -> None:
-    found = carried_out(worker, idle(subject.package, "dynamo.optimizer.values.inductor", set()))
-    assert (found.asked, found.tried, found.kills, found.is_due) == (False, 0, "", True)
+    found = carried_out(worker, judge_clause(subject.package, "dynamo.optimizer.values.inductor", set()))
+    assert (found.could_run, found.tried, found.kills, found.is_due) == (False, 0, "", True)
 
 
 def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -329,17 +335,17 @@ def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     kills += [Kill(c, True, "", old, "failed", 60.0), Kill(d, True, "", new, "failed", 1.0)]
     remember(Kills("torch", "", "", kills=kills))
     out = tmp_path / "kills.json"
-    assert known(out) == EarlierKills({a: new, b: old, c: old}, {})
+    assert load_earlier_kills(out) == EarlierKills({a: new, b: old, c: old}, {})
     matrix = Kills(
         "torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[IdleClause(clause, 1, c)]
     )
     write_kills(out, matrix)
-    assert known(out) == EarlierKills({a: new, b: old, c: own}, {clause: c})
+    assert load_earlier_kills(out) == EarlierKills({a: new, b: old, c: own}, {clause: c})
 
 
 def test_what_is_remembered_is_there() -> None:
     """`--remember` drops what is gone."""
-    assert noted() == still_there(noted())
+    assert read_killers() == without_removed(read_killers())
 
 
 def test_reasons_are_for_what_there_is() -> None:
@@ -353,8 +359,8 @@ def test_reasons_are_for_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (["--only", "no such fault"], "no fault's name holds 'no such fault'"),
-        (["--only", "custom_fwd", "--clauses"], "leave out --only"),
+        (["--only", "no such fault"], "no fault has 'no such fault' in its name"),
+        (["--only", "custom_fwd", "--clauses"], "remove --only"),
         (["--jobs", "0"], "--jobs is 0"),
     ],
 )
@@ -428,7 +434,7 @@ def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:
     clause_id = "amp.grad_scaler.unscale_.divides"
     tried = candidates(clause_id)
     for first in ("", tried[5]):
-        assert next(idle("torch", clause_id, set(), first)).spec == f"torch+{first or tried[0]}"
+        assert next(judge_clause("torch", clause_id, set(), first)).spec == f"torch+{first or tried[0]}"
 
 
 def test_every_fault_says_which_part_it_breaks() -> None:

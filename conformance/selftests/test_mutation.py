@@ -242,7 +242,7 @@ def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is
         mutant = worker.judge(
             Task(f"{package}+mutant:{module}:{site.operator}:{site.number}", frozenset(), tests=(test,))
         )
-        assert (mutant.how, mutant.nodeid, mutant.asked) == ("failed", test, 1)
+        assert (mutant.how, mutant.nodeid, mutant.tests_run) == ("failed", test, 1)
         assert worker.judge(Task(package, frozenset(), tests=(test,))).how == ""
 
 

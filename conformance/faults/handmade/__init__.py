@@ -1,12 +1,12 @@
-"""The faults that were written by hand, by area, and every fault by its name."""
+"""Handmade faults by area, and the lookup of all faults by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from conformance.faults import generated
-from conformance.faults.fault import ENTERED, Fault
-from conformance.faults.handmade import (  # noqa: F401 to import an area is to enter its faults
+from conformance.faults.fault import REGISTERED, Fault
+from conformance.faults.handmade import (  # noqa: F401 registration of their faults
     amp_autocast_mode,
     amp_autocast_mode_functions,
     amp_autocast_mode_state,
@@ -35,9 +35,9 @@ from conformance.faults.handmade import (  # noqa: F401 to import an area is to 
     nn_utils_clip_grad_scaling,
 )
 
-HANDMADE: Mapping[str, Fault] = ENTERED
+HANDMADE: Mapping[str, Fault] = REGISTERED
 
 
 def find(fault_id: str) -> Fault:
-    """The fault of that name, from the catalogue or generated."""
+    """Return a fault by name, handmade or generated."""
     return HANDMADE[fault_id] if fault_id in HANDMADE else generated.find(fault_id)
