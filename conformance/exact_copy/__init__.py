@@ -1,9 +1,9 @@
-"""The installed torch's own source as a subject: the same code in modules of its own.
+"""A subject that is a copy of the installed torch's source in separate modules.
 
     python -m pytest conformance --subject conformance.exact_copy
 
-Made when it is imported, from what is installed; nothing of torch is stored. It must be judged green: what torch does
-suffices. `copying.py` says what leads to the copies and what stays torch's.
+The copy is made during the import, and nothing of torch is stored. The suite must judge it green, because the behaviour
+of torch conforms. `copying.py` describes which names refer to the copies and which to torch.
 """
 
 from __future__ import annotations

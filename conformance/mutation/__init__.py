@@ -1,18 +1,19 @@
-"""How strong the suite is against mistakes that nobody chose: small ones, made in torch's own source.
+"""Mutation testing: the strength of the suite against small random changes of torch's own source.
 
-    python -m conformance.mutation --sample 100 --seed 7                 of each group, in the exact copy of torch
-    python -m conformance.mutation --group clipping --group autocast     of these groups
-    python -m conformance.mutation --subject impl                        the same mistakes in impl
-    python -m conformance.mutation --show amp.grad_scaler:drop_wait:0    one mutant's lines
+    python -m conformance.mutation --sample 100 --seed 7                 a sample of each group, in the copy of torch
+    python -m conformance.mutation --group clipping --group autocast     only these groups
+    python -m conformance.mutation --subject impl                        mutants of impl
+    python -m conformance.mutation --show amp.grad_scaler:drop_wait:0    the changed lines of one mutant
 
-A mutant is one mistake in the syntax tree of one file (`operators.py` has the kinds, which take turns), drawn at random
-from all that a group of files allows (`groups.py`). As a subject it is called `impl+mutant:amp.grad_scaler:drop_wait:0`
-and is judged by the tests of profile quick that reach the mistaken line, each clause's quickest first, until one is red
-that is green without it. The command prints the share that was killed, with its 95% interval, and each survivor with
-its lines.
+A mutant is one change of the syntax tree of one file, made by an operator (`operators.py`). A sample is drawn at random
+from all mutants of a group of files (`groups.py`), from each operator in turn. The spec of a mutant is
+`impl+mutant:amp.grad_scaler:drop_wait:0`. It is judged by the tests of the profile quick that reach the changed line,
+the fastest of each clause first, until a test is red that is green without the change. The command prints the share of
+killed mutants with its 95% interval, and each survivor with its changed lines.
 
-A mutant whose line no test reaches on this device is *unreached* and left out of the share. So is one that is *idle*:
-it leaves out a wait that on this device is an empty function of torch's, as those of `torch.cpu`'s streams and events
-are, so that only another device can tell. And so is one that `equivalent.toml` proves to do the same.
-More than 10% of such proofs, or one whose lines are no longer there, is told and ends in exit code 1.
+Three kinds of mutants do not count in the share. An *unreached* mutant changes a line that no test reaches on this
+device. An *idle* mutant drops a wait that is an empty function on this device, such as those of streams and events of
+`torch.cpu`, so that only another device can kill it. An *equivalent* mutant behaves the same according to a note in
+`equivalent.toml`. If more than 10% have such notes, or the lines of a note do not exist, the command reports it and
+ends with exit code 1.
 """

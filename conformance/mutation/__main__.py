@@ -1,4 +1,4 @@
-"""The command: a sample of each group, and what became of it."""
+"""The command `python -m conformance.mutation`, which judges a sample of mutants of each group."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from conformance.mutation.groups import (
     clauses_of,
     diff,
     draw,
+    equivalence_note,
+    find_mutant,
     is_idle,
     key_of,
-    mutant_called,
-    proof_of,
-    stale_proofs,
+    stale_notes,
 )
 from conformance.mutation.reach import Reach, measure
 from conformance.mutation.score import EQUIVALENT, IDLE, KILLED, MOST_EQUIVALENT, SURVIVED, UNREACHED, Score
 
-AS_EXPECTED, DISPUTABLE, NOT_JUDGED, STOPPED = 0, 1, 2, 130
-_say = functools.partial(print, flush=True)
+AS_EXPECTED, DOUBTFUL, NOT_JUDGED, STOPPED = 0, 1, 2, 130
+_print = functools.partial(print, flush=True)
 
 
 @dataclass(frozen=True)
 class MutantResult:
     mutant: Mutant
     status: str
-    why: str = ""  # the test that killed it, how many did not, or the proof that it does the same
+    why: str = ""  # killing test, number of passed tests, or equivalence note
     seconds: float = 0.0
 
 
@@ -57,45 +57,45 @@ def main(words: Sequence[str]) -> int:
     options = _options(words)
     signal.signal(signal.SIGTERM, raise_stopped_by_user)
     if options.show:
-        _say("\n".join(diff(options.subject, mutant_called(options.subject, options.show))))
+        _print("\n".join(diff(options.subject, find_mutant(options.subject, options.show))))
         return AS_EXPECTED
     results: dict[str, list[MutantResult]] = {}
     began = time.monotonic()
     try:
-        _say("measuring which lines each test reaches")
+        _print("measuring which lines each test reaches …")
         reach = measure(options.subject, options.groups, options.jobs, options.reach)
         clauses = frozenset[str]().union(*map(clauses_of, options.groups))
         with WorkerPool(options.subject, options.jobs, clauses=clauses) as pool:
             for group in options.groups:
-                results[group.name] = found = []
-                for result in _judged(pool, options, group, reach):
-                    found.append(result)
-                    _tell(result, len(found))
+                results[group.name] = group_results = []
+                for result in _judge(pool, options, group, reach):
+                    group_results.append(result)
+                    _print_result(result, len(group_results))
     except RedWithoutFault as error:
-        _say(f"{options.subject} is red without a mistake: {error}")
+        _print(f"{options.subject} is red without a mutant: {error}")
         return NOT_JUDGED
     except KeyboardInterrupt:
-        _say("stopped")
+        _print("stopped")
         return STOPPED
     finally:
         _sum_up(options, results, time.monotonic() - began)
-    return DISPUTABLE if _disputes(options.subject, results) else AS_EXPECTED
+    return DOUBTFUL if _print_doubts(options.subject, results) else AS_EXPECTED
 
 
-def _disputes(subject: str, results: dict[str, list[MutantResult]]) -> int:
-    """Tells each reason not to trust the proofs that the scores stand on; how many there are."""
-    reported = [
-        f"STALE: no mutant of {subject} is {key}; look at its lines again, in equivalent.toml"
-        for key in stale_proofs(subject)
+def _print_doubts(subject: str, results: dict[str, list[MutantResult]]) -> int:
+    """Print each problem of the equivalence notes that the scores depend on, and return their number."""
+    doubts = [
+        f"STALE: {subject} has no mutant {key}; check the lines of its note in equivalent.toml"
+        for key in stale_notes(subject)
     ]
-    for name, found in results.items():
-        if Score.of([result.status for result in found]).leans_on_proofs:
-            reported.append(
-                f"TOO MANY EQUIVALENT: proofs leave out more than {MOST_EQUIVALENT:.0%} of what is reached in {name}"
+    for name, group_results in results.items():
+        if Score.of([result.status for result in group_results]).depends_on_notes:
+            doubts.append(
+                f"TOO MANY EQUIVALENT: more than {MOST_EQUIVALENT:.0%} of the reached mutants of {name} have notes"
             )
-    for line in reported:
-        _say(line)
-    return len(reported)
+    for line in doubts:
+        _print(line)
+    return len(doubts)
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -105,93 +105,93 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--subject", default=ROOT, help="whose source is mutated: the exact copy of torch, or impl")
-    add("--sample", type=int, default=100, help="mutants of each group")
-    add("--seed", type=int, default=0, help="of the draw")
-    add("--group", action="append", choices=[group.name for group in GROUPS], help="default: all")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
-    add("--show", metavar="MUTANT", help="only print the lines of one")
-    add("--reach", type=Path, help="a file that keeps which lines tests reach, for the next run")
+    add("--subject", default=ROOT, help="package to mutate: impl or the exact copy of torch (default)")
+    add("--sample", type=int, default=100, help="number of mutants of each group (default: 100)")
+    add("--seed", type=int, default=0, help="seed of the sample (default: 0)")
+    add("--group", action="append", choices=[group.name for group in GROUPS], help="group (default: all)")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="number of workers (default: one per core)")
+    add("--show", metavar="MUTANT", help="only print the changed lines of a mutant")
+    add("--reach", type=Path, help="file that stores which lines tests reach, for the next run")
     add(
         "--patience",
         type=float,
         default=math.inf,
-        help="seconds of tests, as measured, after which a mutant counts as a survivor (default: all that reach it)",
+        help="measured seconds of tests after which a mutant counts as a survivor (default: all tests that reach it)",
     )
-    add("--out", type=Path, default=Path("report/mutation.json"), help="where the results go")
+    add("--out", type=Path, default=Path("report/mutation.json"), help="file for the results")
     options = parser.parse_args(words)
     options.groups = [group for group in GROUPS if not options.group or group.name in options.group]
     if options.jobs < 1 or options.sample < 1:
-        parser.error("--jobs and --sample are at least 1")
+        parser.error(f"--jobs is {options.jobs} and --sample is {options.sample}; expected at least 1")
     return options
 
 
-def _judged(
+def _judge(
     pool: WorkerPool, options: argparse.Namespace, group: MutationGroup, reach: Reach
 ) -> Iterable[MutantResult]:
-    _say(f"{group.name}:")
+    _print(f"{group.name}:")
     numbers = lines.numbered(options.subject)
     green: set[str] = set()
     killers: Counter[str] = Counter()
     trials: list[Trial[MutantResult]] = []
     for mutant in draw(group, options.subject, options.sample, options.seed):
         tests = reach.tests_of(numbers[mutant.module].start + mutant.site.line, group)
-        if proof := proof_of(options.subject, mutant):
-            yield MutantResult(mutant, EQUIVALENT, proof)
+        if note := equivalence_note(options.subject, mutant):
+            yield MutantResult(mutant, EQUIVALENT, note)
         elif not tests:
             yield MutantResult(mutant, UNREACHED)
         elif is_idle(options.subject, mutant):
-            yield MutantResult(mutant, IDLE, "what it leaves out is an empty function of torch.cpu")
+            yield MutantResult(mutant, IDLE, "the dropped wait is an empty function of torch.cpu")
         else:
-            within = reach.within(tests, options.patience)
-            trials.append(_killing(options.subject, mutant, within, len(tests), green, killers))
+            chosen = reach.within(tests, options.patience)
+            trials.append(_judge_mutant(options.subject, mutant, chosen, len(tests), green, killers))
     yield from pool.run(trials)
 
 
-def _killing(
+def _judge_mutant(
     package: str, mutant: Mutant, tests: Sequence[str], reaching: int, green: set[str], killers: Counter[str]
 ) -> Trial[MutantResult]:
-    first = sorted(tests, key=lambda test: -killers[test])  # what has killed others comes before the rest
-    ending = yield Task(f"{package}+{mutant.fault_id}", frozenset(), tests=tuple(first))
+    ordered = sorted(tests, key=lambda test: -killers[test])  # the most successful tests first
+    ending = yield Task(f"{package}+{mutant.fault_id}", frozenset(), tests=tuple(ordered))
     if not ending.how:
         return MutantResult(
-            mutant, SURVIVED, f"{len(tests)} of the {reaching} tests that reach it", ending.seconds
+            mutant, SURVIVED, f"passed {len(tests)} of the {reaching} tests that reach it", ending.seconds
         )
     yield from verify_green(ending.nodeid, package, green)
     killers[ending.nodeid] += 1
     return MutantResult(mutant, KILLED, ending.nodeid, ending.seconds)
 
 
-def _tell(result: MutantResult, number: int) -> None:
+def _print_result(result: MutantResult, number: int) -> None:
     site = result.mutant.site
-    _say(
+    _print(
         f"[{number}] {result.seconds:6.1f} s  {result.status}: {result.mutant.fault_id} in {site.function} {result.why}"
     )
 
 
 def _sum_up(options: argparse.Namespace, results: dict[str, list[MutantResult]], seconds: float) -> None:
-    for found in results.values():
-        for result in found:
+    for group_results in results.values():
+        for result in group_results:
             if result.status in (SURVIVED, UNREACHED):
-                _say(f"\n{result.status}: {options.subject}+{result.mutant.fault_id}")
-                _say(key_of(options.subject, result.mutant))
-                _say("\n".join(diff(options.subject, result.mutant)))
-    _say(f"\n{options.subject}, seed {options.seed}, torch {torch.__version__}, in {seconds:.0f} s")
-    for name, found in results.items():
-        _say(f"  {name}: {Score.of([result.status for result in found])}")
-    written = {
+                _print(f"\n{result.status}: {options.subject}+{result.mutant.fault_id}")
+                _print(key_of(options.subject, result.mutant))
+                _print("\n".join(diff(options.subject, result.mutant)))
+    _print(f"\n{options.subject}, seed {options.seed}, torch {torch.__version__}, in {seconds:.0f} s")
+    for name, group_results in results.items():
+        _print(f"  {name}: {Score.of([result.status for result in group_results])}")
+    report = {
         "subject": options.subject,
         "seed": options.seed,
         "sample": options.sample,
         "commit": environment.commit(),
         "results": [
             {"group": name, "mutant": result.mutant.fault_id, "status": result.status, "why": result.why}
-            for name, found in results.items()
-            for result in found
+            for name, group_results in results.items()
+            for result in group_results
         ],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(written, indent=1))
+    options.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Groups of files: whose source is mutated, whose clauses ask about it, and how a sample is drawn."""
+"""Groups of files to mutate, with the areas whose tests judge them, and the drawing of samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from conformance.exact_copy.copying import ROOT, copied, source_of
+from conformance.exact_copy.copying import ROOT, copied_modules, source_of
 from conformance.judge.clauses import all_clauses
 from conformance.mutation.operators import OPERATORS, MutationSite, mutate, sites
 
-# What torch's FSDP calls to wait where its device is the CPU, by how the call ends.
+# The functions that torch's FSDP calls to wait if its device is the CPU, by the end of the call's text.
 _WAITS_OF_THE_CPU: dict[str, Callable[..., Any]] = {
     "_device_handle.synchronize": torch.cpu.synchronize,
     "event.synchronize": torch.cpu.Event.synchronize,
@@ -32,16 +32,16 @@ _WAITS_OF_THE_CPU: dict[str, Callable[..., Any]] = {
     ".wait_event": torch.cpu.Stream.wait_event,
 }
 
-MUTANT, LINES = "mutant:", "lines:all"  # after the `+` of a subject's spec
+# Prefix of mutants, and the name of source that records its lines, after the `+` of a subject's spec.
+MUTANT, LINES = "mutant:", "lines:all"
 
 
 @dataclass(frozen=True)
 class MutationGroup:
     name: str
-    modules: tuple[
-        str, ...
-    ]  # patterns of paths below the package; what an earlier group has is not in a later one
-    areas: tuple[str, ...]  # patterns of the areas whose tests run
+    # Patterns of module paths below the package. Modules of an earlier group are left out.
+    modules: tuple[str, ...]
+    areas: tuple[str, ...]  # patterns of areas whose tests run
 
 
 GROUPS = (
@@ -51,7 +51,7 @@ GROUPS = (
             "amp.grad_scaler",
             "*.amp.grad_scaler",
             "distributed.fsdp.sharded_grad_scaler",
-            # Of impl:
+            # Modules of impl only:
             "amp._aware_optimizers",
             "amp._conditional_step",
             "amp._fused_step",
@@ -66,8 +66,8 @@ GROUPS = (
     MutationGroup(
         "FSDP state dicts",
         tuple(
-            f"distributed.fsdp._{part}*"
-            for part in ("state_dict", "optim_utils", "shard_utils", "fsdp_extensions")
+            f"distributed.fsdp._{name}*"
+            for name in ("state_dict", "optim_utils", "shard_utils", "fsdp_extensions")
         ),
         ("distributed.*",),
     ),
@@ -79,7 +79,7 @@ GROUPS = (
 @dataclass(frozen=True)
 class Mutant:
     group: MutationGroup
-    module: str  # its path below the package
+    module: str  # path below the package
     site: MutationSite
 
     @property
@@ -96,8 +96,8 @@ def clauses_of(group: MutationGroup) -> frozenset[str]:
 
 
 def modules_of(group: MutationGroup, package: str) -> list[str]:
-    """Those of one group, by their paths below the package."""
-    taken = GROUPS[: GROUPS.index(group)]
+    """Return the modules of a group as paths below the package."""
+    earlier_groups = GROUPS[: GROUPS.index(group)]
 
     def is_of(module: str, group: MutationGroup) -> bool:
         return any(fnmatch.fnmatch(module, pattern) for pattern in group.modules)
@@ -105,26 +105,26 @@ def modules_of(group: MutationGroup, package: str) -> list[str]:
     return [
         module
         for module in _modules(package)
-        if is_of(module, group) and not any(is_of(module, earlier) for earlier in taken)
+        if is_of(module, group) and not any(is_of(module, earlier) for earlier in earlier_groups)
     ]
 
 
 @functools.cache
 def _modules(package: str) -> tuple[str, ...]:
     if package == ROOT:
-        return tuple(sorted(copied()))
+        return tuple(sorted(copied_modules()))
     files = (file.relative_to(_folder(package)).with_suffix("") for file in source_files(package))
     return tuple(sorted(".".join(file.parts) for file in files if file.name != "__init__"))
 
 
 def source_files(package: str) -> list[Path]:
-    """The modules of a package, without its tests."""
+    """Return the files of a package without its tests."""
     folder = _folder(package)
     return [file for file in sorted(folder.rglob("*.py")) if "tests" not in file.relative_to(folder).parts]
 
 
 def file_of(package: str, module: str) -> Path:
-    """Found without importing anything of a package that is to be executed otherwise."""
+    """Return the file of a module without importing the package, whose source will be changed."""
     return (
         source_of(module)
         if package == ROOT
@@ -135,26 +135,26 @@ def file_of(package: str, module: str) -> Path:
 def _folder(package: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise LookupError(f"{package!r} is no package whose source can be changed; {ROOT} and impl are")
+        raise LookupError(f"the source of {package!r} cannot be changed; expected impl or {ROOT}")
     return Path(spec.submodule_search_locations[0])
 
 
 def draw(group: MutationGroup, package: str, sample: int, seed: int) -> list[Mutant]:
-    """A sample of the mutants of a group's files: the operators take turns, each draws from all that it makes."""
+    """Return a random sample of a group's mutants, from each operator in turn."""
     chance = random.Random(f"{seed} {group.name}")
-    made: dict[str, list[Mutant]] = {operator: [] for operator in OPERATORS}
+    by_operator: dict[str, list[Mutant]] = {operator: [] for operator in OPERATORS}
     for module in modules_of(group, package):
         for site in sites_in(package, module):
-            made[site.operator].append(Mutant(group, module, site))
-    turns = itertools.zip_longest(*(chance.sample(mutants, len(mutants)) for mutants in made.values()))
+            by_operator[site.operator].append(Mutant(group, module, site))
+    turns = itertools.zip_longest(*(chance.sample(mutants, len(mutants)) for mutants in by_operator.values()))
     return list(itertools.islice((mutant for turn in turns for mutant in turn if mutant), sample))
 
 
-def mutant_called(package: str, name: str) -> Mutant:
-    """Of `amp.grad_scaler:drop_wait:0`.
+def find_mutant(package: str, name: str) -> Mutant:
+    """Return the mutant with a name such as `amp.grad_scaler:drop_wait:0`.
 
     Raises:
-        LookupError: none is called so.
+        LookupError: there is none.
     """
     for group in GROUPS:
         for module in modules_of(group, package):
@@ -162,7 +162,7 @@ def mutant_called(package: str, name: str) -> Mutant:
                 for site in sites_in(package, module):
                     if Mutant(group, module, site).fault_id == f"{MUTANT}{name}":
                         return Mutant(group, module, site)
-    raise LookupError(f"no mutant of {package} is called {name!r}")
+    raise LookupError(f"{package} has no mutant {name!r}")
 
 
 def parsed(package: str, module: str) -> ast.Module:
@@ -180,7 +180,7 @@ def _unparsed(package: str, module: str) -> list[str]:
 
 
 def diff(package: str, mutant: Mutant) -> list[str]:
-    """What the mistake changes: its lines with - and +, as Python writes the tree, and three around them."""
+    """Return the changed lines of a mutant with - and +, as `ast.unparse` formats them, and three lines of context."""
     after = parsed(package, mutant.module)
     mutate(after, mutant.site.operator, mutant.site.number)
     lines = difflib.unified_diff(
@@ -190,19 +190,19 @@ def diff(package: str, mutant: Mutant) -> list[str]:
 
 
 def key_of(package: str, mutant: Mutant) -> str:
-    """A name that lasts while the lines that it changes stay: by it a proof is found in `equivalent.toml`."""
+    """Return a name that stays the same as long as the changed lines do. `equivalent.toml` uses it as key."""
     changed = "\n".join(line for line in diff(package, mutant) if line[0] in "+-")
     digest = hashlib.sha256(changed.encode()).hexdigest()[:12]
     return f"{mutant.module}:{mutant.site.function}:{mutant.site.operator}:{digest}"
 
 
-def proof_of(package: str, mutant: Mutant) -> str:
-    """Why it does the same as what it was made of; empty if nobody has proven that."""
-    return _proofs(package).get(key_of(package, mutant), "")
+def equivalence_note(package: str, mutant: Mutant) -> str:
+    """Return the note on why a mutant behaves the same as the original, or an empty string."""
+    return _equivalence_notes(package).get(key_of(package, mutant), "")
 
 
 def is_idle(package: str, mutant: Mutant) -> bool:
-    """Whether it leaves out a wait that does nothing where torch's FSDP runs on the CPU, as it does here."""
+    """Return whether a mutant only drops a wait that does nothing on this machine, which has no accelerator."""
     if package != ROOT or mutant.site.operator != "drop_wait" or torch.accelerator.is_available():
         return False
     [wait] = (line[1:].strip() for line in diff(package, mutant) if line[0] == "-")
@@ -211,7 +211,7 @@ def is_idle(package: str, mutant: Mutant) -> bool:
 
 
 def is_empty(function: Callable[..., Any]) -> bool:
-    """Whether its body is a docstring, `pass` or both."""
+    """Return whether the body of a function is a docstring, `pass` or both."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     return all(
         isinstance(statement, ast.Pass)
@@ -220,19 +220,18 @@ def is_empty(function: Callable[..., Any]) -> bool:
     )
 
 
-def stale_proofs(package: str) -> list[str]:
-    """The names of the rows that no mutant of the installed source has."""
-    found = []
-    for key in _proofs(package):
+def stale_notes(package: str) -> list[str]:
+    """Return the keys of equivalence notes that belong to no mutant of the installed source."""
+    stale = []
+    for key in _equivalence_notes(package):
         module, function, operator, _ = key.split(":")
-        known = module in _modules(package)
-        made = sites_in(package, module) if known else []
-        like = [site for site in made if (site.function, site.operator) == (function, operator)]
-        if key not in (key_of(package, Mutant(GROUPS[0], module, site)) for site in like):
-            found.append(key)
-    return found
+        module_sites = sites_in(package, module) if module in _modules(package) else []
+        candidates = [site for site in module_sites if (site.function, site.operator) == (function, operator)]
+        if key not in (key_of(package, Mutant(GROUPS[0], module, site)) for site in candidates):
+            stale.append(key)
+    return stale
 
 
-def _proofs(package: str) -> dict[str, str]:
-    proofs = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8"))
-    return proofs.get(package, {})
+def _equivalence_notes(package: str) -> dict[str, str]:
+    notes = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8"))
+    return notes.get(package, {})

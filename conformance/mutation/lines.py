@@ -1,4 +1,4 @@
-"""Lines that note that they run, in a file that all processes of a test share."""
+"""Instrumentation of source, so that each executed line is recorded in a file that all processes of a test share."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ import torch
 
 from conformance.mutation.groups import GROUPS, file_of, modules_of
 
-FILE = "CONFORMANCE_LINES"  # the environment variable that names the file: a byte for each line
+FILE = "CONFORMANCE_LINES"  # environment variable with the file's path
 _NAME = "_note_line"
 
 
 def numbered(package: str) -> dict[str, range]:
-    """The lines of each module that is mutated, counted through them all; a module's line 1 is the second of these."""
-    first, found = 0, {}
+    """Return a range of numbers for the lines of each mutated module. Line n of a module has number `start` + n."""
+    first, ranges = 0, {}
     for group in GROUPS:
         for module in modules_of(group, package):
             count = len(file_of(package, module).read_text(encoding="utf-8").splitlines()) + 1
-            found[module] = range(first, first + count)
+            ranges[module] = range(first, first + count)
             first += count
-    return found
+    return ranges
 
 
-@torch.compiler.assume_constant_result  # whoever traces it calls it while tracing, and its graph does not break
+# Dynamo calls this while it traces, instead of breaking the graph.
+@torch.compiler.assume_constant_result
 def note(number: int) -> None:
-    _noted()[number] = 1
+    _flags()[number] = 1
 
 
 @functools.cache
-def _noted() -> mmap.mmap:
+def _flags() -> mmap.mmap:
+    """Map the file, which has a byte for each line."""
     with open(os.environ[FILE], "r+b") as file:
         return mmap.mmap(file.fileno(), 0)
 
 
-def taken() -> list[int]:
-    """The numbers of the lines that have run since it was asked before."""
-    found = [number for number, ran in enumerate(_noted()[:]) if ran]
-    _noted()[:] = bytes(len(_noted()))
-    return found
+def take_executed() -> list[int]:
+    """Return the numbers of the lines that were executed since the last call."""
+    executed = [number for number, flag in enumerate(_flags()[:]) if flag]
+    _flags()[:] = bytes(len(_flags()))
+    return executed
 
 
 def instrument(tree: ast.Module, first: int) -> None:
-    """Have each statement of each function note where it begins, before it runs."""
+    """Insert a call of `note` with the line number before each statement of each function."""
     for function in ast.walk(tree):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for node in _of_itself(function):
+            for node in _own_nodes(function):
                 for block in ("body", "orelse", "finalbody"):
                     if isinstance(statements := getattr(node, block, None), list):
-                        setattr(node, block, _noting(statements, first))
+                        setattr(node, block, _insert_notes(statements, first))
     top = next(
         place for place, node in enumerate(tree.body) if not (_is_docstring(node) or _is_of_future(node))
     )
@@ -59,27 +61,26 @@ def instrument(tree: ast.Module, first: int) -> None:
     ast.fix_missing_locations(tree)
 
 
-def _noting(statements: list[ast.stmt], first: int) -> list[ast.stmt]:
-    found: list[ast.stmt] = []
+def _insert_notes(statements: list[ast.stmt], first: int) -> list[ast.stmt]:
+    result: list[ast.stmt] = []
     for statement in statements:
         if not _is_docstring(statement):
-            found += ast.parse(f"{_NAME}({first + statement.lineno})").body
-        found.append(statement)
-    return found
+            result += ast.parse(f"{_NAME}({first + statement.lineno})").body
+        result.append(statement)
+    return result
 
 
-def _of_itself(function: ast.AST) -> list[ast.AST]:
-    """The function and what is in it, but for functions and classes within."""
-    found, ahead = [], [function]
+def _own_nodes(function: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a function without those of functions and classes inside it."""
+    nodes, ahead = [], [function]
     while ahead:
-        found.append(ahead.pop())
-        inner = ast.iter_child_nodes(found[-1])
+        nodes.append(ahead.pop())
         ahead += [
-            one
-            for one in inner
-            if not isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
+            child
+            for child in ast.iter_child_nodes(nodes[-1])
+            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
         ]
-    return found
+    return nodes
 
 
 def _is_docstring(node: ast.stmt) -> bool:

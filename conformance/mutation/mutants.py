@@ -1,8 +1,7 @@
-"""How a subject comes to run changed source: `package+mutant:amp.grad_scaler:drop_wait:0` names one mutant, and
-`package+lines:all` source that notes which of its lines run.
+"""Import of a subject with changed source.
 
-A spec is a string that every process resolves for itself, so ranks run the same source. The modules are executed anew
-from it.
+`package+mutant:amp.grad_scaler:drop_wait:0` names one mutant, and `package+lines:all` source that records which of its
+lines are executed. A spec is a string that every process can load, so ranks run the same source.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Change = Callable[[ast.Module], object]
 
 
 def change_source(package: str, fault_id: str) -> None:
-    """From now on the package's modules are what `fault_id` says; those imported before are forgotten.
+    """Change the source of the package's modules as `fault_id` says, and import them again when they are used.
 
     Raises:
-        LookupError: it says nothing that there is.
+        LookupError: there is no such change.
     """
     finder = _Finder(package, _changes(package, fault_id))
     root = importlib.import_module(package)

@@ -1,7 +1,7 @@
-"""Mutation operators on a syntax tree: each is a small mistake that a programmer makes.
+"""Mutation operators on a syntax tree. Each makes a typical small mistake of programmers.
 
-An operator is asked about one node and yields what may stand in its place, one mutant each. Only the bodies of
-functions are mutated: what runs at import is the same for every test.
+An operator gets a node and yields replacements, each of which is a mutant. Only the bodies of functions are mutated,
+because the code that runs at import is the same for every test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Operator = Callable[[ast.AST], Iterator[ast.AST]]
 OPERATORS: dict[str, Operator] = {}
 _WAITS = {"wait", "wait_stream", "wait_event", "synchronize", "record_stream", "barrier", "wait_tensor"}
 _OPPOSITES = {"max": "min", "any": "all", "MAX": "MIN", "maximum": "minimum", "amax": "amin", "SUM": "AVG"}
-_OPPOSITES |= {other: one for one, other in _OPPOSITES.items()}
+_OPPOSITES |= {opposite: name for name, opposite in _OPPOSITES.items()}
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -35,8 +35,10 @@ def _operator(operator: Operator) -> Operator:
 
 @_operator
 def drop_statement(node: ast.AST) -> Iterator[ast.AST]:
-    """A call, an assignment to what outlives the function, a deletion or a raise is left out."""
-    outlives = isinstance(node, ast.Assign) and not any(isinstance(one, ast.Name) for one in node.targets)
+    """Drop a call, an assignment to an attribute or an item, a deletion or a raise."""
+    outlives = isinstance(node, ast.Assign) and not any(
+        isinstance(target, ast.Name) for target in node.targets
+    )
     called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     if (
         outlives
@@ -48,26 +50,26 @@ def drop_statement(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def drop_wait(node: ast.AST) -> Iterator[ast.AST]:
-    """Nothing waits for a stream, an event, a collective or the other ranks."""
+    """Drop a wait for a stream, an event, a collective or the other ranks."""
     if _is_wait(node):
         yield ast.Pass()
 
 
 @_operator
 def drop_argument(node: ast.AST) -> Iterator[ast.AST]:
-    """A call loses its last argument by position, or one by keyword."""
+    """Drop the last positional argument of a call, or a keyword argument."""
     if not isinstance(node, ast.Call):
         return
     if node.args:
         yield ast.Call(node.func, node.args[:-1], node.keywords)
     for left_out in node.keywords:
         if left_out.arg is not None:
-            yield ast.Call(node.func, node.args, [one for one in node.keywords if one is not left_out])
+            yield ast.Call(node.func, node.args, [other for other in node.keywords if other is not left_out])
 
 
 @_operator
 def negate_condition(node: ast.AST) -> Iterator[ast.AST]:
-    """A branch, a loop, a condition in an expression or an assertion goes the other way."""
+    """Negate the condition of a branch, a loop, an expression, a comprehension or an assertion."""
     if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
         negated = copy.copy(node)
         negated.test = ast.UnaryOp(ast.Not(), node.test)
@@ -80,7 +82,7 @@ def negate_condition(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def swap_extremes(node: ast.AST) -> Iterator[ast.AST]:
-    """max for min, any for all, a sum for a mean, and the other way round."""
+    """Swap max and min, any and all, or sum and mean."""
     if isinstance(node, ast.Name) and node.id in _OPPOSITES:
         yield ast.Name(_OPPOSITES[node.id], node.ctx)
     if isinstance(node, ast.Attribute) and node.attr in _OPPOSITES:
@@ -89,7 +91,7 @@ def swap_extremes(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def swap_signs(node: ast.AST) -> Iterator[ast.AST]:
-    """+ for -, and the other way round."""
+    """Swap + and -."""
     if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in _SIGNS:
         swapped = copy.copy(node)
         swapped.op = _SIGNS[type(node.op)]()
@@ -98,14 +100,14 @@ def swap_signs(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def swap_bounds(node: ast.AST) -> Iterator[ast.AST]:
-    """< for <=, > for >=, and the other way round."""
+    """Swap < and <=, or > and >=."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED:
         yield ast.Compare(node.left, [_COMPARED[type(node.ops[0])](), *node.ops[1:]], node.comparators)
 
 
 @_operator
 def return_early(node: ast.AST) -> Iterator[ast.AST]:
-    """A function ends before one of its statements that does something."""
+    """Return from a function before one of its statements."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         for position in range(1 if ast.get_docstring(node) else 0, len(node.body)):
             if isinstance(node.body[position], ast.Pass):
@@ -117,23 +119,24 @@ def return_early(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def stale_value(node: ast.AST) -> Iterator[ast.AST]:
-    """A name keeps its value where it is given a new one that is made of it; `cast` makes none."""
+    """Drop an assignment of a new value that is computed from the old value of the same name, except by `cast`."""
     if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
         name = node.targets[0].id
         is_cast = isinstance(node.value, ast.Call) and last_name(node.value.func) == "cast"
-        if not is_cast and any(isinstance(one, ast.Name) and one.id == name for one in ast.walk(node.value)):
+        is_used = any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node.value))
+        if is_used and not is_cast:
             yield ast.Pass()
 
 
 @_operator
 def wrong_group(node: ast.AST) -> Iterator[ast.AST]:
-    """A collective runs in the default group."""
+    """Run a collective in the default group."""
     yield from _with_arguments(node, ("group", "_pg", "pg"), ast.Constant(None))
 
 
 @_operator
 def wrong_dtype(node: ast.AST) -> Iterator[ast.AST]:
-    """A dtype by name is its neighbour, one that is handed over is float64."""
+    """Replace a named dtype by a similar one, or a dtype argument by float64."""
     if isinstance(node, ast.Attribute) and node.attr in _DTYPES and _is_torch(node.value):
         yield ast.Attribute(node.value, _DTYPES[node.attr], node.ctx)
     yield from _with_arguments(node, ("dtype",), ast.parse("torch.float64", mode="eval").body)
@@ -141,7 +144,7 @@ def wrong_dtype(node: ast.AST) -> Iterator[ast.AST]:
 
 @_operator
 def wrong_rank(node: ast.AST) -> Iterator[ast.AST]:
-    """Every rank takes itself for the first, or another one for it."""
+    """Replace the rank by 0, or compare it with 1 instead of 0."""
     if last_name(node) == "rank" and isinstance(getattr(node, "ctx", None), ast.Load):
         yield ast.Constant(0)
     if isinstance(node, ast.Compare) and "rank" in ast.unparse(node.left):
@@ -163,11 +166,11 @@ def _is_torch(node: ast.AST) -> bool:
 
 
 def _with_arguments(node: ast.AST, ends: tuple[str, ...], other: ast.expr) -> Iterator[ast.AST]:
-    """The call with `other` in the place of each argument whose name ends so."""
+    """Yield copies of a call in which one argument whose name has such an end is replaced by `other`."""
     if not isinstance(node, ast.Call):
         return
-    for position, given in enumerate(node.args):
-        if last_name(given).endswith(ends):
+    for position, argument in enumerate(node.args):
+        if last_name(argument).endswith(ends):
             args = [*node.args[:position], other, *node.args[position + 1 :]]
             yield ast.Call(node.func, args, node.keywords)
     for position, keyword in enumerate(node.keywords):
@@ -179,12 +182,12 @@ def _with_arguments(node: ast.AST, ends: tuple[str, ...], other: ast.expr) -> It
 
 @dataclass(frozen=True)
 class MutationSite:
-    """One mutant of a module."""
+    """A mutant of a module."""
 
     operator: str
-    number: int  # among this operator's in the module
-    function: str  # the innermost function or method around it, by its qualified name
-    line: int  # where the innermost statement around it begins
+    number: int  # index among the operator's mutants of the module
+    function: str  # qualified name of the innermost function
+    line: int  # first line of the innermost statement
 
 
 def sites(tree: ast.Module) -> list[MutationSite]:
@@ -192,14 +195,14 @@ def sites(tree: ast.Module) -> list[MutationSite]:
 
 
 def mutate(tree: ast.Module, operator: str, number: int) -> MutationSite:
-    """Make one mistake in the tree.
+    """Change the tree into a mutant.
 
     Raises:
         LookupError: the module has no such mutant.
     """
     for site, node, other in _mutants(tree):
         if (site.operator, site.number) == (operator, number):
-            _Replaced(node, ast.copy_location(other, node)).visit(tree)
+            _Replacement(node, ast.copy_location(other, node)).visit(tree)
             ast.fix_missing_locations(tree)
             return site
     raise LookupError(f"there is no mutant {number} of {operator!r} in this source")
@@ -216,7 +219,7 @@ def _mutants(tree: ast.Module) -> Iterator[tuple[MutationSite, ast.AST, ast.AST]
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
-    """What runs when a function is called: each node, the function's name, and where its statement begins."""
+    """Yield the nodes that run when a function is called, each with the function's name and its statement's line."""
 
     silent = silent_in(tree)
 
@@ -238,20 +241,20 @@ def _nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, str, int]]:
             line = node.lineno if isinstance(node, ast.stmt) else line
             if function:
                 yield node, function, line
-            for child in _run(node):
+            for child in _evaluated_children(node):
                 yield from below(child, path, function, line)
 
     for statement in tree.body:
         yield from below(statement, (), "", 0)
 
 
-def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """Its children but for annotations, which nothing evaluates."""
+def _evaluated_children(node: ast.AST) -> Iterator[ast.AST]:
+    """Return the children of a node without annotations, which are not evaluated."""
     left_out = getattr(node, "annotation", None)
     return (child for child in ast.iter_child_nodes(node) if child is not left_out)
 
 
-class _Replaced(ast.NodeTransformer):
+class _Replacement(ast.NodeTransformer):
     def __init__(self, node: ast.AST, other: ast.AST) -> None:
         self._node, self._other = node, other
 

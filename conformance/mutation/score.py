@@ -1,4 +1,4 @@
-"""What a sample of mutants says: the score with its interval."""
+"""Score of a sample of mutants, with its confidence interval."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KILLED, SURVIVED, UNREACHED, IDLE, EQUIVALENT = "killed", "survived", "unreached", "idle", "equivalent"
-MOST_EQUIVALENT = 0.1  # as a share of what is reached: beyond it a score says more of proofs than of tests
-_Z = 1.959964  # of the normal distribution, for 95%
+# Limit for the share of reached mutants with equivalence notes, above which the score depends too much on notes.
+MOST_EQUIVALENT = 0.1
+_Z = 1.959964  # quantile of the normal distribution for 95%
 
 
 @dataclass(frozen=True)
 class Score:
     killed: int
-    counted: int  # those that are reached, not idle and not equivalent
+    counted: int  # killed mutants and survivors
     unreached: int
     idle: int
     equivalent: int
@@ -27,7 +28,7 @@ class Score:
         return cls(count[KILLED], counted, count[UNREACHED], count[IDLE], count[EQUIVALENT])
 
     @property
-    def leans_on_proofs(self) -> bool:
+    def depends_on_notes(self) -> bool:
         return self.equivalent > MOST_EQUIVALENT * (self.counted + self.equivalent)
 
     def __str__(self) -> str:
@@ -40,7 +41,7 @@ class Score:
 
 
 def wilson(hits: int, tries: int) -> tuple[float, float]:
-    """The 95% interval of a share, after Wilson: it holds for few tries and for shares near 1 too."""
+    """Return Wilson's 95% interval of a share, which is also valid for few tries and for shares near 1."""
     share, square = hits / tries, _Z * _Z
     middle = (share + square / (2 * tries)) / (1 + square / tries)
     half = _Z / (1 + square / tries) * math.sqrt(share * (1 - share) / tries + square / (4 * tries * tries))

@@ -1,4 +1,4 @@
-"""What in a source serves a log or a terminal alone: what stands there is no behaviour of torch's, nor whether."""
+"""Detection of code that only writes to a log or a terminal, which is not part of torch's behaviour."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ _LOGGERS = ("log", "logger", "logging")
 _LOGS = ("torch._C._log_api_usage_once", "torch._logging.")
 _PRINTS = ("print", "traceback.print_stack")
 _GROWTH = ("add", "append", "extend")
-_QUESTIONS = ("get_", "has_", "is_")  # what a call that only answers begins with
+_QUESTIONS = ("get_", "has_", "is_")  # prefixes of functions without side effects
 
 
 def silent_in(tree: ast.AST) -> Set[ast.AST]:
-    """Docstrings, lines for a log, branches around these, and statements that make what only they read.
+    """Return docstrings, log calls, branches that only contain these, and statements whose results only these read.
 
-    A branch that calls more than questions to decide is in it, but for its test: that may do more than to answer.
+    If the condition of such a branch calls functions that may have side effects, the branch is included without its
+    condition.
     """
     silent: Set[ast.AST] = {
         node
@@ -31,28 +32,28 @@ def silent_in(tree: ast.AST) -> Set[ast.AST]:
 
 
 def asks_others(expression: ast.expr) -> bool:
-    """Whether anything but a log or a question is called."""
+    """Return whether an expression calls a function that is neither a log nor without side effects by its name."""
     calls = [node for node in ast.walk(expression) if isinstance(node, ast.Call)]
     return any(not _is_of_a_log(call) and not _is_question(call) for call in calls)
 
 
 def _is_question(call: ast.Call) -> bool:
-    """Of `dist.get_rank()` and `_is_static(x)`."""
+    """Return whether a call only asks, such as `dist.get_rank()` or `_is_static(x)`."""
     return last_name(call.func).lstrip("_").startswith(_QUESTIONS)
 
 
 def _serves(node: ast.AST, silent: Set[ast.AST], names: Set[str]) -> bool:
-    """Whether it does nothing but what is silent, or makes one of these names, which nothing else reads."""
+    """Return whether a node only contains silent nodes, or only assigns `names`, which only silent nodes read."""
     if isinstance(node, ast.If):
         return all(statement in silent for statement in (*node.body, *node.orelse))
     if isinstance(node, ast.Assign):
-        is_read_so = all(isinstance(each, ast.Name) and each.id in names for each in node.targets)
+        is_read_so = all(isinstance(target, ast.Name) and target.id in names for target in node.targets)
         return is_read_so and not asks_others(node.value)
     return _grown_by(node) in names
 
 
 def _grown_by(node: ast.AST) -> str:
-    """The `a` of `a.append(b)`, if nothing else is called there."""
+    """Return the `a` of `a.append(b)` if `b` calls no function with side effects, else an empty string."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not node.value.keywords:
         function = node.value.func
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
@@ -65,7 +66,7 @@ def _grown_by(node: ast.AST) -> str:
 
 
 def _read(node: ast.AST, is_left_out: Callable[[ast.AST], bool]) -> Iterator[str]:
-    """Names whose values go somewhere, those of what callers gave and of what modules share among them."""
+    """Yield the names that are read, and names that other code can read: parameters, globals and nonlocals."""
     below = ast.iter_child_nodes(node)
     if is_left_out(node):
         below = iter([node.test] if isinstance(node, ast.If) and asks_others(node.test) else [])
@@ -82,7 +83,7 @@ def _read(node: ast.AST, is_left_out: Callable[[ast.AST], bool]) -> Iterator[str
 
 
 def _is_of_a_log(node: ast.AST) -> bool:
-    """Whether it is a call of `logger.info`, of `self._perf_hint_log.debug`, or of what else writes or prints."""
+    """Return whether a node calls a logger, such as `self._perf_hint_log.debug`, or prints."""
     if not isinstance(node, ast.Call):
         return False
     name = last_name(node.func.value) if isinstance(node.func, ast.Attribute) else ""
@@ -91,5 +92,5 @@ def _is_of_a_log(node: ast.AST) -> bool:
 
 
 def last_name(node: ast.AST) -> str:
-    """Of `a.b.rank` and of `rank` it is `rank`."""
+    """Return the last name of an expression, such as `rank` of `a.b.rank` and of `rank`."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

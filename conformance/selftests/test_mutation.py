@@ -22,15 +22,15 @@ from conformance.mutation.groups import (
     clauses_of,
     diff,
     draw,
+    equivalence_note,
     file_of,
+    find_mutant,
     is_empty,
     is_idle,
     key_of,
     modules_of,
-    mutant_called,
     parsed,
-    proof_of,
-    stale_proofs,
+    stale_notes,
 )
 from conformance.mutation.operators import OPERATORS, mutate, sites
 from conformance.mutation.reach import Reach
@@ -182,11 +182,11 @@ def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run: dict[str, object] = {}
     exec(compile(tree, "f.py", "exec"), run)
     assert run["f"].__doc__ == "Says."
-    assert lines.taken() == []
+    assert lines.take_executed() == []
     run["f"](None)
-    assert lines.taken() == [25, 27, 28, 31, 35]
+    assert lines.take_executed() == [25, 27, 28, 31, 35]
     assert run["f"](True)() == 1
-    assert lines.taken() == [25, 26, 31, 32, 35]
+    assert lines.take_executed() == [25, 26, 31, 32, 35]
     lines._noted.cache_clear()
 
 
@@ -216,7 +216,7 @@ def test_groups_hold_each_file_once_and_a_draw_is_the_same_again(package: str) -
         assert drawn == draw(group, package, 5, 1) != draw(group, package, 5, 2)
         assert len(set(drawn)) == 5
         for mutant in drawn:
-            assert mutant_called(package, mutant.fault_id.partition(":")[2]) == mutant
+            assert find_mutant(package, mutant.fault_id.partition(":")[2]) == mutant
             assert {line[0] for line in diff(package, mutant)} > {" "}
             assert mutant.site.line <= len(file_of(package, mutant.module).read_text().splitlines())
 
@@ -225,7 +225,7 @@ def test_a_proof_is_found_by_what_a_mutant_changes(tmp_path: Path, monkeypatch: 
     one, other = draw(GROUPS[2], ROOT, 2, 1)
     (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n"{key_of(ROOT, one)}" = "It does."')
     monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
-    assert (proof_of(ROOT, one), proof_of(ROOT, other)) == ("It does.", "")
+    assert (equivalence_note(ROOT, one), equivalence_note(ROOT, other)) == ("It does.", "")
 
 
 @pytest.mark.deadline(120)
@@ -283,8 +283,8 @@ def test_a_proof_whose_lines_are_gone_is_reported(tmp_path: Path, monkeypatch: p
     rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, one), *gone))
     (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n{rows}')
     monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
-    assert stale_proofs(ROOT) == gone
-    assert stale_proofs("impl") == []
+    assert stale_notes(ROOT) == gone
+    assert stale_notes("impl") == []
 
 
 def test_a_wait_is_idle_where_the_devices_own_is_an_empty_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_a_wait_is_idle_where_the_devices_own_is_an_empty_function(monkeypatch: 
     waits = {"_unshard": [True, True], "_post_backward_final_callback": [True, True, False]}
     mutants = {
         name: [
-            mutant_called(ROOT, f"{module}:drop_wait:{site.number}")
+            find_mutant(ROOT, f"{module}:drop_wait:{site.number}")
             for site in sites(parsed(ROOT, module))
             if (site.operator, site.function) == ("drop_wait", name)
         ]
@@ -330,7 +330,7 @@ def test_a_compiled_forward_notes_its_lines_in_an_unbroken_graph(
 
     run = torch.compile(noting, backend="eager", fullgraph=True)
     assert run(torch.zeros(1)).item() == 1
-    assert lines.taken() == [2]
+    assert lines.take_executed() == [2]
     lines._noted.cache_clear()
 
 
@@ -338,9 +338,9 @@ def test_a_compiled_forward_notes_its_lines_in_an_unbroken_graph(
 def test_every_proof_is_of_the_installed_source(package: str) -> None:
     if package == ROOT and not torch.__version__.startswith("2.13"):
         unavailable("the proofs are of torch 2.13")
-    assert stale_proofs(package) == []
+    assert stale_notes(package) == []
 
 
 def test_more_proofs_than_a_tenth_are_too_many() -> None:
-    assert not Score.of([KILLED] * 8 + [SURVIVED, EQUIVALENT, UNREACHED]).leans_on_proofs
-    assert Score.of([KILLED] * 8 + [EQUIVALENT, UNREACHED, UNREACHED]).leans_on_proofs
+    assert not Score.of([KILLED] * 8 + [SURVIVED, EQUIVALENT, UNREACHED]).depends_on_notes
+    assert Score.of([KILLED] * 8 + [EQUIVALENT, UNREACHED, UNREACHED]).depends_on_notes
