@@ -1,4 +1,4 @@
-"""Draw the page of a report again, without judging, or several reports side by side.
+"""Write the page of an existing report, or a page that compares several reports.
 
 python -m conformance.report report/report.json --baseline earlier/report.json --out page.html
 python -m conformance.report --compare theirs/report.json ours/report.json … --out compare.html
@@ -25,25 +25,19 @@ def main(words: Sequence[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("report", type=Path, nargs="+", help="the report.json of a run, or of several")
+    parser.add_argument("report", type=Path, nargs="+", help="report.json of one or more runs")
+    parser.add_argument("--compare", action="store_true", help="compare the reports, in this order")
+    parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
+    parser.add_argument("--kills", type=Path, help="kill matrix of python -m conformance.faults")
     parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="draw the reports side by side, in the order in which they are given",
+        "--simulation", type=Path, help="simulated step of python -m conformance.simulator.cost"
     )
-    parser.add_argument("--baseline", type=Path, help="the report.json of an earlier run to compare with")
-    parser.add_argument("--kills", type=Path, help="a kill matrix of python -m conformance.faults")
-    parser.add_argument(
-        "--simulation", type=Path, help="a simulated step of python -m conformance.simulator.cost"
-    )
-    parser.add_argument("--out", type=Path, default=Path("index.html"))
+    parser.add_argument("--out", type=Path, default=Path("index.html"), help="page (default: index.html)")
     options = parser.parse_args(words)
     if not options.compare and len(options.report) > 1:
-        parser.error(f"{len(options.report)} reports were given; --compare draws several side by side")
+        parser.error(f"got {len(options.report)} reports; expected one, or --compare")
     if options.compare and (options.baseline or options.kills or options.simulation):
-        parser.error(
-            "--compare draws whole reports; --baseline, --kills and --simulation belong to the page of one"
-        )
+        parser.error("--baseline, --kills and --simulation are for the page of one report; remove --compare")
     try:
         reports = [read_report(file) for file in options.report]
         if options.compare:

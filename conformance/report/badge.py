@@ -1,4 +1,4 @@
-"""The verdict as a small picture for a README, in the form that badges have."""
+"""Badge for a README: the verdict as a small picture."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from conformance.report.text import legible
 from conformance.report.verdict import worst_by_clause
 
 _COLOURS = {"green": "#116329", "red": "#b3131f"}
-_LETTER, _MARGIN = 6.6, 10  # wide, in pixels of the font below
+_LETTER, _MARGIN = 6.6, 10  # widths in pixels
 
 
 def badge(report: dict[str, Any]) -> str:
-    """An SVG that needs nothing beside it."""
+    """Return the badge of a report as a self-contained SVG."""
     left = legible(f"torch {report['torch'].partition('+')[0]}")
     right = legible(_says(report))
     colour = _COLOURS[report["verdict"]]
@@ -36,7 +36,7 @@ def _says(report: dict[str, Any]) -> str:
     broken = sum(outcome in RED for outcome in outcomes)
     held = outcomes.count("passed") + outcomes.count("known")
     if report["bad_input"]:
-        return "not to be judged like this"
+        return "invalid input"
     if broken:
         return f"{broken} {'clause' if broken == 1 else 'clauses'} broken"
     return f"{report['verdict']}, {held} {'clause holds' if held == 1 else 'clauses hold'}"

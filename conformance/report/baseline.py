@@ -1,4 +1,4 @@
-"""Two runs side by side: what broke, what was mended, what is new or gone, what got slower or faster."""
+"""Comparison of two runs: what broke, was fixed, was added or removed, and became slower or faster."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _REQUIRED = ("verdict", "subject", "profile", "began", "environment", "clauses",
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one clause's tests, or of one part of the run, since the baseline."""
+    """A change of a clause's tests, or of a benchmark or training run, since the baseline."""
 
-    name: str  # a clause, a test or file that belongs to none, a benchmark or a training run
+    name: str  # clause, test without clause, file, benchmark or training run
     tests: list[str]
     note: str = ""
 
@@ -36,10 +36,10 @@ class BaselineComparison:
     subject: str
     began: str
     verdict: str
-    differs: list[str]  # what makes the two runs no like for like
+    differs: list[str]  # differences that make the runs hard to compare
     broke: list[Change]
-    mended: list[Change]
-    changed: list[Change]  # neither red then nor now, but not the same outcome
+    fixed: list[Change]
+    changed: list[Change]  # other outcomes, none of them red
     new: list[Change]
     gone: list[Change]
     slower: list[Pace]
@@ -47,32 +47,32 @@ class BaselineComparison:
 
 
 def read_report(file: Path) -> dict[str, Any]:
-    """A `report.json` of an earlier run.
+    """Read the `report.json` of an earlier run.
 
     Raises:
-        ValueError: the file is not there, or is something else.
+        ValueError: the file does not exist or is not a report.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        report = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"there is no report at {file}: {error.strerror}") from None
     except ValueError:
         raise ValueError(f"{file} is not JSON; expected the report.json of an earlier run") from None
-    missing = [key for key in _REQUIRED if not isinstance(found, dict) or key not in found]
+    missing = [key for key in _REQUIRED if not isinstance(report, dict) or key not in report]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}; expected the report.json of an earlier run")
     try:
-        compare(found, found)
+        compare(report, report)
     except (KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{file} is no report of this gate ({why}); expected an earlier report.json"
+            f"{file} is not a report of this gate ({why}); expected an earlier report.json"
         ) from None
-    return found
+    return report
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
-    """How `new` differs from `old`, test by test, told by clause."""
+    """Compare two reports test by test, and return the differences by clause."""
     then = {test["nodeid"]: test for test in old["tests"]}
     now = {test["nodeid"]: test for test in new["tests"]}
     both = [(then[nodeid], test) for nodeid, test in now.items() if nodeid in then]
@@ -83,9 +83,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
         verdict=old["verdict"],
         differs=_differs(old, new),
         broke=_by_clause((b for a, b in both if _is_red(b) and not _is_red(a)), own=_own_test)
-        + _parts(old, new, broke=True),
-        mended=_by_clause((b for a, b in both if _is_red(a) and not _is_red(b)), own=_own_test)
-        + _parts(old, new, broke=False),
+        + _changed_phases(old, new, broke=True),
+        fixed=_by_clause((b for a, b in both if _is_red(a) and not _is_red(b)), own=_own_test)
+        + _changed_phases(old, new, broke=False),
         changed=_by_clause(
             (b for a, b in both if a["outcome"] != b["outcome"] and not _is_red(a) and not _is_red(b)),
             lambda test: f"{then[test['nodeid']]['outcome']}, now {test['outcome']}",
@@ -101,24 +101,25 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
     )
 
 
-def sentences(found: BaselineComparison, most: int = 3) -> list[str]:
-    """The comparison in a few lines for a terminal."""
-    red = sum(change.note != "" for change in found.new)
-    lines = [f"against the baseline ({found.subject}, {found.began}): "]
+def sentences(comparison: BaselineComparison, most: int = 3) -> list[str]:
+    """Return a summary of the comparison for a terminal, with at most `most` names of each kind."""
+    red = sum(change.note != "" for change in comparison.new)
+    lines = [f"compared with the baseline ({comparison.subject}, {comparison.began}): "]
     counts = [
-        (len(found.broke), "broke"),
-        (len(found.mended), "mended"),
-        (len(found.changed), "changed otherwise"),
-        (len(found.new), "with new tests" + (f" ({red} red)" if red else "")),
-        (len(found.gone), "without some they had"),
-        (len(found.slower), "slower"),
-        (len(found.faster), "faster"),
+        (len(comparison.broke), "broke"),
+        (len(comparison.fixed), "fixed"),
+        (len(comparison.changed), "changed otherwise"),
+        (len(comparison.new), "with new tests" + (f" ({red} red)" if red else "")),
+        (len(comparison.gone), "with removed tests"),
+        (len(comparison.slower), "slower"),
+        (len(comparison.faster), "faster"),
     ]
     lines[0] += ", ".join(f"{count} {word}" for count, word in counts if count) or "no difference"
-    lines += [f"  not like for like: {'; '.join(found.differs)}"] if found.differs else []
-    named = [("broke", [change.name for change in found.broke])]
-    named += [("mended", [change.name for change in found.mended])]
-    named += [("slower", [f"{pace.name} {pace.was[1]:.2g}, now {pace.now[1]:.2g}" for pace in found.slower])]
+    lines += [f"  the runs differ in: {'; '.join(comparison.differs)}"] if comparison.differs else []
+    named = [("broke", [change.name for change in comparison.broke])]
+    named += [("fixed", [change.name for change in comparison.fixed])]
+    paces = [f"{pace.name} {pace.was[1]:.2g}, now {pace.now[1]:.2g}" for pace in comparison.slower]
+    named += [("slower", paces)]
     for word, names in named:
         more = f" and {len(names) - most} more" if len(names) > most else ""
         lines += [f"  {word}: {'; '.join(names[:most])}{more}"] if names else []
@@ -142,19 +143,19 @@ def _by_clause(
     note: Callable[[dict[str, Any]], str] = lambda test: "",
     own: Callable[[dict[str, Any]], str] = _own_file,
 ) -> list[Change]:
-    """Those with a note first; a test that belongs to no clause is told by what `own` says of it."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Group tests by clause, those with a note first. `own` returns the group of a test without clause."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for test in tests:
-        found.setdefault(test["clause"] or own(test), []).append(test)
+        groups.setdefault(test["clause"] or own(test), []).append(test)
     changes = [
         Change(name, [test["nodeid"] for test in tests], "; ".join(sorted(set(map(note, tests)) - {""})))
-        for name, tests in found.items()
+        for name, tests in groups.items()
     ]
     return sorted(changes, key=lambda change: (not change.note, change.name))
 
 
-def _parts(old: dict[str, Any], new: dict[str, Any], broke: bool) -> list[Change]:
-    """Benchmarks that failed in one run alone, and training that agreed in one alone."""
+def _changed_phases(old: dict[str, Any], new: dict[str, Any], broke: bool) -> list[Change]:
+    """Return the benchmarks and training runs that broke or, without `broke`, were fixed."""
     changes: list[Change] = []
     for outcomes_of, word in ((_benchmark_outcomes, "benchmark"), (_training_outcomes, "training")):
         then, now = outcomes_of(old), outcomes_of(new)
@@ -164,11 +165,10 @@ def _parts(old: dict[str, Any], new: dict[str, Any], broke: bool) -> list[Change
     return sorted(changes, key=lambda change: change.name)
 
 
-def _only_in(one: dict[str, Any], other: dict[str, Any]) -> list[Change]:
-    """Benchmarks; none where a run was not timed at all."""
-    return [
-        Change(f"benchmark {name}", []) for name in _rows(one) if name not in (_rows(other) or _rows(one))
-    ]
+def _only_in(report: dict[str, Any], other: dict[str, Any]) -> list[Change]:
+    """Return the benchmarks that only `report` has, or none if `other` has no timings."""
+    rows = _rows(report)
+    return [Change(f"benchmark {name}", []) for name in rows if name not in (_rows(other) or rows)]
 
 
 def _rows(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -200,7 +200,7 @@ def _differs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     traits: dict[str, Callable[[dict[str, Any]], Any]] = {
         "subject": lambda report: report["subject"],
         "profile": lambda report: report["profile"],
-        "seed": lambda report: report.get("seed") or "the usual one",
+        "seed": lambda report: report.get("seed") or "default",
         "devices": lambda report: ", ".join(sorted({t["device"] for t in report["tests"]} - {""})) or "none",
         "torch": lambda report: report["environment"].get("packages", {}).get("torch"),
         "machine": lambda report: ", ".join(

@@ -1,4 +1,4 @@
-"""The page of all clauses: what each says, its level, its thread, and the torch versions that it holds for."""
+"""The page of all clauses, with sentence, level, thread and torch versions of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from conformance.report.page import environment
 
 
 def write_catalogue(catalogue: dict[str, Any], file: Path) -> None:
-    """Write the page of a catalogue as `conformance.catalogue.as_dict` gives it."""
+    """Write the page of a catalogue, as `conformance.catalogue.as_dict` returns it."""
     areas = [(area, list(rows)) for area, rows in groupby(catalogue["clauses"], lambda row: row["area"])]
     page = environment().get_template("catalogue.html").render(catalogue=catalogue, areas=areas)
     file.write_text(page, encoding="utf-8")

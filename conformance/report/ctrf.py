@@ -45,7 +45,7 @@ def ctrf(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _test(test: dict[str, Any]) -> dict[str, Any]:
-    """One test; what is neither passed nor failed was skipped, with its reason."""
+    """Return the entry of a test. Outcomes that are neither passed nor failed are reported as skipped."""
     entry = {
         "name": test["nodeid"],
         "status": _STATUS.get(test["outcome"], "skipped"),

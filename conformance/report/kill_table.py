@@ -1,4 +1,4 @@
-"""The kill matrix as the page shows it: which clause was the first to catch each fault."""
+"""The kill matrix as the page shows it: the clause that was the first to kill each fault."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Killer:
-    name: str  # a clause, or a test that belongs to none
+    name: str  # clause, or test without clause
     faults: list[str]
     median_s: float
 
@@ -19,21 +19,21 @@ class KillTable:
     subject: str
     commit: str
     began: str
-    complete: bool  # otherwise it was stopped
+    complete: bool  # False if the run was stopped
     killed: list[dict[str, Any]]
     survivors: list[dict[str, Any]]
-    killers: list[Killer]  # those that caught most first
-    silent: list[str]  # clauses that were the first to catch nothing
-    idle: list[dict[str, Any]] | None  # what each of them kills on its own; None if that was not asked
+    killers: list[Killer]  # ordered by the number of faults, largest first
+    silent: list[str]  # clauses that were the first to kill no fault
+    idle: list[dict[str, Any]] | None  # faults that silent clauses kill, if requested
     median_s: float
 
 
 def kill_matrix(report: dict[str, Any]) -> KillTable | None:
-    """None when the run had no kill matrix."""
-    found = report.get("kills")
-    if not found:
+    """Return the table of a report's kill matrix, or None if it has none."""
+    kills = report.get("kills")
+    if not kills:
         return None
-    killed = [kill for kill in found["kills"] if kill["killed"]]
+    killed = [kill for kill in kills["kills"] if kill["killed"]]
     caught: dict[str, list[dict[str, Any]]] = {}
     for kill in killed:
         caught.setdefault(kill["clause"] or kill["nodeid"] or kill["how"], []).append(kill)
@@ -42,14 +42,14 @@ def kill_matrix(report: dict[str, Any]) -> KillTable | None:
         for name, own in sorted(caught.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     ]
     return KillTable(
-        subject=found["subject"],
-        commit=found["commit"],
-        began=found["began"],
-        complete=found["complete"],
+        subject=kills["subject"],
+        commit=kills["commit"],
+        began=kills["began"],
+        complete=kills["complete"],
         killed=killed,
-        survivors=[kill for kill in found["kills"] if not kill["killed"]],
+        survivors=[kill for kill in kills["kills"] if not kill["killed"]],
         killers=killers,
         silent=[clause["id"] for clause in report["clauses"] if clause["id"] not in caught],
-        idle=found["idle"] and sorted(found["idle"], key=lambda row: (bool(row["kills"]), row["clause"])),
+        idle=kills["idle"] and sorted(kills["idle"], key=lambda row: (bool(row["kills"]), row["clause"])),
         median_s=statistics.median(kill["seconds"] for kill in killed) if killed else 0.0,
     )

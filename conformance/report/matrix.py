@@ -1,4 +1,4 @@
-"""The clause matrix: clause × (device, dtype, world size) → the worst outcome among its tests."""
+"""The clause matrix, with the worst outcome of each clause by device, dtype and world size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from conformance.judge.judgement import RED
 
-# From worst to best; a cell shows the worst of its tests.
+# Outcomes from worst to best. A cell shows the worst of its tests.
 SEVERITY = (
     "crash",
     "hang",
@@ -25,7 +25,7 @@ SEVERITY = (
     "known",
     "passed",
 )
-# A sign beside the colour, for those who cannot tell the colours apart.
+# Signs that are shown with the colours, for readers who cannot distinguish colours.
 SIGNS = {
     "crash": "✖",
     "hang": "⧗",
@@ -41,24 +41,24 @@ SIGNS = {
     "passed": "✓",
 }
 MEANINGS = {
-    "crash": "the process that ran it died",
-    "hang": "it did not end before its deadline",
-    "failed": "the subject does something else than torch",
-    "stale": "torch no longer does what a deviation or a limit says of it, or an expectation no longer holds",
-    "expected": "the subject fails it, as its claims file says",
-    "uncovered": "no test of this run asked: its tests are for a larger profile, or were not chosen",
-    "not provided": "the subject has no such name, and does not claim it",
-    "not claimed": "an extension, which torch cannot do and the subject does not claim",
-    "unavailable": "it needs a device, a world size or a compiler that is not here",
-    "reference cannot run here": "torch itself cannot do it here, and was seen to fail",
-    "known": "the subject does as torch does, where impl deviates on purpose",
-    "passed": "the subject does as torch does, or as the deviation says",
+    "crash": "the test ended its process",
+    "hang": "the test exceeded its deadline",
+    "failed": "the subject differs from torch",
+    "stale": "torch no longer does what a deviation or limit says, or an expected failure passes",
+    "expected": "the test failed, as the subject's claims file says",
+    "uncovered": "no test of the clause was in this run, because of the profile or the selection",
+    "not provided": "the subject lacks the name and does not claim it",
+    "not claimed": "an extension beyond torch that the subject does not claim",
+    "unavailable": "this machine lacks a device, ranks or a compiler",
+    "reference cannot run here": "torch itself fails here",
+    "known": "the subject does what torch does, where impl deviates on purpose",
+    "passed": "the subject does what torch does, or what the deviation says",
 }
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One column: where and on what the tests ran; an empty part means that they draw it themselves or need none."""
+    """A column of the matrix. An empty field means that the tests choose the value or need none."""
 
     device: str
     dtype: str
@@ -83,7 +83,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Calm:
-    """Tests that are not red and say the same: one function with several parameters."""
+    """Tests of one function that are not red and have the same outcome and reason, with their parameters."""
 
     outcome: str
     function: str
@@ -101,13 +101,13 @@ class Cell:
 
     @property
     def calm(self) -> list[Calm]:
-        found: dict[tuple[str, str, str], list[str]] = {}
+        groups: dict[tuple[str, str, str], list[str]] = {}
         for test in self.tests:
             if test["outcome"] not in RED:
                 function, bracket, parameters = test["nodeid"].partition("[")
-                same = found.setdefault((test["outcome"], function, test["reason"]), [])
+                same = groups.setdefault((test["outcome"], function, test["reason"]), [])
                 same += [bracket + parameters] if bracket else []
-        return [Calm(*same, parameters) for same, parameters in found.items()]
+        return [Calm(*same, parameters) for same, parameters in groups.items()]
 
     @property
     def outcome(self) -> str:
@@ -151,23 +151,23 @@ class Area:
         return any(row.is_red for row in self.rows)
 
     @property
-    def is_there(self) -> bool:
-        """Whether the subject provides something of it, and this run asked."""
+    def is_judged(self) -> bool:
+        """Whether the subject provides any name of the area and tests of it ran."""
         return any(row.outcome not in ("not provided", "not claimed", "uncovered") for row in self.rows)
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """How many of its clauses have each outcome, the worst first."""
+        """Number of clauses with each outcome, the worst first."""
         return ranked(row.outcome for row in self.rows)
 
 
 def ranked(outcomes: Iterable[str]) -> list[tuple[str, int]]:
-    """Each outcome with its number, the worst first."""
+    """Return the number of each outcome, the worst first."""
     return sorted(Counter(outcomes).items(), key=lambda entry: SEVERITY.index(entry[0]))
 
 
 def matrix(report: dict[str, Any]) -> list[Area]:
-    """One table an area, with only the columns that its tests have: red areas first, those that are not there last."""
+    """Return a table for each area, with the columns of its tests: red areas first, areas without tests last."""
     by_clause: dict[str, list[dict[str, Any]]] = {}
     for test in report["tests"]:
         by_clause.setdefault(test["clause"], []).append(test)
@@ -175,8 +175,8 @@ def matrix(report: dict[str, Any]) -> list[Area]:
     for clause in report["clauses"]:
         row = Row(clause, _cells(by_clause.get(clause["id"], [])))
         areas.setdefault(clause["area"], []).append(row)
-    found = [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
-    return sorted(found, key=lambda area: (not area.is_red, not area.is_there))
+    tables = [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
+    return sorted(tables, key=lambda area: (not area.is_red, not area.is_judged))
 
 
 def _cells(tests: Sequence[dict[str, Any]]) -> dict[Axis, Cell]:

@@ -1,4 +1,4 @@
-"""Draws `report.json` as one HTML page that needs nothing beside it."""
+"""The page of a report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from conformance.report.text import legible
 from conformance.report.verdict import parts
 
 _HERE = Path(__file__).parent
-_SIDES = {"known": "takes torch's side", "passed": "takes impl's side", "failed": "takes neither side"}
+_SIDES = {"known": "does what torch does", "passed": "does what impl does", "failed": "does neither"}
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:
-    """Write the page for a report as `conformance.gate` assembles it; every text in it is made legible and escaped."""
+    """Write the page of a report of `conformance.gate`. All texts are made legible and escaped."""
     report = legible(report)
     areas = matrix(report)
     page = (
@@ -49,7 +49,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             speed=speed.groups(report.get("speed") or {}),
             elsewhere=speed.elsewhere(report.get("speed") or {}),
             training_plots=_plots(report),
-            simulation_picture=simulation.drawn(report),
+            simulation_picture=simulation.draw(report),
         )
     )
     file.write_text(page, encoding="utf-8")
@@ -84,59 +84,59 @@ def environment() -> jinja2.Environment:
 
 
 def _breakable(name: str) -> Markup:
-    """A long name that may be broken after its dots, underscores, slashes and brackets; copied, it is whole."""
+    """Allow line breaks in a name after dots, underscores, slashes and brackets. They do not appear in copied text."""
     return Markup(re.sub(r"([._/\[]|::)(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
 def _whole_flags(command: str) -> Markup:
-    """A command whose options are not broken after their hyphens."""
+    """Prevent line breaks after the hyphens of a command's options."""
     return Markup(re.sub(r"(?<= )(--?[\w-]+)", r'<span class="flag">\1</span>', str(escape(command))))
 
 
 def _threads(text: str) -> Markup:
-    """Public threads (`pytorch/pytorch#1`) as links."""
+    """Make links of public threads, such as `pytorch/pytorch#1`."""
     link = r'<a href="https://github.com/\1/issues/\2" rel="noreferrer">\1#\2</a>'
     return Markup(re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", link, "" if text == "own" else str(escape(text))))
 
 
 def _red(report: dict[str, Any]) -> list[tuple[Broken, list[dict[str, Any]]]]:
-    """What is broken, in the words of this report's own clauses, each with its red tests."""
+    """Return the broken clauses with their red tests. Their sentences are those of the report's catalogue."""
     says = {clause["id"]: clause["says"] for clause in report["clauses"]}
-    found: dict[str, list[dict[str, Any]]] = {}
+    red: dict[str, list[dict[str, Any]]] = {}
     for test in report["tests"]:
         if test["outcome"] in RED:
-            found.setdefault(test["clause"] or test["nodeid"], []).append(test)
+            red.setdefault(test["clause"] or test["nodeid"], []).append(test)
     return [
-        (replace(broken, says=says.get(broken.name, broken.says)), found[broken.name])
+        (replace(broken, says=says.get(broken.name, broken.says)), red[broken.name])
         for broken in broken_clauses(report["tests"])
     ]
 
 
 def _outcomes(areas: Sequence[Area]) -> list[str]:
-    """Those that the tables and the tests behind them show, the worst first."""
+    """Return the outcomes of all clauses and tests in the tables, the worst first."""
     rows = [row for area in areas if area.axes for row in area.rows]
     tests = [test for row in rows for cell in row.cells.values() for test in cell.tests]
-    found = ranked([row.outcome for row in rows] + [test["outcome"] for test in tests])
-    return [outcome for outcome, _ in found]
+    counts = ranked([row.outcome for row in rows] + [test["outcome"] for test in tests])
+    return [outcome for outcome, _ in counts]
 
 
 def _sides(report: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """For each deviation the worst outcome of the tests that assert it, and what that says of the subject."""
-    seen: dict[str, list[str]] = {}
+    """Return the worst outcome of each deviation's tests, and what it means for the subject."""
+    by_deviation: dict[str, list[str]] = {}
     for test in report["tests"]:
-        seen.setdefault(test["deviation"], []).append(test["outcome"])
-    worst = {row: ranked(outcomes)[0][0] for row, outcomes in seen.items()}
+        by_deviation.setdefault(test["deviation"], []).append(test["outcome"])
+    worst = {row: ranked(outcomes)[0][0] for row, outcomes in by_deviation.items()}
     return {
         row["id"]: (worst[row["id"]], _side(row, worst[row["id"]], report["torch"]))
         if row["id"] in worst
-        else ("not run", "not asked")
+        else ("not run", "not tested")
         for row in report["deviations"]
     }
 
 
 def _side(row: dict[str, Any], outcome: str, torch: str) -> str:
     if outcome == "passed" and not is_torch_in(row.get("torch", ""), torch):
-        return "does as torch does now"
+        return "does what torch does now"
     return _SIDES.get(outcome, outcome)
 
 
@@ -144,6 +144,6 @@ def _plots(report: dict[str, Any]) -> list[Markup]:
     runs = (report.get("training") or {}).get("runs", [])
     if not runs:
         return []
-    from conformance.report.plots import plot  # noqa: PLC0415 (brings matplotlib, which a judge alone does without)
+    from conformance.report.plots import plot  # noqa: PLC0415 (matplotlib is only needed for training)
 
     return [plot(run, report["subject"]) for run in runs]

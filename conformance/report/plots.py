@@ -1,4 +1,4 @@
-"""The curves of a training run, as the page shows them."""
+"""Plots of the curves of a training run for the page."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from conformance.training.plot import draw
 
 
 def plot(run: dict[str, Any], subject: str) -> Markup:
-    drawn = io.StringIO()
-    # Whether matplotlib's own font has a letter does not matter: the page's reader draws the text.
+    output = io.StringIO()
+    # matplotlib warns about letters that its font lacks, but the reader's browser draws the text.
     with (
         warnings.catch_warnings(action="ignore", category=UserWarning),
         mpl.rc_context(
@@ -23,13 +23,13 @@ def plot(run: dict[str, Any], subject: str) -> Markup:
         ),
     ):
         figure = draw(run | {"name": _label(run["name"])}, _label(subject))
-        figure.set_size_inches(6, 4.5)  # two beside each other on a desk, one that can be read on a phone
-        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    # Matplotlib escapes the texts it draws; the XML prologue has no place inside HTML.
-    svg = drawn.getvalue()
+        figure.set_size_inches(6, 4.5)  # two per row on a desktop, one on a phone
+        figure.savefig(output, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    # matplotlib escapes the texts. The XML prologue is not allowed inside HTML.
+    svg = output.getvalue()
     return Markup(re.sub(r"\n\s*", "\n", svg[svg.index("<svg") :]))
 
 
 def _label(text: str) -> str:
-    """As matplotlib takes it: with a "$" that starts no formula."""
+    """Escape "$", which would start a formula in matplotlib."""
     return text.replace("$", r"\$")

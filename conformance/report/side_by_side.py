@@ -1,4 +1,4 @@
-"""Several reports side by side, of subjects or versions: each cell that differs leads to what judges it again."""
+"""Comparison page of several reports, of subjects or of versions. Cells that differ have a replay command."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from conformance.report.verdict import parts
 
 @dataclass(frozen=True)
 class ComparedCell:
-    """One clause in one report."""
+    """A clause in a report."""
 
     tests: list[dict[str, Any]]
-    replay: str  # of the first red test, else of the whole clause
+    replay: str  # replay command of the first red test, else of the clause
 
     @property
     def outcome(self) -> str:
         return ranked(test["outcome"] for test in self.tests)[0][0] if self.tests else "uncovered"
 
     @property
-    def held(self) -> int:
+    def held_tests(self) -> int:
         return sum(test["outcome"] in ("passed", "known") for test in self.tests)
 
     @property
     def why(self) -> str:
         worst = [test for test in self.tests if test["outcome"] == self.outcome]
-        return worst[0]["reason"] if worst else "no test of this run asked"
+        return worst[0]["reason"] if worst else "no test of this clause was in this run"
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,16 @@ class ComparedArea:
     def alike(self) -> list[ComparedRow]:
         return [row for row in self.rows if not row.differs]
 
-    def held(self, column: int) -> str:
-        """Of the clauses that a report's run asked, those that hold."""
-        asked = [row.cells[column].outcome for row in self.rows if row.cells[column].outcome != "uncovered"]
-        held = sum(outcome in ("passed", "known") for outcome in asked)
-        return f"{held} / {len(asked)}" if asked else "not asked"
+    def held_clauses(self, column: int) -> str:
+        """Return the number of clauses that hold in a report, and of those that its run tested."""
+        outcomes = [row.cells[column].outcome for row in self.rows]
+        tested = [outcome for outcome in outcomes if outcome != "uncovered"]
+        held = sum(outcome in ("passed", "known") for outcome in tested)
+        return f"{held} / {len(tested)}" if tested else "not tested"
 
 
 def write_side_by_side(reports: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write the page for several reports; every text in them is made legible and escaped."""
+    """Write the comparison page of several reports. All texts are made legible and escaped."""
     reports = [legible(report) for report in reports]
     areas = side_by_side(reports)
     outcomes = {cell.outcome for area in areas for row in area.rows for cell in row.cells}
@@ -85,24 +86,28 @@ def write_side_by_side(reports: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def side_by_side(reports: Sequence[dict[str, Any]]) -> list[ComparedArea]:
-    """Each clause that any of them knows, in the words of the last that does; areas with differences first."""
+    """Return the clauses of all reports by area, areas with differences first.
+
+    The sentence of a clause is that of the last report that has it.
+    """
     clauses = {clause["id"]: clause for report in reports for clause in report["clauses"]}
-    asked = [_by_clause(report) for report in reports]
+    tests_by_report = [_by_clause(report) for report in reports]
     areas: dict[str, list[ComparedRow]] = {}
     for name, clause in clauses.items():
         cells = [
-            _cell(name, tests.get(name, []), report) for tests, report in zip(asked, reports, strict=True)
+            _cell(name, tests.get(name, []), report)
+            for tests, report in zip(tests_by_report, reports, strict=True)
         ]
         areas.setdefault(clause["area"], []).append(ComparedRow(clause, cells))
-    found = [ComparedArea(name, rows) for name, rows in sorted(areas.items())]
-    return sorted(found, key=lambda area: not area.different)
+    compared = [ComparedArea(name, rows) for name, rows in sorted(areas.items())]
+    return sorted(compared, key=lambda area: not area.different)
 
 
 def _by_clause(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_clause: dict[str, list[dict[str, Any]]] = {}
     for test in report["tests"]:
-        found.setdefault(test["clause"], []).append(test)
-    return found
+        by_clause.setdefault(test["clause"], []).append(test)
+    return by_clause
 
 
 def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any]) -> ComparedCell:

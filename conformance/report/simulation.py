@@ -1,4 +1,4 @@
-"""The simulated step that a report shows, where `python -m conformance.simulator.cost --json` has left one."""
+"""The simulated step of a report, if `python -m conformance.simulator.cost --json` has written one."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any
 
 from markupsafe import Markup
 
-FILE = "simulation.json"  # in the report's folder
+FILE = "simulation.json"  # name in the report's folder
 _KEYS = {"title", "columns", "rows", "notes", "panels"}
 
 
 def read_simulation(file: Path) -> dict[str, Any]:
-    """What the command has written.
+    """Read a simulated step.
 
     Raises:
-        ValueError: the file is not there, or is something else.
+        ValueError: the file does not exist or is not a simulated step.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        step = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"there is no simulation at {file}: {error.strerror}") from None
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or set(found) != _KEYS:
-        raise ValueError(f"{file} is no simulation; python -m conformance.simulator.cost --json writes one")
-    return found
+        step = None
+    if not isinstance(step, dict) or set(step) != _KEYS:
+        raise ValueError(
+            f"{file} is not a simulation; python -m conformance.simulator.cost --json writes one"
+        )
+    return step
 
 
-def drawn(report: dict[str, Any]) -> Markup | None:
-    found = report.get("simulation")
-    if not found:
+def draw(report: dict[str, Any]) -> Markup | None:
+    step = report.get("simulation")
+    if not step:
         return None
     from conformance.simulator.cost.picture import picture  # noqa: PLC0415 (brings torch)
 
-    return Markup(picture(found["title"], found["panels"]))
+    return Markup(picture(step["title"], step["panels"]))

@@ -1,4 +1,4 @@
-"""Speed ratios as the page shows them: which are sure, and where their whiskers lie on one fixed scale."""
+"""Speed ratios as the page shows them, with significance and positions on a fixed scale."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 # Words and the limit of `benchmarks.decision`, which only a checkout has; a test holds them to it.
 REGRESSION, MISSING = "regression", "missing"
 SURELY = 1.03
-_ENDS = (0.25, 4.0)  # of the scale, the same on every page so that two can be laid side by side
+_ENDS = (0.25, 4.0)  # ends of the scale, equal on all pages
 TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """One row of a group, its positions in percent of the scale's width."""
+    """A row of a group. Positions are in percent of the scale's width."""
 
     row: dict[str, Any]
     name: str
@@ -29,7 +29,7 @@ class SpeedCase:
 
     @property
     def was(self) -> float | None:
-        """The earlier ratio, of a case that has become slower."""
+        """The earlier ratio, if the case has become slower."""
         return self.row.get("was") if self.row.get("verdict") == REGRESSION else None
 
     @property
@@ -42,7 +42,7 @@ class SpeedCase:
 
     @property
     def beyond(self) -> str:
-        """The side on which the ratio lies outside the scale; empty if it does not."""
+        """The side on which the ratio is outside the scale, or an empty string."""
         low, high = _ENDS
         return "left" if self.row["ratio"] < low else "right" if self.row["ratio"] > high else ""
 
@@ -63,13 +63,13 @@ def is_slower(row: dict[str, Any]) -> bool:
 
 
 def position(ratio: float) -> float:
-    """Percent of the way from the scale's left end to its right one."""
+    """Return the position of a ratio in percent from the left end of the scale."""
     low, high = map(math.log, _ENDS)
     return round(100 * (math.log(min(max(ratio, _ENDS[0]), _ENDS[1])) - low) / (high - low), 2)
 
 
 def groups(speed: dict[str, Any]) -> list[SpeedGroup]:
-    """The cases by benchmark, in the order in which the benchmarks first come."""
+    """Return the cases by benchmark, in the order of the benchmarks."""
     rows = speed.get("rows", [])
     order = list(dict.fromkeys(row["benchmark"] for row in rows))
     ordered = sorted(rows, key=lambda row: order.index(row["benchmark"]))
@@ -84,7 +84,7 @@ def groups(speed: dict[str, Any]) -> list[SpeedGroup]:
 
 
 def elsewhere(speed: dict[str, Any]) -> list[str]:
-    """The other machines whose ratios stand beside."""
+    """Return the other machines whose ratios are shown for comparison."""
     return sorted({machine for row in speed.get("rows", []) for machine in row.get("elsewhere", {})})
 
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere (a subject's names, its exceptions, the tail of a log) made fit to be read on a page."""
+"""Cleaning of foreign text (names, exceptions, logs) for display on a page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import Any
 
 from rich.text import Text
 
-_MOST = 20_000  # characters of one text; a failure that says more is cut in its middle
+_MOST = 20_000  # characters of a text, shortened in the middle
 _SHOWN_AS: dict[int, str | int] = {
-    **{code: 0x2400 + code for code in range(0x20)},  # NUL as ␀, and so on
+    **{code: 0x2400 + code for code in range(0x20)},  # control characters, NUL as ␀
     0x7F: "\u2421",
-    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),  # would turn what is around
-    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),  # half a character, which no file can hold
+    # Controls that reverse the direction of the text around them.
+    **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)), "\ufffd"),
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),  # surrogates, not encodable in a file
 }
 del _SHOWN_AS[ord("\n")], _SHOWN_AS[ord("\t")]
 
 
 def legible(value: Any) -> Any:
-    """The same value with every text in it made legible: no colours of a terminal, no control characters, no excess."""
+    """Return a value without terminal colours and control characters in its texts. Long texts are shortened."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, dict):

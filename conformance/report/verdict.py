@@ -1,4 +1,4 @@
-"""Why a run is green or red: one line each for judging, speed and training, with the reasons that make it red."""
+"""The verdict of a run: a line each for judging, speed and training, with the reasons if it is red."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from conformance.report.speed import MISSING, REGRESSION, is_faster, is_slower
 
 _WORDS = {
     "passed": "hold",
-    "known": "hold in torch's way",
-    "reference cannot run here": "that torch cannot do here",
-    "expected": "broken as expected",
+    "known": "hold like torch",
+    "reference cannot run here": "fail for torch too",
+    "expected": "fail as expected",
 }
 
 
 @dataclass(frozen=True)
 class VerdictPart:
-    name: str  # also the id of its section on the page
+    name: str  # name of the phase and id of its section on the page
     outcome: str  # passed, failed, or not run
     says: str
-    reasons: list[str]  # why it makes the run red; none if it does not
+    reasons: list[str]  # reasons why the run is red
 
 
 def parts(report: dict[str, Any]) -> list[VerdictPart]:
-    """Judging, and those of the others that were asked for."""
+    """Return the verdict of judging, and of speed and training if they were requested."""
     others = (("speed", _speed), ("training", _training))
-    return [_judging(report), *(tell(report[name] or {}) for name, tell in others if name in report)]
+    return [_judging(report), *(judge(report[name] or {}) for name, judge in others if name in report)]
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Why the verdict is red; empty when it is green."""
+    """Return why the verdict is red. The list is empty if it is green."""
     return [reason for part in parts(report) for reason in part.reasons]
 
 
 def exit_code(report: dict[str, Any]) -> int:
-    """0 is green, 1 red; 2 tells that what was handed in has to be mended, whatever the rest was judged to be."""
+    """Return the exit code: 2 if the input is invalid, else 1 if the verdict is red, else 0."""
     return BAD_INPUT if report["bad_input"] else int(report["verdict"] == "red")
 
 
 def worst_by_clause(report: dict[str, Any]) -> dict[str, str]:
-    """The outcome of each clause that was asked: the worst of its tests."""
+    """Return the outcome of each tested clause, which is the worst of its tests."""
     worst: dict[str, str] = {}
     for test in report["tests"]:
         if test["clause"]:
@@ -68,26 +68,26 @@ def _judging(report: dict[str, Any]) -> VerdictPart:
     says = f"{broken} of {total} broken; " if broken else f"{total}: "
     says += "; ".join(_of_a_level(level, report["clauses"], worst) for level in levels_of(report["clauses"]))
     own = sum(test["outcome"] in RED for test in report["tests"] if not test["clause"])
-    says += f"; {own} {_plural('test', own)} of the suite's own parts red" if own else ""
+    says += f"; {own} {_plural('test', own)} of the suite itself red" if own else ""
     return VerdictPart("judging", "failed" if why else "passed", says, why)
 
 
 def levels_of(clauses: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = {level_of(clause) for clause in clauses}
-    return [level for level in LEVELS if level in found]
+    present = {level_of(clause) for clause in clauses}
+    return [level for level in LEVELS if level in present]
 
 
 def _of_a_level(level: str, clauses: Sequence[Mapping[str, Any]], worst: Mapping[str, str]) -> str:
-    """`300 core: 290 hold, 10 not provided`."""
+    """Return the counts of a level, such as `300 core: 290 hold, 10 not provided`."""
     ids = [clause["id"] for clause in clauses if level_of(clause) == level]
-    found = [worst[clause_id] for clause_id in ids if clause_id in worst]
-    reported = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(ranked(found))]
-    reported += [f"{len(ids) - len(found)} not asked"] if len(ids) > len(found) else []
-    return f"{len(ids)} {level}: " + ", ".join(reported)
+    outcomes = [worst[clause_id] for clause_id in ids if clause_id in worst]
+    counts = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(ranked(outcomes))]
+    counts += [f"{len(ids) - len(outcomes)} not tested"] if len(ids) > len(outcomes) else []
+    return f"{len(ids)} {level}: " + ", ".join(counts)
 
 
 def level_of(clause: Mapping[str, Any]) -> str:
-    return clause.get("level", "core")  # which reports of old do not say
+    return clause.get("level", "core")  # missing in old reports
 
 
 def _speed(speed: dict[str, Any]) -> VerdictPart:
@@ -120,8 +120,8 @@ def _training(training: dict[str, Any]) -> VerdictPart:
     differ = sum(not run["agrees"] for run in runs)
     total = f"{len(runs)} {_plural('run', len(runs))}"
     says = f"{differ} of {total} differ from torch" if differ else f"{total} agree with torch"
-    lacking = training.get("lacking", [])
-    says += f"; torch's own {', '.join(lacking)} in place of what is not provided" if lacking else ""
+    missing = training.get("lacking", [])
+    says += f"; with torch's {', '.join(missing)}, which the subject lacks" if missing else ""
     return VerdictPart("training", "failed" if why else "passed", says, why)
 
 

@@ -1,4 +1,4 @@
-"""What a verdict is carried in: the files beside `report.json`, which all follow from it."""
+"""The files of a verdict: `report.json` and the files that are made from it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from conformance.report.verdict import exit_code, reasons
 
 
 def conclude(report: dict[str, Any], out: Path, say: Callable[..., None]) -> int:
-    """Come to the verdict, write it and say it; returns the exit code."""
+    """Determine the verdict, write all files and return the exit code. `say` prints the verdict."""
     report["reasons"] = reasons(report)
     report["verdict"] = "red" if report["reasons"] else "green"
     (out / "report.json").write_text(json.dumps(report, indent=1))
     say(report=report)
-    # Last, so that nothing in them can keep the verdict back.
+    # These come last, so that an error in them does not suppress the verdict.
     (out / "ctrf.json").write_text(json.dumps(ctrf(report), indent=1))
     (out / "badge.svg").write_text(badge(report))
     (out / "clauses.json").write_text(json.dumps(catalogue.as_dict(), indent=1))

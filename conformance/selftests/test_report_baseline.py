@@ -1,4 +1,4 @@
-"""Two runs compared: what broke, was mended, is new or gone, got slower or faster, and which files are none."""
+"""Comparison of two runs: what broke, was fixed, added or removed, and became slower or faster, and bad files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from conformance.report.baseline import BaselineComparison, compare, read_report
 from conformance.report.matrix import SEVERITY
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 
-CHANGES = ("broke", "mended", "changed", "new", "gone", "slower", "faster")
+CHANGES = ("broke", "fixed", "changed", "new", "gone", "slower", "faster")
 
 
 def reported(found: BaselineComparison) -> dict[str, list[tuple[str, list[str]]]]:
@@ -56,7 +56,7 @@ def test_each_test_is_reported_once_and_only_if_it_changed(then: dict[str, str],
             return "new"
         was_red, is_red = then[name] in RED, now[name] in RED
         if was_red != is_red:
-            return "broke" if is_red else "mended"
+            return "broke" if is_red else "fixed"
         return "" if is_red or then[name] == now[name] else "changed"
 
     expected = {name: kind_of(name) for name in then.keys() | now.keys()}
@@ -73,7 +73,7 @@ def test_changes_are_reported_by_clause_and_own_tests_by_name() -> None:
     )
     assert reported(compare(old, new)) == {
         "broke": [(CLAUSE["id"], ["a", "b", "c"])],
-        "mended": [("o", ["o"])],
+        "fixed": [("o", ["o"])],
     }
 
 
@@ -107,7 +107,7 @@ def test_benchmarks_and_training_break_and_are_mended() -> None:
     both = [("benchmark a[cpu]", []), ("training bf16", [])]
     only = {"b": [("benchmark b[cpu]", [])], "c": [("benchmark c[cpu]", [])]}
     assert reported(compare(good, bad)) == {"broke": both, "new": only["c"], "gone": only["b"]}
-    assert reported(compare(bad, good)) == {"mended": both, "new": only["b"], "gone": only["c"]}
+    assert reported(compare(bad, good)) == {"fixed": both, "new": only["b"], "gone": only["c"]}
     untimed = a_report(training={"runs": [trained(True)]})
     assert reported(compare(good, untimed)) == reported(compare(untimed, good)) == {}
 
@@ -195,7 +195,7 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
     assert "judging: 1 of 1 clause broken" in printed
     assert printed.splitlines()[-1] == f"RED impl; the report is {out / 'index.html'}"
     page = (out / "index.html").read_text()
-    assert "Against the baseline" in page
+    assert "Comparison with the baseline" in page
     assert "1 of 1 faults" in page
     # What it wrote is a baseline in its turn, though it holds a comparison itself.
     assert reported(compare(read_report(out / "report.json"), now)) == {}

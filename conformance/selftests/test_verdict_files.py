@@ -91,7 +91,7 @@ def test_what_was_handed_in_wrong_is_told_apart_from_what_is_red(
     found = concluded(a_report(judged(outcome), bad_input=bad_input), tmp_path)
     assert (found["verdict"], found["exit code"]) == expected
     assert ("mend it" in (tmp_path / "index.html").read_text()) == bool(bad_input)
-    assert ("not to be judged" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
+    assert ("invalid input" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
 
 
 def test_the_list_for_dashboards_has_every_test_once() -> None:
@@ -119,7 +119,7 @@ def test_the_list_for_dashboards_has_every_test_once() -> None:
     [
         (["passed", "known"], {}, "green, 1 clause holds"),
         (["failed"], {}, "1 clause broken"),
-        (["passed"], {"bad_input": ["mend it"]}, "not to be judged like this"),
+        (["passed"], {"bad_input": ["fix it"]}, "invalid input"),
         (["passed"], {"verdict": "red"}, "red, 1 clause holds"),
     ],
 )
@@ -148,7 +148,7 @@ def test_reports_stand_side_by_side_and_what_differs_leads_to_its_replay(tmp_pat
     [area] = side_by_side([ours, theirs])
     assert [row.clause["id"] for row in area.different] == [CLAUSE["id"]]
     assert [row.clause["id"] for row in area.alike] == [OTHER["id"]]
-    assert (area.held(0), area.held(1)) == ("2 / 2", "1 / 2")
+    assert (area.held_clauses(0), area.held_clauses(1)) == ("2 / 2", "1 / 2")
 
     write_side_by_side([ours, theirs, third], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
@@ -174,7 +174,7 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
     assert drawing.main(["--compare", *files, "--out", str(out)]) == 0
     assert "1 of 1 clauses differ" in re.sub(r"<[^>]*>", "", out.read_text())
     for words, reported in (
-        (files, "2 reports were given; --compare draws several side by side"),
+        (files, "got 2 reports; expected one, or --compare"),
         (
             ["--compare", *files, "--baseline", files[0]],
             "--baseline, --kills and --simulation belong to the page of one",
