@@ -176,7 +176,7 @@ def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "lines"
     file.write_bytes(bytes(40))
     monkeypatch.setenv(lines.FILE, str(file))
-    lines._noted.cache_clear()
+    lines._flags.cache_clear()
     tree = ast.parse(textwrap.dedent(source))
     lines.instrument(tree, 20)
     run: dict[str, object] = {}
@@ -187,7 +187,7 @@ def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert lines.take_executed() == [25, 27, 28, 31, 35]
     assert run["f"](True)() == 1
     assert lines.take_executed() == [25, 26, 31, 32, 35]
-    lines._noted.cache_clear()
+    lines._flags.cache_clear()
 
 
 def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
@@ -322,7 +322,7 @@ def test_a_compiled_forward_notes_its_lines_in_an_unbroken_graph(
     file = tmp_path / "lines"
     file.write_bytes(bytes(4))
     monkeypatch.setenv(lines.FILE, str(file))
-    lines._noted.cache_clear()
+    lines._flags.cache_clear()
 
     def noting(x: torch.Tensor) -> torch.Tensor:
         lines.note(2)
@@ -331,7 +331,7 @@ def test_a_compiled_forward_notes_its_lines_in_an_unbroken_graph(
     run = torch.compile(noting, backend="eager", fullgraph=True)
     assert run(torch.zeros(1)).item() == 1
     assert lines.take_executed() == [2]
-    lines._noted.cache_clear()
+    lines._flags.cache_clear()
 
 
 @pytest.mark.parametrize("package", [ROOT, "impl"])

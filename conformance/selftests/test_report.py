@@ -290,7 +290,7 @@ def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, reported: 
     assert reported in draw(a_report(test, deviations=[row]), tmp_path).text
     unasked = draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
     assert "not tested" in unasked
-    assert "1 deviation that this run does not tell about impl" in unasked
+    assert "1 deviation that this run did not test with impl" in unasked
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> Non
     file = tmp_path / "kills.json"
     if text is not None:
         file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"no kill matrix"):
+    with pytest.raises(ValueError, match=r"(no|not a) kill matrix"):
         read_kills(file)
 
 
@@ -370,7 +370,7 @@ def test_a_simulated_step_is_drawn_and_called_one(tmp_path: Path) -> None:
         )
     )
     text = draw(a_report(judged("passed"), simulation=read_simulation(file)), tmp_path).text
-    for reported in ("Nothing of it was measured", "<b>", "default stream", "4096"):
+    for reported in ("It was not measured", "<b>", "default stream", "4096"):
         assert reported in text
 
 
@@ -378,7 +378,7 @@ def test_a_simulated_step_is_drawn_and_called_one(tmp_path: Path) -> None:
 def test_another_file_is_no_simulation(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / FILE).write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"no simulation"):
+    with pytest.raises(ValueError, match=r"(no|not a) simulation"):
         read_simulation(tmp_path / FILE)
 
 

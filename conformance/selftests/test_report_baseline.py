@@ -143,8 +143,8 @@ FOREIGN = [
     ("{", "not JSON"),
     ([], "lacks verdict"),
     ({"tests": []}, "lacks verdict"),
-    (a_report() | {"tests": [{"name": "of another tool"}]}, "no report of this gate"),
-    (a_report() | {"tests": 3}, "no report of this gate"),
+    (a_report() | {"tests": [{"name": "of another tool"}]}, "not a report of this gate"),
+    (a_report() | {"tests": 3}, "not a report of this gate"),
 ]
 
 
@@ -225,4 +225,4 @@ def test_a_list_of_parts_without_judging_is_refused(text: str, capsys: pytest.Ca
     with pytest.raises(SystemExit) as ended:
         gate.main(["--parts", text])
     assert ended.value.code == 2
-    assert "with judging in it" in capsys.readouterr().err
+    assert "that includes judging" in capsys.readouterr().err

@@ -177,7 +177,7 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
         (files, "got 2 reports; expected one, or --compare"),
         (
             ["--compare", *files, "--baseline", files[0]],
-            "--baseline, --kills and --simulation belong to the page of one",
+            "--baseline, --kills and --simulation are for the page of one report",
         ),
         (["--compare", files[0], str(out)], "is not JSON"),
     ):
