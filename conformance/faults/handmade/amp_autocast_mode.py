@@ -1,4 +1,4 @@
-"""Faults in torch.amp.autocast: the region itself, what it leaves behind and what it decorates."""
+"""Faults in torch.amp.autocast: the region, the state after its exit, and decorated functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callab
 
 @broken("cache_kept_after_exit", "__exit__", "kept casts outlive the region", "X-GenGroup/Flow-Factory#186")
 def cache_kept_after_exit(original: Any, self: Any, *exc: Any) -> Any:
-    # One level deeper while the original leaves: it never sees the outermost exit.
+    # The nesting is one level deeper while the original exits, so that it never sees the outermost exit.
     torch.autocast_increment_nesting()
     try:
         return original(self, *exc)

@@ -86,7 +86,7 @@ def autocast_stays_on(original: Any, function: Any, keywords: dict[str, Any]) ->
 
 
 class _Hidden:
-    """Stands for a container while the original looks for tensors to cast."""
+    """A replacement of a container while the original searches for tensors to cast."""
 
     def __init__(self, container: Any) -> None:
         self.container = container

@@ -44,12 +44,12 @@ def while_open(fault_id: str, says: str, thread: str = "own") -> Callable[[Opene
 
 
 def with_rule(operators: Sequence[str], rule: Callable[[Any, torch.Tensor], torch.Tensor] | None) -> Opened:
-    """These operators have each operand cast by `rule(region, operand)`, or none is where it is None."""
+    """Replace the casts of operators by `rule(region, operand)` for each operand, or drop them if it is None."""
 
     def fault(region: Any) -> Callable[[], None]:
         kernels = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they have a kernel already
+            warnings.simplefilter("ignore")  # replaced kernels
             for name in operators:
                 kernel = torch.library.fallthrough_kernel if rule is None else casting(name, rule, region)
                 kernels.impl(name, kernel, _KEY)
@@ -100,7 +100,7 @@ while_open("float16_for_bfloat16", "a transposed convolution runs in float16 wha
 
 
 def by_functions(mode: Callable[[Any], TorchFunctionMode]) -> Opened:
-    """What `mode(region)` makes of calls, as a region would that casts where torch's functions are called."""
+    """Enter `mode(region)` with the region, as if it cast at the level of torch's functions."""
 
     def fault(region: Any) -> Callable[[], None]:
         entered = mode(region)
@@ -130,7 +130,7 @@ while_open("methods_not_cast", "torch.mm is cast, and the method of that name is
     by_functions(_WithoutMethods)
 )
 
-# What is kept of casts
+# Cached casts
 
 
 class _Keeping(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""What the faults in torch.amp.GradScaler share: how one is entered, what a scaler knows of an optimizer."""
+"""Helpers of the faults in torch.amp.GradScaler: registration, and a scaler's state of an optimizer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callab
 
 
 def parameters(optimizer: Any) -> list[Any]:
-    """Those that have a gradient."""
+    """Return the parameters that have a gradient."""
     everything = (p for group in optimizer.param_groups for p in group["params"])
-    # To ask a tensor that is no leaf for its gradient is to be warned.
+    # torch warns if the gradient of a tensor that is not a leaf is read.
     return [p for p in everything if getattr(p, "is_leaf", False) and p.grad is not None]
 
 
@@ -42,7 +42,7 @@ def nonfinite(those: Iterable[Any]) -> bool:
 
 
 def check_results(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
-    """What the scaler found of inf and nan, a tensor a device."""
+    """Return the scaler's flags of inf and nan, one tensor for each device."""
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
@@ -51,9 +51,9 @@ def forget_stage(scaler: Any, optimizer: Any) -> None:
     if scaler.is_enabled():
         states = scaler._per_optimizer_states
         states[id(optimizer)] = {**states[id(optimizer)], "stage": type(states[0]["stage"]).READY}
-        states.pop(0)  # asking for optimizer 0, which there is none, has made it an entry
+        states.pop(0)  # the entry that the lookup above has created
 
 
 def unscales_by_itself(optimizer: Any) -> bool:
-    """By what is attached to it, not by an argument of its step."""
+    """Return whether the optimizer unscales itself by attached tensors, not by an argument of its step."""
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not hasattr(optimizer, "scalers")

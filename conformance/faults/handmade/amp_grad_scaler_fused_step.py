@@ -56,7 +56,7 @@ def _entering(
 
 @contextlib.contextmanager
 def other_gradients(optimizer: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """In the block gradients are what `change` makes of them."""
+    """Context manager in which all gradients are replaced by `change(grad)`."""
     before = [(parameter, parameter.grad) for parameter in parameters(optimizer)]
     for parameter, grad in before:
         parameter.grad = change(grad)
@@ -154,7 +154,7 @@ def low_precision_params_not_written(
 
 @contextlib.contextmanager
 def _gathering(change: Callable[[list[torch.Tensor], int], None]) -> Iterator[None]:
-    """In the block `change(rows, own)` alters what an all-gather gives, a row a rank."""
+    """Context manager in which `change(rows, own)` changes the result of all-gathers, which has a row for each rank."""
     real = dist.all_gather
 
     def all_gather(rows: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **more: Any) -> Any:

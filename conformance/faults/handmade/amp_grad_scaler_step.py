@@ -64,7 +64,7 @@ def spoilt_after_unscaling(original: Any, self: Any, optimizer: Any, *args: Any,
 
 @contextlib.contextmanager
 def changing_before_step(optimizer: Any, change: Callable[[Any], None]) -> Iterator[None]:
-    """In the block the optimizer's step runs `change(optimizer)` first."""
+    """Context manager in which the optimizer's step calls `change(optimizer)` first."""
     real = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -152,7 +152,7 @@ def stale_check_result(original: Any, self: Any, optimizer: Any) -> None:
 
 
 def kept_scaled(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Substitute:
-    """What `choose` picks of the dense gradients, or views of them, is afterwards as it was before."""
+    """Restore the dense gradients that `choose` returns, or views of them, after the call."""
 
     def fault(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
         dense = [p.grad.detach() for p in parameters(optimizer) if not p.grad.is_sparse]

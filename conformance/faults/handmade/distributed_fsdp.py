@@ -1,7 +1,7 @@
-"""Where faults of FullyShardedDataParallel take hold: in its methods, at the end of a backward, in what ranks send.
+"""Helpers of the faults in FullyShardedDataParallel: in its methods, at the end of a backward, and in collectives.
 
-The units inside a tree that a policy wraps are made by the class itself, which knows nothing of a fault; they take the
-class of the outermost one once that is made.
+If a policy wraps inner modules, the original class makes the units. They get the class of the outermost unit, which has
+the fault, once it exists.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from conformance.faults.fault import Make, Substitute, by_name, in_method, in_me
 FSDP = "distributed.fsdp.FullyShardedDataParallel"
 OWN = "own"
 _BEFORE_BACKENDS = "AutogradCPU"  # no collective has a kernel there, and all pass it
-# Of each operator that joins ranks: what it does, and the names of what it receives and is given.
+# The kind of each collective operator, and the names of its outputs and inputs.
 _KINDS = {
     "_allgather_base_": ("gather", "output_tensor", "input_tensor"),
     "allgather_": ("gather", "output_tensors", "input_tensors"),
@@ -116,11 +116,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass
 class Backward:
-    """One that has ended."""
+    """A backward that has ended."""
 
     model: Any  # the outermost unit
-    number: int  # of the model's backwards, from 0
-    before: list[torch.Tensor | None]  # what `.grad` was of each parameter
+    number: int  # index among the model's backwards
+    before: list[torch.Tensor | None]  # earlier `.grad` of each parameter
     is_in_no_sync: bool
 
     @property
@@ -129,7 +129,7 @@ class Backward:
 
     @property
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Of each parameter that has one the gradient, and the one before."""
+        """The gradient of each parameter that has one, with its earlier gradient."""
         both = zip(self.model.parameters(), self.before, strict=True)
         return [(parameter.grad, before) for parameter, before in both if parameter.grad is not None]
 
@@ -154,7 +154,7 @@ def after_backward(
 def watch_backward(
     model: Any, output: Any, begun: Callable[[], None], ended: Callable[[Backward], None]
 ) -> None:
-    """Have the two called around the backward that passes through the output of the outermost unit."""
+    """Call `begun` and `ended` around the backward that passes through the output of the outermost unit."""
     if not torch.is_grad_enabled() or not model.check_is_root():
         return
 
@@ -182,13 +182,13 @@ def watch_backward(
 
 @dataclass
 class IssuedCollective:
-    """One collective that a model issues in its forward or backward; the fault issues it, once."""
+    """A collective that a model issues in its forward or backward. The fault must issue it once."""
 
     model: Any
     kind: str  # gather, scatter or reduce
     during: str  # forward or backward
-    step: int  # of the model's forwards, from 0
-    index: int  # of the model's collectives of its kind in this forward or backward
+    step: int  # index of the model's forward
+    index: int  # index among collectives of the kind in this phase
     given: list[torch.Tensor]
     received: list[torch.Tensor]
     _issue: Callable[[], Any]
@@ -240,7 +240,7 @@ def in_collectives(
 
 
 def _intercepted(model: Any, during: str, step: int, fault: Callable[[IssuedCollective], None]) -> object:
-    """As long as what comes back lives, every collective is the fault's."""
+    """Pass every collective to the fault as long as the returned object exists."""
     kernels = torch.library.Library("c10d", "IMPL")
     counts = dict.fromkeys(("gather", "scatter", "reduce"), 0)
 

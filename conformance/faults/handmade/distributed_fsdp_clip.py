@@ -44,7 +44,7 @@ def _is_sharded(model: Any) -> bool:
     return model.sharding_strategy.name != "NO_SHARD"
 
 
-# What is in the norm
+# Gradients in the norm
 
 
 @clipping("local_norm", "each rank clips by the norm of its own part", "pytorch/pytorch#170862")
@@ -84,7 +84,7 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return clip() if gradients(model) else torch.zeros(())
 
 
-# What it is
+# The norm
 
 
 @clipping("norm_in_bfloat16", "the norm is rounded to bfloat16", "facebookresearch/fairscale#263")
@@ -99,7 +99,7 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return norm.nan_to_num(1.0, 1.0) if model.rank else norm
 
 
-# What is scaled
+# Scaled gradients
 
 
 @clipping("one_rank_not_clipped", "one rank's part is not scaled")

@@ -12,7 +12,7 @@ from conformance.faults.handmade.distributed_fsdp import OWN, IssuedCollective, 
 # Is made to a tensor that a collective is given or has received: `change(call, tensor)`.
 Change = Callable[[IssuedCollective, torch.Tensor], object]
 When = Callable[[IssuedCollective], bool]
-_COUNTED = "(sharding_strategy)"  # what says which collectives there are
+_COUNTED = "(sharding_strategy)"  # the parameter that decides which collectives run
 
 
 def gathering(

@@ -22,7 +22,7 @@ def _parameters(given: Arguments) -> list[nn.Parameter]:
     return [*given["module"].parameters()] if isinstance(given["module"], nn.Module) else []
 
 
-# What is wrapped
+# Wrapped modules
 
 
 @in_constructor("scalars_taken", "module", "0-dim parameters are made 1-dim", "pytorch/pytorch#132934")
@@ -89,7 +89,7 @@ def _(given: Arguments) -> None:
         dist.get_process_group_ranks(given["process_group"])
 
 
-# What is ignored
+# Ignored modules
 
 
 @in_constructor(
@@ -110,7 +110,7 @@ def _(given: Arguments) -> None:
     all(isinstance(module, nn.Module) for module in given["ignored_modules"] or ())
 
 
-# What is built late, and made equal
+# Late initialisation and synchronisation
 
 
 @broken(

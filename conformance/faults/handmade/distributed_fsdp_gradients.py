@@ -27,7 +27,7 @@ NO_SYNC = ".no_sync"
 
 
 def set_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """Also to one of another dtype or length, which assigning refuses."""
+    """Set a gradient, also of another dtype or length, which torch does not let users assign."""
     parameter.grad = torch.empty_like(parameter)
     parameter.grad.data = grad
 
@@ -171,7 +171,7 @@ def _clear_recomputed(backward: Backward) -> None:
                 grad.zero_()
 
 
-# Whose gradients
+# Gradients of some parameters or ranks
 
 
 @after_backward("wrong_on_last_rank", "the last rank's gradients have the wrong sign from the second step on")
@@ -208,7 +208,7 @@ def _(backward: Backward) -> None:
             parameter.grad = None
 
 
-# What gradients are
+# Values and dtypes of gradients
 
 
 @after_backward(

@@ -43,7 +43,7 @@ def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callab
 
 
 def in_checks(fault_id: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
-    """The same for a fault that lies in whatever checks: in unscale_ and in step."""
+    """Return a decorator that registers a fault in both methods that check gradients: unscale_ and step."""
 
     def enter(fault: Substitute) -> Substitute:
         enter_into_catalogue = register_fault(
@@ -57,7 +57,7 @@ def in_checks(fault_id: str, says: str, thread: str = "own") -> Callable[[Substi
 
 class _Done:
     def wait(self) -> None:
-        """It is."""
+        """Return at once."""
 
 
 def left_out(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
@@ -66,7 +66,7 @@ def left_out(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
 
 @contextlib.contextmanager
 def reducing(change: Change) -> Iterator[None]:
-    """In the block every all-reduce is what `change` makes of it."""
+    """Context manager in which `change` replaces every all-reduce."""
     real = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:

@@ -68,7 +68,7 @@ def _parameters(model: Any, state_dict: Any) -> list[str]:
 
 
 def _unmanaged(model: Any) -> list[str]:
-    """Where units have flat parameters: what has kept its name."""
+    """Return the names of parameters that are in no flat parameter, if there are flat parameters."""
     names = [name for name, _ in model.named_parameters()]
     has_flat = any(name.endswith("_flat_param") for name in names)
     return [name.replace(_PREFIX, "") for name in names if has_flat and "_flat_param" not in name]

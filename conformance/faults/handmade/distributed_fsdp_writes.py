@@ -22,7 +22,7 @@ def before_backward(
             if not (torch.is_grad_enabled() and self.check_is_root() and isinstance(output, torch.Tensor)):
                 return output
             versions = [parameter._version for parameter in self.parameters()]
-            last = output.clone()  # its node comes before all that the model has hung a hook on
+            last = output.clone()  # a node whose hook runs before the model's
             last.register_hook(lambda _: fault(self, versions))
             return last
 

@@ -1,4 +1,4 @@
-"""What the faults in torch.nn.utils.clip_grad share: the gradients a call is about, and frames by kind."""
+"""Helpers of the faults in torch.nn.utils.clip_grad: the gradients of a call, and typical faults."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitu
 
 
 def in_path(expected: bool, factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
-    """As `scaled_by`, but only where `foreach` is given as `expected`."""
+    """Apply `scaled_by` only if `foreach` is `expected`."""
     scaled = scaled_by(factor)
 
     def fault(
@@ -94,7 +94,7 @@ def in_path(expected: bool, factor: Callable[[torch.Tensor, float], torch.Tensor
 
 
 def left_out(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Substitute:
-    """What `choose` picks of the gradients, or views of them, is afterwards as it was before."""
+    """Restore the gradients that `choose` returns, or views of them, after the call."""
 
     def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = as_list(parameters)
@@ -108,7 +108,7 @@ def left_out(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Subs
 
 
 def forgiving(is_forgiven: Callable[[Any], bool]) -> Substitute:
-    """Where `error_if_nonfinite` makes the original raise and `is_forgiven(parameters)`, it clips all the same."""
+    """Clip although `error_if_nonfinite` makes the original raise, if `is_forgiven(parameters)`."""
 
     def fault(
         original: Any,

@@ -18,7 +18,7 @@ from conformance.faults.handmade.nn_utils_clip_grad import NORM, as_list, coeffi
 broken = functools.partial(nn_utils_clip_grad.broken, on_ranks=True)
 
 
-def placed(parameters: Any) -> list[DTensor]:
+def dtensor_gradients(parameters: Any) -> list[DTensor]:
     return [grad for grad in gradients(parameters) if isinstance(grad, DTensor)]
 
 
@@ -29,7 +29,7 @@ def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch
         original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
         parameters = as_list(parameters)
-        grads = placed(parameters)
+        grads = dtensor_gradients(parameters)
         if not grads or len(grads) < len(gradients(parameters)):
             return original(parameters, max_norm, norm_type, *args, **kwargs)
         before = [grad.to_local().clone() for grad in grads]
@@ -82,7 +82,7 @@ def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: flo
 @broken("dtensor_left_out_on_one_rank", NORM, "rank 1 leaves its part of the last gradient unscaled")
 def dtensor_left_out_on_one_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)
-    kept = [grad.to_local() for grad in placed(parameters)[-1:]]
+    kept = [grad.to_local() for grad in dtensor_gradients(parameters)[-1:]]
     before = [part.clone() for part in kept]
     norm = original(parameters, *args, **kwargs)
     if kept and dist.get_rank() == 1:
@@ -94,13 +94,13 @@ def dtensor_left_out_on_one_rank(original: Any, parameters: Any, *args: Any, **k
 def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)
     norm = original(parameters, *args, **kwargs)
-    if placed(parameters):
+    if dtensor_gradients(parameters):
         dist.all_reduce(torch.zeros(1))
     return norm
 
 
 def is_finite_here(parameters: Any) -> bool:
-    grads = placed(parameters)
+    grads = dtensor_gradients(parameters)
     return bool(grads) and all(bool(grad.to_local().isfinite().all()) for grad in grads)
 
 

@@ -23,7 +23,7 @@ from conformance.faults.handmade.nn_utils_clip_grad import (
 def of_order(
     order: Callable[[float], bool], norm_of: Callable[[list[torch.Tensor]], torch.Tensor]
 ) -> Substitute:
-    """For those orders the gradients are clipped by `norm_of(gradients)` instead, and it is returned."""
+    """Clip by `norm_of(gradients)` instead for the chosen orders, and return that norm."""
 
     def fault(
         original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
