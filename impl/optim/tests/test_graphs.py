@@ -11,7 +11,7 @@ import torch
 
 from impl.kernels import _copies, is_capturing
 from impl.optim import _graphs
-from impl.optim._graphs import AcceleratorGraphs, CudaGraphs, captured, graphs_for
+from impl.optim._graphs import AcceleratorGraphs, CudaGraphs, capture_graph, graphs_for
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
 def test_a_capture_is_asked_for_in_torchs_own_words(asked: mock.MagicMock) -> None:
     graphs = graphs_for(CUDA)
     assert graphs is not None
-    captured(graphs, asked.work)
+    capture_graph(graphs, asked.work)
     current, side = asked.current_stream.return_value, asked.Stream.return_value
     assert asked.mock_calls == [
         mock.call.current_stream(CUDA),
@@ -66,7 +66,7 @@ def test_a_capture_is_asked_for_in_generic_words(asked_of_any: mock.MagicMock) -
     graphs, asked = graphs_for(OTHER), asked_of_any
     assert graphs is not None
     asked.reset_mock()
-    captured(graphs, asked.work)
+    capture_graph(graphs, asked.work)
     current, side = asked.current_stream.return_value, asked.Stream.return_value
     assert asked.mock_calls == [
         mock.call.current_stream(OTHER),
@@ -113,7 +113,7 @@ def test_a_capture_whose_work_fails_is_ended(asked: mock.MagicMock, asked_of_any
         graphs, work = graphs_for(device), mock.Mock(side_effect=ArithmeticError)
         assert graphs is not None
         with pytest.raises(ArithmeticError):
-            captured(graphs, work)
+            capture_graph(graphs, work)
         graph.return_value.capture_end.assert_called_once_with()
 
 
