@@ -119,8 +119,8 @@ def put_back() -> Iterator[None]:
 
 def test_each_name_of_the_table_is_in_both_libraries() -> None:
     for name in drop_in._NAMES:
-        assert drop_in._found("torch", name) is not None
-        assert drop_in._found("impl", name) is not None
+        assert drop_in._find("torch", name) is not None
+        assert drop_in._find("impl", name) is not None
 
 
 @pytest.mark.parametrize("path", SPELLINGS)
@@ -160,7 +160,7 @@ def test_installing_twice_is_installing_once() -> None:
 
 
 def test_an_install_that_fails_has_installed_nothing() -> None:
-    with mock.patch.object(drop_in, "_found", side_effect=ImportError("broken")), pytest.raises(ImportError):
+    with mock.patch.object(drop_in, "_find", side_effect=ImportError("broken")), pytest.raises(ImportError):
         drop_in.install()
     assert are_ours() == {False}
     with drop_in.installed():

@@ -155,7 +155,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @FAULTS.named("numbers are guarded by nothing")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_list_cache, "_shape_of", lambda value: None)
+    patch.setattr(_list_cache, "_guard_value", lambda value: None)
 
 
 def share_counters(side: Any) -> None:
