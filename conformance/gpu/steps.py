@@ -22,7 +22,7 @@ _SHAPES = {"cuda": ("1x1k", "4x1k", "16x1k", "100x1k", "1000x1k"), "cpu": ("1x1k
 _OF_MODEL = [("gpt2", "float32"), ("gpt2", "bfloat16")]
 _EFFORT = Effort(pairs=30, least_pairs=9, budget_s=0.3)
 _HOST_CALLS = 10
-_FOREACH = functools.partial(bench_fused_amp_step.fused_amp_step, torchs="foreach")
+_FOREACH = functools.partial(bench_fused_amp_step.fused_amp_step, implementation="foreach")
 
 # Arguments: a subject, a name of shapes and a dtype, then these words, then a device.
 CALLS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
