@@ -1,7 +1,7 @@
-"""What becomes of asv's dashboard: self-contained, in words for people, and behind a first page of our own.
+"""Changes to asv's dashboard: no external scripts, readable names, and Tandem's first page as index.html.
 
-asv's page asks four hosts for its scripts and shows nothing without them. The scripts come from the npm registry, by
-name and version, the first time a dashboard is drawn where there is npm.
+asv's page loads its scripts from four hosts and is empty without them. So the scripts are fetched from the npm
+registry, by name and version, when a dashboard is first drawn on a machine with npm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from _environment import say
 
-# End of the address in asv's page: the npm package, and the file in it. Sources stand in for minified files.
+# npm package and file for the end of each address in asv's page. Some minified files are replaced by their sources.
 SCRIPTS = {
     "jquery-3.3.1.min.js": ("jquery@3.3.1", "dist/jquery.min.js"),
     "jquery.flot.min.js": ("flot@0.8.3", "jquery.flot.js"),
@@ -28,10 +28,10 @@ SCRIPTS = {
     "bootstrap.min.css": ("bootstrap@3.1.1", "dist/css/bootstrap.min.css"),
 }
 DEADLINE_S = 120
-ASV_PAGE = "asv.html"  # index.html is the first page
-# In asv's files: what names a group by its module, and what speaks of asv in the place of the project.
+ASV_PAGE = "asv.html"
+# Replacements in asv's files: readable names of benchmark groups and benchmarks.
 _GROUP = ".replace(/^bench_/, '').replace(/_/g, ' ')"
-WORDS = {
+REPLACEMENTS = {
     "summarygrid.js": {"'<h1>' + group + '</h1>'": f"'<h1>' + group{_GROUP} + '</h1>'"},
     "graphdisplay.js": {
         "caret-right\"/> ' + parts[j] +": f"caret-right\"/> ' + parts[j]{_GROUP} +",
@@ -42,19 +42,20 @@ _BRAND = re.compile(r'<a href="https://github.com/airspeed-velocity/asv/".*?unla
 
 
 def finish(html: Path, cache: Path) -> None:
-    """Give asv's own page its place beside the first page, which is drawn afterwards."""
+    """Move asv's page to asv.html and edit its texts. The first page is drawn afterwards."""
     make_self_contained(html, cache)
-    for file, words in WORDS.items():
+    for file, replacements in REPLACEMENTS.items():
         text = (html / file).read_text()
-        for theirs, ours in words.items():
-            if theirs not in text:  # asv is pinned: a new one is looked at when it comes
-                raise RuntimeError(f"asv's {file} has changed: it lacks {theirs}")
-            text = text.replace(theirs, ours)
+        for old, new in replacements.items():
+            # asv is pinned, so this can only fail when its version is raised.
+            if old not in text:
+                raise RuntimeError(f"{file} of this asv lacks {old}; adapt REPLACEMENTS in ci/_dashboard.py")
+            text = text.replace(old, new)
         (html / file).write_text(text)
     page = (html / "index.html").read_text()
-    page = _BRAND.sub('<a href="index.html" class="navbar-link">the clock</a> of', page)
+    page = _BRAND.sub('<a href="index.html" class="navbar-link">Overview</a> of', page)
     (html / ASV_PAGE).write_text(
-        page.replace("<title>airspeed velocity</title>", "<title>Tandem: benchmarks</title>")
+        page.replace("<title>airspeed velocity</title>", "<title>Tandem: all benchmarks</title>")
     )
     (html / "index.html").unlink()
 
@@ -65,20 +66,20 @@ def make_self_contained(html: Path, cache: Path) -> None:
     addresses = re.findall(r'(?:src|href)="(https://[^"]+\.(?:js|css))"', page)
     unknown = [address for address in addresses if address.rsplit("/", 1)[1] not in SCRIPTS]
     if unknown or not _fetch(cache):
-        why = unknown or "npm did not bring its scripts"
-        say(f"dashboard: asv's pages show nothing without the internet, the first page does ({why})")
+        reason = f"unknown scripts: {', '.join(unknown)}" if unknown else "npm could not fetch the scripts"
+        say(f"dashboard: asv's pages need internet access, the first page does not ({reason})")
         return
     (html / "vendor").mkdir(exist_ok=True)
     for address in addresses:
         file = address.rsplit("/", 1)[1]
         (html / "vendor" / file).write_bytes(_member(cache, *SCRIPTS[file]))
         page = page.replace(address, f"vendor/{file}")
-    # The checksums are those of the files that the four hosts serve.
+    # Remove the checksums, which are those of the files on the four hosts.
     index.write_text(re.sub(r'\s(?:integrity|crossorigin|referrerpolicy)="[^"]*"', "", page))
 
 
 def _fetch(cache: Path) -> bool:
-    """Whether every package is there, after asking npm for those that are not."""
+    """Fetch missing packages from npm. Return whether all packages are in the cache."""
     cache.mkdir(parents=True, exist_ok=True)
     missing = sorted({package for package, _ in SCRIPTS.values() if not _archive(cache, package).exists()})
     npm = shutil.which("npm")

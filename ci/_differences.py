@@ -1,4 +1,4 @@
-"""`docs/differences.md`, made from `conformance/deviations.toml`: what Tandem does otherwise than torch, worst first.
+"""Generator of `docs/differences.md` from `conformance/deviations.toml`: differences from torch, worst first.
 
 `ci/check --fix` writes it, and `ci/check --only freshness` compares it.
 """
@@ -26,7 +26,7 @@ _APIS = {
     "autocast": "autocast",
     "optimizer_variable": "Optimizers under torch.compile",
 }
-# What `HARMS` of conformance/judge/rows.py are called in the table and in headings.
+# Names of `HARMS` of conformance/judge/rows.py in the table and in headings.
 _HARMS = {
     "silent": ("Wrong results", "torch silently gives wrong results"),
     "hang": ("Hangs", "torch hangs, ends the process or loses work"),

@@ -1,14 +1,14 @@
-"""The virtual environment that every command of ci/ runs in: made once, reused in a moment.
+"""The virtual environment of all commands of ci/. It is created once and then reused.
 
-`TANDEM_TORCH=VERSION` chooses another torch than the recorded one, in an environment `.venv-torch-VERSION`.
+`TANDEM_TORCH=VERSION` selects another torch than the recorded one, in an environment `.venv-torch-VERSION`.
 
-Why a lock: each command holds `.venv.lock` shared for as long as it runs (the program it becomes inherits the
-lock), and whoever must change the environment takes it alone. So two commands at once never build twice, and
-no environment is pulled from under a running test.
+Why a lock: each command holds `.venv.lock` shared while it runs (the program that replaces it inherits the lock), and
+a command that changes the environment holds it exclusively. So concurrent commands do not both build the environment,
+and no command changes it during a test run.
 
-Why a stamp: it is written last, so an environment without one was left half-made and is made anew. One whose
-interpreter or torch differs is made anew too; one that merely lacks packages, or was made before the
-dependencies in pyproject.toml changed, is brought up to date in place.
+Why a stamp: it is written last, so an environment without a stamp is incomplete and is created again. The same happens
+if the interpreter or torch differs. If only packages are missing, or the dependencies in pyproject.toml have changed,
+the environment is updated in place.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from typing import Any, NoReturn
 
 try:
     import tomllib
-except ModuleNotFoundError:  # before 3.11; `enter` says so in words
+except ModuleNotFoundError:  # Python before 3.11, which `enter` refuses
     tomllib = None
 
 OLDEST, NEWEST = (3, 11), (3, 14)
-JUDGING = ("conformance", "report")  # what the gate needs, and the suite, which tests the gate's parts
+# Extras of the gate, and of the test suite, which also tests the gate.
+JUDGING = ("conformance", "report")
 ROOT = Path(__file__).resolve().parent.parent
-# A torch other than the recorded one has its own environment, so that switching between them rebuilds neither.
+# Another torch than the recorded one has its own environment, so that switching between them rebuilds neither.
 OTHER_TORCH = os.environ.get("TANDEM_TORCH")
 VENV = ROOT / (f".venv-torch-{OTHER_TORCH}" if OTHER_TORCH else ".venv")
 PYTHON = VENV / "bin" / "python"
@@ -46,11 +47,11 @@ STAMP = VENV / "tandem-stamp.json"
 LOCK = VENV.with_name(f"{VENV.name}.lock")
 
 CPU_INDEX = os.environ.get("TANDEM_TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
-INDEX_DEADLINE_S = 5  # to connect, not to download
+INDEX_DEADLINE_S = 5  # time to connect
 BIG_DOWNLOAD_MB = 5.0
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", "--no-color"]
-# Hundreds of the tests' processes would compile the same files each, a fifth of their start, if none kept them.
-_NOT_HANDED_ON = ("PYTHONHOME", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE")
+# Without bytecode files, hundreds of test processes would compile the same sources, a fifth of their start time.
+_REMOVED_VARIABLES = ("PYTHONHOME", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE")
 
 
 def say(text: str) -> None:
@@ -58,7 +59,7 @@ def say(text: str) -> None:
 
 
 def become(extras: Iterable[str], *command: str) -> NoReturn:
-    """Make the environment ready and replace this process by `command`, a program in it."""
+    """Prepare the environment and replace this process by `command`, a program in it."""
     environ = enter(extras)
     os.chdir(ROOT)
     sys.stdout.flush()
@@ -66,7 +67,7 @@ def become(extras: Iterable[str], *command: str) -> NoReturn:
 
 
 def enter(extras: Iterable[str]) -> dict[str, str]:
-    """Make the environment ready with these extras of pyproject.toml; return its programs' variables."""
+    """Prepare the environment with these extras of pyproject.toml. Return the environment variables for programs."""
     _require_python()
     expected = {"root": str(ROOT), "python": sys.version, "torch": _torch_build(), "dependencies": _digest()}
     missing = set(extras)
@@ -74,14 +75,15 @@ def enter(extras: Iterable[str]) -> dict[str, str]:
     os.set_inheritable(lock, True)
     _wait_for(lock, fcntl.LOCK_SH)
     while not _is_ready(stamp := _read_stamp(), expected, missing):
-        # A shared lock cannot be turned into an exclusive one in a single step: look again once it is ours.
+        # flock cannot upgrade a shared lock atomically, so check again when the exclusive lock is held.
         fcntl.flock(lock, fcntl.LOCK_UN)
         _wait_for(lock, fcntl.LOCK_EX)
         if not _is_ready(stamp := _read_stamp(), expected, missing):
             _build(expected, stamp, missing)
         _wait_for(lock, fcntl.LOCK_SH)
-    environ = {name: value for name, value in os.environ.items() if name not in _NOT_HANDED_ON}
-    if searched := environ.get("PYTHONPATH"):  # the command runs in another folder than it was given in
+    environ = {name: value for name, value in os.environ.items() if name not in _REMOVED_VARIABLES}
+    # The command runs in another folder than the one that relative paths refer to.
+    if searched := environ.get("PYTHONPATH"):
         environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, searched.split(os.pathsep)))
     return environ | {
         "VIRTUAL_ENV": str(VENV),
@@ -93,7 +95,7 @@ def _require_python() -> None:
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         sys.exit(
             f"Tandem needs Python 3.11 to 3.14, and this is {sys.version.split()[0]}; "
-            f"start the command with another one, for example: python3.12 {sys.argv[0]}"
+            f"run the command with another Python, for example: python3.12 {sys.argv[0]}"
         )
 
 
@@ -101,12 +103,12 @@ def _wait_for(lock: int, kind: int) -> None:
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        others = "another command sets it up" if kind == fcntl.LOCK_SH else "commands that run in it end"
-        say(f"{VENV.name}: waiting until {others} (lock: {LOCK.name})")
+        event = "another command has set it up" if kind == fcntl.LOCK_SH else "other commands that use it end"
+        say(f"{VENV.name}: waiting until {event} (lock: {LOCK.name})")
         fcntl.flock(lock, kind)
 
 
-# What is there, and what ought to be
+# Current and expected state
 
 
 def _is_ready(stamp: dict[str, Any] | None, expected: dict[str, str], extras: set[str]) -> bool:
@@ -135,13 +137,13 @@ def project() -> dict[str, Any]:
 
 
 def _digest() -> str:
-    """Of what decides what is installed: tables of pyproject.toml (lint rules change without a rebuild), and C code."""
-    declared = project()
+    """Return a digest of the inputs of the installation: C code and tables of pyproject.toml, without lint rules."""
+    settings = project()
     tables = [
-        declared["build-system"],
-        declared["project"],
-        declared["tool"]["tandem"],
-        declared["tool"]["setuptools"],
+        settings["build-system"],
+        settings["project"],
+        settings["tool"]["tandem"],
+        settings["tool"]["setuptools"],
     ]
     digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode())
     for source in sorted((ROOT / "impl").rglob("*.[ch]")):
@@ -166,66 +168,67 @@ def _has_nvidia_driver() -> bool:
         return False
 
 
-# Making it
+# Building
 
 
 def _build(expected: dict[str, str], stamp: dict[str, Any] | None, extras: set[str]) -> None:
     began = time.monotonic()
     if stamp is not None and PYTHON.exists() and _same(stamp, expected, "root", "python", "torch"):
         extras = extras | set(stamp["extras"])
-        say(f"{VENV.name}: bringing it up to date ({', '.join(sorted(extras))})")
+        say(f"{VENV.name}: updating ({', '.join(sorted(extras))})")
         STAMP.unlink()
     else:
-        _make_anew(stamp)
+        _create(stamp)
         _install_torch(expected["torch"])
     say(f"{VENV.name}: installing the extras {', '.join(sorted(extras))}")
     if _pip_install("-e", f"{ROOT}[{','.join(sorted(extras))}]", f"torch=={_torch_version()}"):
-        sys.exit("ci: pip could not install the packages above; there is no environment to run in")
+        sys.exit("ci: pip could not install the packages; see its messages above")
     STAMP.write_text(json.dumps(expected | {"extras": sorted(extras)}, indent=1))
     took_s = time.monotonic() - began
     say(f"{VENV.name}: ready in {took_s:.0f} s, torch {_installed_torch()}, {_size_mb()} MB on disk")
 
 
-def _make_anew(stamp: dict[str, Any] | None) -> None:
+def _create(stamp: dict[str, Any] | None) -> None:
     if VENV.exists():
         say(
-            f"{VENV.name}: was left half-made, starting afresh"
+            f"{VENV.name}: is incomplete, creating it again"
             if stamp is None
-            else f"{VENV.name}: is for another set-up, starting afresh"
+            else f"{VENV.name}: was created with another Python, torch or folder, creating it again"
         )
         STAMP.unlink(missing_ok=True)
         shutil.rmtree(VENV)
     if importlib.util.find_spec("ensurepip") is None:
         sys.exit(
-            "this Python has no ensurepip; install it first (on Debian and Ubuntu: apt install python3-venv)"
+            "this Python lacks ensurepip; install it first (Debian and Ubuntu: apt install python3-venv)"
         )
-    say(f"{VENV.name}: making it with Python {sys.version.split()[0]}")
-    base = getattr(
-        sys, "_base_executable", sys.executable
-    )  # not the interpreter of a .venv that was just deleted
+    say(f"{VENV.name}: creating it with Python {sys.version.split()[0]}")
+    # sys.executable may be the interpreter of the .venv that was just deleted.
+    base = getattr(sys, "_base_executable", sys.executable)
     subprocess.run([base, "-m", "venv", VENV], check=True)
 
 
 def _install_torch(build: str) -> None:
     version, kind = build.split(" ", 1)
     if kind == "for the CPU":
-        say(f"{VENV.name}: no NVIDIA driver here, asking {CPU_INDEX} for the CPU build of torch {version}")
+        say(
+            f"{VENV.name}: no NVIDIA driver found, installing the CPU build of torch {version} from {CPU_INDEX}"
+        )
         if _answers(CPU_INDEX) and not _pip_install(
             "--index-url", CPU_INDEX, f"torch=={version}", quiet=True
         ):
             return
         say(
-            f"{VENV.name}: not to be had there; taking the plain torch {version} (it may bring CUDA's libraries,"
-            " several GB; TANDEM_TORCH_INDEX names another index)"
+            f"{VENV.name}: not available there; installing torch {version} from PyPI (it may include CUDA libraries of"
+            " several GB; TANDEM_TORCH_INDEX selects another index)"
         )
     else:
-        say(f"{VENV.name}: NVIDIA driver found, installing the plain torch {version}")
+        say(f"{VENV.name}: NVIDIA driver found, installing torch {version} from PyPI")
     if _pip_install(f"torch=={version}"):
         sys.exit(f"ci: pip could not install torch {version}; see its message above")
 
 
 def _answers(index: str) -> bool:
-    """Whether something answers there within seconds; pip itself would try for minutes."""
+    """Return whether the index answers within seconds. pip would retry for minutes."""
     if not index.startswith(("http://", "https://")):
         return True
     try:
@@ -235,13 +238,13 @@ def _answers(index: str) -> bool:
     except urllib.error.HTTPError:
         return True
     except (OSError, ValueError) as error:
-        # pip brings certificates of its own: a certificate this interpreter cannot check is still an answer.
+        # pip has its own certificates, so an error about certificates still counts as an answer.
         return "CERTIFICATE" in str(error)
     return True
 
 
 def _pip_install(*arguments: str, quiet: bool = False) -> int:
-    """Run pip, telling its big downloads and its last step as they happen, and everything if it fails."""
+    """Run pip and print its large downloads and its last step, or its full output if it fails. Return its exit code."""
     command = [*PIP, "install", "--progress-bar", "off", *arguments]
     lines: list[str] = []
     with subprocess.Popen(
@@ -250,14 +253,14 @@ def _pip_install(*arguments: str, quiet: bool = False) -> int:
         assert pip.stdout is not None
         for line in pip.stdout:
             lines.append(line)
-            if reported := _worth_telling(line.strip()):
-                say(f"       {reported}")
+            if progress := _progress_of(line.strip()):
+                say(f"       {progress}")
     if pip.returncode and not quiet:
         sys.stderr.writelines(lines)
     return pip.returncode
 
 
-def _worth_telling(line: str) -> str | None:
+def _progress_of(line: str) -> str | None:
     if download := re.match(r"Downloading (?:\S*/)?([^/ ]+) \(([\d.]+) ([MG])B\)", line):
         name, size, unit = download.groups()
         return (

@@ -1,4 +1,4 @@
-"""What the documents promise, compared with what is in the repository; each check returns its complaints."""
+"""Checks of documents against the repository. Each check returns its complaints."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ DOCUMENTS = tuple(
     str(file.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for file in sorted(folder.glob("*.md"))
 )
 
-MOST_COMMITS_BEHIND = 10
+MOST_NEWER_COMMITS = 10
 
 
 def warnings(points: list[history.Point], root: Path = ROOT) -> list[str]:
-    """What lags behind without being wrong: the newest of these points of the clock."""
+    """Return a warning if the newest of the recorded benchmark results is old or unknown, or if there are none."""
     if not points:
-        return ["the clock has no points: ci/bench makes one"]
+        return ["no benchmark results are recorded: run ci/bench"]
     newest = points[-1]
-    behind = history.commits_since(newest.commit, root)
-    reported = f"the clock's newest point, {newest.commit[:8]} on {newest.machine},"
-    if behind is None:
-        return [f"{reported} is of no commit of this history (a shallow clone?)"]
-    if behind > MOST_COMMITS_BEHIND:
+    newer = history.commits_since(newest.commit, root)
+    subject = f"the newest benchmark result, {newest.commit[:8]} on {newest.machine},"
+    if newer is None:
+        return [f"{subject} is of a commit that is not in this history (a shallow clone?)"]
+    if newer > MOST_NEWER_COMMITS:
         return [
-            f"{reported} is {behind} commits of impl old, more than {MOST_COMMITS_BEHIND}: "
-            f"run ci/bench --history {behind}"
+            f"{subject} is {newer} commits of impl old, more than {MOST_NEWER_COMMITS}: "
+            f"run ci/bench --history {newer}"
         ]
     return []
 
@@ -45,18 +45,18 @@ def complaints() -> list[str]:
 
 
 def paths_exist() -> list[str]:
-    """Every path that a document names in backticks is there, be it a file, a folder or something made (ignored)."""
+    """Complain about paths in backticks in documents that do not exist and that git does not ignore."""
     missing = []
     for document in DOCUMENTS:
         for path in re.findall(r"`([\w.][\w./-]*)`", (ROOT / document).read_text()):
             is_path = "/" in path or path.endswith((".md", ".toml", ".json", ".yaml"))
-            if is_path and not (ROOT / path).exists() and not _is_made(path):
+            if is_path and not (ROOT / path).exists() and not _is_ignored(path):
                 missing.append(f"{document} names `{path}`, which does not exist")
     return missing
 
 
 def links_lead_somewhere() -> list[str]:
-    """Return each link of a document to a file or heading that does not exist."""
+    """Complain about links of documents to files or headings that do not exist."""
     missing = []
     for document in DOCUMENTS:
         for target in re.findall(r"\]\((?!https?:)([^)\s]*)\)", (ROOT / document).read_text()):
@@ -73,7 +73,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def folders_are_named() -> list[str]:
-    """The map in docs/design.md has every folder of the top level."""
+    """Complain about top-level folders that docs/design.md does not name."""
     design = (ROOT / "docs/design.md").read_text()
     folders = {path.split("/")[0] for path in _git("ls-files", "*/*").splitlines()}
     return [
@@ -84,7 +84,7 @@ def folders_are_named() -> list[str]:
 
 
 def version_agrees() -> list[str]:
-    """The changelog's first section is the unreleased one and carries the version of pyproject.toml."""
+    """Complain unless the changelog begins with the unreleased section of pyproject.toml's version."""
     expected = f"Unreleased: {project()['project']['version']}"
     first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if first is None or first[1] != expected:
@@ -93,15 +93,15 @@ def version_agrees() -> list[str]:
 
 
 def benchmarked_torch_agrees() -> list[str]:
-    """asv builds its environments with the torch that ci/ installs, and uninstalls the project by its right name."""
+    """Complain unless asv.conf.json has the torch version and the project name of pyproject.toml."""
     asv = json.loads((ROOT / "asv.conf.json").read_text())
-    found = {"torch": asv["matrix"]["req"]["torch"], "project": asv["project"]}
+    actual = {"torch": asv["matrix"]["req"]["torch"], "project": asv["project"]}
     expected = {"torch": [project()["tool"]["tandem"]["torch"]], "project": project()["project"]["name"]}
-    return [] if found == expected else [f"asv.conf.json has {found}, pyproject.toml {expected}"]
+    return [] if actual == expected else [f"asv.conf.json has {actual}, pyproject.toml {expected}"]
 
 
 def dependencies_have_reasons() -> list[str]:
-    """docs/recipes.md lists each dependency, and none that is gone."""
+    """Complain about dependencies that docs/recipes.md does not list, and about listed ones that are gone."""
     table = project()["project"]
     required = [
         *table["dependencies"],
@@ -112,7 +112,7 @@ def dependencies_have_reasons() -> list[str]:
     listed = set(re.findall(r"^\| `([\w-]+)` \|", table_of_reasons, re.MULTILINE))
     return [
         *(f"docs/recipes.md gives no reason for the dependency {name}" for name in sorted(expected - listed)),
-        *(f"docs/recipes.md lists {name}, which is no dependency" for name in sorted(listed - expected)),
+        *(f"docs/recipes.md lists {name}, which is not a dependency" for name in sorted(listed - expected)),
     ]
 
 
@@ -128,7 +128,7 @@ CHECKS: tuple[Callable[[], list[str]], ...] = (
 )
 
 
-def _is_made(path: str) -> bool:
+def _is_ignored(path: str) -> bool:
     return subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, check=False).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""The clock at commits of this repository: which ones, and each in a worktree of its own."""
+"""Commits to time, and a separate worktree for each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from _environment import ROOT
 
 
 def commits_of_impl(count: int, root: Path = ROOT) -> list[str]:
-    """The last commits of the current branch that touch impl, the newest first."""
+    """Return the last commits of the current branch that change impl, newest first."""
     return _git(root, "rev-list", "--first-parent", f"--max-count={count}", "HEAD", "--", "impl").split()
 
 
 def commit_named(name: str, root: Path = ROOT) -> str:
-    """The full id.
+    """Return the full id of a commit.
 
     Raises:
         ValueError: this repository has no such commit.
@@ -25,7 +25,7 @@ def commit_named(name: str, root: Path = ROOT) -> str:
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
     except subprocess.CalledProcessError:
-        raise ValueError(f"{name!r} names no commit of this repository") from None
+        raise ValueError(f"{name!r} is not a commit of this repository") from None
 
 
 def subject_of(commit: str, root: Path = ROOT) -> str:
@@ -33,18 +33,18 @@ def subject_of(commit: str, root: Path = ROOT) -> str:
 
 
 def date_ms(commit: str, root: Path = ROOT) -> int:
-    """The date by which asv orders commits."""
+    """Return the author date of a commit, by which asv orders commits."""
     return int(_git(root, "show", "-s", "--format=%at", commit)) * 1000
 
 
 def unmeasured(commits: list[str], folder: Path) -> list[str]:
-    """Those of which the machine's folder has no results."""
+    """Return the commits without results in the machine's folder."""
     return [commit for commit in commits if not any(folder.glob(f"{commit[:8]}-*.json"))]
 
 
 @contextmanager
 def worktree(commit: str, parent: Path, root: Path = ROOT) -> Iterator[Path]:
-    """A folder with impl as it was at the commit, and the benchmarks as they are now; gone afterwards."""
+    """Context manager with a folder of impl at `commit` and the current benchmarks. The folder is removed at exit."""
     path = parent / commit[:12]
     _remove(path, root)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,20 +58,20 @@ def worktree(commit: str, parent: Path, root: Path = ROOT) -> Iterator[Path]:
 
 
 def require_impl_of(folder: Path, python: Path, environ: dict[str, str]) -> None:
-    """Raise unless a program that is started in the folder imports the impl that lies there."""
+    """Raise RuntimeError unless a program in `folder` imports impl from that folder."""
     command = [str(python), "-c", "import impl; print(impl.__path__[0])"]
-    found = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
-    where = found.stdout.strip()
-    if found.returncode or not Path(where).resolve().is_relative_to(folder.resolve()):
-        reported = where or found.stderr.strip().splitlines()[-1]
-        raise RuntimeError(f"impl of {folder.name} must be imported from {folder}, and came from: {reported}")
+    run = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    where = run.stdout.strip()
+    if run.returncode or not Path(where).resolve().is_relative_to(folder.resolve()):
+        actual = where or run.stderr.strip().splitlines()[-1]
+        raise RuntimeError(f"expected impl of {folder.name} to be imported from {folder}, got: {actual}")
 
 
 def build_library(tree: Path, commit: str, python: Path) -> None:
-    """The CPU library of that commit, if it has one and there is a compiler: an installation would have it too.
+    """Build the CPU library of a commit, as an installation does. Do nothing for commits without such a library.
 
     Raises:
-        RuntimeError: the build itself went wrong; that there is no compiler does not count.
+        RuntimeError: the build failed. A missing compiler is not an error.
     """
     if not (tree / "impl" / "kernels" / "_native").is_dir():
         return
@@ -85,7 +85,7 @@ def build_library(tree: Path, commit: str, python: Path) -> None:
 
 
 def _remove(path: Path, root: Path) -> None:
-    """Also what an earlier run left when it was killed."""
+    """Remove a worktree, also one of an earlier run that was killed."""
     if path.exists():
         shutil.rmtree(path)
     _git(root, "worktree", "prune")

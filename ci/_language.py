@@ -100,7 +100,7 @@ class Rules:
             yield "spelling", line, match[0], "British spelling"
 
     def of_name(self, name: Name) -> Iterator[tuple[str, int, str, str]]:
-        """Yield the same for a name that is bound."""
+        """Yield the check, line, what it got and what it expected for each complaint about a bound name."""
         if name.kind in ("variable", "parameter") and name.name in self._variables:
             yield "variable", name.line, name.name, "a name that says its type or role"
         if self._definition.match(name.name):
@@ -123,7 +123,7 @@ _EXPECTED = {
 
 
 def complaints_of(path: str, source: str, rules: Rules) -> list[Complaint]:
-    """Return the complaints about one file, but for lines that are exempt."""
+    """Return the complaints about a file, without exempt lines."""
     names: Iterable[Name] = ()
     if path.endswith(".toml"):
         texts = texts_of_toml(source, rules.keys)
@@ -229,7 +229,7 @@ def counts_of(complaints: Iterable[Complaint]) -> Counts:
 
 
 def lowered(allowed: Counts, counts: Counts) -> Counts:
-    """Return the smaller number of both for each check and folder, without those at zero."""
+    """Return the smaller of both numbers for each check and folder, without zeros."""
     return {
         check: smaller
         for check, folders in allowed.items()

@@ -21,7 +21,7 @@ class Text:
     kind: str  # docstring, comment, trailing, sentence or markdown
     line: int
     text: str
-    last_line: int  # line of a docstring's end, for exemptions
+    last_line: int  # last line of a docstring, for exemptions
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What `ci/bench` and `ci/check` do with commits, points and pages; nothing is timed here."""
+"""Tests of `ci/bench` and `ci/check`: commits, recorded results and pages. Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ci_history(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Five commits, of which the first, the third and the fifth touch impl; the third's impl cannot be imported."""
+    """Repository of five commits. The first, third and fifth change impl, and the third's impl cannot be imported."""
     root = tmp_path / "repository"
     (root / "impl").mkdir(parents=True)
     (root / "benchmarks").mkdir()
@@ -39,7 +39,7 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def test_history_takes_the_last_commits_that_touch_impl(ci_history: ModuleType, repository: Path) -> None:
+def test_history_takes_the_last_commits_of_impl(ci_history: ModuleType, repository: Path) -> None:
     reported = [
         ci_history.subject_of(commit, repository) for commit in ci_history.commits_of_impl(2, repository)
     ]
@@ -47,7 +47,7 @@ def test_history_takes_the_last_commits_that_touch_impl(ci_history: ModuleType, 
     assert len(ci_history.commits_of_impl(99, repository)) == 3
 
 
-def test_history_skips_what_has_numbers_of_this_machine(
+def test_history_skips_commits_with_results_of_this_machine(
     ci_history: ModuleType, repository: Path, tmp_path: Path
 ) -> None:
     newest, *others = ci_history.commits_of_impl(99, repository)
@@ -56,12 +56,12 @@ def test_history_skips_what_has_numbers_of_this_machine(
     assert ci_history.unmeasured([newest], tmp_path / "results" / "another machine") == [newest]
 
 
-def test_a_worktree_has_impl_of_then_and_benchmarks_of_now(
+def test_worktree_has_impl_of_the_commit_and_current_benchmarks(
     ci_history: ModuleType, repository: Path, tmp_path: Path
 ) -> None:
     *_, oldest = ci_history.commits_of_impl(99, repository)
     left = tmp_path / "trees" / oldest[:12]
-    left.mkdir(parents=True)  # by a run that was killed
+    left.mkdir(parents=True)  # leftover of a killed run
     with ci_history.worktree(oldest, tmp_path / "trees", repository) as tree:
         assert (tree / "impl" / "__init__.py").read_text() == "number = 0"
         assert (tree / "benchmarks" / "now.py").is_file()
@@ -72,7 +72,7 @@ def test_a_worktree_has_impl_of_then_and_benchmarks_of_now(
     assert git(repository, "status", "--porcelain", "--", "impl") == ""
 
 
-def test_a_worktree_goes_when_the_run_is_stopped(
+def test_worktree_is_removed_if_the_run_is_stopped(
     ci_history: ModuleType, repository: Path, tmp_path: Path
 ) -> None:
     def stopped() -> None:
@@ -85,12 +85,12 @@ def test_a_worktree_goes_when_the_run_is_stopped(
     assert len(git(repository, "worktree", "list").splitlines()) == 1
 
 
-def test_an_impl_from_elsewhere_is_not_timed(
+def test_impl_from_another_folder_is_not_timed(
     ci_history: ModuleType, repository: Path, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(RuntimeError, match=r"came from: .*repository/impl"):
+    with pytest.raises(RuntimeError, match=r"got: .*repository/impl"):
         ci_history.require_impl_of(empty, Path(sys.executable), {"PYTHONPATH": str(repository)})
     broken = ci_history.commits_of_impl(99, repository)[1]
     with (
@@ -100,7 +100,7 @@ def test_an_impl_from_elsewhere_is_not_timed(
         ci_history.require_impl_of(tree, Path(sys.executable), {})
 
 
-def test_a_commit_is_timed_with_its_own_library(
+def test_commit_is_timed_with_its_own_library(
     ci_history: ModuleType, repository: Path, tmp_path: Path
 ) -> None:
     if shutil.which("cc") is None:
@@ -123,15 +123,15 @@ def test_a_commit_is_timed_with_its_own_library(
             assert len(list(tree.glob("impl/kernels/_native/_library.*"))) == built
 
 
-def test_a_commit_that_is_none_is_reported(ci_history: ModuleType, repository: Path) -> None:
+def test_unknown_commit_is_reported(ci_history: ModuleType, repository: Path) -> None:
     assert ci_history.commit_named("main", repository) == git(repository, "rev-parse", "HEAD")
-    with pytest.raises(ValueError, match="'nonsense' names no commit"):
+    with pytest.raises(ValueError, match="'nonsense' is not a commit"):
         ci_history.commit_named("nonsense", repository)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize(
-    ("words", "kept"),
+    ("words", "recorded"),
     [
         ([], "always"),
         (["--quick"], "never"),
@@ -139,8 +139,8 @@ def test_a_commit_that_is_none_is_reported(ci_history: ModuleType, repository: P
         (["--history=1", "--only=Clip", "--without=Fsdp"], "if whole"),
     ],
 )
-def test_what_is_kept_of_a_run(
-    monkeypatch: pytest.MonkeyPatch, ci_history: ModuleType, words: list[str], kept: str, stopped: bool
+def test_run_is_recorded_by_its_mode(
+    monkeypatch: pytest.MonkeyPatch, ci_history: ModuleType, words: list[str], recorded: str, stopped: bool
 ) -> None:
     bench = load_command("bench")
     added: list[Any] = []
@@ -174,7 +174,7 @@ def test_what_is_kept_of_a_run(
         monkeypatch.setattr(ci_history, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=run))
     assert bench.main() == (130 if stopped else 0)
-    assert bool(added) == {"always": True, "never": False, "if whole": not stopped}[kept]
+    assert bool(added) == {"always": True, "never": False, "if whole": not stopped}[recorded]
 
 
 def point(commit: str) -> history.Point:
@@ -189,47 +189,44 @@ def freshness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def commits(tmp_path: Path) -> list[str]:
-    """Thirteen commits of a repository at `tmp_path`, oldest first; all but the last touch impl."""
-
+    """Thirteen commits of a repository at `tmp_path`, oldest first. All but the last change impl."""
     (tmp_path / "impl").mkdir()
     git(tmp_path, "init", "-q", "-b", "main")
-    found: list[str] = []
+    ids: list[str] = []
     for number in range(13):
         (tmp_path / ("impl/a" if number < 12 else "notes")).write_text(str(number))
         git(tmp_path, "add", ".")
         git(tmp_path, "commit", "-qm", "c")
-        found.append(git(tmp_path, "rev-parse", "HEAD"))
-    return found
+        ids.append(git(tmp_path, "rev-parse", "HEAD"))
+    return ids
 
 
-@pytest.mark.parametrize(("position", "behind"), [(0, 11), (1, None), (11, None), (12, None)])
-def test_a_newest_point_older_than_ten_commits_of_impl_is_warned_of(
-    freshness: ModuleType, commits: list[str], tmp_path: Path, position: int, behind: int | None
+@pytest.mark.parametrize(("position", "newer"), [(0, 11), (1, None), (11, None), (12, None)])
+def test_warning_if_the_newest_result_is_ten_commits_old(
+    freshness: ModuleType, commits: list[str], tmp_path: Path, position: int, newer: int | None
 ) -> None:
     reported = freshness.warnings([point(commits[position])], tmp_path)
-    expected = f"is {behind} commits of impl old, more than 10: run ci/bench --history {behind}"
-    assert [expected in line for line in reported] == ([True] if behind else [])
+    expected = f"is {newer} commits of impl old, more than 10: run ci/bench --history {newer}"
+    assert [expected in line for line in reported] == ([True] if newer else [])
 
 
-def test_points_of_another_history_and_none_at_all_are_warned_of(
+def test_warning_if_results_are_missing_or_of_another_history(
     freshness: ModuleType, commits: list[str], tmp_path: Path
 ) -> None:
-    assert freshness.warnings([], tmp_path) == ["the clock has no points: ci/bench makes one"]
+    assert freshness.warnings([], tmp_path) == ["no benchmark results are recorded: run ci/bench"]
     (reported,) = freshness.warnings([point("a" * 40)], tmp_path)
-    assert "of no commit of this history" in reported
+    assert "is of a commit that is not in this history" in reported
 
 
-def test_asv_pages_get_our_words_and_leave_the_first_place(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_asv_pages_are_renamed_and_edited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asv = pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
     monkeypatch.syspath_prepend(str(CI))
     dashboard = importlib.import_module("_dashboard")
     monkeypatch.setattr(dashboard, "_fetch", lambda cache: False)
-    for file in ("index.html", *dashboard.WORDS):
+    for file in ("index.html", *dashboard.REPLACEMENTS):
         (tmp_path / file).write_text((Path(asv.__file__).parent / "www" / file).read_text())
     dashboard.finish(tmp_path, tmp_path / "npm")
     assert not (tmp_path / "index.html").exists()
     page = (tmp_path / "asv.html").read_text()
-    assert '<a href="index.html" class="navbar-link">the clock</a> of' in page
+    assert '<a href="index.html" class="navbar-link">Overview</a> of' in page
     assert "pretty_name" in (tmp_path / "graphdisplay.js").read_text()

@@ -1,4 +1,4 @@
-"""Documents that are made from other files: what `ci/check` says of them."""
+"""Tests of the checks of generated documents in `ci/check`."""
 
 from __future__ import annotations
 

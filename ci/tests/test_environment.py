@@ -1,4 +1,4 @@
-"""Environments that the commands of ci/ make, and the variables that they pass to programs."""
+"""Tests of the environments that the commands of ci/ create, and of the variables that they pass to programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.tests.result_cases import CI
 
 
-def test_what_they_start_keeps_its_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_started_programs_write_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(CI))
     environment = importlib.import_module("_environment")
     monkeypatch.setattr(environment, "_is_ready", lambda *_: True)
@@ -23,7 +23,7 @@ def test_what_they_start_keeps_its_bytecode(monkeypatch: pytest.MonkeyPatch, tmp
     assert (environ.get("PYTHONDONTWRITEBYTECODE"), environ["KEPT"]) == (None, "1")
 
 
-def test_another_torch_has_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_torch_has_a_separate_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--torch", "2.12.0", "conformance/nn", "-k", "total norm"]
 
     def execve(_program: str, command: list[str], environ: dict[str, str]) -> None:

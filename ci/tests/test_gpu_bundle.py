@@ -1,4 +1,4 @@
-"""What `ci/gpu` does but for the device: the clock over its phases, the bundle, and its way into asv's results."""
+"""Tests of `ci/gpu` without a device: the time of its phases, the bundle, and the results for asv."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ TIMED = {
 def stub(
     name: str, *entries: dict[str, Any], then: str = "", is_judging: bool = False, weight: float = 1.0
 ) -> GpuPhase:
-    """A phase that has found these things and then does something, in a Python that imports nothing slow."""
+    """Return a phase that has written `entries` and then runs the statements `then` in a fresh Python."""
 
     def command(task: PhaseTask) -> list[str]:
         Path(task.rows).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -93,12 +93,12 @@ def run_stubs(tmp_path: Path, *stubs: GpuPhase, budget_s: float = 60.0) -> Bundl
     folder.mkdir()
     benchmark_cases.describe_in(folder / BENCHMARKS)
     task = PhaseTask("", 0.0, "cpu")
-    made = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
-    phases.run_all(stubs, task, Clock(stubs, budget_s), folder, made.add)
-    return made
+    bundle = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
+    phases.run_all(stubs, task, Clock(stubs, budget_s), folder, bundle.add)
+    return bundle
 
 
-def a_whole_run(tmp_path: Path, *tests: dict[str, Any]) -> Bundle:
+def complete_run(tmp_path: Path, *tests: dict[str, Any]) -> Bundle:
     junit = (
         "\nfrom pathlib import Path\nfolder = Path(json.loads(sys.argv[1])['rows']).with_suffix('')\n"
         "folder.mkdir()\n(folder / 'junit.xml').write_text('<testsuites/>')\n"
@@ -113,27 +113,27 @@ def a_whole_run(tmp_path: Path, *tests: dict[str, Any]) -> Bundle:
     )
 
 
-def strictly_read(file: Path) -> Any:
+def read_strict_json(file: Path) -> Any:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{file.name} holds {constant}, which is not JSON")
 
     return json.loads(file.read_text(), parse_constant=refuse)
 
 
-def test_the_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
-    out = a_whole_run(tmp_path, PASSED).out
+def test_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
+    out = complete_run(tmp_path, PASSED).out
     files = list(out.iterdir())
     expected = {"report.json", "summary.md", "junit.xml", "log.txt"}
     assert {file.name for file in files} == expected | {"point.json"}
     assert all(file.is_file() and re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
     assert len(files) <= 8
     assert sum(file.stat().st_size for file in files) < 1_000_000
-    report = strictly_read(out / "report.json")
+    report = read_strict_json(out / "report.json")
     assert (report["verdict"], report["reasons"], report["not_shown"]) == ("green", [], [])
     assert report["phases"]["judge"]["rows"] == [PASSED]
-    kept = json.loads((out / "point.json").read_text())  # asv writes NaN for what was not measured
-    assert (kept["machine"]["machine"], kept["source"]["files"]) == ("a-gpu", report["files"])
-    assert kept["results"]["results"].keys() == RATIO["values"].keys() | TIMED["values"].keys()
+    point = json.loads((out / "point.json").read_text())  # not strict: asv has NaN for n/a
+    assert (point["machine"]["machine"], point["source"]["files"]) == ("a-gpu", report["files"])
+    assert point["results"]["results"].keys() == RATIO["values"].keys() | TIMED["values"].keys()
     assert report["files"]["ci/gpu"] == source.files()["ci/gpu"]
     ElementTree.parse(out / "junit.xml")
     text = (out / "summary.md").read_text()
@@ -141,26 +141,26 @@ def test_the_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
         assert words in text
 
 
-def test_a_red_judgement_gives_exit_code_one(tmp_path: Path) -> None:
-    made = a_whole_run(tmp_path, PASSED, RED)
-    assert command._tell(made.write(), made.out) == 1
-    report = strictly_read(made.out / "report.json")
+def test_red_judgement_gives_exit_code_one(tmp_path: Path) -> None:
+    bundle = complete_run(tmp_path, PASSED, RED)
+    assert command._tell(bundle.write(), bundle.out) == 1
+    report = read_strict_json(bundle.out / "report.json")
     assert (report["verdict"], report["reasons"]) == ("red", ["judge: 1 hang"])
-    text = (made.out / "summary.md").read_text()
+    text = (bundle.out / "summary.md").read_text()
     assert "`pytest t.py`: hang, a \\| b &lt;b>" in text
 
 
-def test_a_green_one_gives_zero(tmp_path: Path) -> None:
-    made = a_whole_run(tmp_path, PASSED)
-    assert command._tell(made.write(), made.out) == 0
+def test_green_judgement_gives_exit_code_zero(tmp_path: Path) -> None:
+    bundle = complete_run(tmp_path, PASSED)
+    assert command._tell(bundle.write(), bundle.out) == 0
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
 @pytest.mark.usefixtures("quick_end")
-def test_what_would_overrun_is_cut_and_named(tmp_path: Path, stubborn: bool) -> None:
+def test_phase_beyond_its_time_is_cut_and_named(tmp_path: Path, stubborn: bool) -> None:
     ignore = "\nsignal.signal(signal.SIGINT, signal.SIG_IGN)" if stubborn else ""
-    begun = time.monotonic()
-    made = run_stubs(
+    began = time.monotonic()
+    bundle = run_stubs(
         tmp_path,
         stub(
             "judge",
@@ -171,67 +171,69 @@ def test_what_would_overrun_is_cut_and_named(tmp_path: Path, stubborn: bool) -> 
         ),
         budget_s=6.0,
     )
-    assert time.monotonic() - begun < 20.0  # not the minute that it sleeps
-    report = strictly_read(made.out / "report.json")
+    assert time.monotonic() - began < 20.0  # less than the minute of sleep
+    report = read_strict_json(bundle.out / "report.json")
     judge = report["phases"]["judge"]
     assert re.fullmatch(r"cut after \d s", judge["why"])
     assert judge["not_run"] == ["a", "c"]
     assert [row["name"] for row in judge["rows"]] == ["b"]
     assert (report["verdict"], report["not_shown"]) == ("not shown", [f"judge: {judge['why']}"])
-    assert command._tell(report, made.out) == 1
-    assert "| a, c |" in (made.out / "summary.md").read_text()
+    assert command._tell(report, bundle.out) == 1
+    assert "| a, c |" in (bundle.out / "summary.md").read_text()
 
 
 @pytest.mark.usefixtures("quick_end")
-def test_what_has_no_time_left_is_named_too(tmp_path: Path) -> None:
+def test_phases_without_time_are_named(tmp_path: Path) -> None:
     stubs = [stub("a", then="\ntime.sleep(60)", weight=100.0), stub("b"), stub("c")]
-    made = run_stubs(tmp_path, *stubs, budget_s=5.0)
-    assert [ran.why for ran in made.ran] == ["cut after 3 s", OUT_OF_TIME, OUT_OF_TIME]
-    assert [ran.not_run for ran in made.ran] == [["a"], ["b"], ["c"]]
+    bundle = run_stubs(tmp_path, *stubs, budget_s=5.0)
+    assert [ran.why for ran in bundle.ran] == ["cut after 3 s", OUT_OF_TIME, OUT_OF_TIME]
+    assert [ran.not_run for ran in bundle.ran] == [["a"], ["b"], ["c"]]
 
 
-def test_a_phase_that_ends_before_its_plan_says_so(tmp_path: Path) -> None:
-    made = run_stubs(
+def test_phase_that_ends_before_its_plan_says_so(tmp_path: Path) -> None:
+    bundle = run_stubs(
         tmp_path, stub("speed", {"planned": ["x", "y"]}, {"name": "x", "outcome": "measured", "says": ""})
     )
-    assert made.ran[0].why == "cut: 1 of 2 not run: out of time"
-    assert made.ran[0].not_run == ["y"]
-    assert made.report()["verdict"] == "not judged"
+    assert bundle.ran[0].why == "cut: 1 of 2 not run: out of time"
+    assert bundle.ran[0].not_run == ["y"]
+    assert bundle.report()["verdict"] == "not judged"
 
 
-def test_a_phase_that_breaks_makes_it_red(tmp_path: Path) -> None:
-    made = run_stubs(tmp_path, stub("speed", then="\nprint('begun', flush=True)\nraise OSError('no driver')"))
-    (reason,) = made.report()["reasons"]
+def test_broken_phase_makes_the_verdict_red(tmp_path: Path) -> None:
+    bundle = run_stubs(
+        tmp_path, stub("speed", then="\nprint('begun', flush=True)\nraise OSError('no driver')")
+    )
+    (reason,) = bundle.report()["reasons"]
     assert reason.startswith("speed ended with code 1: OSError: no driver\nbegun\nTraceback")
 
 
-def test_an_error_in_the_summary_does_not_end_the_run(tmp_path: Path) -> None:
-    bad = {"name": "x", "outcome": "counted"}  # without what the summary shows of it
+def test_error_in_the_summary_does_not_end_the_run(tmp_path: Path) -> None:
+    bad = {"name": "x", "outcome": "counted"}  # lacks keys that the summary shows
     bundle = run_stubs(tmp_path, stub("launches", bad), stub("launch", PASSED))
     assert len(bundle.ran) == 2
     assert "KeyError" in (bundle.out / "summary.md").read_text()
-    assert strictly_read(bundle.out / "report.json")["phases"]["launch"]["rows"] == [PASSED]
+    assert read_strict_json(bundle.out / "report.json")["phases"]["launch"]["rows"] == [PASSED]
 
 
-def test_a_phase_that_was_left_out_is_no_reason() -> None:
+def test_phase_that_was_left_out_is_not_a_reason() -> None:
     left_out = Ran(stub("judge", is_judging=True), LEFT_OUT, not_run=["judge"])
     assert (bundles.reasons([left_out], ""), bundles.not_shown([left_out])) == ([], [])
 
 
-def test_a_subject_that_provides_nothing_is_red() -> None:
+def test_subject_without_judged_names_is_red() -> None:
     judge = Ran(stub("judge", is_judging=True))
     assert bundles.reasons([judge], "red") == [
         "judge: the subject provides none of the names that are judged"
     ]
 
 
-def test_time_that_is_left_over_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_time_goes_to_later_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     stubs = [stub("a"), stub("b"), stub("c")]
     monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     clock = Clock(stubs, 540.0, began=90.0)
-    ends = [clock.left_s(each) + 10.0 for each in stubs]
+    ends = [clock.left_s(phase) + 10.0 for phase in stubs]
     assert ends == pytest.approx([ends[-1] / 3, ends[-1] * 2 / 3, ends[-1]])
-    # One that ignores its interrupt ends so much later, and the bundle has to be written.
+    # A phase that ignores its interrupt ends later by the grace period, and the bundle must still be written.
     assert ends[-1] + phases._GRACE_S < 540.0
 
 
@@ -245,27 +247,27 @@ def test_fixed_time_comes_before_the_shares(monkeypatch: pytest.MonkeyPatch) -> 
     assert ends[0] == 60.0
     assert ends[1] - ends[0] == pytest.approx(ends[2] - ends[1])
     assert ends[2] + phases._GRACE_S < 540.0
-    # A short budget has something left for the others.
+    # A short budget leaves some time for the other phases.
     short = Clock([first, stub("a")], 60.0, began=0.0)
     assert 20.0 < short.left_s(first) < 60.0 - 10.0
 
 
-def test_a_half_written_row_costs_no_other(tmp_path: Path) -> None:
+def test_incomplete_row_leaves_other_rows_readable(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"planned": ["a", "b"]}\n{"name": "a", "outcome": "works"}\n{"name": "b", "outc')
     assert read_rows(file).missing == ["b"]
     assert read_rows(tmp_path / "none") == Found([], [])
 
 
-def test_a_bundle_with_long_texts_stays_small(tmp_path: Path) -> None:
+def test_bundle_with_long_texts_stays_small(tmp_path: Path) -> None:
     long = [RED | {"name": f"t.py::test_{i}", "reason": "x" * 3_000} for i in range(2_000)]
-    out = a_whole_run(tmp_path, *long).out
-    report = strictly_read(out / "report.json")
+    out = complete_run(tmp_path, *long).out
+    report = read_strict_json(out / "report.json")
     assert len(report["phases"]["judge"]["rows"]) == len(long)
     assert sum(file.stat().st_size for file in out.iterdir()) < 4_000_000
 
 
-def test_a_long_junit_file_stays_one(tmp_path: Path) -> None:
+def test_shortened_junit_file_stays_valid(tmp_path: Path) -> None:
     file = tmp_path / "junit.xml"
     case = f"<testcase><failure message='m'>{'x' * 5_000}</failure><system-out>{'y' * 999}</system-out></testcase>"
     file.write_text(f"<testsuites>{case * 500}</testsuites>")
@@ -275,7 +277,7 @@ def test_a_long_junit_file_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(120)
-def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
+def test_description_of_benchmarks_matches_asv(tmp_path: Path) -> None:
     pytest.importorskip("asv_runner", reason="the extra `benchmarks` of pyproject.toml brings asv")
     program = "import sys; from asv_runner.discovery import _discover; _discover(sys.argv[1:])"
     file = tmp_path / "found.json"
@@ -283,20 +285,20 @@ def test_benchmarks_are_described_as_asv_describes_them(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(ROOT / "benchmarks"), str(file)],
         cwd=tmp_path, timeout=100, check=True,
     )  # fmt: skip
-    theirs = {found["name"]: found for found in json.loads(file.read_text())}
-    ours = asv_format.describe_benchmarks(benchmark_cases.load_all())
-    assert ours.pop("version") == 2
-    assert ours.keys() == theirs.keys()
-    for name, described in ours.items():
-        reported = {key: value for key, value in described.items() if key != "code"}
-        assert reported == {key: theirs[name][key] for key in reported}
+    expected = {entry["name"]: entry for entry in json.loads(file.read_text())}
+    actual = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    assert actual.pop("version") == 2
+    assert actual.keys() == expected.keys()
+    for name, described in actual.items():
+        compared = {key: value for key, value in described.items() if key != "code"}
+        assert compared == {key: expected[name][key] for key in compared}
 
 
-# The command itself
+# The command
 
 
 @pytest.mark.deadline(120)
-def test_a_command_that_is_stopped_leaves_its_bundle_and_nothing_else(tmp_path: Path) -> None:
+def test_stopped_command_leaves_its_bundle_and_no_process(tmp_path: Path) -> None:
     mark = f"TANDEM_GPU_TEST={tmp_path}"
     process = subprocess.Popen(
         [sys.executable, ROOT / "ci/gpu", "--device", "cpu", "--out", tmp_path / "out", "--only", "probe"],
@@ -305,10 +307,10 @@ def test_a_command_that_is_stopped_leaves_its_bundle_and_nothing_else(tmp_path: 
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:
-            if line.startswith("   all_reduce"):  # ranks are up
+            if line.startswith("   all_reduce"):  # first row of running ranks
                 process.terminate()
         assert process.wait(30) == 1
-    probe = strictly_read(tmp_path / "out/report.json")["phases"]["probe"]
+    probe = read_strict_json(tmp_path / "out/report.json")["phases"]["probe"]
     assert probe["why"] == STOPPED
     assert "fsdp of 2 cpu gloo" in probe["not_run"]
     wait_until(lambda: not marked_processes(mark), 20)
@@ -317,7 +319,7 @@ def test_a_command_that_is_stopped_leaves_its_bundle_and_nothing_else(tmp_path: 
 def wait_until(holds: Callable[[], bool], most_s: float) -> None:
     end = time.monotonic() + most_s
     while not holds():
-        assert time.monotonic() < end, f"not so after {most_s:g} s"
+        assert time.monotonic() < end, f"the condition is false after {most_s:g} s"
         time.sleep(0.05)
 
 
@@ -327,11 +329,11 @@ def ci_gpu(tmp_path: Path, *words: str, **environ: str) -> tuple[int, dict[str, 
         cwd=tmp_path, env={**os.environ, **environ}, capture_output=True, text=True, timeout=330, check=False,
     )  # fmt: skip
     assert (tmp_path / "out/report.json").is_file(), done.stdout + done.stderr
-    return done.returncode, strictly_read(tmp_path / "out/report.json")
+    return done.returncode, read_strict_json(tmp_path / "out/report.json")
 
 
 @pytest.mark.deadline(360)
-def test_the_command_judges_a_wrong_subject_red(tmp_path: Path) -> None:
+def test_command_judges_a_wrong_subject_red(tmp_path: Path) -> None:
     package = tmp_path / "wrongly" / "nn" / "utils"
     package.mkdir(parents=True)
     for folder in (package.parents[1], package.parents[0]):
@@ -348,9 +350,10 @@ def test_the_command_judges_a_wrong_subject_red(tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(200)
-def test_the_command_keeps_its_budget(tmp_path: Path) -> None:
-    begun = time.monotonic()
+def test_command_keeps_its_budget(tmp_path: Path) -> None:
+    began = time.monotonic()
     code, report = ci_gpu(tmp_path, "--only", "speed", "--only", "judge", "--budget", "15")
-    assert time.monotonic() - begun < 30.0  # a busy machine may take its time to write and to leave
+    # A busy machine may take long to write the bundle and to exit.
+    assert time.monotonic() - began < 30.0
     assert (code, report["verdict"]) == (1, "not shown")
     assert all(report["phases"][name]["not_run"] for name in ("judge", "speed"))

@@ -1,4 +1,4 @@
-"""Tests of what `ci/gpu` does before it measures: C library, warm-up, and hosts that cannot be described."""
+"""Tests of `ci/gpu` before it measures: C library, warm-up, and hosts that cannot be described."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHER = "_library.cpython-39-other.so"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source of one function, which is built like the real ones."""
+    """Folder with a C source of a single function, which is built like the real library."""
     source = tmp_path / "seven.c"
     source.write_text("int seven(void) { return 7; }\n")
     about = {"sources": [str(source)], "extra-compile-args": ["-O1"], "libraries": ["m"]}
@@ -37,7 +37,7 @@ def put(folder: Path, name: str, age_s: float = 0.0) -> None:
     os.utime(file, (written, written))
 
 
-def test_c_library_is_built_where_it_is_missing(folder: Path) -> None:
+def test_c_library_is_built_if_it_is_missing(folder: Path) -> None:
     assert c_library.prepare(60.0, folder).startswith("built by ")
     assert ctypes.CDLL(str(folder / NAME)).seven() == 7
     assert c_library.prepare(60.0, folder) == f"found {NAME}"
@@ -62,21 +62,23 @@ def test_missing_c_library_says_why(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert c_library.prepare(60.0, folder) == f"found {NAME}, older than its sources"
 
 
-def test_failed_build_of_the_c_library_says_what_the_compiler_said(folder: Path) -> None:
+def test_failed_build_of_the_c_library_shows_the_compiler_error(folder: Path) -> None:
     (folder / "seven.c").write_text("int seven(void) { return eight; }\n")
     assert "eight" in c_library.prepare(60.0, folder)
     assert not (folder / NAME).exists()
 
 
 WARM_ROW = {"name": "device", "outcome": "there", "says": "", "cuda": False}
-FOUND = {"name": "found", "outcome": "works", "says": ""}
+WORKING_ROW = {"name": "found", "outcome": "works", "says": ""}
 
 
 def run_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, **stubs: phases.GpuPhase
 ) -> dict[str, Any]:
-    """Run the command with two small phases and `stubs` in the place of what looks at the host."""
-    monkeypatch.setattr(command, "phases", lambda gpus: [stub("kernels", FOUND), stub("training", FOUND)])
+    """Run the command with two small phases, and with `stubs` instead of the phases that examine the host."""
+    monkeypatch.setattr(
+        command, "phases", lambda gpus: [stub("kernels", WORKING_ROW), stub("training", WORKING_ROW)]
+    )
     for name, phase in stubs.items():
         monkeypatch.setattr(command, name, phase)
     command.main(["--device", device, "--out", str(tmp_path), "--budget", "60"])
@@ -96,7 +98,7 @@ def test_failed_host_phase_is_tried_again_and_cancels_nothing(
     assert report["host"]["gpus"] == HOST_ROW["gpus"]
 
 
-def test_warm_up_alone_suffices_to_see_that_there_is_no_device(
+def test_warm_up_is_enough_to_detect_that_there_is_no_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stubs = {"WARM_UP": stub("warm-up", WARM_ROW), "HOST": stub("host", then="\nraise SystemExit(1)")}

@@ -1,4 +1,4 @@
-"""What the phases of `ci/gpu` count and decide, but for what only a device can show."""
+"""Tests of the phases of `ci/gpu` that need no device: counts, order, workers and probes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from conformance.ranks.errors import Scene
 ROOT = Path(__file__).parents[2]
 
 
-def test_results_say_what_failed_and_what_was_not_measured() -> None:
+def test_results_distinguish_failed_from_unmeasured() -> None:
     kind = next(kind for kind in benchmark_cases.load_all() if kind.__name__ == "Update")
     name = "bench_grad_scaler.Update.time_call"
     cases: dict[tuple[str, ...], Any] = {
         ("'impl'", "'cpu'"): {"result": 2.0, "q_25": 1.0},
         ("'torch'", "'cpu'"): None,
     }
-    made = asv_format.results(
+    results = asv_format.results(
         asv_format.describe_benchmarks([kind]),
         {name: cases},
         {"machine": "m"},
         {"python": "3.12", "torch": "2.11"},
         7,
     )
-    row = dict(zip(made["result_columns"], made["results"][name], strict=False))
+    row = dict(zip(results["result_columns"], results["results"][name], strict=False))
     impl_cpu, impl_cuda, torch_cpu, torch_cuda = row["result"]
     assert (impl_cpu, torch_cpu) == (2.0, None)
     assert math.isnan(impl_cuda)
@@ -58,7 +58,7 @@ def test_results_say_what_failed_and_what_was_not_measured() -> None:
     assert row["params"] == [["'impl'", "'torch'"], ["'cpu'", "'cuda'"]]
 
 
-def test_timing_stats_are_of_the_samples() -> None:
+def test_timing_stats_describe_the_samples() -> None:
     stats = single.timing_stats([float(n) for n in range(1, 102)], 3)
     assert (stats["result"], stats["q_25"], stats["q_75"]) == (51.0, 26.0, 76.0)
     assert stats["ci_99_a"] < 51.0 < stats["ci_99_b"]
@@ -89,7 +89,7 @@ def test_headline_ratios_come_first_and_compiled_cases_last(where: str, last: st
     assert any(last in (case.kind.__name__, case.kind.__module__.split(".")[-1]) for case in at_own_pace)
 
 
-def test_samples_are_of_the_call_alone_and_end_in_time() -> None:
+def test_samples_time_only_the_call_and_end_in_time() -> None:
     class Slow(comparison.Absolute):
         number, repeat, warmup_time = 2, (5, 50, 2.0), 0.0
         params, param_names = [], []
@@ -104,9 +104,9 @@ def test_samples_are_of_the_call_alone_and_end_in_time() -> None:
         def time_call(self) -> None:
             pass
 
-    begun = time.perf_counter()
+    began = time.perf_counter()
     samples = single.samples_of(Slow, (), most_s=0.3)
-    assert time.perf_counter() - begun < 10.0
+    assert time.perf_counter() - began < 10.0
     assert 1 <= len(samples) <= 8
     assert sorted(samples)[0] < 0.02
 
@@ -119,11 +119,11 @@ def test_operators_and_reads_are_counted() -> None:
         torch.addmm(torch.ones(1, 1), torch.ones(1, 2), torch.ones(2, 1)).item()
 
     counts = launches.counted(Workload(call), "cpu")
-    # Three ones, each one operator however many it calls in turn; mul_, addmm, item.
+    # Three calls of ones, mul_, addmm and item. Each counts once, although it calls other operators.
     assert counts == {"kernels": None, "copies": None, "synchronisations": None, "reads": 1, "operators": 6}
 
 
-def test_what_the_device_did_is_told_from_what_only_bears_a_name() -> None:
+def test_device_events_are_distinguished_from_annotations() -> None:
     def event(name: str, start: float, end: float, on: DeviceType = DeviceType.CPU) -> SimpleNamespace:
         return SimpleNamespace(
             name=name, device_type=on, cpu_parent=None, time_range=SimpleNamespace(start=start, end=end)
@@ -136,7 +136,7 @@ def test_what_the_device_did_is_told_from_what_only_bears_a_name() -> None:
         event("cudaStreamSynchronize", 25, 26),
         event("cudaStreamWaitEvent", 27, 28),
         event("aten::mul", 31, 32),
-        event("cudaDeviceSynchronize", 51, 60),  # the one that ends the measurement
+        event("cudaDeviceSynchronize", 51, 60),  # end of the measurement
         *(
             event(name, 55, 56, DeviceType.CUDA)
             for name in (
@@ -168,9 +168,9 @@ def test_judge_command_follows_the_options(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--deadline=120" in judging_phase.command(PhaseTask("rows.jsonl", 0.0, "cpu"), 0)
     assert default[default.index("-n") + 1] == "12"
     task = PhaseTask("rows.jsonl", 0.0, "cuda", devices="cuda,cpu", workers=3, deadline_s=9.5)
-    asked = judging_phase.command(task, 1)
-    assert {"--device=cuda,cpu", "--deadline=9.5"} <= set(asked)
-    assert asked[asked.index("-n") + 1] == "3"
+    requested = judging_phase.command(task, 1)
+    assert {"--device=cuda,cpu", "--deadline=9.5"} <= set(requested)
+    assert requested[requested.index("-n") + 1] == "3"
 
 
 def test_judge_gives_tests_with_gpu_ranks_twice_the_time(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_judge_gives_tests_with_gpu_ranks_twice_the_time(tmp_path: Path) -> None
     assert marked(device="cpu", world_size=2) == []
 
 
-def test_judge_over_nccl_tells_the_ranks_and_has_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_over_nccl_sets_the_backend_and_has_fewer_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     task = PhaseTask("rows.jsonl", 0.0, "cuda", ranks="nccl")
     words = judging_phase.command(task, 1)
@@ -203,14 +203,14 @@ def test_judge_over_nccl_tells_the_ranks_and_has_fewer_workers(monkeypatch: pyte
     assert [pool.backend_for(device, 2) for device in ("cuda", "cpu")] == ["nccl", "gloo"]
 
 
-def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
+def test_ranks_on_one_gpu_are_separate_hosts_for_nccl() -> None:
     first, second = (process.sharing_one_gpu(rank) for rank in (0, 1))
     assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
     assert first | {"NCCL_HOSTID": ""} == second | {"NCCL_HOSTID": ""}
     assert first["NCCL_NET"] == "Socket"
 
 
-def test_nccl_sample_takes_one_case_of_each_function_first() -> None:
+def test_nccl_sample_starts_with_one_case_per_function() -> None:
     folder = "conformance/distributed/fsdp/"
     cases = [f"{folder}test_fsdp_no_sync.py::test_{name}[{i}]" for name in "abc" for i in range(4)]
     other = f"{folder}test_fsdp_lifetime.py::test_x[cuda-2]"
@@ -254,20 +254,20 @@ def test_workers_judge_the_most_valuable_tests_first(tmp_path: Path) -> None:
     subprocess.run(
         judging_phase.command(task, 0), cwd=ROOT, env=environ, capture_output=True, check=True, timeout=180
     )
-    found = read_rows(Path(task.rows))
-    first = [name for name in found.planned if "fused_skips" in name]
-    assert found.missing == []
-    assert found.planned[: len(first)] == first
-    # A worker holds two tests at most, so a slow one delays one other.
-    done = [row["name"] for row in found.rows]
+    judged = read_rows(Path(task.rows))
+    first = [name for name in judged.planned if "fused_skips" in name]
+    assert judged.missing == []
+    assert judged.planned[: len(first)] == first
+    # A worker holds at most two tests, so a slow test delays only one other.
+    done = [row["name"] for row in judged.rows]
     assert len(set(done[: len(first)]) & set(first)) >= len(first) - 2
 
 
-def probed(tmp_path: Path, outcomes: dict[str, str]) -> str:
-    """The rows of a probe phase that came to these on two CPU ranks; what it did not come to is left out."""
-    probes = {each.what: each.name for each in probe.probes("cpu", 0)}
-    rows = [{"planned": list(probes.values())}]
-    rows += [{"name": probes[what], "outcome": found, "says": "why"} for what, found in outcomes.items()]
+def write_probe_rows(tmp_path: Path, outcomes: dict[str, str]) -> str:
+    """Write the rows of a probe phase with these outcomes on two CPU ranks. Return the path of the file."""
+    names = {planned.what: planned.name for planned in probe.probes("cpu", 0)}
+    rows = [{"planned": list(names.values())}]
+    rows += [{"name": names[key], "outcome": outcome, "says": "why"} for key, outcome in outcomes.items()]
     file = tmp_path / "probe.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
@@ -289,22 +289,24 @@ WORKING = dict.fromkeys((*probe_cases.COLLECTIVES, "fully_shard"), "works")
         ({}, "", "fsdp of 2 cpu gloo: its probe did not run"),
     ],
 )
-def test_what_the_probes_found_decides_what_is_available(
+def test_failed_probe_makes_its_tests_unavailable(
     tmp_path: Path, changes: dict[str, str], nn: str, fsdp: str
 ) -> None:
-    found = judge_plugin.findings(probed(tmp_path, WORKING | changes))
-    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, found) == nn
-    assert judge_plugin.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, found) == fsdp
+    findings = judge_plugin.findings(write_probe_rows(tmp_path, WORKING | changes))
+    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, findings) == nn
+    assert judge_plugin.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, findings) == fsdp
     by_parameter = judge_plugin.obstacle(
-        "conformance/distributed/fsdp/test_fully_shard_x.py::t", "cpu", 2, found
+        "conformance/distributed/fsdp/test_fully_shard_x.py::t", "cpu", 2, findings
     )
     assert by_parameter == ("" if changes.get("all_reduce", "works") == "works" else fsdp)
-    # Nobody probes a single CPU rank.
-    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, found) == ""
+    # A single CPU rank has no probe.
+    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, findings) == ""
 
 
-def test_what_cannot_run_here_is_unavailable(tmp_path: Path) -> None:
-    task = PhaseTask(str(tmp_path / "rows"), 0.0, probes=probed(tmp_path, WORKING | {"broadcast": "dies"}))
+def test_case_with_failed_probe_is_skipped_as_unavailable(tmp_path: Path) -> None:
+    task = PhaseTask(
+        str(tmp_path / "rows"), 0.0, probes=write_probe_rows(tmp_path, WORKING | {"broadcast": "dies"})
+    )
     plugin = judge_plugin.Plugin(task, reporter=None)
 
     def set_up(**params: Any) -> None:
@@ -340,7 +342,7 @@ def test_ranks_start_before_the_test_that_uses_them(tmp_path: Path) -> None:
         (None, "wrong"),
     ],
 )
-def test_each_end_of_a_probe_has_its_word(
+def test_each_failure_of_a_probe_has_its_outcome(
     monkeypatch: pytest.MonkeyPatch, fault: Exception | None, outcome: str
 ) -> None:
     class Pool:
@@ -355,14 +357,14 @@ def test_each_end_of_a_probe_has_its_word(
             return [[torch.zeros(6)]] * 2
 
     monkeypatch.setattr(probe, "RankPool", Pool)
-    found, says = probe.outcome_of(probe.Probe("all_reduce", "cpu", "gloo", 2))
-    assert found == outcome
+    actual, says = probe.outcome_of(probe.Probe("all_reduce", "cpu", "gloo", 2))
+    assert actual == outcome
     assert (str(fault) if fault else "expected") in says
 
 
 def test_several_gpus_are_probed_over_nccl_at_all_sizes() -> None:
     def groups(gpus: int) -> set[tuple[str, int]]:
-        return {(each.backend, each.world_size) for each in probe.probes("cuda", gpus)}
+        return {(planned.backend, planned.world_size) for planned in probe.probes("cuda", gpus)}
 
     assert groups(1) == {("gloo", 2), ("nccl", 1), ("nccl", 2)}
     assert groups(8) == {("gloo", 2), ("nccl", 1), ("nccl", 2), ("nccl", 8)}

@@ -1,4 +1,4 @@
-"""The phases of `ci/gpu` that time steps beside torch's: steps, large, fake and launch."""
+"""Tests of the phases of `ci/gpu` that time steps against torch: steps, large, fake and launch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """Phases set the number of threads for their own process."""
+    """Restore the number of threads, which phases set for their process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def found_by(
+def read_rows_of(
     tmp_path: Path, work: Callable[[PhaseTask, Rows], None], left_s: float = 300.0, subject: str = "impl"
 ) -> phase_rows.Found:
     file = tmp_path / "rows.jsonl"
@@ -44,24 +44,24 @@ def found_by(
 
 
 @pytest.mark.deadline(120)
-def test_every_call_of_a_step_is_timed_beside_torch(tmp_path: Path) -> None:
-    found = found_by(tmp_path, steps.work)
-    assert not found.missing
-    assert [row["outcome"] for row in found.rows] == ["measured"] * len(found.rows), found.rows
-    assert {row["call"] for row in found.rows} == steps.CALLS.keys()
-    for row in found.rows:
+def test_every_call_of_a_step_is_timed_against_torch(tmp_path: Path) -> None:
+    result = read_rows_of(tmp_path, steps.work)
+    assert not result.missing
+    assert [row["outcome"] for row in result.rows] == ["measured"] * len(result.rows), result.rows
+    assert {row["call"] for row in result.rows} == steps.CALLS.keys()
+    for row in result.rows:
         assert row["low"] <= row["ratio"] <= row["high"]
         assert row["host_seconds"] > 0
-        assert row["launches"] is None  # nothing is launched on the CPU
+        assert row["launches"] is None  # no launches on the CPU
         assert (row["ratio_to_foreach"] is not None) == (row["call"] == "fused_step")
 
 
 @pytest.mark.deadline(120)
-def test_large_steps_have_a_copy_beside_them(tmp_path: Path) -> None:
-    found = found_by(tmp_path, large.work)
-    assert not found.missing
-    assert [row["outcome"] for row in found.rows] == ["measured"] * len(found.rows), found.rows
-    copies = {row["dtype"]: row for row in found.rows if row["call"] == "copy"}
+def test_large_steps_include_a_copy_for_comparison(tmp_path: Path) -> None:
+    result = read_rows_of(tmp_path, large.work)
+    assert not result.missing
+    assert [row["outcome"] for row in result.rows] == ["measured"] * len(result.rows), result.rows
+    copies = {row["dtype"]: row for row in result.rows if row["call"] == "copy"}
     assert {dtype: row["bytes"] for dtype, row in copies.items()} == {"float32": 800_000, "bfloat16": 400_000}
 
 
@@ -69,25 +69,25 @@ def test_large_steps_have_a_copy_beside_them(tmp_path: Path) -> None:
 def test_phase_without_time_plans_its_rows_and_stops(
     tmp_path: Path, work: Callable[[PhaseTask, Rows], None]
 ) -> None:
-    found = found_by(tmp_path, work, left_s=0.0)
-    assert found.rows == []
-    assert found.missing
+    result = read_rows_of(tmp_path, work, left_s=0.0)
+    assert result.rows == []
+    assert result.missing
 
 
-def test_one_failed_call_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_call_leaves_the_others_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(subject: str, *case: Any) -> Workload:
         raise RuntimeError("no memory")
 
     monkeypatch.setitem(steps.CALLS, "unscale_", (broken, ()))
     monkeypatch.setattr(steps, "_SHAPES", {"cpu": ("4x1k",)})
-    rows = {row["call"]: row for row in found_by(tmp_path, steps.work).rows}
+    rows = {row["call"]: row for row in read_rows_of(tmp_path, steps.work).rows}
     assert (rows["unscale_"]["outcome"], rows["unscale_"]["says"]) == ("failed", "RuntimeError: no memory")
     assert rows["clip_grad_norm_"]["outcome"] == "measured"
 
 
-def test_torch_has_a_row_for_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_has_rows_of_its_own_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_SHAPES", {"cpu": ("4x1k",)})
-    rows = found_by(tmp_path, steps.work, subject="torch").rows
+    rows = read_rows_of(tmp_path, steps.work, subject="torch").rows
     assert {row["outcome"] for row in rows} == {"measured"}
 
 
@@ -103,12 +103,12 @@ def test_wrong_step_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(steps.CALLS, "clip_grad_norm_", (returns_zero, words))
     monkeypatch.setattr(steps, "_SHAPES", {"cpu": ("4x1k",)})
-    rows = {row["call"]: row for row in found_by(tmp_path, steps.work).rows}
+    rows = {row["call"]: row for row in read_rows_of(tmp_path, steps.work).rows}
     assert rows["clip_grad_norm_"]["outcome"] == "failed"
     assert "not close" in rows["clip_grad_norm_"]["says"]
 
 
-def test_host_time_leaves_out_what_prepares_a_call() -> None:
+def test_host_time_excludes_preparation() -> None:
     prepared: list[int] = []
 
     def prepare() -> None:
@@ -119,7 +119,7 @@ def test_host_time_leaves_out_what_prepares_a_call() -> None:
     assert len(prepared) == steps._HOST_CALLS
 
 
-def test_large_lists_have_a_billion_elements_and_are_no_benchmark() -> None:
+def test_large_lists_have_a_billion_elements_and_are_not_benchmarks() -> None:
     [(shapes, tensors)] = LARGE_SHAPES.items()
     assert shapes == large._SHAPES["cuda"]
     assert shapes not in SHAPES
@@ -129,8 +129,8 @@ def test_large_lists_have_a_billion_elements_and_are_no_benchmark() -> None:
 @pytest.mark.deadline(200)
 def test_sharded_steps_are_timed_over_fake_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.fsdp_ranks.LAYERS", 1)
-    found = found_by(tmp_path, fake.work)
-    rows = {row["name"]: row for row in found.rows}
+    result = read_rows_of(tmp_path, fake.work)
+    rows = {row["name"]: row for row in result.rows}
     assert rows.keys() == fake.APIS.keys()
     for row in rows.values():
         assert row["outcome"] == "measured", row["says"]
@@ -140,18 +140,18 @@ def test_sharded_steps_are_timed_over_fake_ranks(tmp_path: Path, monkeypatch: py
 
 
 def test_api_that_a_subject_lacks_is_not_available(tmp_path: Path) -> None:
-    rows = found_by(tmp_path, fake.work, subject="json").rows
+    rows = read_rows_of(tmp_path, fake.work, subject="json").rows
     assert {row["outcome"] for row in rows} == {"not available"}
 
 
 def test_launches_need_cuda(tmp_path: Path) -> None:
-    rows = found_by(tmp_path, launch_costs.work).rows
+    rows = read_rows_of(tmp_path, launch_costs.work).rows
     assert {row["outcome"] for row in rows} == {"not available"}
     assert len(rows) == len(launch_costs.COSTS)
 
 
 def output_in_interpreter(program: str) -> str:
-    """Return what a program prints where Triton's interpreter runs the kernels."""
+    """Run a program with Triton's interpreter. Return its output."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=phases.ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=60,
@@ -171,12 +171,12 @@ def test_tiny_kernel_multiplies() -> None:
 
 
 def test_sweep_needs_cuda(tmp_path: Path) -> None:
-    found = found_by(tmp_path, sweep.work)
-    assert not found.missing
-    assert {row["outcome"] for row in found.rows} == {"not available"}
+    result = read_rows_of(tmp_path, sweep.work)
+    assert not result.missing
+    assert {row["outcome"] for row in result.rows} == {"not available"}
 
 
-# Prints the grid and the constants of each launch.
+# The program prints the grid and the constants of each launch.
 LAUNCHES = """
 import torch
 from triton.runtime.interpreter import GridExecutor
@@ -206,7 +206,7 @@ for settings in ((1024, 512, 2), None):
 
 def test_sweep_changes_launches_until_it_ends() -> None:
     pytest.importorskip("triton")
-    _, changed, as_before = (part.split("\n") for part in output_in_interpreter(LAUNCHES).split("--"))
+    _, changed, as_before = (section.split("\n") for section in output_in_interpreter(LAUNCHES).split("--"))
     assert changed.count("4 512 2") == len(sweep.CALLS)
     assert any(as_before)
     assert "4 512 2" not in as_before

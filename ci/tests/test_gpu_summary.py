@@ -1,4 +1,4 @@
-"""The first page of the summary of `ci/gpu`, and the predictions on it."""
+"""Tests of the first page of `ci/gpu`'s summary, and of its predictions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def red(test: str, reason: str) -> dict[str, Any]:
 
 def report(device: str = "cuda", **rows: list[dict[str, Any]]) -> dict[str, Any]:
     phases = {
-        name.replace("_", "-"): {"rows": found, "why": "", "not_run": [], "seconds": 1.0}
-        for name, found in rows.items()
+        name.replace("_", "-"): {"rows": rows_of_phase, "why": "", "not_run": [], "seconds": 1.0}
+        for name, rows_of_phase in rows.items()
     }
     return {"device": device, "phases": phases}
 
@@ -39,7 +39,7 @@ def row(name: str, outcome: str, says: str = "", **more: Any) -> dict[str, Any]:
     return {"name": name, "outcome": outcome, "says": says, **more}
 
 
-def test_first_page_says_what_the_host_lacks() -> None:
+def test_first_page_lists_missing_parts_of_the_host() -> None:
     warm = [row("compiler", "missing", "no cc"), row("C library", "there", "found _library.so")]
     page = first_page(report(warm_up=warm))
     assert "- **missing: compiler** no cc" in page
@@ -47,19 +47,19 @@ def test_first_page_says_what_the_host_lacks() -> None:
     assert "what this host lacks is unknown" in first_page(report())
 
 
-def test_first_page_counts_what_agrees_and_names_the_rest() -> None:
+def test_first_page_counts_agreeing_rows_and_names_the_others() -> None:
     rows = [row("a", "agrees"), row("b", "failed", "waits"), row("c", "failed", "waits")]
     assert "- waits: 1 of 3 good; **failed**: b, c" in first_page(report(waits=rows))
 
 
-def test_first_page_lists_what_did_not_fit_the_time() -> None:
-    found = report(judge=[])
-    found["phases"]["judge"] |= {"why": f"cut: 2 of 9 {OUT_OF_TIME}", "not_run": ["t.py::a", "t.py::b"]}
-    assert "- **not run: 2 of judge** (cut: 2 of 9" in first_page(found)
-    assert "t.py::a, t.py::b" in first_page(found)
+def test_first_page_lists_tests_that_were_not_run() -> None:
+    cut = report(judge=[])
+    cut["phases"]["judge"] |= {"why": f"cut: 2 of 9 {OUT_OF_TIME}", "not_run": ["t.py::a", "t.py::b"]}
+    assert "- **not run: 2 of judge** (cut: 2 of 9" in first_page(cut)
+    assert "t.py::a, t.py::b" in first_page(cut)
 
 
-def test_red_tests_of_one_cause_stand_together() -> None:
+def test_red_tests_are_grouped_by_cause() -> None:
     judged = [
         red("t.py::a", "RuntimeError: tensor 3 of 8 at 0x7f12: 'norm' is 1.5e-07\nmore"),
         red("t.py::b", "RuntimeError: tensor 12 of 40 at 0x7fab: 'scale' is -2.25"),
@@ -73,7 +73,7 @@ def test_red_tests_of_one_cause_stand_together() -> None:
     )
 
 
-def test_predictions_stand_beside_measurements() -> None:
+def test_predictions_are_listed_with_measurements() -> None:
     copy = row(
         "copy gpt2 float32", "measured", call="copy", shapes="gpt2", dtype="float32", seconds=1e-3, bytes=3e9
     )
@@ -98,7 +98,7 @@ def test_predictions_stand_beside_measurements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("values", "expected"),
     [
         ({"a": {"b": 4.0}, "c": 2.0}, 2000.0),
         ({"a": {"b": 4.0}}, None),
@@ -107,14 +107,14 @@ def test_predictions_stand_beside_measurements() -> None:
     ],
 )
 def test_measured_value_is_looked_up_divided_and_scaled(
-    found: dict[str, Any], expected: float | None
+    values: dict[str, Any], expected: float | None
 ) -> None:
-    each = Prediction("", "p", "r", "a.b", [0.0, 1.0], over="c", scale=1e3)
-    assert each.measured([{"name": "r", **found}]) == expected
+    prediction = Prediction("", "p", "r", "a.b", [0.0, 1.0], over="c", scale=1e3)
+    assert prediction.measured([{"name": "r", **values}]) == expected
 
 
-def test_predictions_are_of_rows_that_the_phases_plan() -> None:
-    """A row under another name would be taken for one that was not measured."""
+def test_predictions_name_planned_rows() -> None:
+    """A prediction of an unknown row would be shown as not measured."""
     lists = [f"{shapes} float32" for shapes in steps._SHAPES["cuda"]] + list(map(" ".join, steps._OF_MODEL))
     large_lists = [f"{large._SHAPES['cuda']} {dtype}" for dtype in large._DTYPES]
     kernels = bandwidth.calls_on([torch.zeros(1)])
@@ -124,6 +124,7 @@ def test_predictions_are_of_rows_that_the_phases_plan() -> None:
         "bandwidth": {f"{kernel} impl gpt2 float32" for kernel in kernels},
         "speed": {case.name for case in speed_phase.cases("cuda")},
     }
-    assert [each.row for each in predictions.load() if each.row not in planned[each.phase]] == []
+    loaded = predictions.load()
+    assert [entry.row for entry in loaded if entry.row not in planned[entry.phase]] == []
     assert planned.keys() <= set(command.NAMES)
-    assert all(each.expected[0] <= each.expected[1] for each in predictions.load())
+    assert all(entry.expected[0] <= entry.expected[1] for entry in loaded)

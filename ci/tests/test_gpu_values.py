@@ -1,4 +1,4 @@
-"""The phases of `ci/gpu` that compare with torch: waits, values and graphs."""
+"""Tests of the phases of `ci/gpu` that compare with torch: waits, values and graphs."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ CASES = {case.name: case for case in sync_free_calls.CASES}
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    """Phases set the number of threads for their own process."""
+    """Restore the number of threads, which phases set for their process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
 def rows_of(tmp_path: Path, work: Callable[[PhaseTask, Rows], None], subject: str = "impl") -> dict[str, Any]:
-    """Run a phase on the CPU. Return its rows by name, of which none may be missing."""
+    """Run a phase on the CPU and check that no planned row is missing. Return its rows by name."""
     file = tmp_path / "rows.jsonl"
     task = PhaseTask(str(file), time.monotonic() + 300, "cpu", subject)
     work(task, Rows(task))
-    found = read_rows(file)
-    assert found.planned
-    assert not found.missing
-    return {row["name"]: row for row in found.rows}
+    result = read_rows(file)
+    assert result.planned
+    assert not result.missing
+    return {row["name"]: row for row in result.rows}
 
 
 def test_promises_of_docstrings_are_found() -> None:
     promises = sync_promises.promises()
     assert promises["nn.utils.clip_grad_value_"] == "none"
-    assert promises["nn.utils.clip_grad_norm"] == promises["nn.utils.clip_grad_norm_"]  # by a reference
-    assert promises["amp.GradScaler.update"].startswith("none, in all methods")  # by the class's sentence
+    assert promises["nn.utils.clip_grad_norm"] == promises["nn.utils.clip_grad_norm_"]  # a reference
+    assert promises["amp.GradScaler.update"].startswith("none, in all methods")  # the class's sentence
     assert "distributed.fsdp.ShardedGradScaler.fused_step" in promises
-    # These say that they synchronise.
+    # The docstrings of these methods say that they synchronise.
     assert not promises.keys() & {"amp.GradScaler.get_scale", "amp.GradScaler.nonfinite_parameters"}
 
 
@@ -67,7 +67,7 @@ def test_every_case_of_waits_runs_on_the_cpu(tmp_path: Path) -> None:
 
 @pytest.fixture
 def debug_modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes that are set on a CUDA device that is made up, the first of which was there before."""
+    """Sync debug modes that are set on a fake CUDA device. The first is the initial mode."""
     modes = ["default"]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
@@ -77,15 +77,15 @@ def debug_modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_synchronisation_fails_with_its_stack(debug_modes: list[str]) -> None:
-    def synchronise_when_told_on() -> None:
+    def synchronise_in_error_mode() -> None:
         if debug_modes[-1] == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
-    case = sync_free_calls.WaitCase("waits", (), lambda device: synchronise_when_told_on)
+    case = sync_free_calls.WaitCase("waits", (), lambda device: synchronise_in_error_mode)
     outcome, says = waits.outcome_of(case, "cuda")
     assert outcome == "failed"
     assert says.startswith("RuntimeError: called a synchronizing CUDA operation\n")
-    assert "in synchronise_when_told_on" in says
+    assert "in synchronise_in_error_mode" in says
     assert debug_modes == ["default", "error", "default"]
 
 
@@ -115,7 +115,7 @@ def test_steps_of_impl_agree_with_torch(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, values.work)
     assert {row["outcome"] for row in rows.values()} == {"agrees"}, rows
     scales = rows["fused_step float32"]["scales"]
-    assert [ours for ours, _ in scales] == [torchs for _, torchs in scales]
+    assert all(actual == expected for actual, expected in scales)
     # Three steps grow the scale, and the one with an inf halves it.
     assert scales[2][0] == 2 * scales[0][0]
     assert scales[values.INF_STEP][0] == scales[values.INF_STEP - 1][0] / 2
@@ -128,7 +128,7 @@ def test_torch_itself_has_no_fused_step(tmp_path: Path) -> None:
     assert outcomes["four calls bfloat16"] == "agrees"
 
 
-def step_by_more(trained: Trained) -> torch.Tensor:
+def step_with_larger_lr(trained: Trained) -> torch.Tensor:
     trained.optimizer.param_groups[0]["lr"] = 1.001e-3 if trained.optimizer.state else 1e-3
     return trained.four_calls()
 
@@ -146,7 +146,7 @@ def step_without_update(trained: Trained) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("method", "fault"),
     [
-        (step_by_more, "parameters apart by"),
+        (step_with_larger_lr, "parameters apart by"),
         (step_with_other_norm, "norm of step 0"),
         (step_without_update, "scale and growth tracker after step 0: (1024.0, 0), torch (1024.0, 1)"),
     ],
@@ -181,14 +181,14 @@ def test_replays_are_compared_with_eager_steps(name: str) -> None:
     ],
 )
 def test_wrong_replays_are_found(capture: Callable[[graphs.Call], graphs.Call], fault: str) -> None:
-    found = graphs.replayed_beside_eager("impl", Trained.four_calls, "cpu", capture)
-    assert found["fault"].startswith(fault)
-    assert not math.isnan(found["parameters_apart"])
+    row = graphs.replayed_beside_eager("impl", Trained.four_calls, "cpu", capture)
+    assert row["fault"].startswith(fault)
+    assert not math.isnan(row["parameters_apart"])
 
 
 def test_captured_step_that_is_not_replayed_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = graphs.captured_beside_eager("impl", "cpu")
-    assert found["fault"].startswith("the last step was not replayed")
+    row = graphs.captured_beside_eager("impl", "cpu")
+    assert row["fault"].startswith("the last step was not replayed")
     replayed = SimpleNamespace(graph=SimpleNamespace(replayed=True))
     monkeypatch.setattr("impl.optim.captured.explain", lambda optimizer: replayed)
     assert graphs.captured_beside_eager("impl", "cpu")["fault"] == ""
@@ -214,7 +214,7 @@ def test_every_phase_has_its_section_in_the_summary() -> None:
     assert names == summary._SECTIONS.keys()
 
 
-def test_section_lists_what_does_not_agree() -> None:
+def test_section_lists_disagreeing_rows() -> None:
     rows = [
         {"name": "clip_grad_value_", "outcome": "agrees", "says": ""},
         {"name": "four calls", "outcome": "failed", "says": "RuntimeError: synchronizes\nstack"},

@@ -1,4 +1,4 @@
-"""The check `language`: one bad and one good text for each rule, exemptions, and counts that only fall."""
+"""Tests of the check `language`: a bad and a good text for each rule, exemptions, and counts that only fall."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_commit_subject_names_area_and_change(
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository on a branch that has left `main`, with three complaints in impl and two allowed."""
+    """Repository on a branch of `main`, with three complaints in impl and two allowed."""
     (tmp_path / "ci").mkdir()
     (tmp_path / "impl").mkdir()
     lists = (CI / "language.toml").read_text().partition("# How many complaints")[0]
