@@ -42,7 +42,7 @@ class Clause:
             command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
         took_s = time.perf_counter() - began
-        counted = re.search(r"(\d+) clauses? asked", run.stdout)
+        counted = re.search(r"(\d+) clauses in \d+ tests", run.stdout)
         if run.returncode or counted is None:
             raise RuntimeError(f"the judge failed: {(run.stdout + run.stderr)[-300:]}")
         return took_s / int(counted[1])
