@@ -61,6 +61,7 @@ WITHIN_SHARDING = (
     ("_collectives", "_managed", "wrap"),
     ("_param_group",),
     ("_layout", "_memory", "_module_init"),
+    ("_stale_optimizers",),
     ("_shared",),
     ("_unit", "_missed_backwards", "_waiting_gradients"),
     ("_clip", "_contained", "_group_settings", "_root", "_summon"),

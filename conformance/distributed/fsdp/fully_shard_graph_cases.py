@@ -33,6 +33,18 @@ def plain_in_its_place(site: Site, trained: bool) -> Any:
     return tried(lambda: model(batch_of(site, 1)))
 
 
+def optimizer_made_before(site: Site, is_replaced: bool) -> Any:
+    """Return what the first step of an optimizer returns or raises that was made of the parameters before sharding."""
+    model = blocks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for block in (*model, model):
+        site.shard(block)
+    if is_replaced:
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    model(batch_of(site, 0)).sum().backward()
+    return {"step": tried(optimizer.step), "held": held(model)}
+
+
 def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
     """By a hook after accumulation a parameter: when each ran, beside how many gradients, and what came of it."""
     model = blocks()

@@ -132,6 +132,22 @@ def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) 
     )
 
 
+@clause("distributed.fsdp.fully_shard.optimizer_made_before")
+@pytest.mark.deviation("fully_shard.optimizer_made_before")
+def test_step_of_optimizer_made_before_sharding_is_an_error(sites: Sites) -> None:
+    sites.deviate(
+        graph_cases.optimizer_made_before,
+        is_replaced=False,
+        torch_does=each(lambda outcome: outcome["step"] is None),
+        we_do=each(lambda outcome: str(outcome["step"]).startswith("RuntimeError: ")),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.optimizer_made_before")
+def test_optimizer_made_before_sharding_steps_parameters_put_into_it(sites: Sites) -> None:
+    sites.agree(graph_cases.optimizer_made_before, is_replaced=True)
+
+
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
 @pytest.mark.parametrize("syncs_first", [True, False])
 def test_optimizers_step_in_the_backward(sites: Sites, syncs_first: bool) -> None:

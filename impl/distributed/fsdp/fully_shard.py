@@ -50,6 +50,7 @@ from impl.distributed.fsdp._policies import (
     offloads,
     resolve_policy,
 )
+from impl.distributed.fsdp._stale_optimizers import note_sharding
 from impl.distributed.fsdp._unit import Unit
 from impl.distributed.fsdp._whole_mesh import data_dims_of
 
@@ -151,6 +152,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     for one, param in borrowed:
         lender_of(param).lend(param, one.info.locations, state)
     mark_modules(owners)
+    note_sharding()
     for one in modules:
         one.__class__ = _class_for(type(one))
         # torch's `replicate` looks there
