@@ -155,7 +155,11 @@ def managed_params_of(
                 f"FSDP doesn't support scalar parameters. Change {one.info.name} to a 1D tensor with numel equal to 1."
             )
         if not one.parameter.is_floating_point():
-            raise ValueError("Cannot flatten integer dtype tensors")
+            error = ValueError("Cannot flatten integer dtype tensors")
+            error.add_note(
+                f"{one.info.name} has {one.parameter.dtype}; pass it in ignored_states, or shard it by fully_shard"
+            )
+            raise error
     return managed
 
 

@@ -170,7 +170,12 @@ def _class_for(cls: type) -> type:
 
 
 def _refuse_copy(*_: Any, **__: Any) -> NoReturn:
-    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    error = AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    error.add_note(
+        "Copy the model before fully_shard, also for torch.optim.swa_utils.AveragedModel, and shard the copy in the "
+        "same way; or shard another model and load this one's state_dict() into it."
+    )
+    raise error
 
 
 class UnshardHandle:
