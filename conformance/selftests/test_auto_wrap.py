@@ -31,7 +31,7 @@ from conformance.strategies.wrapping import (
     shape,
     trees,
 )
-from impl.distributed.fsdp._param_assignment import ParamAssignment
+from impl.distributed.fsdp._params.param_assignment import ParamAssignment
 from impl.distributed.fsdp.wrap import auto_wrap
 
 OURS, TORCHS = load_library("impl"), load_library("torch")

@@ -34,40 +34,16 @@ LAYERS = (
     ("impl.drop_in",),
 )
 
-# Inside this package a module may import what stands in a row above its own, and nothing else of the package.
+# Inside this package a module may import its own folder and the rows above its own, and nothing else of the package.
 SHARDING = "impl.distributed.fsdp"
 WITHIN_SHARDING = (
-    ("_policies",),
-    ("_whole_mesh",),
-    ("_tensor_parallel", "_transport", "api"),
-    ("_desync",),
-    (
-        "_autograd",
-        "_param_assignment",
-        "_flat_param",
-        "_config",
-        "_nested",
-        "_order",
-        "_phase",
-        "_streams",
-    ),
-    (
-        "_full_precision",
-        "_input_gradients",
-        "_groups",
-        "_param_registration",
-        "_optimizer_writes",
-    ),
-    ("_collectives", "_managed", "wrap"),
-    ("_param_group",),
-    ("_layout", "_memory", "_module_init"),
-    ("_stale_optimizers",),
-    ("_shared",),
-    ("_unit", "_missed_backwards", "_waiting_gradients"),
-    ("_clip", "_contained", "_group_settings", "_root", "_summon"),
-    ("_module_state", "_wrapper"),
-    ("_fully_shard_init",),
-    ("_buffers", "_private_names", "_state_dict"),
+    ("_flat_param", "api"),
+    ("_comm",),
+    ("_params",),
+    ("_layout", "wrap"),
+    ("_engine",),
+    ("_fsdp1", "_fully_shard"),
+    ("_state_dict",),
     ("fully_shard", "fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("_common_utils", "_param_precisions", "checkpoint"),
 )
@@ -107,7 +83,7 @@ EXCEPTIONS = {
         "asks torch for a name known at run time",
     ): "the dtype that a pickle names",
     (
-        "impl.distributed.fsdp._desync.entered_collectives",
+        "impl.distributed.fsdp._comm.desync.entered_collectives",
         "asks torch for a name known at run time",
     ): "the dtype that another rank names",
     ("impl.kernels._dispatch", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
@@ -475,12 +451,13 @@ def test_an_upward_import_is_seen() -> None:
 @pytest.mark.parametrize(
     ("module", "imported", "is_out_of_order"),
     [
-        ("_unit", "_collectives", False),
-        ("_collectives", "_unit", True),
-        ("_order", "_streams", True),
+        ("_engine.unit", "_comm.collectives", False),
+        ("_comm.collectives", "_engine.unit", True),
+        ("_engine.order", "_engine.streams", False),
+        ("_fsdp1.wrapper", "_fully_shard.init", True),
         ("_state_dict.full", "_state_dict.local", False),
-        ("_state_dict.full", "_root", False),
-        ("_root", "_state_dict.full", True),
+        ("_state_dict.full", "_engine.root", False),
+        ("_engine.root", "_state_dict.full", True),
         ("wrap", "fully_sharded_data_parallel", True),
     ],
 )

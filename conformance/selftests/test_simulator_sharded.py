@@ -30,7 +30,7 @@ SEEDS_WITHOUT_A_WAIT = 6
 DRAWN = 4  # from this seed on
 # Waits without which no program here has another result, and why they are there.
 SPARED = {
-    ("_memory.py", "self.streams.block(self._resharded[oldest])"): "how far the host runs ahead is no number",
+    ("memory.py", "self.streams.block(self._resharded[oldest])"): "how far the host runs ahead is no number",
 }
 
 pytestmark = pytest.mark.deadline(560.0)
@@ -118,7 +118,7 @@ def test_offloaded_flat_parameters_are_pinned_like_torch(
 def waits() -> Iterator[tuple[str, int, str]]:
     """File, line and text of each statement in impl's FSDP that lets a stream or the host wait."""
     for file in sorted(SHARDING.rglob("*.py")):
-        if "tests" in file.parts or file.name == "_streams.py":
+        if "tests" in file.parts or file.name == "streams.py":
             continue
         source = file.read_text()
         for node in ast.walk(ast.parse(source)):

@@ -11,7 +11,7 @@ from torch._dynamo import trace_rules
 
 from impl.distributed import fsdp
 
-_TRACED = "impl.distributed.fsdp._contained"
+_TRACED = "impl.distributed.fsdp._fsdp1.contained"
 
 for _, name, _ in pkgutil.iter_modules(fsdp.__path__, f"{fsdp.__name__}."):
     if name != _TRACED:

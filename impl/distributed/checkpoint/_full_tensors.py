@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from impl.distributed.fsdp._desync.collective_order import order_checker_of
-from impl.distributed.fsdp._desync.monitor import GATHERED, OF_STATES
+from impl.distributed.fsdp._comm.choosing import transport_for
+from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
+from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
+from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
+from impl.distributed.fsdp._comm.transport import Complete
 from impl.distributed.fsdp._layout.sharded_param import beginning_of, cut_to, side_by_side
-from impl.distributed.fsdp._transport.choosing import transport_for
-from impl.distributed.fsdp._transport.group_collectives import GroupCollectives
-from impl.distributed.fsdp._transport.transport import Complete
 
 _EXCHANGE_BYTES = 1 << 26  # of all ranks' parts together
 

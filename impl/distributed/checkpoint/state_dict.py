@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict as torchs_sta
 from torch.optim import Optimizer
 
 from impl.distributed.checkpoint._full_tensors import with_full_tensors
-from impl.distributed.fsdp._module_state import state_of
+from impl.distributed.fsdp._fully_shard.module_state import state_of
 from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"]

@@ -9,8 +9,9 @@ The words used here:
 """
 
 from impl._after_dynamo import import_after_dynamo
+from impl.distributed.fsdp._engine.waiting_gradients import set_detect_unsynchronized_step
 from impl.distributed.fsdp._param_precisions import param_precisions
-from impl.distributed.fsdp._policies import (
+from impl.distributed.fsdp._params.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -18,7 +19,6 @@ from impl.distributed.fsdp._policies import (
     ParamPrecision,
     PerParamPrecisionPolicy,
 )
-from impl.distributed.fsdp._waiting_gradients import set_detect_unsynchronized_step
 from impl.distributed.fsdp.api import (
     BackwardPrefetch,
     CPUOffload,

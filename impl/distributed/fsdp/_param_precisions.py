@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from impl.distributed.fsdp._flat_param import FlatParameter
-from impl.distributed.fsdp._managed import clean_name
-from impl.distributed.fsdp._module_state import state_of
-from impl.distributed.fsdp._param_group import ParamGroup
-from impl.distributed.fsdp._policies import ParamPrecision
+from impl.distributed.fsdp._fully_shard.module_state import state_of
+from impl.distributed.fsdp._params.managed import clean_name
+from impl.distributed.fsdp._params.param_group import ParamGroup
+from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 

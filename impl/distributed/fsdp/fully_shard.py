@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._config import Config
-from impl.distributed.fsdp._fully_shard_init import (
+from impl.distributed.fsdp._engine.phase import FORWARDS
+from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fully_shard.group_settings import (
+    refuse_buffers,
+    refuse_copies,
+    refuse_meshes,
+    refuse_others_than_bools,
+    refuse_own,
+    scatter_apart,
+)
+from impl.distributed.fsdp._fully_shard.init import (
     backward_mesh_of,
     borrowed_apart,
     by_groups,
@@ -30,29 +39,20 @@ from impl.distributed.fsdp._fully_shard_init import (
     outermost,
     refuse_twice,
 )
-from impl.distributed.fsdp._group_settings import (
-    refuse_buffers,
-    refuse_copies,
-    refuse_meshes,
-    refuse_others_than_bools,
-    refuse_own,
-    scatter_apart,
-)
+from impl.distributed.fsdp._fully_shard.module_state import ModuleState, lender_of, state_of
+from impl.distributed.fsdp._fully_shard.stale_optimizers import note_sharding
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
-from impl.distributed.fsdp._managed import mark_modules
-from impl.distributed.fsdp._module_state import ModuleState, lender_of, state_of
-from impl.distributed.fsdp._phase import FORWARDS
-from impl.distributed.fsdp._policies import (
+from impl.distributed.fsdp._params.config import Config
+from impl.distributed.fsdp._params.managed import mark_modules
+from impl.distributed.fsdp._params.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     offloads,
     resolve_policy,
 )
-from impl.distributed.fsdp._stale_optimizers import note_sharding
-from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._whole_mesh import data_dims_of
+from impl.distributed.fsdp._params.whole_mesh import data_dims_of
 
 _classes: dict[type, type] = {}  # a sharded module's, by its own
 

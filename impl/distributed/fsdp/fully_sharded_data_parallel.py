@@ -1,4 +1,4 @@
-"""`FullyShardedDataParallel`: the surface. What it does stands in `_unit.py`, `_root.py` and what they are made of."""
+"""`FullyShardedDataParallel`: the public class. The engine (`_engine/unit.py`, `_engine/root.py`) does the work."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._buffers import Buffers
-from impl.distributed.fsdp._clip import joint_norm, scale
-from impl.distributed.fsdp._config import Config, ProcessGroups
-from impl.distributed.fsdp._contained import watch_contained
-from impl.distributed.fsdp._groups import (
+from impl.distributed.fsdp._comm.groups import (
     HYBRID,
     effective_strategy,
     groups_for,
     groups_of,
 )
+from impl.distributed.fsdp._engine.clip import joint_norm, scale
+from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
+from impl.distributed.fsdp._engine.root import Root
+from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fsdp1.buffers import Buffers
+from impl.distributed.fsdp._fsdp1.contained import watch_contained
+from impl.distributed.fsdp._fsdp1.private_names import PrivateNames
+from impl.distributed.fsdp._fsdp1.summon import FullParamsOptions, check, summoned
+from impl.distributed.fsdp._fsdp1.wrapper import root_over
 from impl.distributed.fsdp._layout.flat import flat_param_groups
-from impl.distributed.fsdp._managed import (
+from impl.distributed.fsdp._params.config import Config, ProcessGroups
+from impl.distributed.fsdp._params.managed import (
     ignored_by,
     managed_params_of,
     mark_managed,
     parallel_groups_of,
     refuse_dtensors,
 )
-from impl.distributed.fsdp._module_init import (
+from impl.distributed.fsdp._params.module_init import (
     broadcast_states,
     device_type_for,
     made_of,
     materialize_and_move,
 )
-from impl.distributed.fsdp._phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
-from impl.distributed.fsdp._private_names import PrivateNames
-from impl.distributed.fsdp._root import Root
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
 from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
-from impl.distributed.fsdp._summon import FullParamsOptions, check, summoned
-from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._wrapper import root_over
 from impl.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from impl.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from impl.kernels import span

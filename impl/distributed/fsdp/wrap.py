@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from impl.distributed.fsdp._full_precision import FullPrecision
-from impl.distributed.fsdp._param_assignment import ParamAssignment, parents_of
+from impl.distributed.fsdp._params.full_precision import FullPrecision
+from impl.distributed.fsdp._params.param_assignment import ParamAssignment, parents_of
 
 __all__ = [
     "CustomPolicy",

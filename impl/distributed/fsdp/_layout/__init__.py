@@ -1,4 +1,4 @@
-"""How the parameters of a unit lie on the ranks; the engine knows of a layout what `_param_group.py` says, and no more.
+"""How a unit's parameters are stored on the ranks. The engine sees a layout only through `_params/param_group.py`.
 
 `flat.py` and the files of that name: all parameters end to end in one buffer, as FullyShardedDataParallel has it.
 """

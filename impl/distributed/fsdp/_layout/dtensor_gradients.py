@@ -11,15 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._collectives import Reduction
-from impl.distributed.fsdp._desync.monitor import WITHOUT
-from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._comm.collectives import Reduction
+from impl.distributed.fsdp._comm.desync.monitor import WITHOUT
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.grad_dtypes import promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
-from impl.distributed.fsdp._param_group import NewBuffer
+from impl.distributed.fsdp._params.param_group import NewBuffer
 from impl.kernels import copy_to_host_async
 
 

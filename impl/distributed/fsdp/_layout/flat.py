@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._collectives import Reduction, all_gathered
-from impl.distributed.fsdp._config import Config
-from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._comm.collectives import Reduction, all_gathered
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
-from impl.distributed.fsdp._param_group import Gathering, dtypes_of
-from impl.distributed.fsdp._param_registration import ManagedParam
-from impl.distributed.fsdp._policies import ParamPrecision
+from impl.distributed.fsdp._params.config import Config
+from impl.distributed.fsdp._params.param_group import Gathering, dtypes_of
+from impl.distributed.fsdp._params.param_registration import ManagedParam
+from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import copy_into_, to_device
 
 # An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
-from impl.distributed.fsdp._param_registration import ParamInfo
-from impl.distributed.fsdp._tensor_parallel import local_of
+from impl.distributed.fsdp._params.param_registration import ParamInfo
+from impl.distributed.fsdp._params.tensor_parallel import local_of
 
 
 class UnshardedBuffer:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
-from impl.distributed.fsdp._param_group import NewBuffer
+from impl.distributed.fsdp._params.param_group import NewBuffer
 from impl.kernels import copy_to_host_async
 
 # Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.

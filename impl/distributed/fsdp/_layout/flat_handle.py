@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer, view_into
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Piece, split_sizes
-from impl.distributed.fsdp._param_registration import (
+from impl.distributed.fsdp._params.param_registration import (
     ManagedParam,
     ParamInfo,
     ParamRegistration,

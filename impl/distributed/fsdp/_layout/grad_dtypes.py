@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from impl.distributed.fsdp._policies import ParamPrecision
+from impl.distributed.fsdp._params.policies import ParamPrecision
 
 FOLLOWS_PARAM = torch.__version__ >= "2.15"
 

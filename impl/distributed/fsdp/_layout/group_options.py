@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from impl.distributed.fsdp._policies import ParamPrecision
+from impl.distributed.fsdp._params.policies import ParamPrecision
 
 
 @dataclass

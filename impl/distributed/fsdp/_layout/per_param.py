@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._autograd import runs_backward
-from impl.distributed.fsdp._collectives import Reduction
-from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._comm.choosing import fills_rows
+from impl.distributed.fsdp._comm.collectives import Reduction
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_extension
 from impl.distributed.fsdp._layout.grad_dtypes import accumulation_dtype, promoted
@@ -24,10 +24,10 @@ from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
 from impl.distributed.fsdp._layout.substitutes import Substitute, unsharded_substitute
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
-from impl.distributed.fsdp._param_group import Gathering, dtypes_of
-from impl.distributed.fsdp._param_registration import ParamInfo, ParamLocation, ParamRegistration
-from impl.distributed.fsdp._policies import OffloadPolicy, ParamPrecision, offloads, pins
-from impl.distributed.fsdp._transport.choosing import fills_rows
+from impl.distributed.fsdp._params.autograd import runs_backward
+from impl.distributed.fsdp._params.param_group import Gathering, dtypes_of
+from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLocation, ParamRegistration
+from impl.distributed.fsdp._params.policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.kernels import to_device
 
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._layout.grad_dtypes import has_grad_dtype
-from impl.distributed.fsdp._param_registration import ManagedParam
-from impl.distributed.fsdp._tensor_parallel import made_dtensor, mesh_beside
+from impl.distributed.fsdp._params.param_registration import ManagedParam
+from impl.distributed.fsdp._params.tensor_parallel import made_dtensor, mesh_beside
 
 # What was made of a parameter, for other modules that have it. Not an attribute, which would be saved with it.
 _sharded_as = WeakTensorKeyDictionary()

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._desync.collective_order import CollectiveOrderChecker, order_checker_of
-from impl.distributed.fsdp._transport.group_collectives import all_reduce
-from impl.distributed.fsdp._wrapper import Wrapper
+from impl.distributed.fsdp._comm.desync.collective_order import CollectiveOrderChecker, order_checker_of
+from impl.distributed.fsdp._comm.group_collectives import all_reduce
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 
 _TEXT_BYTES = 2048
 _NO_RANK = 2**31

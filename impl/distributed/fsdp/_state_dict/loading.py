@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from impl.distributed.fsdp._engine.phase import SHOWN, SHOWN_ON_ALL_RANKS
+from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
-from impl.distributed.fsdp._managed import clean_name, is_managed
-from impl.distributed.fsdp._phase import SHOWN, SHOWN_ON_ALL_RANKS
+from impl.distributed.fsdp._params.managed import clean_name, is_managed
+from impl.distributed.fsdp._params.tensor_parallel import local_of, whole_mesh_of
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
 from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, rows_in, shape_of
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardChunk, chunk_of, laid_out_as
 from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
-from impl.distributed.fsdp._tensor_parallel import local_of, whole_mesh_of
-from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._wrapper import Wrapper
 from impl.distributed.fsdp.api import ShardedStateDictConfig, StateDictConfig, StateDictType
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from impl.distributed.fsdp._managed import clean_name
+from impl.distributed.fsdp._params.managed import clean_name
 from impl.distributed.fsdp._state_dict.loading import LoadableWrapper, StateDictLoading
 from impl.distributed.fsdp._state_dict.saving import StateDictSaving
 from impl.distributed.fsdp.api import (

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict, Stepped, is_stepped_unsharded
 from impl.distributed.fsdp._state_dict.packing import chunked, meshed

@@ -11,11 +11,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._managed import clean_name
+from impl.distributed.fsdp._params.managed import clean_name
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution
-from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._wrapper import Wrapper
 
 Key = int | str
 StateDict = dict[str, Any]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._state_dict.agreeing import reported_by_all
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
@@ -40,7 +41,6 @@ from impl.distributed.fsdp._state_dict.optim_shard import (
     unsharded_of,
 )
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
-from impl.distributed.fsdp._wrapper import Wrapper
 
 
 class OptimStateLoading:

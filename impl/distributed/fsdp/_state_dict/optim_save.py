@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._desync.collective_order import named_ranks
-from impl.distributed.fsdp._desync.monitor import GATHERED, OF_STATES
+from impl.distributed.fsdp._comm.desync.collective_order import named_ranks
+from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._state_dict.optim_flat import (
     FlatParamState,
     OptimSaveOptions,
@@ -35,7 +36,6 @@ from impl.distributed.fsdp._state_dict.optim_keys import (
     is_stepped_unsharded,
     unflattened_groups,
 )
-from impl.distributed.fsdp._wrapper import Wrapper
 
 _Key = tuple[str, ...]
 _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optimizer"

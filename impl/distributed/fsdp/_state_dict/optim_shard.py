@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
+from impl.distributed.fsdp._params.tensor_parallel import whole_mesh_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
 from impl.distributed.fsdp._state_dict.packing import dtype_of, rows_in, shape_of, unsharded_in
 from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_of, laid_out_as
-from impl.distributed.fsdp._tensor_parallel import whole_mesh_of
 
 
 @dataclass(frozen=True)

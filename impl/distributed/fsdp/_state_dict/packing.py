@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
+from impl.distributed.fsdp._params.tensor_parallel import ParallelForm, whole_mesh_of
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of
-from impl.distributed.fsdp._tensor_parallel import ParallelForm, whole_mesh_of
 
 
 def chunked(chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:

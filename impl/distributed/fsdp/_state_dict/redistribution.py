@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._comm.group_collectives import all_to_all
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
 from impl.distributed.fsdp._layout.sharded_param import rows_of
-from impl.distributed.fsdp._transport.group_collectives import all_to_all
 
 
 @dataclass(frozen=True)

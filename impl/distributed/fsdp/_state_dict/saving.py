@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from impl.distributed.fsdp._engine.phase import SHOWN, SHOWN_ON_ALL_RANKS, Phase
+from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._phase import SHOWN, SHOWN_ON_ALL_RANKS, Phase
+from impl.distributed.fsdp._params.tensor_parallel import local_of
 from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
-from impl.distributed.fsdp._tensor_parallel import local_of
-from impl.distributed.fsdp._unit import Unit
-from impl.distributed.fsdp._wrapper import Wrapper
 from impl.distributed.fsdp.api import (
     FullStateDictConfig,
     ShardedStateDictConfig,

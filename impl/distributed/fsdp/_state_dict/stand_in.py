@@ -11,8 +11,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
-from impl.distributed.fsdp._param_registration import ShardedPlaceholder
-from impl.distributed.fsdp._tensor_parallel import ParallelForm
+from impl.distributed.fsdp._params.param_registration import ShardedPlaceholder
+from impl.distributed.fsdp._params.tensor_parallel import ParallelForm
 
 
 class StandIn(ShardedPlaceholder):

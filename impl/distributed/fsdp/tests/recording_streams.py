@@ -34,7 +34,7 @@ from conformance.distributed.fsdp.happens_before import (
     Record,
     Wait,
 )
-from impl.distributed.fsdp._streams import StreamRole
+from impl.distributed.fsdp._engine.streams import StreamRole
 
 # They describe memory, or ask for some, and touch none.
 _TOUCH_NOTHING = {
@@ -65,7 +65,7 @@ class _Memory:
 
 
 class RecordingStreams(TorchDispatchMode):
-    """Records while it is entered; answers to the calls of `impl.distributed.fsdp._streams.Streams` at any time."""
+    """Records the work issued while it is entered. It answers the calls of `_engine.streams.Streams` at any time."""
 
     is_async = True
 

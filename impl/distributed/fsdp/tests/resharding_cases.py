@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.ranks import Rank
-from impl.distributed.fsdp._groups import Groups
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._state_dict import redistribution
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import Shard
 from conformance.judge import seeding
 from conformance.ranks import Rank
 from impl.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from impl.distributed.fsdp._desync.collective_order import order_checker_of
+from impl.distributed.fsdp._comm import choosing, same_host
+from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
+from impl.distributed.fsdp._comm.same_host import SameHostPeers
+from impl.distributed.fsdp._comm.transport import issue_and_wait
 from impl.distributed.fsdp._layout import per_param
-from impl.distributed.fsdp._transport import choosing, same_host
-from impl.distributed.fsdp._transport.same_host import SameHostPeers
-from impl.distributed.fsdp._transport.transport import issue_and_wait
 
 
 def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

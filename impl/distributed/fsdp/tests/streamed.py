@@ -22,9 +22,9 @@ from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleT
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.library import Library
 from conformance.ranks import Rank
-from impl.distributed.fsdp import _root
-from impl.distributed.fsdp._memory import Memory
-from impl.distributed.fsdp._streams import StreamRole
+from impl.distributed.fsdp._engine import root
+from impl.distributed.fsdp._engine.memory import Memory
+from impl.distributed.fsdp._engine.streams import StreamRole
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams, is_of_impl
 
 RANK = Rank(2, 4, torch.device("cpu"))
@@ -50,7 +50,7 @@ Program = Callable[[], None]
 
 def log_of(program: Program, streams: RecordingStreams) -> list[Entry]:
     with world_of(RANK.world_size), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_root, "streams_for", lambda device: streams)
+        patch.setattr(root, "streams_for", lambda device: streams)
         with streams:
             program()
     return streams.log

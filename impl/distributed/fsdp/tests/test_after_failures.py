@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
-from impl.distributed.fsdp._desync.foreign_collective import foreign_collective
-from impl.distributed.fsdp._phase import Phase
+from impl.distributed.fsdp._comm.desync.foreign_collective import foreign_collective
+from impl.distributed.fsdp._engine.phase import Phase
 from impl.distributed.fsdp.tests import failed_gather_cases
 from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
 

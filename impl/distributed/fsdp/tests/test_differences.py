@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from impl.distributed.fsdp._desync.monitor import difference_in_words
+from impl.distributed.fsdp._comm.desync.monitor import difference_in_words
 
 _PRECISION = "reduced 'blocks.1' with reduce_dtype=torch.bfloat16{}"
 _DEFAULT = "reduced 'blocks.1'{}"

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from impl.distributed.fsdp import fully_shard
-from impl.distributed.fsdp._fully_shard_init import by_groups, mesh_of_all
-from impl.distributed.fsdp._policies import MixedPrecisionPolicy
+from impl.distributed.fsdp._fully_shard.init import by_groups, mesh_of_all
+from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.distributed.fsdp.tests.streamed import world_of
 
 

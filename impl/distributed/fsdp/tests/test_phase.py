@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from impl.distributed.fsdp._phase import _NEXT, _REFUSED, SHOWN, Move, Phase, advance
+from impl.distributed.fsdp._engine.phase import _NEXT, _REFUSED, SHOWN, Move, Phase, advance
 
 PAIRS = set(itertools.product(Phase, Move))
 

@@ -11,7 +11,7 @@ import torch
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankFault, RankPool
-from impl.distributed.fsdp._transport import same_host
+from impl.distributed.fsdp._comm import same_host
 from impl.distributed.fsdp.tests import same_host_cases
 from impl.distributed.fsdp.tests.same_host_cases import given_by
 

@@ -1,0 +1,360 @@
+"""The thread that compares this rank's collectives with the others' while the main thread computes.
+
+`collective_order.py` says when; here stands how. What ranks compare are *spans* of their collectives. The rank
+that ends a step first publishes its span, the others compare digests with it and look at the span where those differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from impl.distributed.fsdp._comm.desync.entered_collectives import EnteredCollectives
+from impl.distributed.fsdp._comm.desync.foreign_collective import ForeignCollective, foreign_collective
+from impl.distributed.fsdp._comm.desync.group_store import STORE_IS_GONE, GroupStore
+
+_log = logging.getLogger(__name__)
+
+GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
+REDUCED = "reduced"
+OF_STATES = "of a state dict"  # in an entry, instead of a unit
+WITH = " with "  # behind the unit, the first time: what it was sharded with, where that is not the default
+DIVIDED = " divided by "  # behind that: the user's own factor
+WITHOUT = " without "  # behind the unit that is reduced: its parameters that have no gradients on this rank
+# Of a unit whose parameters were kept unsharded, and written to since.
+GATHERED_ANEW = "gathered anew, since its shard was written to,"
+
+_LOOK_S = 1.0  # between looks at the store
+_LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
+_LONG_S = 5.0  # for a collective, and for a comparison
+_SETTLING_LOOK_S = 0.01
+_KEPT_SPANS = 64
+_KEPT_STEPS = 8  # in the store, of those that this rank was the first to end
+_NAMED_RANKS = 4
+
+
+@dataclass(frozen=True)
+class CollectiveSpan:
+    """Collectives in the order in which a rank issued them; `start` counts those before."""
+
+    start: int
+    entries: list[str] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.entries)
+
+    def digest(self) -> str:
+        text = "\n".join([str(self.start), *self.entries])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class CollectiveHistory:
+    """The last spans of this rank. The thread that issues collectives writes, the monitor reads."""
+
+    def __init__(self) -> None:
+        self.now = CollectiveSpan(0)
+        self.thread = 0  # that has issued the last one
+        self.meetings: set[int] = (
+            set()
+        )  # collectives before which this rank itself tells the others that it is there
+        self._kept = deque([self.now], maxlen=_KEPT_SPANS)
+
+    def close(self) -> CollectiveSpan:
+        closed = self.now
+        self.now = CollectiveSpan(closed.stop)
+        self._kept.append(self.now)
+        return closed
+
+    def difference(self, other: CollectiveSpan) -> tuple[str, str] | None:
+        """Ours and theirs, where they first differ."""
+        for mine in list(self._kept):
+            for number in range(max(mine.start, other.start), min(mine.stop, other.stop)):
+                ours, theirs = mine.entries[number - mine.start], other.entries[number - other.start]
+                if ours != theirs:
+                    return ours, theirs
+        return None
+
+
+class DesyncMonitor:
+    """One process group's.
+
+    Args:
+        ranks: of the group, by their numbers in the default group.
+        host_may_wait_unseen: the main thread may be where it cannot be told a verdict.
+    """
+
+    def __init__(
+        self, store: GroupStore, history: CollectiveHistory, ranks: list[int], host_may_wait_unseen: bool
+    ) -> None:
+        self.store = store
+        self.verdict = ""  # why this group's collectives are refused from now on
+        self.peers_complete_collectives = False  # the verdict is of ranks that live and will all raise
+        self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
+        self.entered = EnteredCollectives()
+        self._verdict_number = 0  # the message that every rank answers with its pending collective
+        self._has_settled = False
+        self._history = history
+        self._ranks = ranks
+        self._logs = host_may_wait_unseen
+        self._look_s = max(_LOOK_S, store.size / _LOOKS_A_SECOND)
+        self._closed: queue.SimpleQueue[CollectiveSpan | None] = queue.SimpleQueue()  # None: stop
+        self._turn = threading.Semaphore(1)
+        self._is_over = False
+        self._steps = 0
+        self._published: deque[int] = deque()
+        self._pending: list[Any] = []  # spans that this rank has not come to yet
+        self._position = (0, 0.0)  # how many collectives were issued, and since when
+        self._elsewhere: tuple[ForeignCollective | None, float] = (
+            None,
+            0.0,
+        )  # where the host is, and since when
+        self._thread = threading.Thread(target=self._run, name="FSDP's order of collectives", daemon=True)
+        self._thread.start()
+
+    # Called by the thread that issues collectives
+
+    def compare(self, span: CollectiveSpan) -> None:
+        """Compare in the background, once the span before is done with."""
+        if not self._is_over:
+            self._turn.acquire(timeout=_LONG_S)
+            self._closed.put(span)
+
+    def stop(self) -> None:
+        self._closed.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _LOOK_S)
+
+    def announce_meeting(self, number: int, entry: str) -> None:
+        """Have the monitors of ranks that do something else at this number say so."""
+        self._post("meeting", start=number, entries=[entry])
+
+    def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
+        what, cure = difference_in_words(ours, theirs)
+        self._tell(
+            f"{what}: rank {self._ranks[self.store.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}",
+            is_difference=True,
+        )
+
+    def refusal(self, group: dist.ProcessGroup) -> RuntimeError:
+        """Return the error of the verdict. The first call completes collectives that only other ranks have entered."""
+        if self.peers_complete_collectives and not self._has_settled:
+            self._has_settled = True
+            with contextlib.suppress(RuntimeError):  # the verdict is the news, not that a peer is gone
+                self._settle(group)
+        return RuntimeError(self.verdict)
+
+    def _settle(self, group: dist.ProcessGroup) -> None:
+        end = time.monotonic() + _LONG_S
+        while not self._verdict_number and not self._is_over and time.monotonic() < end:
+            time.sleep(_SETTLING_LOOK_S)
+        if self._verdict_number:
+            descriptions = self.store.answers(self._verdict_number, within_s=_LONG_S)
+            if len(descriptions) == self.store.size:
+                self.entered.complete_pending([*descriptions.values()], group)
+
+    def explained(self, entry: str) -> str:
+        """The verdict about a collective that failed, or that waited until there was one."""
+        if self.verdict:
+            return self.verdict
+        failed = f"rank {self._ranks[self.store.rank]} {entry} in vain"
+        try:
+            now = self._history.now
+            self._post("span", start=now.start, entries=now.entries)
+            answers = self.store.answers(self._post("call"), within_s=3 * self._look_s)
+            if not self.verdict:
+                self._tell(f"{failed}; {self._whereabouts(answers)}")
+        except dist.DistError:
+            return f"{failed}; the store does not answer either, so {STORE_IS_GONE}"
+        return self.verdict
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    span = self._closed.get(timeout=self._look_s)
+                except queue.Empty:
+                    self._look_at_the_clock()
+                    self._read_messages()
+                    continue
+                if span is None:
+                    return
+                self._compare(span)
+                self._read_messages()
+                self._turn.release()
+        except dist.DistError as error:
+            _log.debug("the order of collectives is not compared any more: %s", error)
+            if isinstance(error, dist.DistNetworkError) and self.store.is_kept_by_rank_0 and 0 in self._ranks:
+                self._wait_for_what_was_sent()
+                self.has_lost_the_keeper = True
+        finally:
+            self._is_over = True
+            self._turn.release()
+
+    def _wait_for_what_was_sent(self) -> None:
+        """The last collectives of a rank that ended well may still be on their way."""
+        end = time.monotonic() + _LONG_S
+        with contextlib.suppress(queue.Empty):
+            while self._closed.get(timeout=max(0.0, end - time.monotonic())) is not None:
+                self._turn.release()
+
+    def _compare(self, span: CollectiveSpan) -> None:
+        step, self._steps = self._steps, self._steps + 1
+        digest = span.digest()
+        rank, first = self.store.claim(f"step/{step}", digest)
+        if rank == self.store.rank:
+            self._publish(step, span)
+        elif first != digest:
+            self._judge(rank, CollectiveSpan(**json.loads(self.store.get(f"span/{step}"))))
+
+    def _publish(self, step: int, span: CollectiveSpan) -> None:
+        self.store.set(f"span/{step}", json.dumps({"start": span.start, "entries": span.entries}))
+        self._published.append(step)
+        if len(self._published) > _KEPT_STEPS:
+            old = self._published.popleft()
+            self.store.delete(f"step/{old}")
+            self.store.delete(f"span/{old}")
+
+    def _judge(self, rank: int, other: CollectiveSpan) -> bool:
+        """Whether another rank's span is, as far as both have come, the same as ours."""
+        found = self._history.difference(other)
+        if found is not None:
+            self.tell_difference(found[0], rank, found[1])
+        return found is None
+
+    def _look_at_the_clock(self) -> None:
+        """Show the others a step that does not go on."""
+        now, (position, since_s) = self._history.now, self._position
+        if now.stop != position:
+            self._position = (now.stop, time.monotonic())
+        elif now.entries and time.monotonic() - since_s > _LONG_S:
+            self._post("span", start=now.start, entries=now.entries)
+            self._position = (position, float("inf"))
+
+    def _read_messages(self) -> None:
+        messages = [*self._pending, *self.store.news()]
+        self._pending = [message for message in messages if not self._is_done_with(*message)]
+
+    def _is_done_with(self, number: int, message: Any) -> bool:
+        rank = message["rank"]
+        match message["kind"]:
+            case "verdict":
+                self._adopt(message["text"], is_difference=message["is_difference"])
+                if self.peers_complete_collectives and not self._verdict_number:
+                    self.store.answer(number, self.entered.describe_pending())
+                    self._verdict_number = number
+            case "call":
+                entries = self._history.now.entries
+                last = f"last {entries[-1]}" if entries else "stands between two steps"
+                self.store.answer(number, f"{self._history.now.stop} {last}")
+            case kind if rank != self.store.rank:
+                other = CollectiveSpan(message["start"], message["entries"])
+                has_come_to_it = (
+                    self._history.now.stop >= other.stop
+                )  # asked first: this rank goes on meanwhile
+                is_same = self._judge(rank, other)
+                if not has_come_to_it:
+                    return not is_same or self._tell_if_elsewhere(rank, other)
+                if kind == "meeting" and is_same and other.start not in self._history.meetings:
+                    self.store.count_up(f"met/{other.start}")
+            case _:
+                pass
+        return True
+
+    def _tell_if_elsewhere(self, rank: int, other: CollectiveSpan) -> bool:
+        """Whether the host waits in a user's collective for a rank that waits for it in ours, which comes later."""
+        now_s, (seen, since_s) = time.monotonic(), self._elsewhere
+        found = None if self._logs else foreign_collective(self._history.thread)
+        if found is None or found != seen:
+            self._elsewhere = (found, now_s)
+            return False
+        waits_for_it = self._ranks[rank] in found.ranks and now_s - since_s >= self._look_s
+        if not waits_for_it or self._history.now.stop >= other.stop:
+            return False
+        self._tell(
+            f"a rank waits in a collective of the user's own for ranks that wait for it: rank "
+            f"{self._ranks[self.store.rank]} waits in torch.distributed.{found.name}() where rank {self._ranks[rank]} "
+            f"{other.entries[-1]}; call it, and the model, on every rank in the same order"
+        )
+        _log.error("%s", self.verdict)  # where nothing can be raised
+        return True
+
+    def _post(self, kind: str, **content: Any) -> int:
+        return self.store.post({"kind": kind, "rank": self.store.rank, **content})
+
+    def _tell(self, verdict: str, *, is_difference: bool = False) -> None:
+        self._adopt(verdict, is_difference=is_difference)
+        self._post("verdict", text=verdict, is_difference=is_difference)
+
+    def _adopt(self, verdict: str, *, is_difference: bool) -> None:
+        if not self.verdict:
+            self.peers_complete_collectives = is_difference and not self._logs
+            self.verdict = verdict
+            self.entered.close()
+            if self._logs:
+                _log.error("%s", verdict)
+
+    def _whereabouts(self, answers: dict[int, str]) -> str:
+        """Of the ranks that do not answer, or else of those that have not come as far."""
+        silent = [rank for rank in range(self.store.size) if rank not in answers]
+        if silent:
+            return f"{self._named(silent)}: no answer, so ended or stopped"
+        counts = {rank: int(answer.partition(" ")[0]) for rank, answer in answers.items()}
+        behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+        reported = "; ".join(
+            f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in behind[:_NAMED_RANKS]
+        )
+        return reported or "all ranks answer"
+
+    def _named(self, ranks: list[int]) -> str:
+        shown = ", ".join(str(self._ranks[rank]) for rank in ranks[:_NAMED_RANKS])
+        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def difference_in_words(*entries: str) -> tuple[str, str]:
+    """What two ranks that issue these do wrong, and how to cure it."""
+    if any(entry.startswith(GATHERED_ANEW) for entry in entries):
+        return (
+            "parameters that were kept unsharded were written to on some ranks alone",
+            "write to them on every rank or on none, and between a forward and its backward on none",
+        )
+    units = {entry.partition("'")[2].partition("'")[0] for entry in entries}
+    if len(units) == 1 and len({entry.partition(WITHOUT)[2] for entry in entries}) > 1:
+        return (
+            "the ranks have gradients of different parameters",
+            "every rank must freeze the same parameters, and use the same ones; with fully_shard, "
+            "set_reduce_scatter_unused_params(True) reduces zeros for those that a rank does not use",
+        )
+    if len(units) == len({entry.partition(" ")[0] for entry in entries}) == 1:
+        if len({entry.partition(DIVIDED)[2].partition(WITHOUT)[0] for entry in entries}) > 1:
+            return (
+                "the ranks divide gradients by different factors",
+                "call set_gradient_divide_factor() with the same one on every rank",
+            )
+        if any(WITH in entry for entry in entries):
+            return (
+                "the ranks have sharded a module differently",
+                "every rank must compute and reduce it in the same dtypes, by mp_policy or mixed_precision, and give "
+                "it the same placements, and parameters of the same dtype",
+            )
+    if sum(OF_STATES in entry for entry in entries) == 1:
+        return (
+            "some ranks alone ask for a state dict",
+            "call what gives it on every rank, also where one alone writes it",
+        )
+    gathers = all(entry.startswith(GATHERED) for entry in entries)
+    what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
+    return what, "every rank must run the same wrapped modules in the same order, with the same settings"

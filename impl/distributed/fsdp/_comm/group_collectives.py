@@ -1,0 +1,90 @@
+"""The collectives of a process group, issued by its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.distributed.fsdp._comm.transport import Complete
+
+
+class GroupMethod:
+    """A collective that is issued by a method of the group itself: the first of `names` that the group has.
+
+    The functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step
+    takes. A group that is written in Python may have no more than these methods.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __call__(self, group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
+        name = next((name for name in self.names if hasattr(group, name)), self.names[0])
+        return getattr(group, name)(*map(_as_real, arguments))
+
+
+def _as_real(given: Any) -> Any:
+    """A tensor, or several, in dtypes that backends have: sums of complex numbers are those of their parts."""
+    if isinstance(given, list):
+        return [_as_real(one) for one in given]
+    return torch.view_as_real(given) if isinstance(given, Tensor) and given.is_complex() else given
+
+
+# From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
+_all_gather = GroupMethod("all_gather_single", "_allgather_base")
+_reduce_scatter = GroupMethod("reduce_scatter_single", "_reduce_scatter_base")
+all_to_all = GroupMethod("all_to_all_single", "alltoall_base")
+all_reduce = GroupMethod("allreduce")
+
+
+class GroupCollectives:
+    """A group's own; a transport."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.is_over_gloo = is_over_gloo(group, torch.device("cpu"))
+
+    def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
+        complete(_all_gather, self.group, output, mine)
+
+    def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
+        rank, sizes = self.group.rank(), [output.shape[1] for output in outputs]
+        together = outputs[0]
+        if len(outputs) > 1:
+            together = together.new_empty(len(together), sum(sizes))
+            torch.cat([output[rank] for output in outputs], out=together[rank])
+        self.all_gather(together.view(-1), together[rank], complete)
+        if len(outputs) > 1:
+            torch.split_with_sizes_copy(together, sizes, dim=1, out=list(outputs))
+
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
+        """Over gloo this rank adds up itself what it is sent, with one rounding where buffers are in low precision.
+
+        gloo's own copies the buffer and reduces all of it for every rank: twice the traffic.
+        """
+        if not (self.is_over_gloo and buffer.is_cpu):
+            complete(_reduce_scatter, self.group, shard, buffer)
+            return
+        parts = torch.empty_like(buffer)
+        complete(all_to_all, self.group, parts, buffer, [], [])
+        torch.sum(parts.view(self.group.size(), -1), 0, out=shard)
+
+
+def is_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether gloo carries the group's collectives on tensors of `device`."""
+    try:
+        return group._get_backend(device).name() == "gloo"
+    except (RuntimeError, AttributeError):
+        return False  # no backend for the device, or without a name
+
+
+def blocks_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether waiting for a collective on tensors of `device` blocks the host, not only a stream.
+
+    gloo copies tensors of a device to the host and back, and its wait blocks the host until they are there.
+    """
+    return device.type == "cpu" or is_over_gloo(group, device)

@@ -1,0 +1,184 @@
+"""Which ranks a unit shards its parameters over, and which hold copies of the same part."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from impl.distributed.fsdp._comm.desync.collective_order import CollectiveOrderChecker, order_checker_of
+from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
+from impl.distributed.fsdp.api import ShardingStrategy
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """`shard`: the ranks that share one copy of the parameters. `replicate`: those that hold the same part of it.
+
+    `parallel`: those among which tensor parallelism has spread parameters, each of which has another one to shard.
+    """
+
+    shard: dist.ProcessGroup | None  # None: nothing is sharded
+    replicate: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None = (
+        None  # of the first, those that gather again for a backward; None: all
+    )
+    parallel: tuple[dist.ProcessGroup, ...] = ()
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard.size() if self.shard is not None else 1
+
+    @property
+    def shard_rank(self) -> int:
+        return self.shard.rank() if self.shard is not None else 0
+
+    @property
+    def are_hybrid(self) -> bool:
+        """Whether parameters are sharded over some ranks and replicated over others."""
+        return self.shard is not None and self.replicate is not None
+
+    @property
+    def holding(self) -> tuple[dist.ProcessGroup, ...]:
+        """The ranks that each have other elements of the parameters."""
+        return self.parallel if self.shard is None else (self.shard, *self.parallel)
+
+    @property
+    def size(self) -> int:
+        """Ranks over which a gradient is averaged."""
+        return self.shard_size * (self.replicate.size() if self.replicate is not None else 1)
+
+    @cached_property
+    def collectives(self) -> dict[dist.ProcessGroup, GroupCollectives]:
+        return {group: GroupCollectives(group) for group in self.order_checkers}
+
+    @cached_property
+    def order_checkers(self) -> dict[dist.ProcessGroup, CollectiveOrderChecker]:
+        """About the order of the collectives in each group."""
+        return {
+            group: order_checker_of(group)
+            for group in (self.shard, self.replicate, self.backward)
+            if group is not None
+        }
+
+
+def predivide_factor(size: float) -> float:
+    """By what to divide before summing over `size` ranks: a power of two near the square root of it.
+
+    The rest is divided afterwards, so that neither the sum overflows nor the parts underflow.
+    """
+    factor = 1
+    while size % factor == 0 and size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+def groups_of(
+    strategy: ShardingStrategy,
+    group: dist.ProcessGroup,
+    between: dist.ProcessGroup | None,
+    parallel: tuple[dist.ProcessGroup, ...] = (),
+) -> Groups:
+    """Who a unit shards and replicates over, in `group` and, for hybrid strategies, `between`; none of one rank."""
+    several = group if group.size() > 1 else None
+    if between is not None:
+        return Groups(several, between if between.size() > 1 else None, parallel=parallel)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return Groups(None, several, parallel=parallel)
+    return Groups(several, None, parallel=parallel)
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """What a group of one makes of a strategy; torch warns of that, and of NO_SHARD, and so do we."""
+    if world_size == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(
+                f"FSDP is switching to use `NO_SHARD` instead of {strategy or ShardingStrategy.FULL_SHARD} since the "
+                "world size is 1.",
+                stacklevel=3,
+            )
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return strategy or ShardingStrategy.FULL_SHARD
+
+
+def groups_for(
+    process_group: Any,
+    strategy: ShardingStrategy | None,
+    has_policy: bool,
+    device_mesh: DeviceMesh | None,
+    device: torch.device,
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The group that parameters are sharded over, and for hybrid strategies the one that replicates.
+
+    Raises:
+        ValueError: both a group and a mesh are given; a hybrid strategy has neither, nor a policy; or what is given
+            does not fit the strategy.
+    Collectives: makes process groups for a hybrid strategy without any; all ranks must call it.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError(
+            "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them."
+        )
+    if strategy not in HYBRID:
+        if device_mesh is not None:
+            return device_mesh.get_group(mesh_dim=0), None
+        return process_group if process_group is not None else _default_group(), None
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}")
+        return device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0)
+    if process_group is not None:
+        if not _is_pair(process_group):
+            raise ValueError(
+                "Expected process_group to be passed in as either None or "
+                f"Tuple[dist.ProcessGroup, dist.ProcessGroup] but got {type(process_group)}"
+            )
+        return process_group
+    if not has_policy:
+        raise ValueError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh."
+        )
+    return _by_host(device)
+
+
+def _default_group() -> dist.ProcessGroup:
+    if dist.group.WORLD is None:
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    return dist.group.WORLD
+
+
+def _is_pair(given: Any) -> bool:
+    return (
+        isinstance(given, tuple) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)
+    )
+
+
+def _by_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Shard inside each host, replicate between hosts; hosts have as many ranks as devices."""
+    width = 1 if device.type == "cpu" else torch.accelerator.device_count()
+    inside, _ = dist.new_subgroups(width)
+    world, mine = dist.get_world_size(), dist.get_rank()
+    between: dist.ProcessGroup | None = None
+    for first in range(width):
+        group = dist.new_group(list(range(first, world, width)))
+        if isinstance(group, dist.ProcessGroup) and mine % width == first:
+            between = group
+    assert isinstance(inside, dist.ProcessGroup)
+    assert between is not None
+    return inside, between

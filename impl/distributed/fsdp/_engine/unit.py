@@ -1,0 +1,571 @@
+"""One wrapped module: when its parameters are unsharded, and what becomes of its gradients.
+
+A unit is a state machine; `Phase` says where it is. Forward: the parameters are all-gathered, the module's forward
+sees views of them, and unless they are kept for backward they are resharded. Backward: a hook on the forward's outputs
+gathers them again; a hook on its inputs asks whether every view has its gradient, so that nothing in the graph will
+read the views again; then the gradients are copied into one buffer, averaged, and this rank's shard of them becomes the
+parameters' `.grad`. Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end
+of backward closes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from impl.distributed.fsdp._engine.input_gradients import InputGradients, follow_in_backward
+from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
+from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Move, Phase, advance
+from impl.distributed.fsdp._engine.shared import Shared, SummonedParams
+from impl.distributed.fsdp._engine.streams import StreamRole, shards_were_written
+from impl.distributed.fsdp._params.autograd import (
+    differentiable_levels,
+    is_linearized,
+    next_node,
+    outside_transforms,
+)
+from impl.distributed.fsdp._params.config import Config
+from impl.distributed.fsdp._params.nested import (
+    apart_from,
+    cast_floats,
+    held_in,
+    replaced,
+    set_apart,
+    tensors_in,
+)
+from impl.distributed.fsdp._params.param_group import (
+    ParamGroup,
+    Unsharded,
+    gather,
+    have_all_gradients,
+    note_unreduced,
+)
+from impl.distributed.fsdp.api import BackwardPrefetch
+from impl.kernels import no_grad_fast, span
+from impl.optim._shards import register_shard_groups
+
+_Group = TypeVar("_Group", bound=ParamGroup)
+
+
+class Unit(Generic[_Group]):
+    """The parameters of one module that are unsharded together, in one group or several, and the hooks around it."""
+
+    root: Shared  # which says so to its units
+
+    def __init__(self, module: nn.Module, param_groups: Sequence[_Group], config: Config) -> None:
+        self._module = weakref.ref(module)
+        self.param_groups = list(param_groups)
+        self.config = config
+        self.name = type(module).__name__
+        self.phase = Phase.IDLE
+        self.summoned: Sequence[SummonedParams] = ()  # of the groups, then
+        self.prefetches_in_forward: Sequence[Unit[Any]] = ()  # besides the order of the iteration before
+        self.prefetches_in_backward: Sequence[Unit[Any]] = ()  # instead of the order of forwards
+        self.unshards_in_backward = True  # whether gradients are computed from the parameters
+        self.lenders: list[Unit[Any]] = []  # whose parameters this one's modules have too
+        self._borrowers: list[Unit[Any]] = []
+        self._depth = 0  # of calls of the module inside its own forward
+        self._first_node = 0  # of the graph that the forward builds, by autograd's count
+        self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
+        self._gathered: Any = None  # the event of their gather
+        self._was_prefetched = False
+        # Kept after an evaluation, after which writes to shards may go unnoticed.
+        self._may_be_stale = False
+        # Unsharded by the user, who reshards it before such writes.
+        self.is_kept_by_user = False
+        self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
+        self.awaits_backward = False
+        self._inputs = InputGradients()
+        self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
+        self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
+        self._has_begun_backward = False
+        self._may_have_gradients = False  # unsharded since the last backward
+        self.register_params()
+
+    def borrow_from(self, lender: Unit[Any]) -> None:
+        """Have its parameters in each forward and backward too; it reduces their gradients once, at the end."""
+        if lender not in self.lenders:
+            self.lenders.append(lender)
+            lender._borrowers.append(self)
+            lender._finishes_at_end = True
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._dtypes is not None or bool(self.summoned)
+
+    def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
+        """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
+        shows = Move.SUMMON if by_all else Move.SUMMON_ON_FIRST_RANK
+        self._move(shows if self.param_groups else Move.SUMMON_NOTHING)
+        self.summoned = summoned
+
+    def end_summoning(self) -> None:
+        self._move(Move.END_SUMMON)
+        self.summoned = ()
+
+    def _move(self, move: Move) -> None:
+        self.phase = advance(self.phase, move, self.name)
+
+    def register_params(self) -> None:
+        """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
+        for group in self.param_groups:
+            tracked = group.stepped if group.is_tracked else []
+            track_optimizer_writes(tracked, group.gradients.are_there)
+            for parameter in tracked:
+                register_shard_groups(parameter, *group.groups.holding)
+
+    # Forward
+
+    def inputs_of_root(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs of the outermost unit: on the device, and cast where its mixed precision says so."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if tensor.device == device else tensor.to(device)
+
+        args, kwargs = replaced(args, moved), replaced(kwargs, moved)
+        mixed = self.config.precision
+        if mixed.param_dtype is None or not mixed.cast_root_forward_inputs or self._is_in_full_precision():
+            return args, kwargs
+        return cast_floats(args, mixed.param_dtype), cast_floats(kwargs, mixed.param_dtype)
+
+    def before_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Unshard the parameters and have the modules see them; the inputs, cast where mixed precision says so."""
+        self.root.handle_failed_backward()
+        if self.phase in BACKWARDS:  # recomputed for it: the parameters are unsharded
+            return self._cast(args, kwargs)
+        if self._depth == 0:
+            self._move(Move.BEGIN_FORWARD)
+        self._depth += 1
+        if self._depth > 1:
+            return args, kwargs
+        with span("FSDP::pre_forward", self.name):
+            self.root.note_begun(self)
+            for group in self.param_groups:
+                group.gradients.forget_if_cleared()
+            for unit in (self, *self.lenders):
+                unit.unshard()
+            if self.config.forward_prefetch:
+                self._prefetch(self.root.order.after_in_forward(self))
+            for named in self.prefetches_in_forward:
+                self._prefetch(named)
+            args, kwargs = self._cast(args, kwargs)
+            if self.param_groups and torch.is_grad_enabled():
+                for tensor in self._inputs.watch((args, kwargs), self.finish_if_complete):
+                    self._follow_gradients_of(tensor)
+            self._first_node = next_node()
+            return args, kwargs
+
+    def after_forward(self, outputs: Any) -> Any:
+        """Watch for the gradients of the outputs, and reshard what is not kept for them.
+
+        What is returned of parameters is a copy.
+        """
+        in_graph = [one for unit in (self, *self.lenders) for one in unit._in_graph]
+        outputs = apart_from({address for one in in_graph for address in one.memory}, outputs)
+        held: Sequence[Tensor] = ()
+        if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
+            # What lasts is the user's, which objects may hold as such.
+            comes_and_goes = (one.memory for one in in_graph if not one.aliases_shard)
+            held = set_apart({address for memory in comes_and_goes for address in memory}, objects)
+        if self.phase in BACKWARDS:
+            return outputs
+        self._depth -= 1
+        if self._depth > 0:
+            return outputs
+        with span("FSDP::post_forward", self.name):
+            self.root.note_ended(self)
+            self._move(Move.END_FORWARD)
+            watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
+            self._inputs.end()
+            for output in watched:
+                output.register_hook(self.before_backward)
+            self.awaits_backward |= bool(watched)
+            self._refuse_changes()
+            for unit in (self, *self.lenders):
+                unit._end_use(awaits_backward=bool(watched))
+            return outputs
+
+    def is_lent(self) -> bool:
+        return any(unit.phase in FORWARDS for unit in self._borrowers)
+
+    def _end_use(self, *, awaits_backward: bool) -> None:
+        """Reshard what is not kept for a backward, once no forward uses it."""
+        if self.phase in FORWARDS or self.is_lent():
+            return
+        if is_linearized() and not self.summoned:
+            self.reshard(frees=False)
+            return
+        kept = self.root.is_root(self), awaits_backward
+        if all(group.keeps_after_forward(*kept) for group in self.param_groups):
+            self._show_kept()
+        else:
+            self.reshard(behind_forward=True)
+
+    def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
+        """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
+        found = [
+            level
+            for output in tensors_in(outputs)
+            for level in differentiable_levels(output)
+            if not level.is_leaf
+        ]
+        for tensor in held:
+            for level in differentiable_levels(tensor):
+                if level.grad_fn is not None and level.grad_fn._sequence_nr() >= self._first_node:
+                    found.append(level)
+        return found
+
+    def abandon_forward(self) -> None:
+        """The forward raised: as if it had not been called."""
+        self._depth -= self.phase in FORWARDS
+        if self.phase in FORWARDS and self._depth == 0:  # else it may be caught in the forward around it
+            self._move(Move.END_FORWARD)
+            self.root.note_abandoned()
+            self._inputs.abandon()
+            if not self.is_lent():
+                self.reshard()
+            for lender in self.lenders:
+                lender._end_use(awaits_backward=False)
+
+    # Backward
+
+    def before_backward(self, gradient: Tensor | None) -> None:
+        """Unshard the parameters for the gradients that are about to be computed.
+
+        Of an output that shares its node with others there may be none.
+        """
+        self.follow(gradient)
+        self.root.handle_failed_backward()
+        if self.phase in BACKWARDS:
+            return
+        with span("FSDP::pre_backward", self.name):
+            for unit in (self, *self.lenders):
+                if unit.phase not in BACKWARDS:
+                    unit._begin_backward(unshards=self.unshards_in_backward or unit.unshards_in_backward)
+                elif self.unshards_in_backward:  # the lender itself may not
+                    unit.unshard()
+            if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+                self._prefetch_for_backward()
+
+    def _begin_backward(self, *, unshards: bool) -> None:
+        after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
+        self._refuse_lost_graph()
+        for one in self.summoned:
+            one.refuse_backward(self.name)
+        self.root.begin_backward()
+        self.phase = after
+        self._has_begun_backward = True
+        self.awaits_backward = False
+        if not self.param_groups:
+            return
+        if unshards:
+            self.unshard()
+        for group in self.param_groups:
+            group.gradients.begin_backward()
+
+    def _refuse_lost_graph(self) -> None:
+        if any(unsharded.is_given_up for unsharded in self._in_graph):
+            raise RuntimeError(
+                f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
+                "as they were; do it before the forward"
+            )
+
+    def follow(self, gradient: Tensor | None) -> None:
+        """Of an input or an output, or of such a gradient: to differentiate it will read the views once more."""
+        for level in () if gradient is None else differentiable_levels(gradient):
+            if level.is_leaf:  # the very tensor that a backward was begun with
+                self._follow_gradients_of(level)
+            else:
+                level.register_hook(self.before_backward_of_backward)
+
+    def _follow_gradients_of(self, tensor: Tensor) -> None:
+        """Of whatever order, for as long as there is a graph."""
+        if not tensor.is_leaf:
+            tensor.register_hook(self.follow)
+        elif tensor not in self._followed:  # once: it may come in every step, and outlive the unit
+            self._followed[tensor] = tensor.register_hook(partial(follow_in_backward, weakref.ref(self)))
+
+    def before_backward_of_backward(self, gradient: Tensor | None) -> None:
+        """A gradient is differentiated: what made it reads the views, and nothing tells when it has."""
+        self._finishes_at_end = True
+        self.before_backward(gradient)
+
+    def finish_if_complete(self) -> None:
+        """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
+        if self.phase not in BACKWARDS or self._finishes_at_end:
+            return
+        if have_all_gradients(self.param_groups, self._in_graph, self._inputs.are_complete):
+            self.finish_backward()
+        elif self._inputs.are_complete:
+            note_unreduced(self.param_groups, self._in_graph, self.name)
+
+    @outside_transforms
+    def finish_backward(self) -> None:
+        """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""
+        if self.phase in BACKWARDS:
+            self._move(Move.END_BACKWARD)
+        grads = [unsharded.take_gradients() for unsharded in self._in_graph]
+        with span("FSDP::post_backward_reshard", self.name):
+            if self._is_freed_in_backward():
+                self.reshard()
+            elif self.is_unsharded:
+                self._show_kept()
+        if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self._prefetch_for_backward()
+        for group, mine in zip(self.param_groups, grads, strict=False):
+            if any(grad is not None for grad in mine) or group.gradients.owes_zeros():
+                self._reduce_gradients(group, mine)
+
+    def abandon_backward(self) -> None:
+        """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
+        if self.phase in BACKWARDS:
+            self._move(Move.END_BACKWARD)
+        self.awaits_backward = False
+        for unsharded in self._in_graph if self._has_begun_backward else ():  # else they are of earlier ones
+            for view in unsharded.trainable:
+                view.grad = None
+        self.reshard()
+        self._forget_backward()
+        for group in self.param_groups:
+            group.gradients.abandon_backward()
+
+    def close_backward(self) -> None:
+        """Do what the graph left open."""
+        self.awaits_backward = False
+        has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
+        if self.phase in BACKWARDS or has_grads:
+            self.finish_backward()
+        elif self._was_prefetched or self._is_freed_in_backward():
+            self.reshard()  # what was prefetched, and not needed after all
+        for group in self.param_groups:
+            if group.syncs and group.gradients.still_wait():
+                self._reduce_gradients(group, [None] * len(group.names))
+        self._forget_backward()
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group.stepped]
+
+    def drop_unseen_gradients(self) -> bool:
+        """Drop the gradients of a backward that did not reach this unit. Return whether there were any."""
+        if not self._may_have_gradients:
+            return False
+        has_grads = any(view.grad is not None for params in self._in_graph for view in params.trainable)
+        for params in self._in_graph if has_grads else ():
+            params.take_gradients()
+        return has_grads
+
+    def _forget_backward(self) -> None:
+        self._may_have_gradients = False
+        self._inputs.forget()
+        self._finishes_at_end = bool(self._borrowers)
+        self._has_begun_backward = False
+
+    def show_gradients(self) -> None:
+        """Have `.grad` hold what this backward left."""
+        for group in self.param_groups:
+            group.gradients.end_backward(synced=group.syncs)
+
+    # Unsharding and resharding
+
+    def unshard(self) -> None:
+        """Gather what is not unsharded yet, and have the modules see it; COMPUTE waits."""
+        if not self.param_groups:
+            return
+        self._may_have_gradients = True
+        if self.summoned:
+            pairs = zip(self.summoned, self.param_groups, strict=True)
+            self._in_graph = [one.use_unsharded_views(self._dtype_now(group)) for one, group in pairs]
+            return
+        self.gather()
+        if self.phase in BACKWARDS:
+            self._refuse_lost_graph()
+        self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
+        self._gathered = None
+        self._was_prefetched = False
+        pairs = zip(self.param_groups, self._dtypes or (), strict=True)
+        self._in_graph = [group.use_unsharded_views(dtype) for group, dtype in pairs]
+
+    def gather_ahead(self) -> None:
+        """Gather what is not unsharded, because a user asks for it."""
+        if self.param_groups and (self._may_be_stale or not self.is_unsharded):
+            if self.root.is_idle():  # what has begun has waited
+                shards_were_written(self.root.streams)
+            self.gather()
+
+    def gather(self) -> None:
+        """Gather all groups, as GATHER; nothing if they are unsharded and have what the shards hold.
+
+        If the shards were written to since, to graphs that read the views these are changed, also where they were kept
+        for a backward.
+        """
+        root = self.root
+        changed = [group.write_back_changes() for group in self.param_groups]
+        if any(changed):
+            shards_were_written(root.streams)
+            self.register_params()
+        dtypes = [self._dtype_now(group) for group in self.param_groups]
+        if root.is_in_backward:
+            self._wait_for_writes(dtypes)
+        is_kept = self._dtypes == dtypes
+        if self._dtypes is not None:
+            is_kept = is_kept and not self._may_be_stale
+            if is_kept and not any(changed) and self._shards_are_as_gathered():
+                return
+            self.reshard()
+        root.memory.admit(self)
+        with span("FSDP::all_gather", self.name, root.streams.on(StreamRole.GATHER)):
+            for group, dtype in zip(self.param_groups, dtypes, strict=True):
+                gather(group, dtype, self.name, is_kept=is_kept)
+        self._gathered = root.streams.record(StreamRole.GATHER)
+        self._dtypes = dtypes
+
+    def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.
+
+        Otherwise the gathers of a backward run beside what is left of the forward.
+        """
+        pairs = zip(self.param_groups, dtypes, strict=True)
+        if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
+            shards_were_written(self.root.streams)
+
+    def reshard(self, *, behind_forward: bool = False, frees: bool = True) -> None:
+        """Show the modules the sharded views, and free the unsharded parameters or leave them to the graph."""
+        if not self.is_unsharded:
+            return
+        self._use_sharded_views(behind_forward=behind_forward)
+        if self.summoned:
+            return
+        self._dtypes = None
+        self._was_prefetched = self._may_be_stale = self.is_kept_by_user = False
+        self.wait_for_gather()
+        self._gathered = None
+        if frees:
+            self.root.memory.note_resharded(self)
+        for group in () if frees else self.param_groups:
+            group.leave_unsharded()
+
+    def wait_for_gather(self) -> None:
+        """It may have been for nothing: what COMPUTE does from here on may be to write to the shards."""
+        self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
+
+    def reshard_unused(self) -> None:
+        """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does.
+
+        What awaits a backward is kept for that, and gathered again there if they have changed.
+        """
+        if self._was_prefetched and not self.awaits_backward:
+            self.reshard()
+        self._was_prefetched = False
+
+    def gather_again_if_kept(self) -> None:
+        """Make the next forward gather again: no backward reads the parameters before.
+
+        A write to `.data` of a shard, or by a foreach operator to DTensors, moves no version counter.
+        """
+        self._may_be_stale = self.is_unsharded and not (self.awaits_backward or self.is_kept_by_user)
+
+    def free(self) -> None:
+        for group in self.param_groups:
+            group.free()
+
+    def _use_sharded_views(self, *, behind_forward: bool = False) -> None:
+        for one in self.summoned:
+            one.use_summoned_params()
+        for group in () if self.summoned else self.param_groups:
+            group.use_sharded_views(behind_forward=behind_forward)
+
+    def _show_kept(self) -> None:
+        for params in self.summoned:
+            params.use_summoned_params()
+        for group in () if self.summoned else self.param_groups:
+            group.show_kept()
+
+    def _prefetch_for_backward(self) -> None:
+        if self.prefetches_in_backward:
+            for named in self.prefetches_in_backward:
+                self._prefetch(named)
+            return
+        unit = self.root.order.after_in_backward(self)
+        if unit is not None and unit.awaits_backward and unit.unshards_in_backward:
+            self._prefetch(unit)
+
+    def _prefetch(self, unit: Unit[Any] | None) -> None:
+        for one in () if unit is None else (unit, *unit.lenders):
+            if not one.is_unsharded and one.phase is Phase.IDLE and one.param_groups:
+                one.gather()
+                one._was_prefetched = True
+
+    def _shards_are_as_gathered(self) -> bool:
+        pairs = zip(self.param_groups, self._dtypes or (), strict=True)
+        return self._was_prefetched or all(group.is_up_to_date(dtype) for group, dtype in pairs)
+
+    def _is_freed_in_backward(self) -> bool:
+        return all(group.frees_in_backward() for group in self.param_groups)
+
+    def _dtype_now(self, group: _Group) -> torch.dtype:
+        return group.dtype if self._is_in_full_precision() else group.compute_dtype
+
+    def _is_in_full_precision(self) -> bool:
+        module = self._module()
+        return self.config.full_precision_in_eval and module is not None and not module.training
+
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mixed = self.config.precision
+        dtype = mixed.param_dtype if self.param_groups and mixed.cast_forward_inputs else None
+        if dtype is None or self._is_in_full_precision():
+            return args, kwargs
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    # Gradients
+
+    @no_grad_fast
+    def _reduce_gradients(self, group: _Group, grads: list[Tensor | None]) -> None:
+        root, gradients, reduction = self.root, group.gradients, group.reduction
+        if not group.syncs:
+            gradients.accumulate_unreduced(grads)
+            return
+        is_as_computed = reduction.casts_itself or self._is_in_full_precision()
+        dtype = group.compute_dtype if is_as_computed else None
+        # A user's hook may keep what it is given; what is not sharded becomes `.grad`.
+        is_lent = reduction.hook is None and group.groups.shard is not None
+        buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))
+        grads.clear()  # their memory serves the collective
+        root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
+        with span("FSDP::post_backward_reduce", self.name):
+            with root.streams.on(StreamRole.REDUCE):
+                scattered = reduction.scatter(buffer, self.name)
+            if scattered is not None:
+                with root.streams.on(self._begin_all_reduce(group, scattered.output)):
+                    reduced = reduction.finish(scattered)
+                    gradients.add(reduced.clone() if reduced is buffer and root.adds_up_later else reduced)
+        root.memory.keep_until_reduced(buffer)
+
+    def _begin_all_reduce(self, group: _Group, shard: Tensor) -> StreamRole:
+        """Return the stream that reduces a scattered `shard` over replicas, beside the next reduce-scatter."""
+        if not group.groups.are_hybrid:
+            return StreamRole.REDUCE
+        streams = self.root.streams
+        streams.wait(StreamRole.ALL_REDUCE, streams.record(StreamRole.REDUCE))
+        self.root.memory.keep_until_all_reduced(shard)
+        return StreamRole.ALL_REDUCE
+
+    def _refuse_changes(self) -> None:
+        """Nobody would ever see a change to a view: the next gather writes over it."""
+        for unsharded in self._in_graph if self._dtypes is not None else ():
+            if (name := unsharded.changed()) is not None:
+                self.reshard()
+                raise RuntimeError(
+                    f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
+                    "parameter is resharded; change it inside summon_full_params()"
+                )

@@ -1,0 +1,103 @@
+"""Steps of optimizers over gradients that wait to be synchronised: they would take none, or this rank's own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from impl.distributed.fsdp._params.param_group import ParamGroup
+from impl.kernels import dynamo_disable
+
+_NAMED = 4
+
+
+class _Detection:
+    """Looks at the steps of all optimizers, but only while something waits."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        # By the group of parameters, its unit's name.
+        self._waiting: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
+        self._hook: RemovableHandle | None = None
+
+    def note(self, groups: Iterable[ParamGroup], unit: str) -> None:
+        for group in groups:
+            may_wait = not group.syncs or group.reduction.defers_all_reduce
+            if may_wait and group.gradients.waiting():
+                self._waiting[group] = unit
+            else:
+                self._waiting.pop(group, None)
+        if self._waiting and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+        elif not self._waiting and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @dynamo_disable
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A closure may run the last backward, so there it is looked at behind it."""
+        optimizer_itself, *others = args
+        closure = others[0] if others else kwargs.get("closure")
+        if not callable(closure):  # a step of somebody's may take something else
+            self._refuse_if_waiting(optimizer)
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._refuse_if_waiting(optimizer)
+            return loss
+
+        if others:
+            return (optimizer_itself, checked, *others[1:]), kwargs
+        return args, kwargs | {"closure": checked}
+
+    @dynamo_disable
+    def _refuse_if_waiting(self, optimizer: Optimizer) -> None:
+        if not self.is_on:
+            return
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        names = sorted(
+            f"{name} of '{unit}'"
+            for group, unit in list(self._waiting.items())
+            for name, parameter in group.gradients.waiting()
+            if id(parameter) in stepped
+        )
+        if not names:
+            return
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise RuntimeError(
+            f"the gradients of {', '.join(names[:_NAMED])}{more} wait to be synchronised, since backwards inside "
+            "no_sync() or behind set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run "
+            "the last backward before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or "
+            "call set_detect_unsynchronized_step(False) to step all the same"
+        )
+
+
+_detection = _Detection()
+
+
+def note_waiting(groups: Iterable[ParamGroup], unit: str) -> None:
+    """At the end of a backward, of each unit: which of its groups have gradients that wait."""
+    _detection.note(groups, unit)
+
+
+def set_detect_unsynchronized_step(mode: bool) -> None:
+    """Whether `step` of an optimizer whose parameters have gradients that wait for synchronisation is an error.
+
+    It is unless this has been called with False. The error is a RuntimeError that names the parameters. Without it a
+    step leaves those of fully_shard as they are, and takes what FullyShardedDataParallel shows: with NO_SHARD this
+    rank's own gradients.
+
+    Sync: none. Collectives: none.
+    Source: torch has no such thing.
+
+    >>> set_detect_unsynchronized_step(False)
+    >>> set_detect_unsynchronized_step(True)
+    """
+    _detection.is_on = mode

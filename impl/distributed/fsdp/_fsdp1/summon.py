@@ -1,0 +1,251 @@
+"""Unsharded parameters for the user to read and write, and their shards again afterwards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from impl.distributed.fsdp._engine.phase import Move, advance
+from impl.distributed.fsdp._engine.streams import StreamRole, shards_were_written
+from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._layout.flat import FlatParamGroup
+from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
+from impl.distributed.fsdp._params.param_group import gather
+from impl.distributed.fsdp._params.tensor_parallel import local_of
+
+
+@dataclass(frozen=True)
+class FullParamsOptions:
+    """What `summon_full_params` was asked for."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+
+def check(options: FullParamsOptions, use_orig_params: bool, is_sharded: bool) -> None:
+    """
+    Raises:
+        NotImplementedError: a combination that torch refuses too.
+    """
+    if options.with_grads and (options.offload_to_cpu or not use_orig_params):
+        raise NotImplementedError(
+            f"with_grads={options.with_grads}, use_orig_params={use_orig_params}, "
+            f"offload_to_cpu={options.offload_to_cpu} is not supported yet"
+        )
+    if options.offload_to_cpu and not is_sharded:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if options.writeback and options.rank0_only:
+        raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
+    if options.offload_to_cpu and not options.rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in theunsharded parameters being redundantly copied "
+            "to CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
+            "offload_to_cpu=True with rank0_only=True.",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: bool) -> Generator[None]:
+    """Unsharded parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
+
+    Raises:
+        AssertionError: the unit is in the middle of a forward or backward, or summoned already.
+    Collectives: an all-gather for each flat parameter, and with gradients an all-reduce and another all-gather.
+    """
+    advance(unit.phase, Move.SUMMON, unit.name)  # or refuse, before anything is changed
+    unit.reshard()
+    for handle in unit.param_groups:
+        handle.write_back_changes()
+    shards_were_written(unit.root.streams)
+    unit.root.memory.admit(unit)
+    is_shown_here = is_rank0 or not options.rank0_only
+    keeps = is_shown_here and not options.offload_to_cpu
+    summoned_handles = [_SummonedHandle(unit, handle, options) for handle in unit.param_groups]
+    for summoned_handle in summoned_handles:
+        summoned_handle.begin(is_shown_here)
+    if not keeps:
+        unit.root.memory.note_resharded(unit)
+    unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)
+    try:
+        yield
+    finally:
+        unit.end_summoning()
+        for summoned_handle in summoned_handles if is_shown_here else ():
+            summoned_handle.end()
+        unit.root.memory.note_resharded(unit)
+        unit.root.let_host_write()
+
+
+class _SummonedHandle:
+    """One flat parameter while it is summoned."""
+
+    def __init__(
+        self,
+        unit: Unit[FlatParamGroup],
+        handle: FlatParamGroup,
+        options: FullParamsOptions,
+    ) -> None:
+        self._unit = unit
+        self._handle = handle
+        self._options = options
+        self._shown_buffer = torch.empty(0)  # [padded_numel], what is shown
+        self._views: list[Tensor] = []
+        self._grad_shard: Tensor | None = None
+        self._was_computed_with = False
+        self._has_unsharded_grads = False
+        self._aside: dict[int, Tensor | None] | None = None  # what was shown, while views are
+        self._versions: list[Any] = []  # of what was shown, in the beginning and when a forward last used it
+        self._first_versions: list[Any] = []
+
+    def begin(self, is_shown_here: bool) -> None:
+        handle, unit = self._handle, self._unit
+        unsharded = handle.unsharded(handle.dtype)
+        streams = unit.root.streams
+        with streams.on(StreamRole.GATHER):
+            gather(handle, handle.dtype, unit.name)
+        streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
+        grads = self._gathered_grads() if self._options.with_grads else None
+        if not is_shown_here:
+            return
+        self._shown_buffer = unsharded.flat
+        if self._options.offload_to_cpu and handle.is_sharded:
+            self._shown_buffer = torch.empty_like(unsharded.flat, device="cpu").copy_(unsharded.flat)
+        self._views = handle.views_of(self._shown_buffer)
+        handle.register_unsharded_params(self._views)
+        self._first_versions = self._versions = self._versions_now()
+        if grads is not None:
+            self._set_unsharded_grads(grads)
+            self._has_unsharded_grads = self._handle.is_sharded
+
+    def refuse_backward(self, name: str) -> None:
+        """Called by a backward that reaches the unit while it is summoned.
+
+        Raises:
+            RuntimeError: it would add this rank's shard of an average to the unsharded gradients that are shown.
+        """
+        if self._has_unsharded_grads:
+            raise RuntimeError(
+                f"backward reached {name} inside summon_full_params(with_grads=True), where `.grad` holds unsharded "
+                "gradients, to which what a backward leaves on this rank cannot be added; leave the context first, "
+                "summon without with_grads, or set the gradients to None before entering it"
+            )
+
+    def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
+        handle = self._handle
+        if self._aside is None:
+            self._take_in()
+            self._aside = dict(handle.registered())
+            if not handle.use_orig_params:
+                handle.restore_flat_param()
+            unsharded = handle.unsharded(dtype)
+            if unsharded.flat.data_ptr() != self._shown_buffer.data_ptr():
+                unsharded.allocate()
+                unsharded.flat.copy_(self._shown_buffer)
+            unsharded.fill_from(handle.versions)
+        self._was_computed_with = True
+        return handle.use_unsharded_views(dtype)
+
+    def use_summoned_params(self) -> None:
+        if self._aside is None:
+            return
+        self._handle.use_sharded_views()
+        shown = [cast("Tensor", self._aside[index]) for index in range(len(self._aside))]
+        self._aside = None
+        self._handle.register_again(shown)
+
+    def end(self) -> None:
+        # A backward inside that raised has left its views there, perhaps in a lower precision.
+        self.use_summoned_params()
+        handle = self._handle
+        keeps = self._options.writeback or not handle.is_sharded
+        if keeps:
+            self._take_in()
+            self._write_back()
+        elif self._was_computed_with and self._first_versions != self._versions_now():
+            # A graph may have been made of values that nobody has any more.
+            torch.autograd.graph.increment_version(handle.flat_param)
+        if handle.use_orig_params:
+            handle.point_params_into_shard()
+        else:
+            handle.restore_flat_param()
+        handle.use_sharded_views()
+        if self._options.with_grads and self._grad_shard is not None:
+            self._handle.gradients.show(self._grad_shard)
+
+    def _set_unsharded_grads(self, grads: Tensor) -> None:
+        shown = self._handle.shown(self._handle.views_of(grads))
+        for index, parameter in self._registered():
+            parameter.grad = shown[index] if parameter.requires_grad else None
+
+    def _registered(self) -> list[tuple[int, Tensor]]:
+        return [(index, shown) for index, shown in self._handle.registered() if shown is not None]
+
+    def _gathered_grads(self) -> Tensor | None:
+        """Unsharded gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
+        handle, groups = self._handle, self._handle.groups
+        shard = handle.gradients.current()
+        if groups.shard is not None:
+            absent = torch.tensor([int(shard is None)], dtype=torch.int32, device=handle.device)
+            dist.all_reduce(absent, group=groups.shard)
+            if absent.item() == groups.shard_size:
+                return None
+        elif shard is None:
+            return None
+        self._grad_shard = shard
+        if shard is None:
+            shard = handle.flat_param.new_zeros(handle.layout.shard_numel)
+        return handle.gathered_like(shard, self._unit.name)
+
+    def _versions_now(self) -> list[Any]:
+        return [
+            (index, local_of(one).data_ptr(), one._version, local_of(one)._version)
+            for index, one in self._registered()
+        ]
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """Have the buffer hold what was put in a parameter's place; and what was written count as written to the shard.
+
+        With original parameters it counts by their own names.
+        """
+        handle = self._handle
+        for index, shown in self._registered():
+            view, local = self._views[index], local_of(shown.detach())
+            if local.data_ptr() != view.data_ptr():
+                view.copy_(local)
+        before, self._versions = self._versions, self._versions_now()
+        if before == self._versions:
+            return
+        if not handle.use_orig_params:
+            torch.autograd.graph.increment_version(handle.flat_param)
+        for now in {*self._versions} - {*before}:
+            # What is shown of a DTensor is another object than what the optimizer steps.
+            if handle.use_orig_params and handle.param_infos[now[0]].parallel is not None:
+                torch.autograd.graph.increment_version(handle.parameters[now[0]])
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        handle = self._handle
+        if not handle.is_sharded and self._shown_buffer.device == handle.flat_param.device:
+            return  # the shard is what was shown
+        first = handle.rank * handle.layout.shard_numel if handle.is_sharded else 0
+        handle.flat_param.data.copy_(self._shown_buffer[first : first + handle.layout.shard_numel])
+        if self._grad_shard is not None:
+            grads = torch.zeros(
+                handle.layout.padded_numel, dtype=self._grad_shard.dtype, device=handle.device
+            )
+            targets = handle.views_of(grads)
+            for index, parameter in self._registered():
+                if parameter.grad is not None:
+                    targets[index].copy_(local_of(parameter.grad))
+            self._grad_shard.copy_(grads[first : first + handle.layout.shard_numel])
