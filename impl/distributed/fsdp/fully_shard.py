@@ -417,9 +417,10 @@ class FSDPModule:
         refuse_own("set_allocate_memory_from_process_group()", self._state.groups)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """
+        """Refuse symmetric memory, which gathers do not use.
+
         Raises:
-            RuntimeError: there is no such memory for the process group; gathers do not use it.
+            RuntimeError: always, with torch's text for a backend without it.
         """
         raise RuntimeError(f"SymmetricMemory does not find allocation backend {backend}")
 

@@ -215,7 +215,8 @@ class DTensorGroup:
             )
 
     def check_dtypes(self) -> None:
-        """
+        """Check that masters were not cast and that trained parameters share one dtype.
+
         Raises:
             RuntimeError: masters were cast.
             AssertionError: what is trained has several dtypes.
