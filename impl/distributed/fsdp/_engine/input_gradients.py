@@ -17,10 +17,10 @@ _FEW = 16
 
 
 class InputGradients:
-    """Of the forwards whose backward is not over.
+    """Gradients of inputs that a unit's backward still waits for.
 
-    What ranks do follows from how many are missing, so that counts also what nothing can be differentiated of any more:
-    when a graph is gone may differ by rank. Only its hooks are let go.
+    What a rank does follows from their number. Inputs of a graph that no longer exists are counted too, because ranks
+    may free a graph at different times. Only their hooks are removed.
     """
 
     def __init__(self) -> None:
