@@ -16,7 +16,7 @@ import impl
 _LEFT_OUT = "kernels"
 _SENTENCE = re.compile(r"\bSync(?:, [a-z, ]+)?: (.*?)\.(?: |$)")
 _REFERENCE = re.compile(r"as (?:for )?`([\w.]+)`")
-_ALL_METHODS = "in all methods"
+_ALL_METHODS = "unless the method says so"
 
 
 def promises() -> dict[str, str]:

@@ -209,7 +209,7 @@ def capture(
         TypeError: the argument is not an optimizer.
         ValueError: the optimizer does not have the implementation.
         RuntimeError, ValueError: raised by its class if built with the implementation.
-    Sync: the same as the optimizer's own. Collectives: none.
+    Sync: none beyond the optimizer's own. Collectives: none.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 1)
