@@ -19,7 +19,7 @@ from conformance.gpu.phase_rows import PROGRESS, Found, PhaseTask, read_rows, sa
 ROOT = Path(__file__).parents[2]
 OUT_OF_TIME = "not run: out of time"
 LEFT_OUT = "left out by --only"
-STOPPED = "not run: stopped by hand"
+STOPPED = "not run: stopped by the user"
 NO_CUDA = "not run: there is no CUDA device that torch can use"
 
 _LEAST_S = 2.0  # less is not worth the start of a process
