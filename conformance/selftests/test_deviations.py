@@ -12,10 +12,12 @@ import torch
 from conformance.distributed.fsdp import twins
 from conformance.distributed.fsdp.lab import Lab
 from conformance.judge import surface
-from conformance.judge.deviations import DeviationJudge, StaleDeviation
+from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.judge.rows import Deviation, ReferenceLimit, devices_of
+from conformance.ranks import RankDied, RankRaised
+from conformance.ranks.errors import Scene
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", "silent", ("cpu",))
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []
@@ -98,6 +100,17 @@ def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict
 def test_a_row_of_any_device_holds_on_all() -> None:
     row = replace(ROW, devices=("any",))
     assert all(row.holds_on(device) for device in ("cpu", "cuda", "sim", None))
+
+
+def test_dead_rank_equals_any_failure() -> None:
+    scene = Scene("case", 1)
+    died, raised = RankDied("exit code -11", scene), raising(RuntimeError("escaped"))
+    for failed in (died, raised, RankRaised("raised", scene)):
+        assert does_as(died, failed)
+        assert does_as(failed, died)
+    for results in (TORCHS, [*raised, *TORCHS]):
+        assert not does_as(died, results)
+        assert not does_as(results, died)
 
 
 FIXED = replace(ROW, torch="<2.14", recorded="2026-11-22")
