@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from impl.kernels import (
     KERNEL_DTYPES,
@@ -38,6 +37,7 @@ from impl.kernels import (
 from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable, same
 from impl.optim._refusals import optimizer_name
 from impl.optim._shards import local_part
+from impl.optim._step_checks import has_step_pre_hooks
 
 _TORCHS = str(Path(torch.optim.__file__).parent)
 
@@ -113,7 +113,7 @@ def _objection_to(optimizer: Optimizer) -> str | None:
         return "its steps are differentiable"
     if any(isinstance(beta, Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
         return "its betas are tensors"
-    if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+    if has_step_pre_hooks(optimizer):
         return "hooks before its step may read and replace unscaled gradients"
     if not _steps_as_torch(optimizer):
         return "a replacement of its step may do the same"

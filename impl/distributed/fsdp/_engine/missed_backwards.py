@@ -12,9 +12,10 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from impl.kernels import dynamo_disable
+from impl.optim._step_checks import register_step_check
 
 
 class _Unit(Protocol):
@@ -60,7 +61,7 @@ def check_gradients(units: Sequence[_Unit]) -> None:
 
 @functools.cache
 def _hook_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    register_step_check(_before_step)
 
 
 @dynamo_disable

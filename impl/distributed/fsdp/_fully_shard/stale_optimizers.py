@@ -6,10 +6,11 @@ import functools
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from impl.distributed.fsdp._layout.sharded_param import sharded_as
 from impl.kernels import dynamo_disable
+from impl.optim._step_checks import register_step_check
 
 _NAMED = 4
 
@@ -47,7 +48,7 @@ _check = _Check()
 
 @functools.cache
 def _hook_steps() -> None:
-    register_optimizer_step_pre_hook(_check.before_step)
+    register_step_check(_check.before_step)
 
 
 def note_sharding() -> None:
