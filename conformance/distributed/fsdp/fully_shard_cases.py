@@ -59,20 +59,25 @@ class ShardedTraining:
         return Training(self.tree, Setup(ignored=ignored), self.steps)
 
 
-def train(rank: Rank, *, library: str, training: ShardedTraining) -> Outcome:
-    """Shard and train; barriers stand around each step."""
-    found, model = load_library(library), training.tree.build()
+def train(
+    rank: Rank, *, library: str, training: ShardedTraining, reshards_after_evaluations: bool = False
+) -> Outcome:
+    """Shard and train, with a barrier before and after each step's backward."""
+    loaded, model = load_library(library), training.tree.build()
 
     def run() -> dict[str, Any]:
-        return _trained(rank, sharded(rank, found, model, training.sharding), training)
+        model_to_train = sharded(rank, loaded, model, training.sharding)
+        return _trained(rank, model_to_train, training, reshards_after_evaluations)
 
     return observe(run)
 
 
-def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
+def _trained(
+    rank: Rank, model: Any, case: ShardedTraining, reshards_after_evaluations: bool
+) -> dict[str, Any]:
     # One by one: torch's lists take no tensors beside DTensors, and parameters that are ignored are such.
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=False)
-    progress = _ShardedProgress(case.plain, rank.rank, rank.device)
+    progress = _ShardedProgress(case.plain, rank.rank, rank.device, reshards_after_evaluations)
     shards = []
     whole_gradients: dict[str, torch.Tensor] = {}
     for step in case.steps:
@@ -100,11 +105,20 @@ def _trained(rank: Rank, model: Any, case: ShardedTraining) -> dict[str, Any]:
 
 
 class _ShardedProgress(Progress):
-    """Also sees what the modules hold behind each forward."""
+    """Progress that also records what the modules hold after each forward."""
 
-    def __init__(self, case: Training, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, case: Training, rank: int, device: torch.device, reshards_after_evaluations: bool
+    ) -> None:
         super().__init__(case, rank, device)
         self.seen["registered"] = []
+        self._reshards_after_evaluations = reshards_after_evaluations
+
+    def _look(self, model: nn.Module, kind: str) -> None:
+        super()._look(model, kind)
+        for module in model.modules() if self._reshards_after_evaluations else ():
+            if hasattr(module, "reshard"):
+                module.reshard()
 
     def _forward(self, model: nn.Module) -> Any:
         made = super()._forward(model)

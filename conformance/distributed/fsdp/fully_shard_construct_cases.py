@@ -18,6 +18,7 @@ from conformance.distributed.fsdp.lab import tried
 from conformance.distributed.fsdp.module_trees import call, loss_of
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
+from conformance.judge.surface import is_torch_in
 from conformance.ranks import Rank
 
 
@@ -259,8 +260,15 @@ def named_dimensions(library: Library) -> list[Any]:
 
 
 def _plain(make: Callable[[], Any]) -> Any:
-    made = tried(make)
-    return made if isinstance(made, str) else {"is": repr(made).rpartition(".")[2], **vars(made)}
+    """Return the fields of a policy and how it is printed, without fields that the installed torch does not have."""
+    policy = tried(make)
+    if isinstance(policy, str):
+        return policy
+    fields, text = dict(vars(policy)), repr(policy).rpartition(".")[2]
+    if not is_torch_in(">=2.15") and fields.get("param_dtype_override_fn", ...) is None:
+        del fields["param_dtype_override_fn"]
+        text = text.replace(", param_dtype_override_fn=None", "")
+    return {"is": text, **fields}
 
 
 # -- what is built late

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, outcomes, share_of_examples
-from conformance.distributed.fsdp.traffic import bytes_by_kind, counts, gathers_before_barriers, kind
+from conformance.distributed.fsdp.traffic import are_at_most, gathers_before_barriers, kind
 from conformance.distributed.fsdp.twins import Seen, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
@@ -69,13 +69,6 @@ def played(
         traces[0] = [list(trace) for trace in twins.pool.traces]
     assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
     return traces[0], traces[1]
-
-
-def are_at_most(traces: Sequence[Trace], most: Sequence[Trace]) -> bool:
-    return all(
-        counts(trace) <= counts(bound) and bytes_by_kind(trace) <= bytes_by_kind(bound)
-        for trace, bound in zip(traces, most, strict=True)
-    )
 
 
 def _resharded_after_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:

@@ -58,3 +58,11 @@ def bytes_by_kind(step: Sequence[Collective]) -> Counter[str]:
 def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
     kinds = [kind(call) for call in trace]
     return [kinds[:place].count("gather") for place, name in enumerate(kinds) if name == "barrier"]
+
+
+def are_at_most(traces: Sequence[Sequence[Collective]], most: Sequence[Sequence[Collective]]) -> bool:
+    """Return whether no trace has more collectives or bytes of a kind than its bound."""
+    return all(
+        counts(trace) <= counts(bound) and bytes_by_kind(trace) <= bytes_by_kind(bound)
+        for trace, bound in zip(traces, most, strict=True)
+    )
