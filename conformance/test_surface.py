@@ -73,9 +73,17 @@ def describe_parameters(parameters: list[inspect.Parameter]) -> list[tuple[str, 
 
 
 def _plain(default: Any) -> Any:
-    """Return a default. A dataclass is replaced by its name and fields, because each library has its own."""
+    """Return a default. A dataclass is replaced by its name and the fields that differ from their own defaults.
+
+    Each library has its own class, and the test of its constructor compares the defaults of the fields.
+    """
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
-        return type(default).__name__, dataclasses.asdict(default)
+        values = {
+            field.name: (getattr(default, field.name), field.default) for field in dataclasses.fields(default)
+        }
+        return type(default).__name__, {
+            name: value for name, (value, usual) in values.items() if value != usual
+        }
     return default
 
 

@@ -143,4 +143,6 @@ def test_what_cannot_be_judged_there_is_told_apart_from_red(programs: Path, fold
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "the subject 'nobodys.package' cannot be loaded (ModuleNotFoundError: " in ended.stdout
     gate = run(programs / "python", "-P", "-m", "conformance.gate", cwd=folder)
-    assert (gate.returncode, "take a clone of the repository" in gate.stderr) == (2, True), gate.stderr
+    assert (gate.returncode, "run ci/gate in a clone of the repository" in gate.stderr) == (2, True), (
+        gate.stderr
+    )

@@ -115,7 +115,7 @@ def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     """One step warms up; the second captures and replays; from then on there are settings and replays alone."""
     done: list[str] = []
     monkeypatch.setattr(GraphedSettings, "fill", noting("fill", GraphedSettings.fill, done))
-    for name in ("step_bucket", "captured"):
+    for name in ("step_bucket", "capture_graph"):
         monkeypatch.setattr(_graphed_update, name, noting(name, getattr(_graphed_update, name), done))
     side = Side("AdamW fused", captured=True, device=device, graph=True)
     seen = []
@@ -123,7 +123,7 @@ def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> 
         on.settled_iteration(side, seed)
         seen.append(done[:])
         done.clear()
-    assert seen == [["fill", "step_bucket"], ["fill", "captured", "step_bucket"], ["fill"], ["fill"]]
+    assert seen == [["fill", "step_bucket"], ["fill", "capture_graph", "step_bucket"], ["fill"], ["fill"]]
     assert str(explain(side.optimizer)) == (
         "captured, fused, lr a float32 on the device: 1 build of lists, the last one because it is the first step; "
         "replayed from a graph: 1 capture, the last one because its lists are new"
