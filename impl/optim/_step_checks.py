@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_pre_hooks,
@@ -16,9 +17,18 @@ _checks: set[StepCheck] = set()
 
 
 def register_step_check(check: StepCheck) -> None:
-    """Call `check` before each step of every optimizer. It may raise, and must not read or change gradients."""
-    _checks.add(check)
-    register_optimizer_step_pre_hook(check)
+    """Call `check` before each step of every optimizer. It may raise, and must not read or change gradients.
+
+    Compiled steps are not checked.
+    """
+
+    def check_unless_compiling(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A call of `check` would break the graph before the step, and Dynamo would not see an optimizer's step.
+        if not torch.compiler.is_compiling():
+            check(optimizer, args, kwargs)
+
+    _checks.add(check_unless_compiling)
+    register_optimizer_step_pre_hook(check_unless_compiling)
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
