@@ -1,4 +1,4 @@
-"""Checks before every optimizer step, which neither read nor change gradients, so that fused updates stay possible."""
+"""Checks before every optimizer step. They neither read nor change gradients, so fused updates stay possible."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-StepCheck = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
-_checks: set[StepCheck] = set()
+_hooks: dict[Callable[[Optimizer], None], Callable[..., None]] = {}  # keyed by check
 
 
-def register_step_check(check: StepCheck) -> None:
-    """Call `check` before each step of every optimizer. It may raise, and must not read or change gradients.
+def register_step_check(check: Callable[[Optimizer], None]) -> None:
+    """Call `check` before each eager step of every optimizer. Do nothing if it is registered.
 
-    Compiled steps are not checked.
+    Args:
+        check: may raise. It must not read or change gradients.
     """
+    if check in _hooks:
+        return
 
-    def check_unless_compiling(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A call of `check` would break the graph before the step, and Dynamo would not see an optimizer's step.
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        # While compiling, a call of `check` would break the graph before Dynamo recognises the step.
         if not torch.compiler.is_compiling():
-            check(optimizer, args, kwargs)
+            check(optimizer)
 
-    _checks.add(check_unless_compiling)
-    register_optimizer_step_pre_hook(check_unless_compiling)
+    _hooks[check] = hook
+    register_optimizer_step_pre_hook(hook)
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks other than checks run before the optimizer's step."""
     hooks = {*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()}
-    return not hooks <= _checks
+    return not hooks.issubset(_hooks.values())

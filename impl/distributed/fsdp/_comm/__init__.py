@@ -1,1 +1,1 @@
-"""Collectives: process groups, transports that carry elements, and `desync`, which finds ranks that differ."""
+"""Communication: process groups, collectives, transports, and `desync`, which finds ranks that diverge."""

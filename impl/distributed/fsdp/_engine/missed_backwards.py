@@ -6,7 +6,6 @@ reduces these gradients, and the next backward would add to them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -14,7 +13,6 @@ from weakref import WeakSet
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from impl.kernels import dynamo_disable
 from impl.optim._step_checks import register_step_check
 
 
@@ -36,7 +34,7 @@ _roots: WeakSet[Any] = WeakSet()  # roots with a forward since their last backwa
 
 
 def note_forward(root: _Root) -> None:
-    _hook_steps()
+    register_step_check(_check_step)
     _roots.add(root)
 
 
@@ -59,14 +57,7 @@ def check_gradients(units: Sequence[_Unit]) -> None:
         )
 
 
-@functools.cache
-def _hook_steps() -> None:
-    register_step_check(_before_step)
-
-
-@dynamo_disable
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    del args, kwargs
+def _check_step(optimizer: Optimizer) -> None:
     for root in [root for root in _roots if root.is_idle()]:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         check_gradients([unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)])

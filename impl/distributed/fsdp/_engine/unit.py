@@ -360,10 +360,11 @@ class Unit(Generic[_Group]):
         """Drop the gradients of a backward that did not reach this unit. Return whether there were any."""
         if not self._may_have_gradients:
             return False
-        has_grads = any(view.grad is not None for params in self._in_graph for view in params.trainable)
-        for params in self._in_graph if has_grads else ():
+        if all(view.grad is None for params in self._in_graph for view in params.trainable):
+            return False
+        for params in self._in_graph:
             params.take_gradients()
-        return has_grads
+        return True
 
     def _forget_backward(self) -> None:
         self._may_have_gradients = False
@@ -452,7 +453,8 @@ class Unit(Generic[_Group]):
         self._gathered = None
         if frees:
             self.root.memory.note_resharded(self)
-        for group in () if frees else self.param_groups:
+            return
+        for group in self.param_groups:
             group.leave_unsharded()
 
     def wait_for_gather(self) -> None:
@@ -486,9 +488,11 @@ class Unit(Generic[_Group]):
             group.use_sharded_views(behind_forward=behind_forward)
 
     def _show_kept(self) -> None:
-        for params in self.summoned:
-            params.use_summoned_params()
-        for group in () if self.summoned else self.param_groups:
+        if self.summoned:
+            for params in self.summoned:
+                params.use_summoned_params()
+            return
+        for group in self.param_groups:
             group.show_kept()
 
     def _prefetch_for_backward(self) -> None:

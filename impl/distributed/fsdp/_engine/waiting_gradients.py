@@ -9,10 +9,8 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from impl.distributed.fsdp._params.param_group import ParamGroup
+from impl.distributed.fsdp._params.param_group import ParamGroup, describe_names
 from impl.kernels import dynamo_disable
-
-_NAMED = 4
 
 
 class _Detection:
@@ -70,9 +68,8 @@ class _Detection:
         )
         if not names:
             return
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"the gradients of {', '.join(names[:_NAMED])}{more} wait to be synchronised, since backwards inside "
+            f"the gradients of {describe_names(names)} wait to be synchronised, since backwards inside "
             "no_sync() or behind set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run "
             "the last backward before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or "
             "call set_detect_unsynchronized_step(False) to step all the same"

@@ -1,1 +1,1 @@
-"""What only `FullyShardedDataParallel` needs: the wrapper, buffers and `summon_full_params`."""
+"""Code that only `FullyShardedDataParallel` needs: the wrapper, buffers and `summon_full_params`."""

@@ -1,1 +1,1 @@
-"""What only `fully_shard` needs: the state of a sharded module, its initialization and settings of groups."""
+"""Code that only `fully_shard` needs: initialisation and state of a sharded module, and settings of groups."""

@@ -145,9 +145,9 @@ class DTensorGroup:
         if self.is_shown:
             return False
         was_changed = False
-        for index, found in replaced:
-            if isinstance(found, nn.Parameter):
-                self.params[index].replace(found)
+        for index, tensor in replaced:
+            if isinstance(tensor, nn.Parameter):
+                self.params[index].replace(tensor)
                 was_changed = True
         if was_changed and self.unsharded_params is not None:
             self.unsharded_params.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
@@ -163,7 +163,7 @@ class DTensorGroup:
         return self.unsharded_params.views
 
     def _has_views_put_back(self, replaced: Iterable[tuple[int, Tensor | None]]) -> bool:
-        """Whether functional_call began while the group was unsharded, and ended after it was resharded."""
+        """Return whether functional_call began while the group was unsharded, and ended after it was resharded."""
         unsharded = self.unsharded_params
         if self.is_shown or unsharded is None:
             return False
@@ -172,7 +172,7 @@ class DTensorGroup:
     def _note_substitutes(self, replaced: Iterable[tuple[int, Tensor | None]]) -> None:
         before, self._substitutes = self._substitutes, {}
         for index, tensor in replaced:
-            # A parameter in the place of a sharded one is assigned, and stays.
+            # A parameter instead of a sharded one is assigned, and stays.
             if tensor is None or (isinstance(tensor, nn.Parameter) and not self.is_shown):
                 continue
             # Several units may unshard this group in one forward.
@@ -361,14 +361,11 @@ class DTensorGroup:
 
     def _unsharded_tensors(self, views: Sequence[Tensor]) -> list[Tensor]:
         tensors, param_dtype = list(views), self.options.precision.param_dtype
-        for index, substitute in self._substitutes.items():
-            if substitute.unsharded is None:
-                whole = unsharded_substitute(
-                    substitute.original, self.params[index], self.device, param_dtype
-                )
-                substitute = self._substitutes[index] = substitute._replace(unsharded=whole)  # noqa: PLW2901
-            assert substitute.unsharded is not None
-            tensors[index] = substitute.unsharded
+        for index, (original, unsharded) in self._substitutes.items():
+            if unsharded is None:
+                unsharded = unsharded_substitute(original, self.params[index], self.device, param_dtype)  # noqa: PLW2901
+                self._substitutes[index] = Substitute(original, unsharded)
+            tensors[index] = unsharded
         return tensors
 
     def show_kept(self) -> None:

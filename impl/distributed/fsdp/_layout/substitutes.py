@@ -1,4 +1,4 @@
-"""Tensors that `torch.func.functional_call` puts in the place of a group's parameters for one forward."""
+"""Tensors that `torch.func.functional_call` substitutes for a group's parameters in one forward."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 
 
 class Substitute(NamedTuple):
-    """The user's tensor that replaces one parameter, and the one that modules compute with, None before a forward."""
+    """A user's tensor that replaces a parameter for one forward."""
 
     original: Tensor
-    unsharded: Tensor | None
+    unsharded: Tensor | None  # tensor that modules compute with; None before the forward
 
 
 def unsharded_substitute(
     original: Tensor, param: ShardedParam, device: torch.device, param_dtype: torch.dtype | None
 ) -> Tensor:
-    """Return the tensor that modules compute with in the place of `param`.
+    """Return the tensor that modules compute with instead of `param`.
 
     A DTensor over the parameter's mesh is gathered and cast to `param_dtype`, and gets the mean of the ranks'
     gradients. Any other tensor is returned as it is.
@@ -37,7 +37,7 @@ def unsharded_substitute(
     if param.info.parallel is not None:
         raise NotImplementedError(
             f"functional_call got a DTensor over the mesh {tuple(mesh.mesh_dim_names or ())} for {param.name}, which "
-            "is sharded by tensor parallelism too; pass a DTensor over the tensor-parallel mesh alone"
+            "is sharded by tensor parallelism too; pass a DTensor over the tensor-parallel mesh only"
         )
     on_device = cast("DTensor", original.to(device))
     whole = on_device.full_tensor(grad_placements=[Partial("avg")] * mesh.ndim)

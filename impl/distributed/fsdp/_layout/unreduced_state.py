@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from impl.distributed.fsdp._params.param_group import describe_names
+
 
 class UnreducedState:
     """Of one group, whatever holds its gradients; who does so forgets them where it is told to."""
@@ -36,8 +38,7 @@ class UnreducedState:
 
     def partial_gradients(self, names: Sequence[str], cure: str) -> RuntimeError:
         """What is raised of those that are partial."""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return RuntimeError(
             "a backward without synchronisation raised when it had added some of its gradients to those of earlier "
-            f"ones, of {', '.join(names[:3])}{more}; {cure} before the next backward"
+            f"ones, of {describe_names(names, 3)}; {cure} before the next backward"
         )

@@ -198,6 +198,12 @@ class ParamGroup(Protocol):
         """Free the memory of what is unsharded, in every dtype."""
 
 
+def describe_names(names: Sequence[str], most: int = 4) -> str:
+    """Return the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
 def dtypes_of(group: ParamGroup) -> list[str]:
     """What the policy comes to, in words, where that is not the default."""
     found: list[str] = []

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-
-@pytest.fixture(autouse=True)
-def _group_without_peers() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 
 def test_copy_of_sharded_model_says_how_to_copy() -> None:

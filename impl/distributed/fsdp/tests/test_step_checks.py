@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from conformance.strategies.user_optimizers import CountingOnDevices
 from impl.distributed.fsdp import fully_shard
 from impl.optim._fused_updates import has_fused_update
 
-
-@pytest.fixture(autouse=True)
-def _group_without_peers() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 
 def test_checks_of_sharding_leave_fused_updates_possible() -> None:
@@ -32,3 +25,15 @@ def test_checks_of_sharding_leave_fused_updates_possible() -> None:
     assert not has_fused_update(plain)
     hook.remove()
     assert has_fused_update(plain)
+
+
+def test_checks_of_sharding_leave_compiled_steps_recognised() -> None:
+    fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        param = nn.Parameter(torch.ones(2, device="cuda"))
+        param.grad = torch.ones_like(param)
+        optimizer = CountingOnDevices([param])
+        torch.compile(optimizer.step, backend="eager")()
+    # Dynamo makes steps capturable if it recognises the optimizer. Their counts are on the device then.
+    assert optimizer.state[param]["step"].device.type == "cuda"
