@@ -12,7 +12,6 @@ from typing import Any
 
 from _environment import ROOT
 
-PAGE = "docs/differences.md"
 SOURCE = "conformance/deviations.toml"
 
 # The first part of a deviation's name, and the API that it belongs to.
@@ -57,18 +56,6 @@ def page() -> str:
     if unknown:
         raise ValueError(f"{SOURCE}: no API is known for {', '.join(unknown)}; name it in ci/_differences.py")
     return "\n".join([_HEAD.format(table=_table(deviations)), *sections])
-
-
-def stale() -> list[str]:
-    """Return a complaint if the page is not what its source gives."""
-    file = ROOT / PAGE
-    if file.is_file() and file.read_text() == page():
-        return []
-    return [f"{PAGE} is not what {SOURCE} gives: run ci/check --fix"]
-
-
-def write() -> None:
-    (ROOT / PAGE).write_text(page())
 
 
 def _table(deviations: Mapping[str, Any]) -> str:

@@ -54,6 +54,11 @@ PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", "-
 _REMOVED_VARIABLES = ("PYTHONHOME", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE")
 
 
+def git(root: Path, *arguments: str, check: bool = True) -> str:
+    """Return the output of git in `root`. Without `check`, git may fail."""
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=check).stdout
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 

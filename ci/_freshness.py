@@ -11,7 +11,7 @@ from pathlib import Path
 
 import _differences
 import _picture
-from _environment import ROOT, project
+from _environment import ROOT, git, project
 
 sys.path.insert(0, str(ROOT))
 from benchmarks import history
@@ -19,7 +19,10 @@ from benchmarks import history
 DOCUMENTS = tuple(
     str(file.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for file in sorted(folder.glob("*.md"))
 )
-
+GENERATED: dict[str, Callable[[], str]] = {
+    "docs/differences.md": _differences.page,
+    "docs/results.svg": _picture.picture,
+}
 MOST_NEWER_COMMITS = 10
 
 
@@ -75,12 +78,26 @@ def _anchors(page: Path) -> set[str]:
 def folders_are_named() -> list[str]:
     """Complain about top-level folders that docs/design.md does not name."""
     design = (ROOT / "docs/design.md").read_text()
-    folders = {path.split("/")[0] for path in _git("ls-files", "*/*").splitlines()}
+    folders = {path.split("/")[0] for path in git(ROOT, "ls-files", "*/*").splitlines()}
     return [
         f"docs/design.md does not name the folder `{folder}`"
         for folder in sorted(folders)
         if not folder.startswith(".") and not re.search(rf"\b{folder}\b", design)
     ]
+
+
+def generated_are_current() -> list[str]:
+    """Complain about generated documents that are missing or differ from what their sources give."""
+    return [
+        f"{path} is not what its sources give: run ci/check --fix"
+        for path, generate in GENERATED.items()
+        if not (ROOT / path).is_file() or (ROOT / path).read_text() != generate()
+    ]
+
+
+def write_generated() -> None:
+    for path, generate in GENERATED.items():
+        (ROOT / path).write_text(generate())
 
 
 def version_agrees() -> list[str]:
@@ -122,15 +139,10 @@ CHECKS: tuple[Callable[[], list[str]], ...] = (
     version_agrees,
     benchmarked_torch_agrees,
     dependencies_have_reasons,
-    _differences.stale,
-    _picture.stale,
+    generated_are_current,
     links_lead_somewhere,
 )
 
 
 def _is_ignored(path: str) -> bool:
     return subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, check=False).returncode == 0
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout

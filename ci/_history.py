@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from _environment import ROOT
+from _environment import ROOT, git
 
 
 def commits_of_impl(count: int, root: Path = ROOT) -> list[str]:
     """Return the last commits of the current branch that change impl, newest first."""
-    return _git(root, "rev-list", "--first-parent", f"--max-count={count}", "HEAD", "--", "impl").split()
+    return git(root, "rev-list", "--first-parent", f"--max-count={count}", "HEAD", "--", "impl").split()
 
 
 def commit_named(name: str, root: Path = ROOT) -> str:
@@ -23,18 +23,18 @@ def commit_named(name: str, root: Path = ROOT) -> str:
         ValueError: this repository has no such commit.
     """
     try:
-        return _git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+        return git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
     except subprocess.CalledProcessError:
         raise ValueError(f"{name!r} is not a commit of this repository") from None
 
 
 def subject_of(commit: str, root: Path = ROOT) -> str:
-    return _git(root, "show", "-s", "--format=%h %s", commit).strip()
+    return git(root, "show", "-s", "--format=%h %s", commit).strip()
 
 
 def date_ms(commit: str, root: Path = ROOT) -> int:
     """Return the author date of a commit, by which asv orders commits."""
-    return int(_git(root, "show", "-s", "--format=%at", commit)) * 1000
+    return int(git(root, "show", "-s", "--format=%at", commit)) * 1000
 
 
 def unmeasured(commits: list[str], folder: Path) -> list[str]:
@@ -49,8 +49,8 @@ def worktree(commit: str, parent: Path, root: Path = ROOT) -> Iterator[Path]:
     _remove(path, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _git(root, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(path), commit)
-        _git(path, "checkout", "--quiet", commit, "--", "impl")
+        git(root, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(path), commit)
+        git(path, "checkout", "--quiet", commit, "--", "impl")
         (path / "benchmarks").symlink_to(root / "benchmarks", target_is_directory=True)
         yield path
     finally:
@@ -75,7 +75,7 @@ def build_library(tree: Path, commit: str, python: Path) -> None:
     """
     if not (tree / "impl" / "kernels" / "_native").is_dir():
         return
-    _git(tree, "checkout", "--quiet", commit, "--", "pyproject.toml", "README.md", "LICENSE")
+    git(tree, "checkout", "--quiet", commit, "--", "pyproject.toml", "README.md", "LICENSE")
     build = "import setuptools; setuptools.setup(script_args=['--quiet', 'build_ext', '--inplace'])"
     run = subprocess.run([str(python), "-c", build], cwd=tree, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -88,9 +88,4 @@ def _remove(path: Path, root: Path) -> None:
     """Remove a worktree, also one of an earlier run that was killed."""
     if path.exists():
         shutil.rmtree(path)
-    _git(root, "worktree", "prune")
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    git(root, "worktree", "prune")

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
+from _environment import ROOT, git
 from _texts import Name, Text, exemptions, names_of_python, texts_of_markdown, texts_of_python, texts_of_toml
 
-ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "ci" / "language.toml"
 LEFT_OUT = ("benchmarks/results/", "conformance/catalogue.toml", "ci/language.toml", "docs/differences.md")
 MOST_EXEMPTIONS = 30
@@ -155,14 +154,14 @@ def complaints_of(path: str, source: str, rules: Rules) -> list[Complaint]:
     return sorted(raised, key=lambda complaint: complaint.line)
 
 
-def files(root: Path, below: Iterable[str] = ()) -> list[str]:
-    """Return the paths of Python, TOML and Markdown files that are tracked or that git does not ignore."""
-    listed = _git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *below)
-    return [
-        path
+def sources_of(root: Path, below: Iterable[str] = ()) -> dict[str, str]:
+    """Return the texts of Python, TOML and Markdown files that git does not ignore, keyed by path."""
+    listed = git(root, "ls-files", "--cached", "--others", "--exclude-standard", "--", *below)
+    return {
+        path: (root / path).read_text()
         for path in sorted(set(listed.splitlines()))
         if not path.startswith(LEFT_OUT) and (root / path).is_file() and _is_read(root / path)
-    ]
+    }
 
 
 def _is_read(path: Path) -> bool:
@@ -173,12 +172,8 @@ def _is_read(path: Path) -> bool:
     )
 
 
-def all_complaints(root: Path, rules: Rules, below: Iterable[str] = ()) -> list[Complaint]:
-    return [
-        complaint
-        for path in files(root, below)
-        for complaint in complaints_of(path, (root / path).read_text(), rules)
-    ]
+def all_complaints(sources: Mapping[str, str], rules: Rules) -> list[Complaint]:
+    return [complaint for path, source in sources.items() for complaint in complaints_of(path, source, rules)]
 
 
 def of_subject(subject: str) -> str | None:
@@ -193,7 +188,7 @@ def of_subject(subject: str) -> str | None:
 def base_of(root: Path) -> str:
     """Return the commit that this branch left `main` at, or HEAD where git knows no such branch."""
     for branch in ("origin/main", "main"):
-        base = _git(root, "merge-base", "HEAD", branch, check=False).strip()
+        base = git(root, "merge-base", "HEAD", branch, check=False).strip()
         if base:
             return base
     return "HEAD"
@@ -201,10 +196,10 @@ def base_of(root: Path) -> str:
 
 def changed_lines(root: Path, base: str) -> Callable[[Complaint], bool]:
     """Return whether a complaint is about a line that was changed since `base`."""
-    untracked = set(_git(root, "ls-files", "--others", "--exclude-standard").splitlines())
+    untracked = set(git(root, "ls-files", "--others", "--exclude-standard").splitlines())
     changed: set[tuple[str, int]] = set()
     path = ""
-    for line in _git(root, "diff", "--unified=0", "--no-color", "--no-prefix", base).splitlines():
+    for line in git(root, "diff", "--unified=0", "--no-color", "--no-prefix", base).splitlines():
         if line.startswith("+++ "):
             path = line[4:]
         elif match := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
@@ -257,7 +252,8 @@ def report(root: Path, *, lower: bool = False) -> list[str]:
     """Return what fails the check. With `lower`, first lower the counts to what is left."""
     path = root / "ci" / "language.toml"
     lists = tomllib.loads(path.read_text())
-    complaints = all_complaints(root, Rules(lists))
+    sources = sources_of(root)
+    complaints = all_complaints(sources, Rules(lists))
     counts, allowed = counts_of(complaints), lists.get("allowed", {})
     if lower:
         allowed = lowered(allowed, counts)
@@ -265,7 +261,7 @@ def report(root: Path, *, lower: bool = False) -> list[str]:
     base = base_of(root)
     lines = [
         *_of_commits(root, base),
-        *_of_exemptions(root),
+        *_of_exemptions(sources),
         *_above(complaints, counts, allowed, changed_lines(root, base)),
     ]
     for check, folders in allowed.items():
@@ -295,19 +291,15 @@ def _above(
 
 
 def _of_commits(root: Path, base: str) -> Iterator[str]:
-    for subject in _git(root, "log", "--no-merges", "--format=%s", f"{base}..HEAD").splitlines():
+    for subject in git(root, "log", "--no-merges", "--format=%s", f"{base}..HEAD").splitlines():
         if complaint := of_subject(subject):
             yield complaint
 
 
-def _of_exemptions(root: Path) -> Iterator[str]:
-    number = sum(len(exemptions((root / path).read_text())) for path in files(root))
+def _of_exemptions(sources: Mapping[str, str]) -> Iterator[str]:
+    number = sum(len(exemptions(source)) for source in sources.values())
     if number > MOST_EXEMPTIONS:
         yield f"{number} lines are exempt from the rules by `# language: REASON`, expected at most {MOST_EXEMPTIONS}"
-
-
-def _git(root: Path, *arguments: str, check: bool = True) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=check).stdout
 
 
 def main(arguments: list[str]) -> int:
@@ -315,7 +307,9 @@ def main(arguments: list[str]) -> int:
         subject = Path(arguments[1]).read_text().partition("\n")[0]
         lines = [complaint for complaint in [of_subject(subject)] if complaint]
     else:
-        lines = [*map(str, all_complaints(ROOT, Rules(tomllib.loads(LISTS.read_text())), arguments))]
+        lines = [
+            *map(str, all_complaints(sources_of(ROOT, arguments), Rules(tomllib.loads(LISTS.read_text()))))
+        ]
     print("\n".join(lines), end="\n" if lines else "")
     return 1 if lines else 0
 

@@ -20,7 +20,6 @@ from _environment import ROOT
 sys.path.insert(0, str(ROOT))
 from benchmarks import history
 
-PICTURE = "docs/results.svg"
 JUDGED = "docs/judging.md"
 # The name of a row, and the beginning of its cases' names.
 _ROWS = {
@@ -93,7 +92,7 @@ def times() -> Times:
         }
         if all(ratios.values()):
             return Times(point, ratios)
-    raise ValueError(f"no file of benchmarks/results has the cases of {PICTURE}: run ci/bench")
+    raise ValueError("no file of benchmarks/results has the cases of docs/results.svg: run ci/bench")
 
 
 def picture() -> str:
@@ -113,18 +112,6 @@ def picture() -> str:
         "</svg>\n",
     ]
     return "\n".join(parts)
-
-
-def stale() -> list[str]:
-    """Return a complaint if the picture is not what the recorded results give."""
-    file = ROOT / PICTURE
-    if file.is_file() and file.read_text() == picture():
-        return []
-    return [f"{PICTURE} is not what {JUDGED} and benchmarks/results give: run ci/check --fix"]
-
-
-def write() -> None:
-    (ROOT / PICTURE).write_text(picture())
 
 
 def _bars(judged: list[Package]) -> Iterator[str]:

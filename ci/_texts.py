@@ -83,9 +83,10 @@ def names_of_python(nodes: list[ast.AST]) -> Iterator[Name]:
 
 def texts_of_toml(source: str, keys: Iterable[str]) -> Iterator[Text]:
     """Yield the values of these keys, wherever they are, and comments on their own line."""
+    table = tomllib.loads(source)
     for key in keys:
         lines = [number for number, line in enumerate(source.splitlines(), 1) if _has_key(key, line)]
-        for line, text in zip(lines, _values(tomllib.loads(source), key), strict=True):
+        for line, text in zip(lines, _values(table, key), strict=True):
             yield Text("sentence", line, text, line)
     for number, line in enumerate(source.splitlines(), 1):
         if line.startswith("#"):

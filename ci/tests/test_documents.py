@@ -39,13 +39,17 @@ def write_deviations(tree: Path, text: str) -> None:
     (tree / _differences.SOURCE).write_text(text)
 
 
-def test_differences_page_is_complained_about_until_written(tree: Path) -> None:
+def test_differences_page_is_complained_about_until_written(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_freshness, "ROOT", tree)
+    monkeypatch.setattr(_freshness, "GENERATED", {"docs/differences.md": _differences.page})
     write_deviations(tree, DEVIATION.format(harm="silent"))
-    assert "run ci/check --fix" in _differences.stale()[0]
-    _differences.write()
-    assert _differences.stale() == []
+    assert "run ci/check --fix" in _freshness.generated_are_current()[0]
+    _freshness.write_generated()
+    assert _freshness.generated_are_current() == []
     write_deviations(tree, DEVIATION.format(harm="hang"))
-    assert len(_differences.stale()) == 1
+    assert len(_freshness.generated_are_current()) == 1
 
 
 def test_differences_page_lists_the_worst_first(tree: Path) -> None:
