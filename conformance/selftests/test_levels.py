@@ -50,7 +50,8 @@ def copy_claimant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Claimant
     file.write_text('extensions = ["*"]')
     claimant = Claimant("conformance.exact_copy")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TANDEM_CLAIMS", f"{claimant.spec}={file}")  # also read by the worker's process
+        # The worker's process reads the variable too.
+        patch.setenv("TANDEM_CLAIMS", f"{claimant.spec}={file}")
         yield claimant
         claimant.worker.close()
 
@@ -65,7 +66,7 @@ def test_torch_or_its_copy_fails_each_extension(
 
 
 @pytest.mark.deadline(330)
-def test_passed_core_clause_is_recognized(torch_claimant: Claimant, copy_claimant: Claimant) -> None:
+def test_passed_core_clause_is_recognised(torch_claimant: Claimant, copy_claimant: Claimant) -> None:
     assert torch_claimant.passes("amp.grad_scaler.getters.answer")
     assert copy_claimant.passes("amp.grad_scaler.getters.answer")
 

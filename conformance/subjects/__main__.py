@@ -125,7 +125,7 @@ def row(name: str, version: str, report: dict[str, Any]) -> str:
         _share_that_holds(worst),
         _share_that_holds([seen for each in asked.values() for seen in each]),
     )
-    proofs = f"[{sum(one not in _HOLDS for one in worst)}](../conformance/subjects/{name}/proofs.py)"
+    proofs = f"[{sum(outcome not in _HOLDS for outcome in worst)}](../conformance/subjects/{name}/proofs.py)"
     return f"| {file.distribution} {version} | {names} | {clauses} | {tests} | {proofs} |"
 
 

@@ -33,8 +33,8 @@ def assert_trains(
     """Compare with torch's ranks, with what these send in each step and, if that is exact, with unsharded training."""
 
     def train(library: Library, **how: Any) -> tuple[list[Outcome], list[Sequence[Collective]]]:
-        seen = outcomes(twins.pool, library, "fully_shard_cases:train", training=training, **how)
-        return seen, [step for trace in twins.pool.traces for step in steps_of(trace)]
+        trained = outcomes(twins.pool, library, "fully_shard_cases:train", training=training, **how)
+        return trained, [step for trace in twins.pool.traces for step in steps_of(trace)]
 
     (expected, most), (actual, sent) = train(twins.reference), train(twins.subject)
     assert_ranks_agree(expected, actual, tolerance)

@@ -89,28 +89,29 @@ class PerParamPrecisionPolicy(MixedPrecisionPolicy):
 
 
 def precision_by(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> ParamPrecision:
-    """
+    """Return the dtypes of a parameter.
+
     Args:
-        policy: it or torch's.
+        policy: a MixedPrecisionPolicy of Tandem or torch.
 
     Raises:
         ValueError: a master dtype would round the parameter, or `param_dtype_override_fn` returns anything but
             `param_dtype`, the parameter's dtype or None.
     """
-    found = ParamPrecision(_param_dtype_of(policy, parameter), policy.reduce_dtype)
+    precision = ParamPrecision(_param_dtype_of(policy, parameter), policy.reduce_dtype)
     if not parameter.is_floating_point():
-        return found
+        return precision
     if isinstance(policy, PerParamPrecisionPolicy):
         own = None if policy.precision_of is None else policy.precision_of(name, parameter)
-        found = own or replace(found, master_dtype=policy.master_dtype)
-    if found.master_dtype is None:
-        return found
-    if torch.promote_types(found.master_dtype, parameter.dtype) != found.master_dtype:
+        precision = own or replace(precision, master_dtype=policy.master_dtype)
+    if precision.master_dtype is None:
+        return precision
+    if torch.promote_types(precision.master_dtype, parameter.dtype) != precision.master_dtype:
         raise ValueError(
-            f"{name} is {parameter.dtype}, which its master_dtype {found.master_dtype} would round; give a wider "
+            f"{name} is {parameter.dtype}, which its master_dtype {precision.master_dtype} would round; give a wider "
             "master_dtype, or cast the parameter before it is sharded"
         )
-    return replace(found, param_dtype=found.param_dtype or parameter.dtype)
+    return replace(precision, param_dtype=precision.param_dtype or parameter.dtype)
 
 
 def _param_dtype_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> torch.dtype | None:

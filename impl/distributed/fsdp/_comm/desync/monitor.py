@@ -102,7 +102,8 @@ class DesyncMonitor:
         self.peers_complete_collectives = False  # the verdict is of ranks that live and will all raise
         self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
         self.entered = EnteredCollectives()
-        self._verdict_number = 0  # the message that every rank answers with its pending collective
+        # Number of the message that every rank answers with its pending collective.
+        self._verdict_number = 0
         self._has_settled = False
         self._history = history
         self._ranks = ranks
