@@ -132,8 +132,10 @@ _SYNC = "set_requires_gradient_sync"
         (setting("set_is_last_backward", is_last_backward=False), *TRAIN[:2], *TRAIN[:2],
          setting("set_is_last_backward", is_last_backward=True), *TRAIN),
         (*TRAIN[:2], *TRAIN, FORWARD, FORWARD, BACKWARD, STEP),
+        (setting(_SYNC, requires_gradient_sync=False), *TRAIN[:2], FORWARD, FORWARD,
+         setting(_SYNC, requires_gradient_sync=True), BACKWARD, STEP),
     ],
-    ids=["all", "the root alone", "a unit", "not the last", "synchronised"],
+    ids=["all", "the root alone", "a unit", "not the last", "synchronised", "two forwards"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_add_up(twins: Twins, calls: Sequence[UnitCall]) -> None:

@@ -86,6 +86,7 @@ class Unit(Generic[_Group]):
         self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
         self._has_begun_backward = False
         self._may_have_gradients = False  # unsharded since the last backward
+        self.awaits_reduction = False  # its views may have gradients of earlier backwards
         self.register_params()
 
     def borrow_from(self, lender: Unit[Any]) -> None:
@@ -350,6 +351,7 @@ class Unit(Generic[_Group]):
         for group in self.param_groups:
             if group.syncs and group.gradients.still_wait():
                 self._reduce_gradients(group, [None] * len(group.names))
+        self.awaits_reduction = not all(group.syncs for group in self.param_groups)
         self._forget_backward()
 
     @property
@@ -358,7 +360,7 @@ class Unit(Generic[_Group]):
 
     def drop_unseen_gradients(self) -> bool:
         """Drop the gradients of a backward that did not reach this unit. Return whether there were any."""
-        if not self._may_have_gradients:
+        if self.awaits_reduction or not self._may_have_gradients:
             return False
         if all(view.grad is None for params in self._in_graph for view in params.trainable):
             return False

@@ -296,6 +296,7 @@ class ModuleState:
             state._yet_to_run.clear()
             state.unit.abandon_forward()
             state.unit.abandon_backward()
+            state.unit.awaits_reduction = False
             state.reshard()
             for group in state.groups:
                 group.gradients.forget()
