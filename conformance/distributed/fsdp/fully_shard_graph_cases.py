@@ -14,14 +14,18 @@ from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
 
-def cast_between(site: Site, kept: bool) -> str:
-    """What a backward raises whose forward came before a cast."""
+def cast_between(site: Site, kept: bool) -> dict[str, Any]:
+    """Return what a backward after a cast raises, and what the next forward returns or raises."""
     model = blocks()
     for block in (*model, model):
         site.shard(block, reshard_after_forward=not kept)
-    loss = model(batch_of(site, 0)).sum()
+    batch = batch_of(site, 0)
+    loss = model(batch).sum()
     model.float()
-    return str(tried(loss.backward)).partition(":")[0]
+    return {
+        "backward": str(tried(loss.backward)),
+        "next forward": tried(lambda: str(model(batch.float()).dtype)),
+    }
 
 
 def plain_in_its_place(site: Site, trained: bool) -> Any:
