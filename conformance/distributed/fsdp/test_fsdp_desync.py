@@ -237,7 +237,7 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
         return {}
 
     def is_reported(seen: dict[int, str]) -> bool:
-        what = f"written to on some ranks alone: .*rank {ASTRAY} gathered anew.* 'Blocks'.*; write to them on every"
+        what = f"written to on some ranks only: .*rank {ASTRAY} gathered again.* 'Blocks'.*; write to them on every"
         everywhere = len(seen) == 2 and all(re.search(what, text) for text in seen.values())
         return everywhere and "head.weight" in seen[ASTRAY]
 
@@ -301,7 +301,10 @@ def test_one_rank_alone_asks_for_a_state(
         timeout_s = 2.0 if library is reference else TIMEOUT_S
         return _seen_in(fault_of(library, "ask_alone", face=face, pause_s=pause_s, timeout_s=timeout_s))
 
-    named = rf"some ranks alone ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; call what gives it on every"
+    named = (
+        rf"only some ranks ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; "
+        "call the function that returns it on every"
+    )
     deviation.judge(
         raised,
         torch_does=lambda seen: seen.diverged,

@@ -16,7 +16,7 @@ from impl.distributed.fsdp._comm.groups import (
     HYBRID,
     effective_strategy,
     groups_for,
-    groups_of,
+    process_groups_for,
 )
 from impl.distributed.fsdp._engine.clip import joint_norm, scale
 from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
@@ -197,7 +197,9 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             FullyShardedDataParallel,
         )
         managed = managed_params_of(module, self._ignored, made_of(_left_to_ancestor))
-        self._groups = groups_of(self.sharding_strategy, *groups, parallel=parallel_groups_of(managed))
+        self._groups = process_groups_for(
+            self.sharding_strategy, *groups, parallel=parallel_groups_of(managed)
+        )
         if sync_module_states:
             outward_in = [group for group in reversed(groups) if group is not None]
             broadcast_states(module, managed, outward_in)

@@ -1,4 +1,4 @@
-"""Which transport serves a tensor."""
+"""Choice of the transport for a tensor."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
 from impl.distributed.fsdp._comm.same_host import has_same_host_peers, same_host_peers_in
 from impl.distributed.fsdp._comm.transport import Complete, Transport
 
-ROW_BYTES = 1 << 15  # of all ranks' rows, on average, that reading each by itself pays for
-LEAST_BYTES = 1 << 19  # of all ranks' parts together, that reading them from memory pays for
+# Least average size of a row, over all ranks' rows, at which reading each row by itself pays.
+ROW_BYTES = 1 << 15
+# Least size of all ranks' data together at which reading it from memory pays.
+LEAST_BYTES = 1 << 19
 
 
 def transport_for(collectives: GroupCollectives, nbytes: int, on_host: bool, complete: Complete) -> Transport:
-    """What exchanges tensors of all ranks' parts, so many bytes: asked on every rank of the group, with one answer.
+    """Return the transport for an exchange of `nbytes`, counted over all ranks.
+
+    Every rank of the group must ask, and all get the same answer.
 
     Collectives: two, of a few numbers, at the first call for a group over gloo.
     """
@@ -23,9 +27,9 @@ def transport_for(collectives: GroupCollectives, nbytes: int, on_host: bool, com
 
 
 def fills_rows(collectives: GroupCollectives, nbytes: int, rows: int, on_host: bool) -> bool:
-    """Whether so many rows are best handed to what `transport_for` will choose, which reads them to where they belong.
+    """Return whether the transport for these rows can write each one directly to its destination.
 
-    The same on all ranks; False before it has chosen for the group.
+    The answer is the same on all ranks. It is False before `transport_for` has chosen for the group.
     """
     may_read = _may_read_memory(collectives, nbytes, on_host) and nbytes >= rows * ROW_BYTES
     return may_read and has_same_host_peers(collectives.group)

@@ -1,4 +1,4 @@
-"""What a unit's ranks tell each other: shards to gather, gradients to sum; dtypes and divisions with it."""
+"""Collectives of a unit's ranks: gathers of shards and sums of gradients, with their dtypes and divisors."""
 
 from __future__ import annotations
 
@@ -18,44 +18,48 @@ from impl.distributed.fsdp._comm.group_collectives import GroupCollectives, all_
 from impl.distributed.fsdp._comm.groups import Groups, predivide_factor
 from impl.distributed.fsdp._comm.transport import Complete
 
-# Hooks that cast by themselves, and what they cast to. torch's own cannot run where tensors have no streams.
+# Hooks that cast by themselves, and the dtypes that they cast to. torch's own hooks cannot run if tensors have no
+# streams.
 _LOW_PRECISION: dict[Any, torch.dtype] = {
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
 _Hook = Callable[..., Any]
-# In which torch has the collectives divide.
+# Dtypes in which torch lets collectives divide.
 _DIVIDED = (torch.float32, torch.bfloat16)
 
 
-def all_gathered(mine: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
-    """What every rank's `mine` comes to, one behind the other, of the unit `name`; collectives as `all_gather_into`."""
-    unsharded = mine.new_empty(mine.numel() * group.size())
-    all_gather_into(unsharded, mine, groups, group, f"{GATHERED} '{name}'")
+def all_gathered(shard: Tensor, groups: Groups, group: dist.ProcessGroup, name: str) -> Tensor:
+    """Return every rank's `shard` of the unit `name`, concatenated in rank order.
+
+    Collectives: the same as `all_gather_into`.
+    """
+    unsharded = shard.new_empty(shard.numel() * group.size())
+    all_gather_into(unsharded, shard, groups, group, f"{GATHERED} '{name}'")
     return unsharded
 
 
 def all_gather_into(
-    unsharded: Tensor, mine: Tensor, groups: Groups, group: dist.ProcessGroup, entry: str
+    unsharded: Tensor, shard: Tensor, groups: Groups, group: dist.ProcessGroup, entry: str
 ) -> None:
-    """Fill `unsharded` with every rank's `mine`, one behind the other.
+    """Fill `unsharded` with every rank's `shard`, concatenated in rank order.
 
     Collectives: one all-gather, or what paces `SameHostPeers`.
     """
 
     def steps(complete: Complete) -> None:
         transport = transport_for(groups.collectives[group], unsharded.nbytes, unsharded.is_cpu, complete)
-        transport.all_gather(unsharded, mine, complete)
+        transport.all_gather(unsharded, shard, complete)
 
     groups.order_checkers[group].exchange(entry, group, unsharded.device, steps)
 
 
 def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
-    """Fill each of several [W, n] of one dtype with every rank's row; this rank's is there.
+    """Fill each tensor [W, n] of `rows` with every rank's row. This rank's rows must already be in place.
 
     Collectives: one all-gather, or what paces `SameHostPeers`.
     """
-    nbytes, on_host = sum(one.nbytes for one in rows), rows[0].is_cpu
+    nbytes, on_host = sum(row.nbytes for row in rows), rows[0].is_cpu
 
     def steps(complete: Complete) -> None:
         transport = transport_for(groups.collectives[group], nbytes, on_host, complete)
@@ -75,57 +79,60 @@ class Scattered:
 
 
 class Reduction:
-    """How a unit averages gradients over its ranks; `hook` replaces torch's way by the user's.
+    """Average of a unit's gradients over its ranks. A user's `hook` replaces torch's collectives.
 
     Args:
-        sharded_with: what all ranks must have alike, where it is not the default; asked for when it is compared.
+        sharded_with: returns the sharding settings that all ranks must share and that are not the defaults. Called
+            when they are compared.
     """
 
     def __init__(self, groups: Groups, sharded_with: Callable[[], str]) -> None:
         self.groups = groups
         self._sharded_with = sharded_with
-        self._introduces = {GATHERED, REDUCED}  # what has not come yet: the first of each says more
+        # Kinds of collectives that have not come yet. The first entry of each also names the settings.
+        self._introduces = {GATHERED, REDUCED}
         self.hook: _Hook | None = None
         self.hook_state: Any = None
-        self.divide_factor: float | None = None  # instead of the number of ranks
-        self.scatters_over: dist.ProcessGroup | None = (
-            None  # instead of the group that parameters are gathered in
-        )
-        self.comm: Any = None  # a reduce-scatter of the user's own: `allocate`, and a call
-        self.on_reduced: Callable[[Tensor], None] | None = None  # is given what is reduced
-        self.sums_alone = False  # no collective divides: neither a hook nor `comm` meets an average
-        self.defers_all_reduce = False  # replicas add up what they have scattered
-        self.without = ""  # as an entry says it: parameters of the unit that have no gradients here
+        self.divide_factor: float | None = None  # replaces the number of ranks
+        self.scatters_over: dist.ProcessGroup | None = None  # default: the group that gathers
+        self.comm: Any = None  # user-defined reduce-scatter: `allocate`, and a call
+        self.on_reduced: Callable[[Tensor], None] | None = None  # called with each reduced shard
+        self.sums_alone = False  # no collective divides, so `hook` and `comm` see sums
+        self.defers_all_reduce = False  # replicas accumulate their scattered shards
+        self.without = ""  # suffix of an entry: parameters without gradients here
         self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
 
     @property
     def casts_itself(self) -> bool:
         return self.hook in _LOW_PRECISION
 
-    def entry(self, what: str, name: str) -> str:
-        """As ranks compare it: the first gather and the first reduction say what else than defaults they have."""
-        entry = f"{what} '{name}'"
-        if what not in self._introduces:
+    def entry(self, action: str, name: str) -> str:
+        """Return the text that ranks compare.
+
+        The first gather and the first reduction add the settings that are not defaults.
+        """
+        entry = f"{action} '{name}'"
+        if action not in self._introduces:
             return entry
-        self._introduces.remove(what)
-        said = self._sharded_with()
-        return f"{entry}{WITH}{said}" if said else entry
+        self._introduces.remove(action)
+        settings = self._sharded_with()
+        return f"{entry}{WITH}{settings}" if settings else entry
 
     def scatter(self, buffer: Tensor, name: str) -> Scattered | None:
-        """Begin to average a buffer [W * S] of the unit `name` over all ranks.
+        """Start to average a buffer [W * S] of the unit `name` over all ranks.
 
         Return this rank's shard [S] for `finish`, or None if its all-reduce is put off. The buffer is overwritten. The
-        shard is the buffer itself where nothing is sharded.
-        Collectives: a reduce-scatter where parameters are sharded (over gloo an all-to-all, or what paces
+        shard is the buffer itself if nothing is sharded.
+        Collectives: a reduce-scatter if parameters are sharded (over gloo an all-to-all, or what paces
             `SameHostPeers`).
         """
         factor = self.divide_factor
         divided = "" if factor is None or factor == self.groups.size else f"{DIVIDED}{float(factor)}"
         entry = self.entry(REDUCED, name) + divided + self.without
         if self.hook is None:
-            return self._scattered_sum(buffer, entry)
+            return self._start_sum(buffer, entry)
         if self.hook in _LOW_PRECISION:
-            return self._scattered_sum(buffer.to(_LOW_PRECISION[self.hook]), entry)
+            return self._start_sum(buffer.to(_LOW_PRECISION[self.hook]), entry)
         self.note(entry, buffer.device)
         if self.groups.shard is None:
             self.hook(self.hook_state, buffer)
@@ -137,7 +144,7 @@ class Reduction:
     def finish(self, scattered: Scattered) -> Tensor:
         """Return the average [S] over all ranks, in the memory that `scatter` returned.
 
-        Collectives: an all-reduce where parameters are replicated.
+        Collectives: an all-reduce if parameters are replicated.
         """
         output, divisor, replicate = scattered.output, scattered.divisor, self.groups.replicate
         if scattered.is_reduced:
@@ -153,16 +160,15 @@ class Reduction:
         return output
 
     def note(self, entry: str, device: torch.device) -> None:
-        """Have the ranks compare what this one does where it issues no collective itself."""
+        """Record a collective that a hook issues, so that the ranks compare it."""
         for group, order_checker in self.groups.order_checkers.items():
             order_checker.note(entry, group, device)
 
-    def _scattered_sum(self, buffer: Tensor, entry: str) -> Scattered | None:
+    def _start_sum(self, buffer: Tensor, entry: str) -> Scattered | None:
         groups = self.groups
         divisor = float(groups.size) if self.divide_factor is None else self.divide_factor
-        if (
-            buffer.dtype is torch.float16
-        ):  # elsewhere exponents have room to divide once the elements are fewer
+        # Other dtypes have enough exponent range to divide after the sum.
+        if buffer.dtype is torch.float16:
             before = predivide_factor(divisor)
             divisor /= before
             if before > 1:
@@ -171,33 +177,33 @@ class Reduction:
         if groups.shard is not None:
             group = self.scatters_over or groups.shard
             averages = self.comm is not None and self._averages(buffer.dtype, group.size())
-            output = self._scattered(
+            output = self._reduce_scatter(
                 buffer, group, entry, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
             )
             divisor /= group.size() if averages else 1
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
             if earlier is not None:
-                # Gradients of any dtype may have come in a narrower one.
+                # An earlier backward may have reduced in a narrower dtype.
                 output = earlier.add_(output) if earlier.dtype is output.dtype else earlier + output
             if self.defers_all_reduce:
-                # The buffer is COMPUTE's memory, and kept no longer than its own reduction.
+                # The buffer is COMPUTE's memory, which is only valid until its own reduction ends.
                 self.partial = output.clone() if output is buffer else output
                 return None
         return Scattered(output, entry, divisor)
 
     def _averages(self, dtype: torch.dtype, ranks: int) -> bool:
-        """Whether a reduce-scatter of the user's own is told to, as torch tells it."""
+        """Return whether a user-defined reduce-scatter is called with ReduceOp.AVG, as torch calls it."""
         return dtype in _DIVIDED and not self.sums_alone and self.divide_factor in (None, ranks)
 
     def _divisor_before_hook(self, divisor: float, dtype: torch.dtype) -> float:
-        """By what a sum is divided for a hook, which in some dtypes is given the average, as torch's is."""
+        """Return the factor to divide by before the hook sees a sum. In some dtypes torch's hooks see the average."""
         if dtype in _DIVIDED:
             return 1.0 if self.sums_alone else divisor
         return 1.0 if dtype is torch.float16 else predivide_factor(divisor)
 
-    def _scattered(self, buffer: Tensor, group: dist.ProcessGroup, entry: str, op: Any) -> Tensor:
-        """The rank's shard of the sum of the ranks' buffers, or of their average where the user's own is told so."""
+    def _reduce_scatter(self, buffer: Tensor, group: dist.ProcessGroup, entry: str, op: Any) -> Tensor:
+        """Return the rank's shard of the sum of all buffers, or of their average if `op` is AVG."""
         numel = buffer.numel() // group.size()
         if self.comm is not None:
             shard = self.comm.allocate((numel,), dtype=buffer.dtype, device=buffer.device)

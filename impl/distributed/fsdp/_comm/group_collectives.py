@@ -13,10 +13,10 @@ from impl.distributed.fsdp._comm.transport import Complete
 
 
 class GroupMethod:
-    """A collective that is issued by a method of the group itself: the first of `names` that the group has.
+    """Collective that is issued by a method of the group itself: the first of `names` that the group has.
 
-    The functions of torch.distributed check and log what cannot differ here, for as long as the rest of a unit's step
-    takes. A group that is written in Python may have no more than these methods.
+    The functions of torch.distributed check and log what cannot differ here, which takes as long as the rest of a
+    unit's step. A group that is written in Python may have no other methods.
     """
 
     def __init__(self, *names: str) -> None:
@@ -27,14 +27,19 @@ class GroupMethod:
         return getattr(group, name)(*map(_as_real, arguments))
 
 
-def _as_real(given: Any) -> Any:
-    """A tensor, or several, in dtypes that backends have: sums of complex numbers are those of their parts."""
-    if isinstance(given, list):
-        return [_as_real(one) for one in given]
-    return torch.view_as_real(given) if isinstance(given, Tensor) and given.is_complex() else given
+def _as_real(argument: Any) -> Any:
+    """View complex tensors as real ones, also in lists.
+
+    Backends lack complex dtypes, and sums have the same components.
+    """
+    if isinstance(argument, list):
+        return [_as_real(entry) for entry in argument]
+    return (
+        torch.view_as_real(argument) if isinstance(argument, Tensor) and argument.is_complex() else argument
+    )
 
 
-# From 2.13 on torch deprecates the older names, which are all that 2.11 and a group that is a mere backend have.
+# torch 2.13 deprecates the older names. torch 2.11, and a group that is only a backend, have no others.
 _all_gather = GroupMethod("all_gather_single", "_allgather_base")
 _reduce_scatter = GroupMethod("reduce_scatter_single", "_reduce_scatter_base")
 all_to_all = GroupMethod("all_to_all_single", "alltoall_base")
@@ -42,36 +47,37 @@ all_reduce = GroupMethod("allreduce")
 
 
 class GroupCollectives:
-    """A group's own; a transport."""
+    """Transport by a group's own collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.is_over_gloo = is_over_gloo(group, torch.device("cpu"))
 
-    def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
-        complete(_all_gather, self.group, output, mine)
+    def all_gather(self, output: Tensor, shard: Tensor, complete: Complete) -> None:
+        complete(_all_gather, self.group, output, shard)
 
     def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
         rank, sizes = self.group.rank(), [output.shape[1] for output in outputs]
-        together = outputs[0]
+        packed = outputs[0]
         if len(outputs) > 1:
-            together = together.new_empty(len(together), sum(sizes))
-            torch.cat([output[rank] for output in outputs], out=together[rank])
-        self.all_gather(together.view(-1), together[rank], complete)
+            packed = packed.new_empty(len(packed), sum(sizes))
+            torch.cat([output[rank] for output in outputs], out=packed[rank])
+        self.all_gather(packed.view(-1), packed[rank], complete)
         if len(outputs) > 1:
-            torch.split_with_sizes_copy(together, sizes, dim=1, out=list(outputs))
+            torch.split_with_sizes_copy(packed, sizes, dim=1, out=list(outputs))
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
-        """Over gloo this rank adds up itself what it is sent, with one rounding where buffers are in low precision.
+        """Reduce-scatter by the group, or over gloo by an all-to-all and a local sum.
 
-        gloo's own copies the buffer and reduces all of it for every rank: twice the traffic.
+        gloo's own reduce-scatter copies the buffer and reduces all of it for every rank: twice the traffic. The local
+        sum rounds low precision only once.
         """
         if not (self.is_over_gloo and buffer.is_cpu):
             complete(_reduce_scatter, self.group, shard, buffer)
             return
-        parts = torch.empty_like(buffer)
-        complete(all_to_all, self.group, parts, buffer, [], [])
-        torch.sum(parts.view(self.group.size(), -1), 0, out=shard)
+        shards = torch.empty_like(buffer)
+        complete(all_to_all, self.group, shards, buffer, [], [])
+        torch.sum(shards.view(self.group.size(), -1), 0, out=shard)
 
 
 def is_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Which ranks a unit shards its parameters over, and which hold copies of the same part."""
+"""Process groups that a unit's parameters are sharded over and replicated over."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 @dataclass(frozen=True)
 class Groups:
-    """`shard`: the ranks that share one copy of the parameters. `replicate`: those that hold the same part of it.
+    """Process groups of a unit.
 
-    `parallel`: those among which tensor parallelism has spread parameters, each of which has another one to shard.
+    `shard`: the ranks that share one copy of the parameters. `replicate`: the ranks that hold the same shard.
+        `parallel`: the tensor-parallel groups. Each of their ranks has another tensor to shard.
     """
 
-    shard: dist.ProcessGroup | None  # None: nothing is sharded
+    shard: dist.ProcessGroup | None  # absent if nothing is sharded
     replicate: dist.ProcessGroup | None
-    backward: dist.ProcessGroup | None = (
-        None  # of the first, those that gather again for a backward; None: all
-    )
+    # Ranks within `shard` that gather again for a backward; None: all.
+    backward: dist.ProcessGroup | None = None
     parallel: tuple[dist.ProcessGroup, ...] = ()
 
     @property
@@ -47,12 +47,12 @@ class Groups:
 
     @property
     def holding(self) -> tuple[dist.ProcessGroup, ...]:
-        """The ranks that each have other elements of the parameters."""
+        """Groups whose ranks each hold different elements of the parameters."""
         return self.parallel if self.shard is None else (self.shard, *self.parallel)
 
     @property
     def size(self) -> int:
-        """Ranks over which a gradient is averaged."""
+        """Number of ranks that a gradient is averaged over."""
         return self.shard_size * (self.replicate.size() if self.replicate is not None else 1)
 
     @cached_property
@@ -61,7 +61,7 @@ class Groups:
 
     @cached_property
     def order_checkers(self) -> dict[dist.ProcessGroup, CollectiveOrderChecker]:
-        """About the order of the collectives in each group."""
+        """Checkers of the collectives' order, by group."""
         return {
             group: order_checker_of(group)
             for group in (self.shard, self.replicate, self.backward)
@@ -70,9 +70,9 @@ class Groups:
 
 
 def predivide_factor(size: float) -> float:
-    """By what to divide before summing over `size` ranks: a power of two near the square root of it.
+    """Return the factor to divide by before summing over `size` ranks: a power of two near its square root.
 
-    The rest is divided afterwards, so that neither the sum overflows nor the parts underflow.
+    The rest is divided afterwards, so that the sum does not overflow and its terms do not underflow.
     """
     factor = 1
     while size % factor == 0 and size / factor > factor:
@@ -80,13 +80,16 @@ def predivide_factor(size: float) -> float:
     return float(factor)
 
 
-def groups_of(
+def process_groups_for(
     strategy: ShardingStrategy,
     group: dist.ProcessGroup,
     between: dist.ProcessGroup | None,
     parallel: tuple[dist.ProcessGroup, ...] = (),
 ) -> Groups:
-    """Who a unit shards and replicates over, in `group` and, for hybrid strategies, `between`; none of one rank."""
+    """Return the groups that a unit shards and replicates over. Groups of one rank are left out.
+
+    `between` is the group that hybrid strategies replicate over.
+    """
     several = group if group.size() > 1 else None
     if between is not None:
         return Groups(several, between if between.size() > 1 else None, parallel=parallel)
@@ -96,7 +99,7 @@ def groups_of(
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """What a group of one makes of a strategy; torch warns of that, and of NO_SHARD, and so do we."""
+    """Return the strategy that is used for `world_size` ranks. Warn like torch if it changes, and of NO_SHARD."""
     if world_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
             warnings.warn(
@@ -122,12 +125,12 @@ def groups_for(
     device_mesh: DeviceMesh | None,
     device: torch.device,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The group that parameters are sharded over, and for hybrid strategies the one that replicates.
+    """Return the group that parameters are sharded over, and for hybrid strategies the one that replicates.
 
     Raises:
-        ValueError: both a group and a mesh are given; a hybrid strategy has neither, nor a policy; or what is given
-            does not fit the strategy.
-    Collectives: makes process groups for a hybrid strategy without any; all ranks must call it.
+        ValueError: both a group and a mesh are passed; a hybrid strategy has neither, nor a policy; or the arguments
+            do not fit the strategy.
+    Collectives: creates process groups for a hybrid strategy without any; all ranks must call it.
     """
     if process_group is not None and device_mesh is not None:
         raise ValueError(
@@ -163,9 +166,9 @@ def _default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _is_pair(given: Any) -> bool:
+def _is_pair(value: Any) -> bool:
     return (
-        isinstance(given, tuple) and len(given) == 2 and all(isinstance(g, dist.ProcessGroup) for g in given)
+        isinstance(value, tuple) and len(value) == 2 and all(isinstance(g, dist.ProcessGroup) for g in value)
     )
 
 
@@ -173,11 +176,11 @@ def _by_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup
     """Shard inside each host, replicate between hosts; hosts have as many ranks as devices."""
     width = 1 if device.type == "cpu" else torch.accelerator.device_count()
     inside, _ = dist.new_subgroups(width)
-    world, mine = dist.get_world_size(), dist.get_rank()
+    world, rank = dist.get_world_size(), dist.get_rank()
     between: dist.ProcessGroup | None = None
     for first in range(width):
         group = dist.new_group(list(range(first, world, width)))
-        if isinstance(group, dist.ProcessGroup) and mine % width == first:
+        if isinstance(group, dist.ProcessGroup) and rank % width == first:
             between = group
     assert isinstance(inside, dist.ProcessGroup)
     assert between is not None

@@ -1,4 +1,4 @@
-"""What a way to exchange elements has to do."""
+"""Interface of transports, which exchange elements between ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def issue_and_wait(issue: Callable[..., dist.Work], *arguments: Any) -> None:
 
 
 class OwnFault(RuntimeError):
-    """What went wrong is known here, and is no matter of collectives that fail."""
+    """Raised for a known error of our own exchange, as opposed to a failed collective."""
 
 
 class Transport(Protocol):
-    """Of one process group. All of its ranks call the same method, with as many elements."""
+    """Transport of one process group. All ranks must call the same method with the same number of elements."""
 
-    def all_gather(self, output: Tensor, mine: Tensor, complete: Complete) -> None:
-        """Fill `output` with every rank's `mine`, one behind the other."""
+    def all_gather(self, output: Tensor, shard: Tensor, complete: Complete) -> None:
+        """Fill `output` with every rank's `shard`, concatenated in rank order."""
 
     def all_gather_rows(self, outputs: Sequence[Tensor], complete: Complete) -> None:
-        """Fill each of several [W, n] of one dtype with every rank's row; this rank's is there."""
+        """Fill each tensor [W, n] of `outputs` with every rank's row. This rank's rows must already be in place."""
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, complete: Complete) -> None:
-        """Fill `shard` with the sum of this rank's part of every rank's `buffer`, which may be overwritten."""
+        """Fill `shard` with this rank's shard of the sum of all buffers. `buffer` may be overwritten."""

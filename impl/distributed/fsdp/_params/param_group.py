@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._comm.collectives import Reduction, all_gather_into, all_gather_rows
-from impl.distributed.fsdp._comm.desync.monitor import GATHERED, GATHERED_ANEW, WITHOUT
+from impl.distributed.fsdp._comm.desync.monitor import GATHERED, GATHERED_AGAIN, WITHOUT
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._params.autograd import outside_transforms
 from impl.distributed.fsdp._params.param_registration import ParamInfo
@@ -227,7 +227,7 @@ def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = 
     gathering = group.begin_gather(dtype)
     if gathering is None:
         return
-    entry = group.reduction.entry(GATHERED_ANEW if is_kept else GATHERED, name)
+    entry = group.reduction.entry(GATHERED_AGAIN if is_kept else GATHERED, name)
     try:
         if gathering.rows:
             all_gather_rows(gathering.rows, group.groups, gathering.over, entry)

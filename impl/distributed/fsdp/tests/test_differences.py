@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from impl.distributed.fsdp._comm.desync.monitor import difference_in_words
+from impl.distributed.fsdp._comm.desync.monitor import describe_difference
 
 _PRECISION = "reduced 'blocks.1' with reduce_dtype=torch.bfloat16{}"
 _DEFAULT = "reduced 'blocks.1'{}"
@@ -38,5 +38,5 @@ _DEFAULT = "reduced 'blocks.1'{}"
 )
 def test_what_both_ranks_say_is_not_what_differs(ours: str, theirs: str, told: str) -> None:
     for pair in ((ours, theirs), (theirs, ours)):
-        what, _ = difference_in_words(*pair)
+        what, _ = describe_difference(*pair)
         assert what == f"the ranks {told}"

@@ -1,1 +1,1 @@
-"""Finds ranks that part: that issue different collectives, have ended, or are stopped; begin at `collective_order`."""
+"""Detection of ranks that issue different collectives, have ended or are stopped. Start at `collective_order`."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from impl.distributed.fsdp._comm.group_collectives import GroupMethod
 
-_COMPLETES = timedelta(seconds=10)  # an equal collective that all other ranks have entered or will enter
+# Time for an equal collective that all other ranks have entered or will enter.
+_COMPLETES = timedelta(seconds=10)
 
 
 class EnteredCollectives:

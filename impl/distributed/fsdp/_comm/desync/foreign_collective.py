@@ -1,6 +1,6 @@
-"""In which collective of torch.distributed, that a user has called, a thread of this process waits.
+"""Search for a user's collective of torch.distributed in which a thread of this process waits.
 
-Nothing is told of collectives that are not ours. What they wait in can be seen: the functions on the thread's stack.
+User collectives are not recorded. Their functions are visible on the thread's stack.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# Those that no rank leaves before all ranks have come to them, and that do nothing else: that of objects
-# still unpickles when the others have gone on, and where it waits it has called one of these.
+# Collectives that no rank leaves before all ranks have entered them, and that do nothing else. Collectives of objects
+# are left out: they still unpickle when other ranks have gone on, and wait only inside one of these.
 _MEETINGS = frozenset(
     {
         "all_gather",
@@ -35,13 +35,14 @@ _MEETINGS = frozenset(
 
 
 class ForeignCollective(NamedTuple):
-    frame: int  # which call it is
+    frame: int  # identifies the call
     name: str
-    ranks: tuple[int, ...]  # that it waits for, by their numbers in the default group
+    # Ranks that it waits for, as numbers of the default group.
+    ranks: tuple[int, ...]
 
 
 _one_at_a_time = threading.Lock()
-# No child is left with it taken and without garbage collection.
+# A forked child inherits neither a taken lock nor disabled garbage collection.
 os.register_at_fork(
     before=_one_at_a_time.acquire,
     after_in_parent=_one_at_a_time.release,
@@ -51,7 +52,8 @@ os.register_at_fork(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    if sys.version_info >= (3, 12):  # which collects between two instructions of Python alone
+    # Python 3.12 and later collect only between two instructions of Python.
+    if sys.version_info >= (3, 12):
         yield
         return
     with _one_at_a_time:
@@ -66,10 +68,12 @@ def _no_garbage_collection() -> Generator[None]:
 
 @_no_garbage_collection()
 def foreign_collective(thread: int) -> ForeignCollective | None:
-    """The innermost one that a thread is in; only if two looks find the same does it wait there.
+    """Return the innermost user collective that a thread is in, or None.
 
-    In Python 3.11 no garbage is collected meanwhile: it may collect while it makes the object for the frame below, a
-    finalizer (a tensor's, say) lets the other thread run, and the frame is gone when its object is filled in.
+    Equal results of two calls mean that it waits.
+
+    In Python 3.11 garbage collection is disabled during the call. It could run while Python creates the object of a
+    frame. A finalizer (of a tensor, for example) then lets the other thread run, and the frame is gone too early.
     """
     frame: Any = sys._current_frames().get(thread)
     while frame is not None:
@@ -77,7 +81,7 @@ def foreign_collective(thread: int) -> ForeignCollective | None:
         if code.co_filename == distributed_c10d.__file__ and code.co_name in _MEETINGS:
             try:
                 ranks = dist.get_process_group_ranks(frame.f_locals.get("group"))
-            except (KeyError, ValueError):  # of a group that is no more
+            except (KeyError, ValueError):  # the group was destroyed
                 return None
             return ForeignCollective(id(frame), code.co_name, tuple(ranks))
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""What the ranks of a group tell each other beside its collectives, through the store that the group was made with.
+"""Messages between the ranks of a group, through the store that the group was created with.
 
-A store serves one short request at a time over a connection of its own, so that nothing here waits for a collective.
-Keys are this rank's group's alone: torch gives each group a prefix, and a group that is made again over the same store
-gets another *generation*.
+A store serves one short request at a time over its own connection, so nothing here waits for a collective. Keys belong
+to this group only: torch gives each group a prefix, and a group that is created again over the same store gets another
+*generation*.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ STORE_IS_GONE = "the process that keeps it has ended: rank 0's, unless a launche
 
 
 class GroupStore:
-    """Made by `group_store_of`. Every method raises a RuntimeError when the store is gone."""
+    """Store of one group, created by `group_store_of`. Every method raises a RuntimeError if the store is gone."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.is_kept_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._store = store
-        self._read = 0  # messages
+        self._read = 0  # number of messages
 
     def claim(self, name: str, value: str) -> tuple[int, str]:
-        """Who was the first to claim `name`, and the value that it brought."""
-        mine = f"{self.rank} {value}"
-        rank, _, first = self._store.compare_set(name, "", mine).decode().partition(" ")
+        """Claim `name` with `value`. Return the first rank that claimed it, and that rank's value."""
+        claim = f"{self.rank} {value}"
+        rank, _, first = self._store.compare_set(name, "", claim).decode().partition(" ")
         return int(rank), first
 
     def set(self, name: str, value: str) -> None:
         self._store.set(name, value)
 
     def get(self, name: str) -> str:
-        """What some rank has set, or is about to."""
+        """Return a value that some rank has set or is about to set."""
         self._store.wait([name], _ARRIVES)
         return self._store.get(name).decode()
 
@@ -56,41 +56,43 @@ class GroupStore:
         return self._store.add(name, 0)
 
     def post(self, message: Any) -> int:
-        """Leave a message for all; its number."""
+        """Leave a message for all ranks and return its number."""
         number = self._store.add("posted", 1)
         self._store.set(f"message/{number}", json.dumps(message))
         return number
 
-    def news(self) -> list[tuple[int, Any]]:
-        """The messages that came since this was last asked, this rank's own too."""
-        found: list[tuple[int, Any]] = []
+    def new_messages(self) -> list[tuple[int, Any]]:
+        """Return the messages since the last call, including this rank's own."""
+        messages: list[tuple[int, Any]] = []
         for number in range(self._read + 1, self.counted("posted") + 1):
             if not self._store.check([f"message/{number}"]):
-                break  # announced and not there yet
-            found.append((number, json.loads(self._store.get(f"message/{number}"))))
+                break  # announced, not arrived yet
+            messages.append((number, json.loads(self._store.get(f"message/{number}"))))
             self._read = number
-        return found
+        return messages
 
     def answer(self, number: int, text: str) -> None:
         self._store.set(_answer(number, self.rank), text)
 
-    def answers(self, number: int, within_s: float) -> dict[int, str]:
-        """What came in answer to a message, by rank; returns early when all have answered."""
+    def collect_replies(self, number: int, within_s: float) -> dict[int, str]:
+        """Return the replies to a message by rank. Return early if all ranks have replied."""
         end = time.monotonic() + within_s
         ranks = range(self.size)
         while not self._store.check([_answer(number, rank) for rank in ranks]) and time.monotonic() < end:
             time.sleep(_LOOK_S)
-        silent = self._silent(number, ranks)
-        return {rank: self._store.get(_answer(number, rank)).decode() for rank in ranks if rank not in silent}
+        unanswered = self._unanswered(number, ranks)
+        return {
+            rank: self._store.get(_answer(number, rank)).decode() for rank in ranks if rank not in unanswered
+        }
 
-    def _silent(self, number: int, ranks: Sequence[int]) -> set[int]:
-        """By halves: a store says of many keys at once whether all are there."""
+    def _unanswered(self, number: int, ranks: Sequence[int]) -> set[int]:
+        """Return the ranks without a reply. Halve the list, because a store checks many keys at once."""
         if self._store.check([_answer(number, rank) for rank in ranks]):
             return set()
         if len(ranks) == 1:
             return set(ranks)
         half = len(ranks) // 2
-        return self._silent(number, ranks[:half]) | self._silent(number, ranks[half:])
+        return self._unanswered(number, ranks[:half]) | self._unanswered(number, ranks[half:])
 
 
 def _answer(number: int, rank: int) -> str:
@@ -105,10 +107,11 @@ def group_store_of(group: dist.ProcessGroup) -> GroupStore | None:
     """
     try:
         store = group.get_group_store()
-        # Before the connection of its own, which would be tried for minutes.
+        # Count before the clone, whose own connection would be tried for minutes.
         generation = (store.add("impl.fsdp/joined", 1) - 1) // group.size()
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
-        own.compare_set("impl.fsdp/probe", "", "1")  # which torch 2.14's store of a fake group lacks
+        # torch 2.14's store of a fake group lacks this method.
+        own.compare_set("impl.fsdp/probe", "", "1")
     except dist.DistError:
         raise
     except (RuntimeError, NotImplementedError, AttributeError):

@@ -1,7 +1,7 @@
-"""The thread that compares this rank's collectives with the others' while the main thread computes.
+"""Thread that compares this rank's collectives with those of other ranks while the main thread computes.
 
-`collective_order.py` says when; here stands how. What ranks compare are *spans* of their collectives. The rank
-that ends a step first publishes its span, the others compare digests with it and look at the span where those differ.
+`collective_order.py` says when ranks compare, this file how. Ranks compare *spans* of their collectives. The rank that
+ends a step first publishes its span. The others compare digests with it, and read the span if the digests differ.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from impl.distributed.fsdp._comm.desync.group_store import STORE_IS_GONE, GroupS
 
 _log = logging.getLogger(__name__)
 
-GATHERED = "gathered"  # how an all-gather's entry begins: where ranks differ in these, torch has words for it
+# Start of an all-gather's entry. torch has an error text for ranks that differ in these.
+GATHERED = "gathered"
 REDUCED = "reduced"
-OF_STATES = "of a state dict"  # in an entry, instead of a unit
-WITH = " with "  # behind the unit, the first time: what it was sharded with, where that is not the default
-DIVIDED = " divided by "  # behind that: the user's own factor
-WITHOUT = " without "  # behind the unit that is reduced: its parameters that have no gradients on this rank
-# Of a unit whose parameters were kept unsharded, and written to since.
-GATHERED_ANEW = "gathered anew, since its shard was written to,"
+OF_STATES = "of a state dict"  # replacement for the unit in an entry
+# Follows the unit the first time, before its sharding settings that are not defaults.
+WITH = " with "
+DIVIDED = " divided by "  # prefix of the user's divide factor
+# Follows a reduced unit, before its parameters that have no gradients on this rank.
+WITHOUT = " without "
+# Entry of a unit whose parameters were kept unsharded and written to since.
+GATHERED_AGAIN = "gathered again, since its shard was written to,"
 
-_LOOK_S = 1.0  # between looks at the store
-_LOOKS_A_SECOND = 256  # of all ranks of a group, at most: one process serves the store
-_LONG_S = 5.0  # for a collective, and for a comparison
+_LOOK_S = 1.0  # pause between reads of the store
+# Limit for all ranks of a group together, because one process serves the store.
+_LOOKS_A_SECOND = 256
+_LONG_S = 5.0  # limit of a collective, and of a comparison
 _SETTLING_LOOK_S = 0.01
 _KEPT_SPANS = 64
-_KEPT_STEPS = 8  # in the store, of those that this rank was the first to end
+_KEPT_STEPS = 8  # steps kept in the store by the rank that ended them first
 _NAMED_RANKS = 4
 
 
@@ -64,10 +68,9 @@ class CollectiveHistory:
 
     def __init__(self) -> None:
         self.now = CollectiveSpan(0)
-        self.thread = 0  # that has issued the last one
-        self.meetings: set[int] = (
-            set()
-        )  # collectives before which this rank itself tells the others that it is there
+        self.thread = 0  # id of the thread that issued the last collective
+        # Collectives before which this rank itself reports to the others that it has arrived.
+        self.meetings: set[int] = set()
         self._kept = deque([self.now], maxlen=_KEPT_SPANS)
 
     def close(self) -> CollectiveSpan:
@@ -77,30 +80,31 @@ class CollectiveHistory:
         return closed
 
     def difference(self, other: CollectiveSpan) -> tuple[str, str] | None:
-        """Ours and theirs, where they first differ."""
-        for mine in list(self._kept):
-            for number in range(max(mine.start, other.start), min(mine.stop, other.stop)):
-                ours, theirs = mine.entries[number - mine.start], other.entries[number - other.start]
-                if ours != theirs:
-                    return ours, theirs
+        """Return this rank's and the other's first different entries, or None."""
+        for span in list(self._kept):
+            for number in range(max(span.start, other.start), min(span.stop, other.stop)):
+                entry, other_entry = span.entries[number - span.start], other.entries[number - other.start]
+                if entry != other_entry:
+                    return entry, other_entry
         return None
 
 
 class DesyncMonitor:
-    """One process group's.
+    """Comparison of the collectives of one process group.
 
     Args:
-        ranks: of the group, by their numbers in the default group.
-        host_may_wait_unseen: the main thread may be where it cannot be told a verdict.
+        ranks: the group's ranks, as numbers of the default group.
+        host_may_wait_unseen: no verdict can be raised in the main thread while it waits.
     """
 
     def __init__(
         self, store: GroupStore, history: CollectiveHistory, ranks: list[int], host_may_wait_unseen: bool
     ) -> None:
         self.store = store
-        self.verdict = ""  # why this group's collectives are refused from now on
-        self.peers_complete_collectives = False  # the verdict is of ranks that live and will all raise
-        self.has_lost_the_keeper = False  # a collective that is still waiting waits in vain
+        self.verdict = ""  # reason to refuse this group's collectives from now on
+        # The verdict names a difference between live ranks, all of which will raise.
+        self.peers_complete_collectives = False
+        self.has_lost_the_keeper = False  # a pending collective will never complete
         self.entered = EnteredCollectives()
         # Number of the message that every rank answers with its pending collective.
         self._verdict_number = 0
@@ -109,24 +113,23 @@ class DesyncMonitor:
         self._ranks = ranks
         self._logs = host_may_wait_unseen
         self._look_s = max(_LOOK_S, store.size / _LOOKS_A_SECOND)
-        self._closed: queue.SimpleQueue[CollectiveSpan | None] = queue.SimpleQueue()  # None: stop
+        # A None stops the thread.
+        self._closed: queue.SimpleQueue[CollectiveSpan | None] = queue.SimpleQueue()
         self._turn = threading.Semaphore(1)
         self._is_over = False
         self._steps = 0
         self._published: deque[int] = deque()
-        self._pending: list[Any] = []  # spans that this rank has not come to yet
-        self._position = (0, 0.0)  # how many collectives were issued, and since when
-        self._elsewhere: tuple[ForeignCollective | None, float] = (
-            None,
-            0.0,
-        )  # where the host is, and since when
+        self._pending: list[Any] = []  # spans that this rank has not reached yet
+        self._position = (0, 0.0)  # number of issued collectives, and since when
+        # The user's collective in which the host waits, and since when.
+        self._elsewhere: tuple[ForeignCollective | None, float] = (None, 0.0)
         self._thread = threading.Thread(target=self._run, name="FSDP's order of collectives", daemon=True)
         self._thread.start()
 
     # Called by the thread that issues collectives
 
     def compare(self, span: CollectiveSpan) -> None:
-        """Compare in the background, once the span before is done with."""
+        """Compare in the background, after the previous span is compared."""
         if not self._is_over:
             self._turn.acquire(timeout=_LONG_S)
             self._closed.put(span)
@@ -136,14 +139,15 @@ class DesyncMonitor:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _LOOK_S)
 
-    def announce_meeting(self, number: int, entry: str) -> None:
-        """Have the monitors of ranks that do something else at this number say so."""
+    def announce_rendezvous(self, number: int, entry: str) -> None:
+        """Ask the monitors of ranks that issue another collective at this number to report it."""
         self._post("meeting", start=number, entries=[entry])
 
-    def tell_difference(self, ours: str, rank: int, theirs: str) -> None:
-        what, cure = difference_in_words(ours, theirs)
-        self._tell(
-            f"{what}: rank {self._ranks[self.store.rank]} {ours} where rank {self._ranks[rank]} {theirs}; {cure}",
+    def report_difference(self, entry: str, rank: int, other_entry: str) -> None:
+        problem, cure = describe_difference(entry, other_entry)
+        self._publish_verdict(
+            f"{problem}: rank {self._ranks[self.store.rank]} {entry} where rank {self._ranks[rank]} {other_entry}; "
+            f"{cure}",
             is_difference=True,
         )
 
@@ -151,7 +155,7 @@ class DesyncMonitor:
         """Return the error of the verdict. The first call completes collectives that only other ranks have entered."""
         if self.peers_complete_collectives and not self._has_settled:
             self._has_settled = True
-            with contextlib.suppress(RuntimeError):  # the verdict is the news, not that a peer is gone
+            with contextlib.suppress(RuntimeError):  # the verdict matters, not that a peer is gone
                 self._settle(group)
         return RuntimeError(self.verdict)
 
@@ -160,21 +164,21 @@ class DesyncMonitor:
         while not self._verdict_number and not self._is_over and time.monotonic() < end:
             time.sleep(_SETTLING_LOOK_S)
         if self._verdict_number:
-            descriptions = self.store.answers(self._verdict_number, within_s=_LONG_S)
+            descriptions = self.store.collect_replies(self._verdict_number, within_s=_LONG_S)
             if len(descriptions) == self.store.size:
                 self.entered.complete_pending([*descriptions.values()], group)
 
-    def explained(self, entry: str) -> str:
-        """The verdict about a collective that failed, or that waited until there was one."""
+    def explain_failure(self, entry: str) -> str:
+        """Return the verdict about a collective that failed or was waiting for a verdict."""
         if self.verdict:
             return self.verdict
         failed = f"rank {self._ranks[self.store.rank]} {entry} in vain"
         try:
             now = self._history.now
             self._post("span", start=now.start, entries=now.entries)
-            answers = self.store.answers(self._post("call"), within_s=3 * self._look_s)
+            answers = self.store.collect_replies(self._post("call"), within_s=3 * self._look_s)
             if not self.verdict:
-                self._tell(f"{failed}; {self._whereabouts(answers)}")
+                self._publish_verdict(f"{failed}; {self._whereabouts(answers)}")
         except dist.DistError:
             return f"{failed}; the store does not answer either, so {STORE_IS_GONE}"
         return self.verdict
@@ -205,7 +209,7 @@ class DesyncMonitor:
             self._turn.release()
 
     def _wait_for_what_was_sent(self) -> None:
-        """The last collectives of a rank that ended well may still be on their way."""
+        """Wait for the last collectives of a rank that ended normally, which may still be in transit."""
         end = time.monotonic() + _LONG_S
         with contextlib.suppress(queue.Empty):
             while self._closed.get(timeout=max(0.0, end - time.monotonic())) is not None:
@@ -229,14 +233,14 @@ class DesyncMonitor:
             self.store.delete(f"span/{old}")
 
     def _judge(self, rank: int, other: CollectiveSpan) -> bool:
-        """Whether another rank's span is, as far as both have come, the same as ours."""
-        found = self._history.difference(other)
-        if found is not None:
-            self.tell_difference(found[0], rank, found[1])
-        return found is None
+        """Return whether another rank's span equals this rank's, as far as both have come."""
+        difference = self._history.difference(other)
+        if difference is not None:
+            self.report_difference(difference[0], rank, difference[1])
+        return difference is None
 
     def _look_at_the_clock(self) -> None:
-        """Show the others a step that does not go on."""
+        """Publish a step that does not make progress."""
         now, (position, since_s) = self._history.now, self._position
         if now.stop != position:
             self._position = (now.stop, time.monotonic())
@@ -245,7 +249,7 @@ class DesyncMonitor:
             self._position = (position, float("inf"))
 
     def _read_messages(self) -> None:
-        messages = [*self._pending, *self.store.news()]
+        messages = [*self._pending, *self.store.new_messages()]
         self._pending = [message for message in messages if not self._is_done_with(*message)]
 
     def _is_done_with(self, number: int, message: Any) -> bool:
@@ -258,44 +262,43 @@ class DesyncMonitor:
                     self._verdict_number = number
             case "call":
                 entries = self._history.now.entries
-                last = f"last {entries[-1]}" if entries else "stands between two steps"
+                last = f"last {entries[-1]}" if entries else "is between two steps"
                 self.store.answer(number, f"{self._history.now.stop} {last}")
             case kind if rank != self.store.rank:
                 other = CollectiveSpan(message["start"], message["entries"])
-                has_come_to_it = (
-                    self._history.now.stop >= other.stop
-                )  # asked first: this rank goes on meanwhile
+                # Read this first, because this rank goes on meanwhile.
+                has_come_to_it = self._history.now.stop >= other.stop
                 is_same = self._judge(rank, other)
                 if not has_come_to_it:
-                    return not is_same or self._tell_if_elsewhere(rank, other)
+                    return not is_same or self._report_foreign_wait(rank, other)
                 if kind == "meeting" and is_same and other.start not in self._history.meetings:
                     self.store.count_up(f"met/{other.start}")
             case _:
                 pass
         return True
 
-    def _tell_if_elsewhere(self, rank: int, other: CollectiveSpan) -> bool:
-        """Whether the host waits in a user's collective for a rank that waits for it in ours, which comes later."""
-        now_s, (seen, since_s) = time.monotonic(), self._elsewhere
-        found = None if self._logs else foreign_collective(self._history.thread)
-        if found is None or found != seen:
-            self._elsewhere = (found, now_s)
+    def _report_foreign_wait(self, rank: int, other: CollectiveSpan) -> bool:
+        """Report a host that waits in a user's collective for a rank that waits for it. Return whether it does."""
+        now_s, (earlier, since_s) = time.monotonic(), self._elsewhere
+        current = None if self._logs else foreign_collective(self._history.thread)
+        if current is None or current != earlier:
+            self._elsewhere = (current, now_s)
             return False
-        waits_for_it = self._ranks[rank] in found.ranks and now_s - since_s >= self._look_s
+        waits_for_it = self._ranks[rank] in current.ranks and now_s - since_s >= self._look_s
         if not waits_for_it or self._history.now.stop >= other.stop:
             return False
-        self._tell(
-            f"a rank waits in a collective of the user's own for ranks that wait for it: rank "
-            f"{self._ranks[self.store.rank]} waits in torch.distributed.{found.name}() where rank {self._ranks[rank]} "
-            f"{other.entries[-1]}; call it, and the model, on every rank in the same order"
+        self._publish_verdict(
+            f"a rank waits in a user's collective for ranks that wait for it: rank "
+            f"{self._ranks[self.store.rank]} waits in torch.distributed.{current.name}() where rank "
+            f"{self._ranks[rank]} {other.entries[-1]}; call it, and the model, on every rank in the same order"
         )
-        _log.error("%s", self.verdict)  # where nothing can be raised
+        _log.error("%s", self.verdict)  # logged too, where nothing can be raised
         return True
 
     def _post(self, kind: str, **content: Any) -> int:
         return self.store.post({"kind": kind, "rank": self.store.rank, **content})
 
-    def _tell(self, verdict: str, *, is_difference: bool = False) -> None:
+    def _publish_verdict(self, verdict: str, *, is_difference: bool = False) -> None:
         self._adopt(verdict, is_difference=is_difference)
         self._post("verdict", text=verdict, is_difference=is_difference)
 
@@ -308,14 +311,14 @@ class DesyncMonitor:
                 _log.error("%s", verdict)
 
     def _whereabouts(self, answers: dict[int, str]) -> str:
-        """Of the ranks that do not answer, or else of those that have not come as far."""
-        silent = [rank for rank in range(self.store.size) if rank not in answers]
-        if silent:
-            return f"{self._named(silent)}: no answer, so ended or stopped"
+        """Describe the ranks that do not answer, or else those that have not come as far."""
+        unanswered = [rank for rank in range(self.store.size) if rank not in answers]
+        if unanswered:
+            return f"{self._named(unanswered)}: no answer, so ended or stopped"
         counts = {rank: int(answer.partition(" ")[0]) for rank, answer in answers.items()}
-        behind = [rank for rank, count in counts.items() if count < max(counts.values())]
+        late = [rank for rank, count in counts.items() if count < max(counts.values())]
         reported = "; ".join(
-            f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in behind[:_NAMED_RANKS]
+            f"{self._named([rank])} {answers[rank].partition(' ')[2]}" for rank in late[:_NAMED_RANKS]
         )
         return reported or "all ranks answer"
 
@@ -325,11 +328,11 @@ class DesyncMonitor:
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def difference_in_words(*entries: str) -> tuple[str, str]:
-    """What two ranks that issue these do wrong, and how to cure it."""
-    if any(entry.startswith(GATHERED_ANEW) for entry in entries):
+def describe_difference(*entries: str) -> tuple[str, str]:
+    """Return what two ranks with these entries do wrong, and the cure."""
+    if any(entry.startswith(GATHERED_AGAIN) for entry in entries):
         return (
-            "parameters that were kept unsharded were written to on some ranks alone",
+            "parameters that were kept unsharded were written to on some ranks only",
             "write to them on every rank or on none, and between a forward and its backward on none",
         )
     units = {entry.partition("'")[2].partition("'")[0] for entry in entries}
@@ -353,9 +356,9 @@ def difference_in_words(*entries: str) -> tuple[str, str]:
             )
     if sum(OF_STATES in entry for entry in entries) == 1:
         return (
-            "some ranks alone ask for a state dict",
-            "call what gives it on every rank, also where one alone writes it",
+            "only some ranks ask for a state dict",
+            "call the function that returns it on every rank, also if only one rank writes it",
         )
     gathers = all(entry.startswith(GATHERED) for entry in entries)
-    what = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
-    return what, "every rank must run the same wrapped modules in the same order, with the same settings"
+    problem = "Forward order differs across ranks" if gathers else "the ranks issue different collectives"
+    return problem, "every rank must run the same wrapped modules in the same order, with the same settings"
