@@ -70,6 +70,40 @@ def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
     return {"events": events, **held(model)}
 
 
+def hooks_on_gradients(site: Site, before: bool) -> dict[str, Any]:
+    """Return which hooks ran, and whether gradients are three times those without hooks that triple them."""
+    plain = _accumulated(site, blocks())
+    model = blocks()
+    events: list[str] = []
+    if before:
+        _register_hooks(model, events)
+    hooked = _accumulated(site, model, None if before else events)
+    pairs = zip(plain, hooked, strict=True)
+    return {
+        "events": events,
+        "are tripled": all(torch.allclose(3 * grad, tripled) for grad, tripled in pairs),
+    }
+
+
+def _accumulated(site: Site, model: Any, events: list[str] | None = None) -> list[torch.Tensor]:
+    for block in (*model, model):
+        site.shard(block)
+    if events is not None:
+        _register_hooks(model, events)
+    for number in range(3):
+        model.set_requires_gradient_sync(number > 0)
+        model(batch_of(site, number)).sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def _register_hooks(model: nn.Module, events: list[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: events.append(f"{name} of {tuple(grad.shape)}"))
+        parameter.register_hook(lambda grad: grad * 3)
+        parameter.register_hook(lambda grad: grad * 5).remove()
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+
+
 class _WithAuxiliary(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -82,6 +82,30 @@ def _noting(events: list[Any], name: str) -> Any:
     return lambda _: events.append(name)
 
 
+def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
+    """Return what hooks on parameters get in two backwards, and the gradients that they leave, beside those without."""
+    with lab.model.no_sync() if no_sync else contextlib.nullcontext():
+        lab.backward(0)
+    lab.backward(1)
+    plain = gathered_gradients(lab.library, lab.model)
+    lab.model.zero_grad()
+    shapes: list[Any] = []
+    for name, parameter in lab.model.named_parameters():
+        if parameter.numel():
+            parameter.register_hook(_tripling(shapes, clean(name)))
+            parameter.register_hook(_tripling(shapes, clean(name))).remove()
+    with lab.model.no_sync() if no_sync else contextlib.nullcontext():
+        lab.backward(0)
+    lab.backward(1)
+    whole = gathered_gradients(lab.library, lab.model)
+    are_tripled = [torch.allclose(whole[name], 3 * plain[name]) for name in plain]
+    return {"shapes": sorted(shapes), "whole": whole, "are tripled": all(are_tripled)}
+
+
+def _tripling(shapes: list[Any], name: str) -> Any:
+    return lambda grad: shapes.append((name, tuple(grad.shape))) or grad * 3
+
+
 def barriers_where_units_compute(lab: Lab) -> None:
     """Two forwards and backwards; the ranks meet wherever a unit's module begins to compute in them."""
     for unit in lab.units[1:]:

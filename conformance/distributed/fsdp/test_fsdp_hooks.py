@@ -16,6 +16,7 @@ from conformance.distributed.fsdp.twins import (
     TwinsOf,
     Wrapping,
     both_kinds,
+    each,
     each_strategy,
     each_wrapping,
     leaf_by_leaf,
@@ -49,6 +50,29 @@ def test_hooks_of_tensors_run_as_with_torch(twins: Twins, wrapping: Wrapping) ->
 @each_strategy
 def test_hooks_of_parameters_run_as_with_torch(twins: Twins, strategy: str) -> None:
     twins.agree(hook_cases.hooks_of_parameters, leaf_by_leaf(strategy))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hooks.gradients")
+@pytest.mark.parametrize("no_sync", [False, True])
+@each_strategy
+def test_hooks_on_gradients_of_flat_parameters_match_torch(
+    twins: Twins, strategy: str, no_sync: bool
+) -> None:
+    twins.agree(hook_cases.hooks_on_gradients, leaf_by_leaf(strategy), no_sync=no_sync)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_on_gradients")
+@pytest.mark.deviation("fsdp.hooks_on_gradients")
+@pytest.mark.parametrize("no_sync", [False, True])
+@each_strategy
+def test_hooks_on_gradients_of_original_parameters_run(twins: Twins, strategy: str, no_sync: bool) -> None:
+    twins.deviate(
+        hook_cases.hooks_on_gradients,
+        leaf_by_leaf(strategy, use_orig_params=True),
+        no_sync=no_sync,
+        torch_does=each(lambda value: not value["shapes"]),
+        we_do=each(lambda value: value["are tripled"]),
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.replaces_the_reduction")

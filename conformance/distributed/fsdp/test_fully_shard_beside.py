@@ -10,6 +10,7 @@ import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
 from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
+from conformance.distributed.fsdp.fully_shard_beside_cases import blocks
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.twins import Seen, TwinsOf, each, raises
 from conformance.judge.clauses import clause
@@ -163,6 +164,25 @@ def test_optimizer_made_before_sharding_steps_parameters_put_into_it(sites: Site
 @pytest.mark.parametrize("syncs_first", [True, False])
 def test_optimizers_step_in_the_backward(sites: Sites, syncs_first: bool) -> None:
     sites.agree(graph_cases.stepped_in_backward, syncs_first=syncs_first)
+
+
+@clause("distributed.fsdp.fully_shard.hooks_on_gradients")
+@pytest.mark.deviation("fully_shard.hooks_on_gradients")
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_on_gradients_of_sharded_parameters_run(sites: Sites, before: bool) -> None:
+    after_accumulation = [name for name, _ in blocks().named_parameters()]
+
+    def ran(value: Any) -> bool:
+        events = value["events"]
+        # Two of the three backwards synchronise.
+        return value["are tripled"] and all(events.count(name) == 2 for name in after_accumulation)
+
+    sites.deviate(
+        graph_cases.hooks_on_gradients,
+        before=before,
+        torch_does=each(lambda value: set(value["events"]) <= set(after_accumulation)),
+        we_do=each(ran),
+    )
 
 
 @clause("distributed.fsdp.failures.in_a_forward")

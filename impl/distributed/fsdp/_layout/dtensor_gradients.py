@@ -238,11 +238,11 @@ class DTensorGradients:
         for param in params:
             sharded, mine = param.sharded, param.in_grad_dtype(param.part_in(flat, start))
             start += param.padded_numel
-            held = sharded.grad
+            grad, held = param.hooked(param.gradient(mine)), sharded.grad
             if held is None:
-                sharded.grad = param.gradient(mine)
+                sharded.grad = grad
             else:
-                held._local_tensor.add_(mine)
+                held._local_tensor.add_(grad._local_tensor)
             if sharded._post_accumulate_grad_hooks:
                 for hook in list(sharded._post_accumulate_grad_hooks.values()):
                     hook(sharded)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
+from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
 from impl.distributed.fsdp._params.param_group import NewBuffer
 from impl.kernels import copy_to_host_async
 
@@ -109,7 +110,7 @@ class GradientShard:
             self._averaged = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        handle = self._handle
+        handle, grads = self._handle, self._hooked(grads)
         self._state.note_added(to_earlier=self._unreduced is not None)
         if self._unreduced is None:
             dtype = next(grad.dtype for grad in grads if grad is not None)
@@ -124,7 +125,7 @@ class GradientShard:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """All that has not been averaged, with `grads` added, [padded_numel]."""
-        unsharded, handle = self._unreduced, self._handle
+        unsharded, handle, grads = self._unreduced, self._handle, self._hooked(grads)
         dtype = dtype or handle.reduce_dtype
         if unsharded is not None and not self._state.is_on_the_way:
             self._state.is_on_the_way = True
@@ -134,6 +135,28 @@ class GradientShard:
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
         _copy_in(handle.layout, grads, views, buffer)
         return buffer
+
+    def _hooked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return what hooks of a flat parameter make of this rank's gradients, which they see as one."""
+        handle = self._handle
+        present = [grad for grad in grads if grad is not None]
+        if handle.use_orig_params or not handle.flat_param._backward_hooks or not present:
+            return grads
+        flat = present[0].new_empty(handle.layout.padded_numel)
+        _copy_in(handle.layout, grads, handle.views_of(flat), flat)
+        hooked = apply_gradient_hooks(handle.flat_param, flat[: handle.layout.numel], "a flat parameter")
+        return handle.views_of(hooked.contiguous())
+
+    def _apply_hooks(self, reduced: Tensor) -> None:
+        """Write back what hooks of the user's own parameters make of their parts of an average [shard_numel]."""
+        handle = self._handle
+        if not handle.use_orig_params:
+            return
+        for slot, parameter, part in zip(
+            handle.layout.slots, handle.parameters, handle.pieces_of(reduced), strict=True
+        ):
+            if part is not None and parameter._backward_hooks:
+                part.copy_(apply_gradient_hooks(parameter, part, slot.name))
 
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to those of this backward.
@@ -161,6 +184,8 @@ class GradientShard:
             self._forget_unreduced()
         averaged, self._averaged = self._averaged, None
         reduced, self._reduced = self._reduced, None
+        if reduced is not None:
+            self._apply_hooks(reduced)
         if averaged is None:
             averaged = reduced
         elif reduced is not None:

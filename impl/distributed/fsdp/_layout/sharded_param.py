@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._layout.grad_dtypes import has_grad_dtype
+from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
 from impl.distributed.fsdp._params.param_registration import ManagedParam
 from impl.distributed.fsdp._params.tensor_parallel import made_dtensor, mesh_beside
 
@@ -95,6 +96,9 @@ class ShardedParam:
             local = local.cpu()
         # An nn.Parameter, and a DTensor.
         self.sharded: Any = nn.Parameter(made_dtensor(local, spec), requires_grad=parameter.requires_grad)
+        # The same dictionaries, so that handles of hooks from before can still remove them.
+        self.sharded._backward_hooks = managed.original._backward_hooks
+        self.sharded._post_accumulate_grad_hooks = managed.original._post_accumulate_grad_hooks
         if has_grad_dtype(managed.original):
             self.sharded.grad_dtype = managed.original.grad_dtype
 
@@ -170,6 +174,13 @@ class ShardedParam:
         if local.dtype is not self.dtype:
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         return made_dtensor(local, spec)
+
+    def hooked(self, grad: Any) -> Any:
+        """Return what the hooks of the sharded parameter make of a gradient, placed like the parameter."""
+        if not self.sharded._backward_hooks:
+            return grad
+        result = apply_gradient_hooks(self.sharded, grad, self.name)
+        return result.redistribute(placements=grad.placements)
 
     def kept_of(self, run: Tensor, rank: int, ranks: int) -> Tensor:
         """A copy of the part of a run [W * n] that `rank` of fewer `ranks` keeps for a backward.

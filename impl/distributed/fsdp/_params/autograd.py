@@ -39,6 +39,26 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Remov
     return handle
 
 
+def apply_gradient_hooks(param: Tensor, grad: Any, name: str) -> Any:
+    """Return what the hooks of `param` make of a gradient that autograd does not accumulate itself.
+
+    Raises:
+        TypeError: a hook returned something else than a tensor of the gradient's type and shape.
+    """
+    for hook in list((param._backward_hooks or {}).values()):
+        result: Any = hook(grad)
+        if result is None:
+            continue
+        if not isinstance(result, type(grad)) or result.shape != grad.shape:
+            described = f" of shape {list(result.shape)}" if isinstance(result, Tensor) else ""
+            raise TypeError(
+                f"a hook of {name} returned a {type(result).__name__}{described}, but its gradient is a "
+                f"{type(grad).__name__} of shape {list(grad.shape)}; return None or a tensor like the gradient"
+            )
+        grad = result
+    return grad
+
+
 def differentiable_levels(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that graphs were recorded for: `tensor`, those that torch.func wraps in it, and their tangents.
 
