@@ -22,6 +22,11 @@ How an operator travels, and the file of csrc that it passes:
     ▼ the seed says which queue moves, and when; at the latest where the host waits for it
     the CPU's kernel, on raw memory
 
+Messages (`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`) have NCCL's order. A batch is one task on the stream of
+the group's collectives. Other messages have a stream for each pair of ranks. They match in the order of the calls. A
+send waits for no receive. If every rank waits for another one or has ended, the ranks that wait raise an error. It says
+what each rank waits for, and where.
+
 Seed 0 runs all in the order of the program, 1 everything as late as the host allows, 2 the default stream early and the
 others late, 3 the other way round; from 4 on streams are early, late or in between as drawn, and change.
 """

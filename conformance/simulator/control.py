@@ -145,6 +145,17 @@ def synchronize() -> None:
     needed().drain()
 
 
+def leave_peers(checks_sends: bool) -> None:
+    """Report to the other ranks that this rank ends.
+
+    Args:
+        checks_sends: wait until all messages of this rank are received.
+    Raises:
+        RuntimeError: a message is never received, because all other ranks have ended or wait for each other.
+    """
+    needed().leave_peers(checks_sends)
+
+
 def launch(
     function: Callable[[], object],
     reads: Sequence[torch.Tensor],
@@ -187,3 +198,4 @@ def needed() -> ModuleType:
 def _drain_at_exit() -> None:
     with contextlib.suppress(RuntimeError):  # a peer that is gone must not keep this process
         synchronize()
+        leave_peers(checks_sends=False)

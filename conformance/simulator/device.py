@@ -33,7 +33,7 @@ def register(extension: types.ModuleType) -> None:
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     if dist.is_available():
-        dist.Backend.register_backend(BACKEND, _make_backend, devices=[NAME, "cpu"])
+        dist.Backend.register_backend(BACKEND, _make_backend, extended_api=True, devices=[NAME, "cpu"])
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,8 +41,13 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return _extension.cpu_alias(tensor)
 
 
-def _make_backend(store: dist.Store, rank: int, size: int, timeout: object) -> object:
-    return _extension.make_backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+def _make_backend(group: object, _options: object) -> object:
+    rank, size = group.group_rank, group.group_size
+    # The default group is made before torch.distributed is initialized.
+    if not dist.is_initialized():
+        _extension.meet_peers(group.store, rank, size)
+    gloo = dist.ProcessGroupGloo(group.store, rank, size, group.timeout)
+    return _extension.make_backend(gloo, group.store, group.global_ranks_in_group or list(range(size)))
 
 
 def _index(device: object = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import gc
 import hashlib
 import io
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from conformance.simulator.control import (
     course,
+    leave_peers,
     log_hazards,
     set_schedule,
     synchronize,
@@ -181,11 +183,15 @@ def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
     try:
         runpy.run_path(script.path, run_name="__main__")
         synchronize()
+        leave_peers(checks_sends=True)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # whatever it is, it is how the script ends
         traceback.print_exc()
         status = 1
+    if status:
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            leave_peers(checks_sends=False)
     told = {
         "saved": saved,
         "digests": [course()],

@@ -3,7 +3,7 @@
 // A collective begins when its stream gets to it: it takes its inputs, poisons its outputs and starts gloo on memory of
 // its own. It ends, and fills its outputs, when somebody needs it. `Work.wait()` makes the stream wait, not the host.
 // So when gloo's messages arrive decides nothing, and the same seed has the same result.
-#include "tensors.h"
+#include "peers.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -51,6 +51,44 @@ struct Collective {  // one that has been asked for: how it begins on memory of 
   bool in_place = false;                // inputs and outputs are the same
   int64_t divide_by = 1;
   std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // what comes of it, where `start` leaves that in its inputs
+  bool is_message = false;  // or several: of one rank to another
+};
+
+constexpr int kAll = -1;  // instead of a peer
+
+struct Batch {  // of messages that progress together
+  Tensors inputs, outputs;
+  Messages sends, receives;
+  std::vector<WorkP> on_host;
+};
+
+class HostWorks final : public c10d::Work {
+ public:
+  explicit HostWorks(std::vector<WorkP> works) : works_(std::move(works)) {}
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](auto& work) { return work->isCompleted(); });
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (auto& work : works_) work->wait(timeout);
+    return true;
+  }
+
+ private:
+  std::vector<WorkP> works_;
+};
+
+class Barrier final : public c10d::Work {
+ public:
+  Barrier(WorkP work, std::string what) : work_(std::move(work)), what_(std::move(what)) {}
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    wait_for_peers(what_, [this] { return work_->isCompleted(); });
+    return work_->wait(timeout);
+  }
+
+ private:
+  WorkP work_;
+  std::string what_;
 };
 
 Tensors aliases(const Tensors& tensors) {
@@ -61,11 +99,12 @@ Tensors aliases(const Tensors& tensors) {
 
 class SimBackend final : public c10d::Backend {
  public:
-  explicit SimBackend(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
+  SimBackend(c10::intrusive_ptr<c10d::Backend> gloo, StoreP store, std::vector<int> ranks)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), store_(std::move(store)), ranks_(std::move(ranks)) {
     if (size_ > 1) watch_for_held_up_host();
   }
   const std::string getBackendName() const override { return "simccl"; }
+  bool supportsCoalescing() const override { return true; }
   void setSequenceNumberForGroup() override { gloo_->setSequenceNumberForGroup(); }
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
@@ -153,14 +192,24 @@ class SimBackend final : public c10d::Backend {
     return issue("all_to_all", OpType::ALLTOALL_BASE, {{in}, {out}, start});
   }
   WorkP send(Tensors& tensors, int to, int tag) override {
-    return issue("send", OpType::SEND, {tensors, {}, [=](auto& gloo, auto& in, auto&) { return gloo.send(in, to, tag); }});
+    return add_message(to, tensors, tag, {rank_, to}, "send to rank ", &Batch::inputs, &Batch::sends,
+        [&] { return gloo_->send(tensors, to, tag); });
   }
   WorkP recv(Tensors& tensors, int from, int tag) override {
-    return issue("recv", OpType::RECV, {{}, tensors, [=](auto& gloo, auto&, auto& out) { return gloo.recv(out, from, tag); }});
+    return add_message(from, tensors, tag, {from, rank_}, "recv from rank ", &Batch::outputs, &Batch::receives,
+        [&] { return gloo_->recv(tensors, from, tag); });
+  }
+  void startCoalescing() override { batch_.emplace(); }
+  WorkP endCoalescing() override {
+    auto batch = *std::exchange(batch_, std::nullopt);
+    if (!batch.on_host.empty()) return c10::make_intrusive<HostWorks>(std::move(batch.on_host));
+    if (batch.sends.empty() && batch.receives.empty())  // of collectives, each of which was issued on its own
+      return work_of(stream_of(current_device(), kAll), {}, {}, OpType::COALESCED);
+    return issue(std::move(batch), kAll, OpType::COALESCED);  // on the stream of the collectives, like nccl
   }
   WorkP barrier(const c10d::BarrierOptions& options) override {
     settle();
-    return gloo_->barrier(options);
+    return c10::make_intrusive<Barrier>(gloo_->barrier(options), "barrier, called at " + line_of_program(here()));
   }
 
  private:
@@ -181,11 +230,55 @@ class SimBackend final : public c10d::Backend {
   // Of host memory they are gloo's own, and hold up the host: meanwhile the device goes on.
   bool on_host(const Tensors& tensors) {
     bool host = !tensors.empty() && tensors[0].is_cpu();
+    TORCH_CHECK(!host || !batch_, "simccl: collectives of host memory are not coalesced");
     if (host) settle();
     return host;
   }
 
-  WorkP issue(const char* name, OpType op, Collective asked) {
+  template <class F>
+  WorkP add_message(int peer, const Tensors& tensors, int tag, std::pair<int, int> way, const char* name,
+      Tensors Batch::*its_tensors, Messages Batch::*its_messages, F&& on_host) {
+    if (!tensors.empty() && tensors[0].is_cpu()) {  // gloo's own, which a peer may answer when it gets what is queued here
+      begin_queued();
+      auto work = on_host();
+      if (batch_) batch_->on_host.push_back(work);
+      return work;
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(!anybody_captures(), "simccl: messages are not captured by graphs");
+    Batch alone;
+    auto& batch = batch_ ? *batch_ : alone;
+    for (auto& tensor : tensors) {
+      auto key = std::to_string(way.first) + ">" + std::to_string(way.second) + "/" + std::to_string(messages_[way]++);
+      (batch.*its_tensors).push_back(tensor);
+      (batch.*its_messages).push_back({key, name + std::to_string(ranks_.at(peer)), tag, here()});
+    }
+    return batch_ ? nullptr : issue(std::move(alone), peer, way.first == rank_ ? OpType::SEND : OpType::RECV);
+  }
+
+  WorkP issue(Batch batch, int peer, OpType op) {
+    std::string name;
+    for (auto* messages : {&batch.sends, &batch.receives})
+      for (auto& message : *messages) name += (name.empty() ? "" : ", ") + message.name;
+    auto start = [store = store_, sends = batch.sends, receives = batch.receives](auto&, auto& in, auto& out) -> WorkP {
+      send_messages(store, sends, in);
+      return receives.empty() ? nullptr : receive_messages(store, receives, out);
+    };
+    Collective asked{batch.inputs, batch.outputs, start};
+    asked.is_message = true;
+    return issue(peer == kAll ? "batch_isend_irecv (" + name + ")" : name, op, std::move(asked), peer);
+  }
+
+  StreamKey stream_of(int device, int peer) {
+    auto [found, made] = streams_.try_emplace({device, peer}, 0);
+    if (made) found->second = new_stream(device);
+    return {device, found->second};
+  }
+
+  WorkP work_of(StreamKey stream, Tensors inputs, Tensors outputs, OpType op) const {
+    return c10::make_intrusive<SimWork>(record(stream), std::move(inputs), std::move(outputs), rank_, op);
+  }
+
+  WorkP issue(const std::string& name, OpType op, Collective asked, int peer = kAll) {
     auto& tensors = asked.outputs.empty() ? asked.inputs : asked.outputs;
     TORCH_CHECK(!tensors.empty(), "simccl: ", name, " got no tensors");
     if (on_host(tensors)) return asked.start(*gloo_, asked.inputs, asked.outputs);
@@ -196,16 +289,15 @@ class SimBackend final : public c10d::Backend {
       for (auto& tensor : *some) {
         bool write = some == &asked.outputs;
         TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
-        TORCH_CHECK_TYPE(write || tensor.scalar_type() == dtype,
+        TORCH_CHECK_TYPE(write || asked.is_message || tensor.scalar_type() == dtype,
             "simccl: ", name, " got inputs of ", tensor.scalar_type(), " for ", dtype);
         TORCH_CHECK(!write || tensor.is_non_overlapping_and_dense(), "simccl: ", name, " got an output that is not contiguous");
         ranges.push_back(range_of(tensor, write));
       }
-    if (!streams_.count(device)) streams_[device] = new_stream(device);
-    StreamKey stream{device, streams_[device]};
+    auto stream = stream_of(device, peer);
     block(stream, record(current(device)));
     enqueue(stream, name, task_of(asked), ranges, {{size_}});
-    return c10::make_intrusive<SimWork>(record(stream), std::move(asked.inputs), std::move(asked.outputs), rank_, op);
+    return work_of(stream, std::move(asked.inputs), std::move(asked.outputs), op);
   }
 
   // It does not keep the tensors: memory that is freed too early is to be seen.
@@ -237,17 +329,23 @@ class SimBackend final : public c10d::Backend {
       }
       *going = {};
     };
-    return {start, [going] { return !going->work || going->work->isCompleted(); }, finish};
+    if (asked.is_message && out.empty()) return {[start, finish] { start(), finish(); }, nullptr, nullptr, true};
+    return {start, [going] { return !going->work || going->work->isCompleted(); }, finish, asked.is_message};
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
-  std::map<int, int64_t> streams_;  // one for each device, as nccl has
+  StoreP store_;
+  std::vector<int> ranks_;  // of the whole program, by rank of the group
+  std::map<std::pair<int, int>, int64_t> streams_;  // of each device for collectives and for each peer, like nccl
+  std::map<std::pair<int, int>, int64_t> messages_;  // how many, by sender and receiver
+  std::optional<Batch> batch_;
 };
 }  // namespace
 
 void bind_collectives(pybind11::module_& m) {
-  m.def("make_backend", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<SimBackend>(gloo);
-  });
+  m.def("make_backend", [](const c10::intrusive_ptr<c10d::Backend>& gloo, const StoreP& store, std::vector<int> ranks)
+      -> c10::intrusive_ptr<c10d::Backend> { return c10::make_intrusive<SimBackend>(gloo, store->clone(), std::move(ranks)); });
+  m.def("meet_peers", [](const StoreP& store, int rank, int size) { meet_peers(store->clone(), rank, size); });
+  m.def("leave_peers", &leave_peers);
 }
 }  // namespace sim

@@ -69,6 +69,8 @@ struct Task {  // what waits for its turn on a stream
   std::function<void()> run;
   std::function<bool()> is_complete = nullptr;  // a collective goes on elsewhere after `run`; it ends with `finish`
   std::function<void()> finish = nullptr;
+  bool is_message = false;  // of one rank to another
+  bool gave_up = false;  // it was waited for, and the peers took too long
 };
 struct Work {
   std::string name;
@@ -86,6 +88,7 @@ T& only() {  // never destroyed: threads and tensors outlive what is static
 // -- places.cpp: where in the Python program something was asked for
 PlaceP here();
 std::string text(const PlaceP& place);  // "file:line function < file:line function ..."
+std::string line_of_program(const PlaceP& place);  // the innermost frame outside of torch and the simulator
 
 // -- threads.cpp: the runtime's lock, and the device and streams that are a thread's current ones
 class Lock {  // nobody waits for it, or holds it, with the interpreter's lock
@@ -150,7 +153,9 @@ void wait_on_host(const RecordingP& recording, const char* why);
 void synchronize_stream(StreamKey stream, const char* why);
 void synchronize_device(int device, const char* why);
 void drain();  // what all devices have to do
+void begin_queued();  // all that waits for no peer
 void settle();  // the host is held up by something else: meanwhile the device does all it can
+void wait_for_peers(const std::string& what, const std::function<bool()>& is_over);  // of the host; the device goes on
 void watch_for_held_up_host();
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
 
@@ -187,6 +192,13 @@ void begin_fresh_memory();  // in which the next schedule lays its blocks
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void fail_allocation(int64_t nth);
+
+// -- peers.cpp: what the ranks write into the store of their default group while they wait for each other
+// Report that this rank waits, once a second as long as that is so. Raise if no rank can go on. If this one can, by
+// giving up, return whether all others wait.
+bool report_wait(const std::string& what, bool may_give_up = false);
+void note_progress();                 // this rank goes on
+void leave_peers(bool checks_sends);  // this rank ends
 
 // -- launch.cpp: work on its way to a stream
 // `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.

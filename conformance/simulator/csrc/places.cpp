@@ -27,17 +27,34 @@ PlaceP here() {
   return place;
 }
 
-std::string text(const PlaceP& place) {
-  if (!place || !Py_IsInitialized()) return "";
+static std::vector<std::string> frames_of(const PlaceP& place) {
+  std::vector<std::string> frames;
+  if (!place || !Py_IsInitialized()) return frames;
   auto gil = PyGILState_Ensure();
-  std::string out;
   for (auto& [code, instruction] : place->frames) {
     auto* file = PyUnicode_AsUTF8(code->co_filename);
     auto* name = PyUnicode_AsUTF8(code->co_qualname);
     auto line = std::to_string(PyCode_Addr2Line(code, std::max(instruction, 0)));
-    out += (out.empty() ? "" : " < ") + std::string(file ? file : "?") + ":" + line + " " + (name ? name : "?");
+    frames.push_back(std::string(file ? file : "?") + ":" + line + " " + (name ? name : "?"));
   }
   PyGILState_Release(gil);
-  return (place->in_backward ? "(in a thread of autograd) " : "") + out;
+  return frames;
+}
+
+std::string text(const PlaceP& place) {
+  std::string out, separator = place && place->in_backward ? "(in a thread of autograd) " : "";
+  for (auto& frame : frames_of(place)) out += std::exchange(separator, " < ") + frame;
+  return out;
+}
+
+std::string line_of_program(const PlaceP& place) {
+  auto frames = frames_of(place);
+  for (auto& frame : frames) {
+    bool installed = frame[0] == '<';
+    for (auto* folder : {"/site-packages/", "/dist-packages/", "/conformance/simulator/"})
+      installed = installed || frame.find(folder) != std::string::npos;
+    if (!installed) return frame;
+  }
+  return frames.empty() ? "an unknown line" : frames[0];
 }
 }  // namespace sim

@@ -17,6 +17,8 @@ namespace sim {
 namespace {
 using Time = std::chrono::steady_clock;
 constexpr auto kPatience = std::chrono::seconds(3);     // with a collective, before other streams go on
+constexpr auto kGiveUp = std::chrono::seconds(20);      // with a collective that the program does not need yet
+constexpr auto kReport = std::chrono::seconds(1);       // between two reports to peers that this rank waits
 constexpr auto kHeldUp = std::chrono::milliseconds(1500);  // a host of several that calls nothing is waiting elsewhere
 constexpr auto kHang = std::chrono::seconds(300);
 
@@ -110,35 +112,81 @@ void run_part(Queue& queue, const std::function<void()>& part) {
   queue.busy = false;
 }
 
+enum class End { Never, IfSoon, Surely };  // of what has begun and waits for peers
+
+bool step(Queue& queue, End end);
 bool step_any(bool only_drawn);
 
-// Waits until the collective at the head of a queue is complete.
-void complete(Queue& queue) {
+// Ends something that waits for peers no more.
+bool end_any() {
+  for (auto& [key, queue] : runtime().queues) {
+    if (queue.busy || queue.entries.empty()) continue;
+    auto& task = queue.entries.front().task;
+    if (!task.run && task.is_complete && task.is_complete()) return step(queue, End::Surely);
+  }
+  return false;
+}
+
+// Moves what the head of a queue needs first, and waits for no peer.
+bool towards_begin(Queue& queue) {
+  if (queue.busy || queue.entries.empty()) return false;
+  auto& head = queue.entries.front();
+  if (head.waits && !head.waits->done) return towards_begin(queue_of(head.waits->stream));
+  return step(queue, End::Never);
+}
+
+// Begins what peers may need before they can do what `task` waits for. Streams do not wait for each other by themselves,
+// so a message in one stream must not keep those of others from their peers.
+void begin_messages(const Task& task) {
+  auto is_needed = [&](auto& entry) {
+    return entry.task.run && (entry.task.is_message || (task.is_message && entry.task.is_complete));
+  };
+  for (auto& [key, queue] : runtime().queues)
+    while (std::any_of(queue.entries.begin(), queue.entries.end(), is_needed) && towards_begin(queue)) {}
+}
+
+// Waits until the collective or message at the head of a queue is complete; false if `end` allows to give up, and it did.
+bool complete(Queue& queue, End end) {
   auto& r = runtime();
   auto& task = queue.entries.front().task;
   auto& operation = queue.entries.front().operation;
+  if (end == End::IfSoon && task.gave_up) return task.is_complete();
   auto since = Time::now();
   auto until = since + kPatience;
-  queue.busy = true;
+  struct Busy {
+    bool& is_so;
+    ~Busy() { is_so = false; }
+  } busy{queue.busy};
+  busy.is_so = true;
+  begin_messages(task);
   for (auto time = std::chrono::microseconds(5); !task.is_complete(); time = std::min(time * 2, std::chrono::microseconds(500))) {
     nap(time);
     r.last_call = Time::now();
-    if (r.last_call > since + kHang) {
-      queue.busy = false;
-      TORCH_CHECK(false, "sim: ", operation->name, " on ", stream_name(operation->stream), " has waited for its peers for ",
-          kHang.count(), " s; it was called at ", text(operation->place));
-    }
+    TORCH_CHECK(r.last_call < since + kHang, "sim: ", operation->name, " on ", stream_name(operation->stream),
+        " has waited for its peers for ", kHang.count(), " s; it was called at ", text(operation->place));
     if (r.last_call < until) continue;
     // Peers may be held up by what lies in another queue here: it goes on, as it would on a real device.
-    if (step_any(false)) r.unreplayable.push_back("other streams went on while " + operation->name + " waited for its peers");
-    else until = r.last_call + kPatience;
+    if (step_any(false) || end_any()) {
+      r.unreplayable.push_back("other streams went on while " + operation->name + " waited for its peers");
+      note_progress();
+      continue;
+    }
+    until = r.last_call + kReport;
+    bool others_wait = report_wait(operation->name + ", called at " + line_of_program(operation->place), end == End::IfSoon);
+    if (end == End::IfSoon && (others_wait || r.last_call > since + kGiveUp)) {
+      r.unreplayable.push_back("the program went on before the peers of " + operation->name);
+      note_progress();
+      task.gave_up = true;
+      return false;
+    }
   }
-  queue.busy = false;
+  note_progress();
+  return true;
 }
 
 // Moves the head of a queue: true where anything moved. A collective that has begun ends only when it is needed, so that
 // no real time decides when.
-bool step(Queue& queue, bool needed) {
+bool step(Queue& queue, End end) {
   if (queue.busy || queue.entries.empty()) return false;
   auto& head = queue.entries.front();
   if (head.waits && !head.waits->done) return false;
@@ -148,8 +196,7 @@ bool step(Queue& queue, bool needed) {
     run_part(queue, run);
     if (head.task.is_complete) return true;
   } else if (head.task.is_complete) {
-    if (!needed) return false;
-    complete(queue);
+    if (end == End::Never || !complete(queue, end)) return false;
     note_course(~static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
     run_part(queue, head.task.finish);
   }
@@ -164,18 +211,25 @@ bool step_any(bool only_drawn) {
     if (!queue.entries.empty() && (!only_drawn || queue.pace == Pace::Drawn)) ready.push_back(&queue);
   while (!ready.empty()) {
     auto at = r.draws() % ready.size();
-    if (step(*ready[at], false)) return true;
+    if (step(*ready[at], End::Never)) return true;
     ready.erase(ready.begin() + at);
   }
   return false;
 }
 
 // Moves what the end of a queue needs first.
-bool towards_end(Queue& queue) {
+bool towards_end(Queue& queue, End end) {
   if (queue.entries.empty()) return false;
   auto& head = queue.entries.front();
-  if (head.waits && !head.waits->done) return towards_end(queue_of(head.waits->stream));
-  return step(queue, true);
+  if (head.waits && !head.waits->done) return towards_end(queue_of(head.waits->stream), end);
+  return step(queue, end);
+}
+
+// In the order of the program a collective ends where it is called. A message need not: its peer may first wait for what
+// the host does next.
+End end_of_early(const Queue& queue) {
+  if (runtime().order != Order::Serial || queue.entries.empty() || queue.entries.front().task.is_message) return End::Never;
+  return End::IfSoon;
 }
 
 void run_early_streams() {
@@ -183,7 +237,7 @@ void run_early_streams() {
     moved = false;
     for (auto& [key, queue] : runtime().queues)
       if (queue.pace == Pace::Early)
-        while (step(queue, runtime().order == Order::Serial)) moved = true;
+        while (step(queue, end_of_early(queue))) moved = true;
   }
 }
 
@@ -296,7 +350,7 @@ bool query(const RecordingP& recording) {
   r.last_call = Time::now();
   // Who asks again and again must be told yes one day, so a question moves the device, and now and then is answered no.
   if (!recording->done && !r.depth && !(r.order == Order::Drawn && r.draws() % 4 == 0)) {
-    towards_end(queue_of(recording->stream));
+    towards_end(queue_of(recording->stream), End::IfSoon);
     run_early_streams();
   }
   if (recording->done) tell_host(recording);
@@ -313,7 +367,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   auto since = r.last_call = Time::now();
   while (!recording->done) {
     bool moved = r.order == Order::Drawn && r.draws() % 2 && step_any(true);
-    if (!moved) moved = towards_end(queue_of(recording->stream));
+    if (!moved) moved = towards_end(queue_of(recording->stream), End::Surely);
     run_early_streams();
     if (moved) continue;
     // Another thread is waiting for a collective at the head of the queue.
@@ -341,14 +395,36 @@ void drain() {
   for (int device = 0; device < device_count(); device++) synchronize_device(device, nullptr);
 }
 
-void settle() {
+void begin_queued() {
   Lock lock;
   auto& r = runtime();
   r.last_call = Time::now();
-  if (r.depth) return;
-  while (step_any(false)) {}
-  for (auto& [key, queue] : r.queues)
-    while (towards_end(queue)) {}
+  while (!r.depth && step_any(false)) {}
+}
+
+void settle() {
+  Lock lock;
+  begin_queued();
+  if (runtime().depth) return;
+  for (auto& [key, queue] : runtime().queues)
+    while (towards_end(queue, End::IfSoon)) {}
+}
+
+void wait_for_peers(const std::string& what, const std::function<bool()>& is_over) {
+  Lock lock;
+  auto& r = runtime();
+  auto until = Time::now() + kReport;
+  for (auto time = std::chrono::microseconds(50); !is_over(); time = std::min(time * 2, std::chrono::microseconds(5000))) {
+    nap(time);
+    r.last_call = Time::now();
+    if (r.last_call < until) continue;
+    until = r.last_call + kReport;
+    bool moved = false;
+    while (step_any(false) || end_any()) moved = true;
+    if (!moved) report_wait(what);
+    else r.unreplayable.push_back("the device went on during " + what), note_progress();
+  }
+  note_progress();
 }
 
 // A program may hold up its host by other means than the device's, a peer's message for one, while a peer waits for a
@@ -367,7 +443,7 @@ void watch_for_held_up_host() {
       Lock lock;
       if (r.depth || idle < kNaps || Time::now() - r.last_call < kHeldUp) continue;
       bool moved = false;
-      while (step_any(false)) moved = true;
+      while (step_any(false) || end_any()) moved = true;
       if (moved) r.unreplayable.emplace_back("the device went on while the host was held up by something else");
     }
   }).detach();

@@ -1,0 +1,274 @@
+"""Programs that send messages between ranks, as a script for the simulator: `simulator_messages.py PROGRAM ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+PROGRAMS: dict[str, Callable[[int, torch.device], list[torch.Tensor]]] = {}
+
+
+def program(
+    function: Callable[[int, torch.device], list[torch.Tensor]],
+) -> Callable[[int, torch.device], list[torch.Tensor]]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def make_values(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(4.0, device=device) + 10 * rank, torch.zeros(4, device=device)
+
+
+# Right programs: what each rank returns is the same under every seed.
+
+
+@program
+def every_call(rank: int, device: torch.device) -> list[torch.Tensor]:
+    peer = 1 - rank
+    x, received = make_values(rank, device)
+    if rank == 0:
+        dist.send(x * 2, peer)
+        dist.recv(received, peer)
+    else:
+        dist.recv(received, peer)
+        dist.send(received + x, peer)
+    first = received.clone()
+    sending, receiving = dist.isend(x + 1, peer), dist.irecv(received, peer)
+    receiving.wait()
+    second = received.clone()
+    sending.wait()
+    short = torch.zeros(2, dtype=torch.int64, device=device)
+    batch = [
+        dist.P2POp(dist.irecv, received, peer),
+        dist.P2POp(dist.irecv, short, peer),
+        dist.P2POp(dist.isend, x + 5, peer),
+        dist.P2POp(dist.isend, x[:2].long() + 7, peer),
+    ]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return [first, second, received, short]
+
+
+@program
+def host_memory(rank: int, device: torch.device) -> list[torch.Tensor]:
+    peer = 1 - rank
+    x, received = torch.full((2,), float(rank)), torch.zeros(2)
+    if rank == 0:
+        dist.send(x, peer, tag=3)
+        dist.recv(received, peer, tag=4)
+    else:
+        dist.recv(received, peer, tag=3)
+        dist.send(x + received + 1, peer, tag=4)
+    batched = torch.zeros(2)
+    batch = [dist.P2POp(dist.isend, x + 5, peer), dist.P2POp(dist.irecv, batched, peer)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return [received, batched]
+
+
+@program
+def larger_than_a_piece(rank: int, device: torch.device) -> list[torch.Tensor]:
+    received = torch.zeros(3 << 20, device=device)
+    if rank == 0:
+        dist.send(torch.arange(received.numel(), device=device, dtype=received.dtype), 1)
+    else:
+        dist.recv(received, 0)
+    return [received]
+
+
+@program
+def receive_before_all_reduce(rank: int, device: torch.device) -> list[torch.Tensor]:
+    """The all-reduce of rank 0 must begin while rank 0 waits for a message."""
+    x, received = make_values(rank, device)
+    total = x.clone()
+    reducing = dist.all_reduce(total, async_op=True)
+    if rank == 0:
+        dist.recv(received, 1)
+        received.sum().item()
+        reducing.wait()
+    else:
+        reducing.wait()
+        total.sum().item()
+        dist.send(x + total, 0)
+    return [received, total]
+
+
+@program
+def receive_over_a_barrier(rank: int, device: torch.device) -> list[torch.Tensor]:
+    """The host of rank 0 must get to a barrier before the message that it has asked for is sent."""
+    x, received = make_values(rank, device)
+    receiving = dist.irecv(received, 1) if rank == 0 else None
+    dist.barrier()
+    if receiving is not None:
+        receiving.wait()
+    else:
+        dist.send(x, 0)
+    return [received]
+
+
+@program
+def query_before_the_send(rank: int, device: torch.device) -> list[torch.Tensor]:
+    """A query must be answered although the message is sent after what the host does next."""
+    x, received = make_values(rank, device)
+    if rank == 0:
+        receiving = dist.irecv(received, 1)
+        receiving.is_completed()
+    dist.all_reduce(x)
+    x.sum().item()
+    if rank == 0:
+        while not receiving.is_completed():
+            pass
+    else:
+        dist.send(x, 0)
+    return [received, x]
+
+
+@program
+def ring(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    size = dist.get_world_size()
+    if rank == 0:
+        dist.send(x, 1)
+        dist.recv(received, size - 1)
+    else:
+        dist.recv(received, rank - 1)
+        dist.send(received + x, (rank + 1) % size)
+    return [received]
+
+
+@program
+def answer_through_a_third_rank(rank: int, device: torch.device) -> list[torch.Tensor]:
+    """Rank 0 waits for rank 2, which waits for what rank 0 makes of a message of rank 1."""
+    x, received = make_values(rank, device)
+    if rank == 0:
+        answer = torch.zeros_like(received)
+        answering = dist.irecv(answer, 2)
+        dist.recv(received, 1)
+        dist.isend(received * 2, 1)
+        answering.wait()
+        return [answer]
+    if rank == 1:
+        dist.send(x, 0)
+    dist.recv(received, rank - 1)
+    dist.send(received + 1, {1: 2, 2: 0}[rank])
+    return [received]
+
+
+# Races: a wait is missing.
+
+
+@program
+def sent_memory_is_overwritten(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    if rank == 0:
+        sending = dist.isend(x, 1)
+        x.fill_(5)
+        sending.wait()
+    else:
+        dist.recv(received, 0)
+    return [received]
+
+
+@program
+def received_memory_is_read(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    if rank == 0:
+        dist.send(x, 1)
+        return []
+    receiving = dist.irecv(received, 0)
+    result = received * 2
+    receiving.wait()
+    return [result]
+
+
+@program
+def batched_memory_is_read(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    (work,) = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    )
+    result = received * 2
+    work.wait()
+    return [result]
+
+
+# Mistakes that no schedule can run to the end.
+
+
+@program
+def both_receive_first(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    dist.recv(received, 1 - rank)
+    dist.send(x, 1 - rank)
+    return [received]
+
+
+@program
+def send_without_receive(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, _ = make_values(rank, device)
+    if rank == 0:
+        dist.send(x, 1)
+    return []
+
+
+@program
+def receive_without_send(rank: int, device: torch.device) -> list[torch.Tensor]:
+    _, received = make_values(rank, device)
+    if rank == 0:
+        dist.recv(received, 1)
+        received.sum().item()
+    dist.barrier()
+    return [received]
+
+
+@program
+def receive_against_all_reduce(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    if rank == 0:
+        dist.recv(received, 1)
+        received.sum().item()
+    dist.all_reduce(x)
+    x.sum().item()
+    if rank == 1:
+        dist.send(x, 0)
+    return [received]
+
+
+@program
+def tags_in_another_order(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    for tag in (1, 2) if rank == 0 else (2, 1):
+        if rank == 0:
+            dist.send(x + tag, 1, tag=tag)
+        else:
+            dist.recv(received, 0, tag=tag)
+    return [received]
+
+
+@program
+def size_differs(rank: int, device: torch.device) -> list[torch.Tensor]:
+    x, received = make_values(rank, device)
+    if rank == 0:
+        dist.send(x[:3], 1)
+    else:
+        dist.recv(received, 0)
+    return [received]
+
+
+def main() -> None:
+    dist.init_process_group("simccl")
+    rank = dist.get_rank()
+    device = torch.device("sim", rank)
+    for name in sys.argv[1:]:
+        tensors = PROGRAMS[name](rank, device)
+        torch.save(tensors, f"{name}{rank}.pt")
+        for tensor in tensors:
+            print(tensor[-4:].tolist())  # noqa: T201 - output is compared
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

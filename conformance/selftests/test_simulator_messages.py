@@ -1,0 +1,176 @@
+"""Messages between ranks on the simulated accelerator, and the pipelines of torch that send them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conformance.selftests.test_simulator import ROOT
+from conformance.selftests.test_simulator_script import simulate
+
+MESSAGES = ROOT / "conformance/selftests/simulator_messages.py"
+PIPELINES = ROOT / "conformance/selftests/simulator_pipelines.py"
+LIMIT_S = 120  # time limit of one schedule
+
+pytestmark = pytest.mark.deadline(560.0)
+
+
+def line_of(text: str, after: str) -> int:
+    """Return the line of the first `text` below the function `after`."""
+    lines = MESSAGES.read_text().splitlines()
+    start = lines.index(next(line for line in lines if line.startswith(f"def {after}(")))
+    return next(number for number, line in enumerate(lines, 1) if number > start and text in line)
+
+
+def run_programs(*names: str, words: tuple[object, ...], ranks: int = 2, cwd: Path) -> tuple[int, str]:
+    return simulate(MESSAGES, "--ranks", ranks, "--timeout", LIMIT_S, *words, "--", *names, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "tensors", "replays"),
+    [
+        (("every_call", "host_memory", "larger_than_a_piece", "receive_before_all_reduce"), 2, 18, True),
+        # The clock decides when a rank gives up waiting for a message that is sent after what its host does next.
+        (("receive_over_a_barrier", "query_before_the_send"), 2, 6, False),
+        (("ring", "answer_through_a_third_rank"), 3, 6, True),
+    ],
+    ids=["two ranks", "host first", "three ranks"],
+)
+def test_right_messages_have_one_result(
+    tmp_path: Path, names: tuple[str, ...], ranks: int, tensors: int, replays: bool
+) -> None:
+    status, report = run_programs(*names, words=("--seeds", 6), ranks=ranks, cwd=tmp_path)
+    assert f"in its own order, exit status 0, {tensors} tensors saved" in report, report
+    assert "0 of 5 schedules change the result; 0 hazards" in report, report
+    assert not replays or (
+        "not replayable" not in report and "two runs of the same schedule" not in report
+    ), report
+    assert status == 0
+
+
+def test_messages_arrive_like_they_were_sent(tmp_path: Path) -> None:
+    _, report = run_programs("every_call", words=("--seed", 5), cwd=tmp_path)
+    assert report.splitlines()[:8] == [
+        "rank 0: [10.0, 13.0, 16.0, 19.0]",
+        "rank 0: [11.0, 12.0, 13.0, 14.0]",
+        "rank 0: [15.0, 16.0, 17.0, 18.0]",
+        "rank 0: [17, 18]",
+        "rank 1: [0.0, 2.0, 4.0, 6.0]",
+        "rank 1: [1.0, 2.0, 3.0, 4.0]",
+        "rank 1: [5.0, 6.0, 7.0, 8.0]",
+        "rank 1: [7, 8]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "before"),
+    [
+        (
+            "sent_memory_is_overwritten",
+            ("aten::fill_ writes", "x.fill_(5)"),
+            ("send to rank 1 reads", "dist.isend"),
+        ),
+        (
+            "received_memory_is_read",
+            ("aten::mul reads", "received * 2"),
+            ("recv from rank 0 writes", "dist.irecv"),
+        ),
+        ("batched_memory_is_read", ("aten::mul reads", "received * 2"), ("writes", "dist.batch_isend_irecv")),
+    ],
+)
+def test_missing_wait_for_a_message_is_found_with_its_line(
+    tmp_path: Path, name: str, now: tuple[str, str], before: tuple[str, str]
+) -> None:
+    status, report = run_programs(name, words=("--seeds", 6), cwd=tmp_path)
+    assert status == 1
+    assert re.search(
+        rf"hazard 1: {now[0]} on .* at \S*simulator_messages.py:{line_of(now[1], name)} {name}\n"
+        rf" +what .*{before[0]} on .* at \S*simulator_messages.py:{line_of(before[1], name)} {name}\n",
+        report,
+    ), report
+    assert re.search(r"[1-5] of 5 schedules change the result", report), report
+
+
+# By name: what the error says of ranks 0 and 1, with the call whose line it names.
+DEADLOCKS = {
+    "both_receive_first": [
+        ("waits in recv from rank 1", "dist.recv"),
+        ("waits in recv from rank 0", "dist.recv"),
+    ],
+    "send_without_receive": [
+        ("waits in send to rank 1, which is not received", "dist.send"),
+        ("has ended", ""),
+    ],
+    "receive_without_send": [
+        ("waits in recv from rank 1", "dist.recv"),
+        ("waits in barrier", "dist.barrier"),
+    ],
+    "receive_against_all_reduce": [
+        ("waits in recv from rank 1", "dist.recv"),
+        ("waits in all_reduce", "dist.all_reduce"),
+    ],
+}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.profile("full")), 5])
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_deadlock_is_an_error_that_names_what_ranks_wait_for(tmp_path: Path, name: str, seed: int) -> None:
+    status, report = run_programs(name, words=("--seed", seed), cwd=tmp_path)
+    assert status == 1
+    assert "RuntimeError: sim: no rank can go on:" in report, report
+    assert "ended after" not in report, report
+    for rank, (waits, call) in enumerate(DEADLOCKS[name]):
+        place = f", called at {MESSAGES}:{line_of(call, name)} {name}" if call else ""
+        assert f"  rank {rank} {waits}{place}\n" in report, report
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        (
+            "tags_in_another_order",
+            "expected 16 bytes with tag 2, but the sender's next message has 16 bytes and tag 1",
+        ),
+        (
+            "size_differs",
+            "expected 16 bytes with tag 0, but the sender's next message has 12 bytes and tag 0",
+        ),
+    ],
+)
+def test_message_that_does_not_match_is_an_error(tmp_path: Path, name: str, difference: str) -> None:
+    status, report = run_programs(name, words=("--seed", 1), cwd=tmp_path)
+    assert status == 1
+    assert f"recv from rank 0 failed on the device: {difference}" in report, report
+    assert f"simulator_messages.py:{line_of('dist.recv', name)} {name}" in report, report
+
+
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")
+
+
+def test_pipelines_of_torch_have_the_gradients_of_one_device(tmp_path: Path) -> None:
+    words = ("--ranks", 2, "--seed", 5, "--timeout", LIMIT_S, "--", *SCHEDULES)
+    status, report = simulate(PIPELINES, *words, cwd=tmp_path)
+    assert status == 0, report
+    assert "hazard" not in report, report
+    assert "not replayable" not in report, report
+
+
+@pytest.mark.profile("full")
+def test_pipelines_of_torch_have_one_result(tmp_path: Path) -> None:
+    words = ("--ranks", 2, "--seeds", 6, "--timeout", LIMIT_S, "--", *SCHEDULES)
+    status, report = simulate(PIPELINES, *words, cwd=tmp_path)
+    assert "in its own order, exit status 0, 24 tensors saved" in report, report
+    assert "0 of 5 schedules change the result; 0 hazards" in report, report
+    assert status == 0
+
+
+def test_activations_overwritten_before_they_are_sent_are_found(tmp_path: Path) -> None:
+    words = ("--ranks", 2, "--seeds", 5, "--timeout", LIMIT_S, "--", "ScheduleGPipe", "overwritten")
+    status, report = simulate(PIPELINES, *words, cwd=tmp_path)
+    assert status == 1
+    assert re.search(
+        r"aten::zero_ writes on .* at \S*simulator_pipelines.py:\d+ \S*overwriting\n +what send to rank 1 reads on",
+        report,
+    ), report
