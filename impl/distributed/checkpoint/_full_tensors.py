@@ -22,7 +22,7 @@ from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
 from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
 from impl.distributed.fsdp._comm.transport import Complete
-from impl.distributed.fsdp._layout.sharded_param import beginning_of, cut_to, side_by_side
+from impl.distributed.fsdp._layout.sharded_param import leading_view, side_by_side, with_dim_size
 
 _EXCHANGE_BYTES = 1 << 26  # of all ranks' parts together
 
@@ -39,7 +39,7 @@ class _Cut:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        return cut_to(self.shape, self.dim, -(-self.shape[self.dim] // self.group.size()))
+        return with_dim_size(self.shape, self.dim, -(-self.shape[self.dim] // self.group.size()))
 
     @property
     def run_numel(self) -> int:
@@ -50,7 +50,7 @@ class _Cut:
         if self.dim:
             parts = side_by_side(run, self.group.size(), self.padded_shape, self.dim)
             return parts.reshape(self.shape).contiguous()
-        full = beginning_of(run, self.shape)
+        full = leading_view(run, self.shape)
         return full if full.numel() == run.numel() else full.clone()
 
 
@@ -106,7 +106,7 @@ def _gathered(cuts: Sequence[_Cut]) -> list[tuple[_Cut, Tensor]]:
     runs = [cut.local.new_empty(cut.run_numel) for cut in cuts]
     rows = [run.view(group.size(), -1) for run in runs]
     pairs = zip(rows, cuts, strict=True)
-    mine = [beginning_of(row[group.rank()], cut.local.shape) for row, cut in pairs]
+    mine = [leading_view(row[group.rank()], cut.local.shape) for row, cut in pairs]
     torch._foreach_copy_(mine, [cut.local for cut in cuts])
     nbytes, on_host = sum(run.nbytes for run in runs), runs[0].is_cpu
 

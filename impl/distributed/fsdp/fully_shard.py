@@ -229,7 +229,7 @@ class FSDPModule:
         if not state.has_root or state.unit.phase not in FORWARDS:
             state.reshard_by_hand()
         elif not self._keeps():
-            state.unit.reshard(behind_forward=True)
+            state.unit.reshard(after_forward=True)
 
     def _keeps(self) -> bool:
         unit = self._state.unit
@@ -463,7 +463,7 @@ class FSDPModule:
         for state in (self._state, *self._state.lenders):
             for group in state.groups:
                 group.write_back_changes()
-                group.note_cast()
+                group.record_casts()
                 group.pin()
         return made
 

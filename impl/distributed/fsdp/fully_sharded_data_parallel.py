@@ -30,17 +30,17 @@ from impl.distributed.fsdp._fsdp1.wrapper import root_over
 from impl.distributed.fsdp._layout.flat import flat_param_groups
 from impl.distributed.fsdp._params.config import Config, ProcessGroups
 from impl.distributed.fsdp._params.managed import (
+    check_dtensors,
     ignored_by,
     managed_params_of,
     mark_managed,
     parallel_groups_of,
-    refuse_dtensors,
 )
 from impl.distributed.fsdp._params.module_init import (
     broadcast_states,
     device_type_for,
-    made_of,
     materialize_and_move,
+    materialized,
 )
 from impl.distributed.fsdp._state_dict.methods import StateDicts
 from impl.distributed.fsdp._state_dict.optim import OptimStateDicts
@@ -159,7 +159,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             device_mesh=device_mesh,
         )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
-        refuse_dtensors(module, self._ignored, device_mesh)
+        check_dtensors(module, self._ignored, device_mesh)
         device_type = device_type_for(module, self._ignored, device_id)
         groups = groups_for(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type
@@ -196,7 +196,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             self.rank,
             FullyShardedDataParallel,
         )
-        managed = managed_params_of(module, self._ignored, made_of(_left_to_ancestor))
+        managed = managed_params_of(module, self._ignored, materialized(_left_to_ancestor))
         self._groups = process_groups_for(
             self.sharding_strategy, *groups, parallel=parallel_groups_of(managed)
         )
@@ -442,7 +442,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         with contextlib.ExitStack() as stack:
             for group in unit.param_groups:
                 stack.enter_context(group.gradients.on_flat_param())
-                stack.enter_context(group.being_changed(fn))
+                stack.enter_context(group.changing_flat_param(fn))
             super()._apply(fn, recurse)
         unit.register_params()
         for one in self.fsdp_modules(self._outermost()):

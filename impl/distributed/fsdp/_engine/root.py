@@ -135,7 +135,7 @@ class Root:
         note_forward(self)
         for unit in self.units:
             for group in unit.param_groups:
-                group.gradients.refuse_optimizers()
+                group.gradients.check_optimizers()
         self._end_step()
         if self.order.is_long or not any(unit.awaits_backward for unit in self.units):
             self.order.next_iteration()

@@ -32,19 +32,19 @@ from impl.distributed.fsdp._params.autograd import (
 )
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.nested import (
-    apart_from,
     cast_floats,
-    held_in,
-    replaced,
-    set_apart,
+    clone_aliases,
+    clone_aliases_in_objects,
+    map_tensors,
     tensors_in,
+    tensors_in_objects,
 )
 from impl.distributed.fsdp._params.param_group import (
     ParamGroup,
     Unsharded,
     gather,
-    have_all_gradients,
-    note_unreduced,
+    gradients_are_complete,
+    record_unreduced,
 )
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import no_grad_fast, span
@@ -117,7 +117,7 @@ class Unit(Generic[_Group]):
         """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
         for group in self.param_groups:
             tracked = group.stepped if group.is_tracked else []
-            track_optimizer_writes(tracked, group.gradients.are_there)
+            track_optimizer_writes(tracked, group.gradients.exist_on_any_rank)
             for parameter in tracked:
                 register_shard_groups(parameter, *group.groups.holding)
 
@@ -131,7 +131,7 @@ class Unit(Generic[_Group]):
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.device == device else tensor.to(device)
 
-        args, kwargs = replaced(args, moved), replaced(kwargs, moved)
+        args, kwargs = map_tensors(args, moved), map_tensors(kwargs, moved)
         mixed = self.config.precision
         if mixed.param_dtype is None or not mixed.cast_root_forward_inputs or self._is_in_full_precision():
             return args, kwargs
@@ -172,12 +172,14 @@ class Unit(Generic[_Group]):
         What is returned of parameters is a copy.
         """
         in_graph = [one for unit in (self, *self.lenders) for one in unit._in_graph]
-        outputs = apart_from({address for one in in_graph for address in one.memory}, outputs)
+        outputs = clone_aliases({address for one in in_graph for address in one.memory}, outputs)
         held: Sequence[Tensor] = ()
-        if not isinstance(outputs, Tensor) and (objects := held_in(outputs)):
+        if not isinstance(outputs, Tensor) and (objects := tensors_in_objects(outputs)):
             # What lasts is the user's, which objects may hold as such.
             comes_and_goes = (one.memory for one in in_graph if not one.aliases_shard)
-            held = set_apart({address for memory in comes_and_goes for address in memory}, objects)
+            held = clone_aliases_in_objects(
+                {address for memory in comes_and_goes for address in memory}, objects
+            )
         if self.phase in BACKWARDS:
             return outputs
         self._depth -= 1
@@ -210,7 +212,7 @@ class Unit(Generic[_Group]):
         if all(group.keeps_after_forward(*kept) for group in self.param_groups):
             self._show_kept()
         else:
-            self.reshard(behind_forward=True)
+            self.reshard(after_forward=True)
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
         """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
@@ -275,7 +277,7 @@ class Unit(Generic[_Group]):
             group.gradients.begin_backward()
 
     def _refuse_lost_graph(self) -> None:
-        if any(unsharded.is_given_up for unsharded in self._in_graph):
+        if any(unsharded.is_invalidated for unsharded in self._in_graph):
             raise RuntimeError(
                 f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
                 "as they were; do it before the forward"
@@ -305,10 +307,10 @@ class Unit(Generic[_Group]):
         """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
         if self.phase not in BACKWARDS or self._finishes_at_end:
             return
-        if have_all_gradients(self.param_groups, self._in_graph, self._inputs.are_complete):
+        if gradients_are_complete(self.param_groups, self._in_graph, self._inputs.are_complete):
             self.finish_backward()
         elif self._inputs.are_complete:
-            note_unreduced(self.param_groups, self._in_graph, self.name)
+            record_unreduced(self.param_groups, self._in_graph, self.name)
 
     @outside_transforms
     def finish_backward(self) -> None:
@@ -324,7 +326,7 @@ class Unit(Generic[_Group]):
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
         for group, mine in zip(self.param_groups, grads, strict=False):
-            if any(grad is not None for grad in mine) or group.gradients.owes_zeros():
+            if any(grad is not None for grad in mine) or group.gradients.must_reduce_zeros():
                 self._reduce_gradients(group, mine)
 
     def abandon_backward(self) -> None:
@@ -349,7 +351,7 @@ class Unit(Generic[_Group]):
         elif self._was_prefetched or self._is_freed_in_backward():
             self.reshard()  # what was prefetched, and not needed after all
         for group in self.param_groups:
-            if group.syncs and group.gradients.still_wait():
+            if group.syncs and group.gradients.has_unreduced():
                 self._reduce_gradients(group, [None] * len(group.names))
         self.awaits_reduction = not all(group.syncs for group in self.param_groups)
         self._forget_backward()
@@ -442,11 +444,11 @@ class Unit(Generic[_Group]):
         if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
             shards_were_written(self.root.streams)
 
-    def reshard(self, *, behind_forward: bool = False, frees: bool = True) -> None:
+    def reshard(self, *, after_forward: bool = False, frees: bool = True) -> None:
         """Show the modules the sharded views, and free the unsharded parameters or leave them to the graph."""
         if not self.is_unsharded:
             return
-        self._use_sharded_views(behind_forward=behind_forward)
+        self._use_sharded_views(after_forward=after_forward)
         if self.summoned:
             return
         self._dtypes = None
@@ -483,11 +485,11 @@ class Unit(Generic[_Group]):
         for group in self.param_groups:
             group.free()
 
-    def _use_sharded_views(self, *, behind_forward: bool = False) -> None:
+    def _use_sharded_views(self, *, after_forward: bool = False) -> None:
         for one in self.summoned:
             one.use_summoned_params()
         for group in () if self.summoned else self.param_groups:
-            group.use_sharded_views(behind_forward=behind_forward)
+            group.use_sharded_views(after_forward=after_forward)
 
     def _show_kept(self) -> None:
         if self.summoned:

@@ -25,7 +25,7 @@ class _Detection:
     def note(self, groups: Iterable[ParamGroup], unit: str) -> None:
         for group in groups:
             may_wait = not group.syncs or group.reduction.defers_all_reduce
-            if may_wait and group.gradients.waiting():
+            if may_wait and group.gradients.unsynchronized():
                 self._waiting[group] = unit
             else:
                 self._waiting.pop(group, None)
@@ -63,7 +63,7 @@ class _Detection:
         names = sorted(
             f"{name} of '{unit}'"
             for group, unit in list(self._waiting.items())
-            for name, parameter in group.gradients.waiting()
+            for name, parameter in group.gradients.unsynchronized()
             if id(parameter) in stepped
         )
         if not names:

@@ -183,7 +183,7 @@ class _SummonedHandle:
             self._handle.gradients.show(self._grad_shard)
 
     def _set_unsharded_grads(self, grads: Tensor) -> None:
-        shown = self._handle.shown(self._handle.views_of(grads))
+        shown = self._handle.wrap_locals(self._handle.views_of(grads))
         for index, parameter in self._registered():
             parameter.grad = shown[index] if parameter.requires_grad else None
 
@@ -204,7 +204,7 @@ class _SummonedHandle:
         self._grad_shard = shard
         if shard is None:
             shard = handle.flat_param.new_zeros(handle.layout.shard_numel)
-        return handle.gathered_like(shard, self._unit.name)
+        return handle.gather_like(shard, self._unit.name)
 
     def _versions_now(self) -> list[Any]:
         return [

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._fully_shard.module_state import lender_of, state_of
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, accumulation_dtype, has_grad_dtype
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_as
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_param_of
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
@@ -25,7 +25,7 @@ from impl.distributed.fsdp._params.policies import (
     ParamPrecision,
     precision_by,
 )
-from impl.distributed.fsdp._params.tensor_parallel import form_of, local_parameter
+from impl.distributed.fsdp._params.tensor_parallel import local_parameter, parallel_layout
 from impl.distributed.fsdp._params.whole_mesh import DataDims
 
 # By the group that shards, which ends with them.
@@ -171,7 +171,7 @@ def managed_params(
     # Not by what a root shows, which may be less than what the modules below it do.
     names = {p: name for root in reversed(roots) for name, p in nn.Module.named_parameters(root)}
     return [
-        ManagedParam(ParamInfo(names[p], tuple(where), form_of(p)), local_parameter(p), p)
+        ManagedParam(ParamInfo(names[p], tuple(where), parallel_layout(p)), local_parameter(p), p)
         for p, where in places.items()
     ]
 
@@ -196,7 +196,7 @@ def borrowed_apart(
     own: list[ManagedParam] = []
     borrowed: list[tuple[ManagedParam, ShardedParam]] = []
     for one in managed:
-        param = sharded_as(one.original)
+        param = sharded_param_of(one.original)
         if param is None:
             own.append(one)
         else:
@@ -237,7 +237,7 @@ def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[Manag
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
                 f"distribute_module). Got plain tensor for parameter '{one.info.locations[0].attribute}'."
             )
-        data.refuse_unfit(form.mesh, form.placements)
+        data.check_placements(form.mesh, form.placements)
         found.append(replace(one, info=replace(one.info, parallel=replace(form, data=data))))
     return found
 

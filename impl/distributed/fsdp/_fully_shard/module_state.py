@@ -17,7 +17,7 @@ from impl.distributed.fsdp._engine.streams import Streams
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
-from impl.distributed.fsdp._params.nested import cast_floats, replaced, tensors_in
+from impl.distributed.fsdp._params.nested import cast_floats, map_tensors, tensors_in
 from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.kernels import dynamo_disable
@@ -81,7 +81,7 @@ class ModuleState:
     def lend(self, param: ShardedParam, locations: tuple[ParamLocation, ...], borrower: ModuleState) -> None:
         """Have the modules of another unit, which had the same parameter, see it too."""
         self.reshard()
-        self.group_of(param).show_at(param, locations)
+        self.group_of(param).register_at(param, locations)
         self._watch({place.module for place in locations})
         borrower.unit.borrow_from(self.unit)
         if self not in borrower.lenders:
@@ -107,7 +107,7 @@ class ModuleState:
         self.reshard()
         assigned = metadata.get("assign_to_params_buffers", False)
         for group in self.groups:
-            group.note_loaded(owner, state_dict, prefix, assigned=assigned)
+            group.record_load(owner, state_dict, prefix, assigned=assigned)
 
     def reshard(self) -> None:
         """The modules see the shards. What was gathered ahead and does not show yet stays for who will use it."""
@@ -119,7 +119,7 @@ class ModuleState:
                 unit.wait_for_gather()
             unit.root.let_host_write()
         for group in self.groups:
-            group.drop_parts()
+            group.discard_post_forward_shards()
 
     def reshard_by_hand(self) -> None:
         """With what it has borrowed, as far as nothing computes with that."""
@@ -220,7 +220,7 @@ class ModuleState:
             # Behind the root's forward it is called for itself, as for a loss that is computed in chunks.
             self._yet_to_run = set(self.modules) if unit.root.is_in_forward() else {module}
         if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
-            args, kwargs = (replaced(each, self._moved) for each in (args, kwargs))
+            args, kwargs = (map_tensors(each, self._moved) for each in (args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
         return unit.before_forward(args, kwargs)
 

@@ -6,7 +6,7 @@ from weakref import WeakSet
 
 from torch.optim.optimizer import Optimizer
 
-from impl.distributed.fsdp._layout.sharded_param import sharded_as
+from impl.distributed.fsdp._layout.sharded_param import sharded_param_of
 from impl.distributed.fsdp._params.param_group import describe_names
 from impl.optim._step_checks import register_step_check
 
@@ -24,7 +24,7 @@ def _check_step(optimizer: Optimizer) -> None:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     idle = [param for param in params if param.requires_grad and param.grad is None]
-    names = [sharded.name for param in idle if (sharded := sharded_as(param)) is not None]
+    names = [sharded.name for param in idle if (sharded := sharded_param_of(param)) is not None]
     if names:
         raise RuntimeError(
             f"the optimizer steps {describe_names(names)} as they were before fully_shard, which get no "

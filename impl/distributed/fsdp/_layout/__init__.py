@@ -1,4 +1,5 @@
 """Layouts of a unit's parameters on the ranks. The engine sees a layout only through `_params/param_group.py`.
 
-`flat.py` and the files of that name: all parameters end to end in one buffer, as FullyShardedDataParallel has it.
+`flat*.py`: all parameters contiguous in one buffer, for FullyShardedDataParallel. Other files: DTensors, for
+fully_shard.
 """

@@ -1,4 +1,4 @@
-"""`.grad` of a group of DTensors: what backwards leave, reduced or not.
+"""`.grad` of a group of DTensors: the results of backwards, reduced or not.
 
 W = ranks that the group is sharded over, S = elements of one rank's part of what is reduced, padding included.
 """
@@ -24,7 +24,7 @@ from impl.kernels import copy_to_host_async
 
 
 class Reduced(Protocol):
-    """The group that they are of."""
+    """Group of the gradients."""
 
     params: list[ShardedParam]
     groups: Groups
@@ -41,36 +41,38 @@ class Reduced(Protocol):
     def compute_dtype(self) -> torch.dtype: ...
     @property
     def reduce_dtype(self) -> torch.dtype: ...
-    def drop_parts(self) -> None: ...
+    def discard_post_forward_shards(self) -> None: ...
 
 
 class DTensorGradients:
-    """`.grad` of the sharded parameters, and what was not reduced yet."""
+    """`.grad` of the sharded parameters, and gradients that are not reduced yet."""
 
     def __init__(self, group: Reduced) -> None:
         self._group = group
-        self._unreduced: list[Tensor | None] = []  # of all parameters, taken aside from the unsharded ones
-        self._reduced: list[tuple[list[ShardedParam], Tensor]] = []  # of this backward, not shown yet
-        self._were_reduced = False  # in this backward
-        self._on_the_way = group.params  # whose gradients the last input had
+        # Gradients of all parameters, moved here from the unsharded parameters.
+        self._unreduced: list[Tensor | None] = []
+        # Reduced gradients of this backward, not in `.grad` yet.
+        self._reduced: list[tuple[list[ShardedParam], Tensor]] = []
+        self._were_reduced = False  # reset at the end of each backward
+        self._reduced_params = group.params  # parameters with gradients in the last reduction
         self._state = UnreducedState()
 
-    def refuse_optimizers(self) -> None: ...
+    def check_optimizers(self) -> None: ...
 
     def forget_if_cleared(self) -> None: ...
 
-    def are_there(self) -> bool:
+    def exist_on_any_rank(self) -> bool:
         return any(param.sharded.grad is not None for param in self._group.params)
 
-    def still_wait(self) -> bool:
-        waits = any(grad is not None for grad in self._unreduced) and not self._state.is_on_the_way
-        return waits or self.owes_zeros()
+    def has_unreduced(self) -> bool:
+        waits = any(grad is not None for grad in self._unreduced) and not self._state.is_being_reduced
+        return waits or self.must_reduce_zeros()
 
-    def waiting(self) -> list[tuple[str, nn.Parameter]]:
+    def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         group, unsharded = self._group, self._group.unsharded_params
         if unsharded is None:
             return []
-        aside = [] if self._state.is_on_the_way else self._unreduced
+        aside = [] if self._state.is_being_reduced else self._unreduced
         waits = [view.grad is not None for view in unsharded.views]
         for index, grad in enumerate(aside):
             waits[index] |= grad is not None
@@ -80,15 +82,15 @@ class DTensorGradients:
             (param.name, param.sharded) for param, is_so in zip(group.params, waits, strict=True) if is_so
         ]
 
-    def owes_zeros(self) -> bool:
+    def must_reduce_zeros(self) -> bool:
         group = self._group
-        took_part = group.unsharded_params is not None and any(
+        was_used = group.unsharded_params is not None and any(
             param.sharded.requires_grad for param in group.params
         )
-        return group.options.reduces_unused and took_part and not self._were_reduced
+        return group.options.reduces_unused and was_used and not self._were_reduced
 
     def begin_backward(self) -> None:
-        """What earlier backwards left unreduced goes aside, so that what is there came in this one."""
+        """Set gradients that earlier backwards left unreduced aside, so that new gradients belong to this backward."""
         if self._state.is_partial:
             names = [param.name for param in self._group.params]
             raise self._state.partial_gradients(names, "drop them by reset_iter_state() of the root")
@@ -96,17 +98,17 @@ class DTensorGradients:
         if unsharded is not None and any(view.grad is not None for view in unsharded.views):
             self._add_to_unreduced(unsharded.take_gradients())
         if unsharded is not None:
-            unsharded.take_gradients_as_computed()
+            unsharded.allow_wider_gradients()
 
     def abandon_backward(self) -> None:
         self._forget_reduced()
         if self._group.unsharded_params is not None:
-            self._group.unsharded_params.take_gradients_as_shown()
+            self._group.unsharded_params.restore_grad_dtypes()
         if self._state.abandon_backward():
             self._forget_unreduced()
 
     def forget(self) -> None:
-        """Whatever was not shown, as after an exception."""
+        """Drop all gradients that are not in `.grad`, for example after an exception."""
         self._forget_unreduced()
         self._forget_reduced()
         unsharded = self._group.unsharded_params
@@ -115,7 +117,7 @@ class DTensorGradients:
         self._group.reduction.partial = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        self._state.note_added(to_earlier=bool(self._unreduced))
+        self._state.record_addition(to_earlier=bool(self._unreduced))
         self._add_to_unreduced(grads)
 
     def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
@@ -125,16 +127,17 @@ class DTensorGradients:
         unsharded, earlier = self._group.unsharded_params, self._unreduced or [None] * len(grads)
         assert unsharded is not None
         triples = zip(earlier, grads, unsharded.grad_dtypes, strict=True)
-        return [_added(one, grad, dtype) for one, grad, dtype in triples]
+        return [_added(earlier_grad, grad, dtype) for earlier_grad, grad, dtype in triples]
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         group, unsharded = self._group, self._group.unsharded_params
         assert unsharded is not None
-        if self._unreduced and not self._state.is_on_the_way:
+        if self._unreduced and not self._state.is_being_reduced:
             grads = self._added_to_unreduced(grads)
-            self._state.is_on_the_way = True  # should this backward raise, the other ones count
+            # If this backward raises, the gradients of earlier backwards still count.
+            self._state.is_being_reduced = True
         if group.options.reduces_unused:
             grads = [
                 torch.zeros(param.shape, dtype=grad_dtype or group.compute_dtype, device=group.device)
@@ -144,18 +147,20 @@ class DTensorGradients:
             ]
         dtype = dtype or self._dtype_to_reduce(grads, unsharded.grad_dtypes)
         pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
-        self._note_reduced([param for param, _ in pairs])
+        self._record_reduced([param for param, _ in pairs])
         world = group.groups.shard_size
         numel = world * sum(param.padded_numel for param, _ in pairs)
         custom = group.reduction.comm
         if custom is None:
-            buffer, _ = new_buffer(numel, dtype, _alone)
+            buffer, _ = new_buffer(numel, dtype, _whole_buffer)
         else:
             buffer = custom.allocate((numel,), dtype=dtype, device=group.device)
         rows = [param.rows(grad) for param, grad in pairs if grad.numel()]
-        if len({row.dtype for row in rows}) > 1:  # the operator takes one, and rounds it to the buffer's
+        # The operator takes rows of one dtype only, and rounds them to the buffer's dtype.
+        if len({row.dtype for row in rows}) > 1:
             rows = [row.to(dtype) for row in rows]
-        if rows:  # the operator takes none without elements
+        # The operator rejects empty tensors.
+        if rows:
             torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
 
@@ -167,20 +172,20 @@ class DTensorGradients:
         partial = self._group.reduction.partial
         return promoted(dtypes if partial is None else dtypes | {partial.dtype})
 
-    def _note_reduced(self, params: list[ShardedParam]) -> None:
-        """Ranks whose gradients are of other parameters would add up what does not belong together."""
-        if params != self._on_the_way:
-            self._on_the_way = params
+    def _record_reduced(self, params: list[ShardedParam]) -> None:
+        """Record the reduced parameters. Ranks that reduce different parameters would add unrelated elements."""
+        if params != self._reduced_params:
+            self._reduced_params = params
             came = set(params)
             missing = [param.name for param in self._group.params if param not in came]
             self._group.reduction.without = WITHOUT + ", ".join(missing) if missing else ""
 
     def add(self, reduced: Tensor) -> None:
-        """Shown at the end of the backward; at once where there are hooks that wait for it, such as optimizers.
+        """Add a reduced shard. It is published at the end of the backward, or at once if parameters have hooks.
 
-        Sync: none where memory is pinned: before anything is shown the host waits, once for all units.
+        Sync: none if memory is pinned. The host waits once for all units before gradients are published.
         """
-        group, params = self._group, self._on_the_way
+        group, params = self._group, self._reduced_params
         self._were_reduced = True
         has_hooks = any(param.sharded._post_accumulate_grad_hooks for param in params)
         reduced = self._as_shown(params, reduced) if group.offloads or has_hooks else reduced
@@ -188,7 +193,8 @@ class DTensorGradients:
             reduced = copy_to_host_async(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
             self._show(params, reduced)
-            self._forget_unreduced()  # which is in it, and counts even if this backward raises
+            # The reduced shard includes them, and counts even if this backward raises.
+            self._forget_unreduced()
         else:
             self._reduced.append((params, reduced))
 
@@ -202,7 +208,7 @@ class DTensorGradients:
         for params, flat in reduced:
             self._show(params, self._as_shown(params, flat))
         if self._group.options.reshards_after_backward:
-            self._group.drop_parts()  # of what this backward did not use
+            self._group.discard_post_forward_shards()  # shards that this backward did not use
 
     def _as_shown(self, params: Sequence[ShardedParam], flat: Tensor) -> Tensor:
         """Cast all gradients at once, if those of all parameters have one dtype."""
@@ -219,7 +225,7 @@ class DTensorGradients:
         self._state.forget()
 
     def _show_unreduced(self) -> None:
-        """On the unsharded parameters, where torch leaves it too unless it is in another dtype."""
+        """Publish unreduced gradients on the unsharded parameters, where torch keeps them unless the dtype differs."""
         unsharded = self._group.unsharded_params
         if unsharded is None or not self._unreduced:
             return
@@ -229,27 +235,27 @@ class DTensorGradients:
         ):
             params = self._group.params
             for param, view, grad in zip(params, unsharded.views, self._unreduced, strict=True):
-                view.grad = None if grad is None else param.info.shown(grad)
+                view.grad = None if grad is None else param.info.wrap_local(grad)
             self._unreduced = []
 
     @torch.no_grad()
     def _show(self, params: Sequence[ShardedParam], flat: Tensor) -> None:
         start = int(flat.storage_offset())
         for param in params:
-            sharded, mine = param.sharded, param.in_grad_dtype(param.part_in(flat, start))
+            sharded, local = param.sharded, param.in_grad_dtype(param.shard_in(flat, start))
             start += param.padded_numel
-            grad, held = param.hooked(param.gradient(mine)), sharded.grad
-            if held is None:
-                sharded.grad = grad
+            hooked, grad = param.hooked(param.gradient(local)), sharded.grad
+            if grad is None:
+                sharded.grad = hooked
             else:
-                held._local_tensor.add_(grad._local_tensor)
+                grad._local_tensor.add_(hooked._local_tensor)
             if sharded._post_accumulate_grad_hooks:
                 for hook in list(sharded._post_accumulate_grad_hooks.values()):
                     hook(sharded)
 
 
 def _added(earlier: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """Return the sum in `dtype`, or in that of the first gradient if there is none."""
+    """Return the sum in `dtype`, or in the dtype of the first gradient if it is None."""
     if grad is None:
         return earlier
     if earlier is None:
@@ -257,5 +263,5 @@ def _added(earlier: Tensor | None, grad: Tensor | None, dtype: torch.dtype | Non
     return (earlier + grad).to(dtype or earlier.dtype)
 
 
-def _alone(buffer: Tensor) -> list[Tensor]:
+def _whole_buffer(buffer: Tensor) -> list[Tensor]:
     return [buffer]

@@ -1,4 +1,4 @@
-"""The layout of FullyShardedDataParallel: a group is one flat parameter, gathered and reduced as it lies."""
+"""Layout of FullyShardedDataParallel: a group is one flat parameter, gathered and reduced as one buffer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
 from impl.distributed.fsdp._params.config import Config
-from impl.distributed.fsdp._params.param_group import Gathering, dtypes_of
+from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes
 from impl.distributed.fsdp._params.param_registration import ManagedParam
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import copy_into_, to_device
 
-# An unsharded buffer that is needed elsewhere is gathered in so many parts at most, each of so many bytes at least.
-_PARTS = 8
-_PART_BYTES = 1 << 20
+# An unsharded buffer that is needed elsewhere is gathered in at most so many runs, each of at least so many bytes.
+_MOST_RUNS = 8
+_LEAST_RUN_BYTES = 1 << 20
 
 
 class FlatParamGroup(FlatParamHandle):
-    """A flat parameter as the engine knows it."""
+    """Flat parameter that implements the engine's protocol of a group."""
 
     is_tracked = True
 
@@ -56,14 +56,14 @@ class FlatParamGroup(FlatParamHandle):
         self._config = config
 
     def _sharded_with(self) -> str:
-        return ", ".join(dtypes_of(self))
+        return ", ".join(describe_dtypes(self))
 
     def precision_of(self, index: int) -> ParamPrecision:
         del index
         return ParamPrecision(self.compute_dtype, self.reduce_dtype, self.dtype)
 
     def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
-        # For a backward alone: what is written to a parameter's `.data` meanwhile moves no version counter.
+        # Kept for a backward only, because a write to a parameter's `.data` in between does not change its version.
         if not awaits_backward:
             return False
         return is_outermost or not self._config.frees_after_forward or not self.is_sharded
@@ -90,19 +90,22 @@ class FlatParamGroup(FlatParamHandle):
             )
 
     def gradients_by_groups(self) -> Iterator[tuple[tuple[dist.ProcessGroup, ...], list[Tensor]]]:
-        """`.grad` of what the optimizer steps, by the groups of ranks that each have other elements."""
+        """Yield `.grad` of the stepped parameters, by the groups of ranks that each have other elements."""
         shard = () if self.groups.shard is None else (self.groups.shard,)
-        forms = [info.parallel for info in self.param_infos]
-        if not any(forms):
+        parallel_layouts = [info.parallel for info in self.param_infos]
+        if not any(parallel_layouts):
             yield shard, [p.grad for p in self.stepped if p.grad is not None]
             return
         grads: Sequence[Tensor | None] = [p.grad for p in self.stepped]
         if not self.use_orig_params:
-            grads = [None] * len(forms) if grads[0] is None else self.pieces_of(grads[0])
-        for form, grad in zip(forms, grads, strict=True):
-            yield (*shard, *(form.sharding_groups if form else ())), [] if grad is None else [grad]
+            grads = [None] * len(parallel_layouts) if grads[0] is None else self.pieces_of(grads[0])
+        for parallel_layout, grad in zip(parallel_layouts, grads, strict=True):
+            yield (
+                (*shard, *(parallel_layout.sharding_groups if parallel_layout else ())),
+                [] if grad is None else [grad],
+            )
 
-    def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
+    def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
         unsharded = self.unsharded(dtype)
         unsharded.allocate()
         if unsharded.aliases_shard:
@@ -115,60 +118,62 @@ class FlatParamGroup(FlatParamHandle):
         if self.groups.shard is None:
             copy_into_(unsharded.flat, shard)
             return None
-        mine = to_device(shard, self.device, unsharded.flat.dtype)
-        return Gathering(self.groups.shard, unsharded.flat, mine, written)
+        local = to_device(shard, self.device, unsharded.flat.dtype)
+        return AllGatherRequest(self.groups.shard, unsharded.flat, local, written)
 
-    def end_gather(self, gathering: Gathering) -> None:
-        """What was gathered is the unsharded buffer."""
+    def end_gather(self, request: AllGatherRequest) -> None:
+        """Do nothing, because the gathered memory is the unsharded buffer."""
 
     @torch.no_grad()
-    def gathered_like(self, shard: Tensor, name: str) -> Tensor:
-        """All elements [padded_numel] of any tensor that is sharded as the flat parameter is.
+    def gather_like(self, shard: Tensor, name: str) -> Tensor:
+        """Return all elements [padded_numel] of a tensor that is sharded like the flat parameter.
 
-        Collectives: as of unsharding the unit `name`.
+        Collectives: like unsharding the unit `name`.
         """
         if self.groups.shard is None:
             return shard
         return all_gathered(shard.to(self.device), self.groups, self.groups.shard, name)
 
     @torch.no_grad()
-    def gathered_in_parts(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """All elements of a flat parameter that is sharded, in runs that follow one another: where in the unsharded
-        buffer each begins, and it.
+    def gather_runs(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the runs of a sharded flat parameter in order: the start in the unsharded buffer, and the elements.
 
-        No rank has more of the buffer at a time than an eighth, unless that were less than a megabyte. Every rank has
-        to take all of the runs.
+        A rank holds at most an eighth of the buffer at a time, or a megabyte if that is more. Every rank must consume
+        all of the runs.
 
-        Collectives: up to eight all-gathers, as of unsharding the unit `name`.
+        Collectives: up to eight all-gathers, like unsharding the unit `name`.
         """
         shard, layout, group = self.flat_param.data, self.layout, self.groups.shard
         assert group is not None
-        fewest = -(-_PART_BYTES // (self.dtype.itemsize * layout.world))
-        width = max(-(-layout.shard_numel // _PARTS), fewest, 1)
+        fewest = -(-_LEAST_RUN_BYTES // (self.dtype.itemsize * layout.world))
+        width = max(-(-layout.shard_numel // _MOST_RUNS), fewest, 1)
         for first in range(0, layout.shard_numel, width):
-            part = all_gathered(shard[first : first + width].to(self.device), self.groups, group, name)
-            for rank, run in enumerate(part.view(layout.world, -1)):
+            piece = all_gathered(shard[first : first + width].to(self.device), self.groups, group, name)
+            for rank, run in enumerate(piece.view(layout.world, -1)):
                 yield rank * layout.shard_numel + first, run
 
 
 def flat_param_groups(
     managed: Sequence[ManagedParam], groups: Groups, config: Config, device: torch.device
 ) -> list[FlatParamGroup]:
-    """One for each dtype, and one apart for what is frozen: nothing is kept ready for gradients it never has."""
-    kinds: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
-    for one in managed:
-        kinds.setdefault((one.parameter.dtype, one.parameter.requires_grad), []).append(one)
-    found: list[FlatParamGroup] = []
-    # What is trained comes first: the first flat parameter speaks for the unit to those who know of one.
-    for (dtype, _), same in sorted(kinds.items(), key=lambda kind: not kind[0][1]):
+    """Return a group for each dtype.
+
+    Frozen parameters have groups of their own, which need no memory for gradients.
+    """
+    by_dtype: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+    for param in managed:
+        by_dtype.setdefault((param.parameter.dtype, param.parameter.requires_grad), []).append(param)
+    flat_params: list[FlatParamGroup] = []
+    # Trained parameters come first, because some users read only the first flat parameter of a unit.
+    for (dtype, _), same in sorted(by_dtype.items(), key=lambda item: not item[0][1]):
         itemsize = (config.precision.param_dtype or dtype).itemsize
         alignment = aligned_elements(itemsize) if config.use_orig_params else 1
-        shapes = [(one.info.name, one.parameter.shape, _dense_stride(one.parameter)) for one in same]
+        shapes = [(param.info.name, param.parameter.shape, _dense_stride(param.parameter)) for param in same]
         layout = layout_of(shapes, groups.shard_size, alignment)
-        found.append(FlatParamGroup(same, layout, groups, config, device))
-    return found
+        flat_params.append(FlatParamGroup(same, layout, groups, config, device))
+    return flat_params
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's stride if it fills its memory without gaps, else the contiguous one."""
+    """Return the tensor's stride if it fills its memory without gaps, else the contiguous stride."""
     return torch.empty_like(tensor, device="meta").stride()

@@ -1,4 +1,4 @@
-"""A flat parameter's elements: storage that comes and goes, and the views over it, which forward computes with."""
+"""Unsharded elements of a flat parameter: storage that is freed and allocated again, and views for the forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impl.distributed.fsdp._params.tensor_parallel import local_of
 
 
 class UnshardedBuffer:
-    """All elements in one dtype; `flat` [padded_numel] comes and goes, `views` lie over it for good."""
+    """All elements in one dtype: temporary memory `flat` [padded_numel], and permanent `views` of it."""
 
     def __init__(
         self,
@@ -30,35 +30,35 @@ class UnshardedBuffer:
         self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
         pairs = zip(param_infos, layout.slots, strict=True)
-        self.views = [info.shown(view_into(self.flat, slot)) for info, slot in pairs]
-        # Gathering writes behind autograd's back, so whatever moves these was a change to a parameter.
+        self.views = [info.wrap_local(view_into(self.flat, slot)) for info, slot in pairs]
+        # Gathers write without autograd's knowledge, so any change of these versions was a write to a parameter.
         self._versions = [view._version for view in self.views]
         self._filled_from: list[int] = []  # versions of the shard
         self.trainable: list[Tensor] = []
         self.has_frozen = True
         self._requires_grad: list[bool] = []
         self.is_live = True
-        self.is_given_up = False  # for another, since the shard was moved or cast
+        self.is_invalidated = False  # see `Unsharded` in `_params/param_group.py`
         self.free()
 
     @property
     def memory(self) -> tuple[int]:
-        """The address of its storage."""
+        """Address of the storage."""
         return (self._storage._cdata,)
 
     def set_requires_grad(self, wants_grad: list[bool]) -> None:
-        """Have each view, or all of them, require a gradient or not."""
+        """Set `requires_grad` of each view, or one value for all of them."""
         if wants_grad == self._requires_grad:
             return
         self._requires_grad = wants_grad
         for index, view in enumerate(self.views):
-            # The method is refused inside of functorch's transforms.
+            # functorch's transforms refuse the method `requires_grad_`.
             view.requires_grad = wants_grad[index if len(wants_grad) > 1 else 0]
         self.trainable = [view for view in self.views if view.requires_grad]
         self.has_frozen = len(self.trainable) < len(self.views)
 
     def alias(self, shard: Tensor) -> None:
-        """Of one that aliases the shard, which has other memory now."""
+        """Follow a shard that has other memory now. Only for a buffer that aliases the shard."""
         self.flat = shard
         self._storage = shard.untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
@@ -79,23 +79,24 @@ class UnshardedBuffer:
         return self._filled_from == versions
 
     def fill_from(self, versions: list[int]) -> list[int]:
-        """Its elements are those of a shard with these versions: to graphs made of others they are changed in place.
+        """Record that the elements come from a shard with these versions. Return the indices of changed views.
 
-        The numbers of the views that are.
+        For graphs of earlier values this is a change in place.
         """
         before, self._filled_from = self._filled_from, versions
         if before == versions:
             return []
-        moved = [*range(len(self.views))]
-        if before[:1] == versions[:1]:  # by names of parameters alone
-            moved = [index for index in moved if before[1 + index] != versions[1 + index]]
-        torch.autograd.graph.increment_version([self.views[index] for index in moved])
-        for index in moved:
+        changed = [*range(len(self.views))]
+        # Only single parameters were written to.
+        if before[:1] == versions[:1]:
+            changed = [index for index in changed if before[1 + index] != versions[1 + index]]
+        torch.autograd.graph.increment_version([self.views[index] for index in changed])
+        for index in changed:
             self._versions[index] += 1
-        return moved
+        return changed
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Those of the views, which lose them."""
+        """Return the gradients of the views and clear `.grad`."""
         grads = [view.grad for view in self.views]
         for view in self.trainable:
             view.grad = None
@@ -105,18 +106,18 @@ class UnshardedBuffer:
         return [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
 
     def changed(self) -> str | None:
-        """The name of a view that was written to since it was made, or since the last answer."""
+        """Return the name of a view that was written to since the last call, or None."""
         if self.aliases_shard:
             return None
         now = [view._version for view in self.views]
         if now == self._versions:
             return None
-        found = next(i for i, pair in enumerate(zip(now, self._versions, strict=True)) if pair[0] != pair[1])
+        index = next(i for i, pair in enumerate(zip(now, self._versions, strict=True)) if pair[0] != pair[1])
         self._versions = now
-        return self._slots[found].name
+        return self._slots[index].name
 
 
 def view_into(flat: Tensor, slot: Slot) -> Tensor:
-    """A tensor in the slot's shape over the buffer's memory, which autograd does not take for a view of it."""
-    made = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return made.set_(flat.untyped_storage(), flat.storage_offset() + slot.start, slot.shape, slot.stride)
+    """Return a tensor with the slot's shape over the buffer's memory, which autograd does not treat as a view."""
+    view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return view.set_(flat.untyped_storage(), flat.storage_offset() + slot.start, slot.shape, slot.stride)

@@ -1,8 +1,8 @@
-"""A rank's shard of a flat parameter's gradient, as the optimizer sees it, and what has not been averaged yet.
+"""A rank's shard of a flat parameter's gradient, as the optimizer sees it, and gradients that are not averaged yet.
 
-Between backwards `.grad` is the average, sharded as the parameters are. After a backward that did not synchronise it is
-this rank's own sum over all elements, so that `zero_grad` does to it what it does everywhere; the average of earlier
-backwards waits aside.
+Between backwards `.grad` is the average, sharded like the parameters. After a backward without synchronisation `.grad`
+is this rank's own sum over all elements, so that `zero_grad` works as usual. The average of earlier backwards is kept
+aside.
 """
 
 from __future__ import annotations
@@ -21,88 +21,91 @@ from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
 from impl.distributed.fsdp._params.param_group import NewBuffer
 from impl.kernels import copy_to_host_async
 
-# Where torch.distributed.optim._apply_optimizer_in_backward leaves a parameter's optimizers.
+# Attribute in which torch.distributed.optim._apply_optimizer_in_backward stores a parameter's optimizers.
 _OPTIMIZERS = "_in_backward_optimizers"
 
 
 @dataclass(frozen=True)
 class _ShownUnreduced:
-    """`.grad` of one parameter after a backward that did not synchronise."""
+    """`.grad` of one parameter after a backward without synchronisation."""
 
-    index: int  # of the parameter
+    index: int  # index of the parameter
     view: Tensor
-    version: int  # of `.grad` when it was shown
+    version: int  # version of `.grad` when it was published
 
 
 class GradientShard:
-    """`.grad` of one flat parameter, of `flat_param` or of the user's own parameters."""
+    """`.grad` of one flat parameter: of `flat_param`, or of the user's own parameters."""
 
     def __init__(self, handle: FlatParamHandle, keeps_low_precision: bool) -> None:
         self._handle = handle
         self._keeps_low_precision = keeps_low_precision
         self._averaged: Tensor | None = None  # [shard_numel], of earlier backwards, taken aside
         self._reduced: Tensor | None = None  # [shard_numel], of this backward, not shown yet
-        self._shown: Tensor | None = (
-            None  # [shard_numel], what the user's own parameters' `.grad` are made of
-        )
+        # [shard_numel], memory of the `.grad` of the user's own parameters.
+        self._shown: Tensor | None = None
         self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
         self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
         self._unreduced_views: list[Tensor] = []
         self._shown_unreduced: list[_ShownUnreduced] = []
         self._state = UnreducedState()
 
-    def refuse_optimizers(self) -> None:
-        """
+    def check_optimizers(self) -> None:
+        """Check that torch's helper for optimizers in backward does not step the flat parameter.
+
         Raises:
-            RuntimeError: torch's helper is to step a flat parameter, of which it cannot know when it has its gradient.
+            RuntimeError: it would, although it cannot know when the flat parameter has its gradient.
         """
         if not self._handle.use_orig_params and hasattr(self._handle.flat_param, _OPTIMIZERS):
             raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
 
-    def are_there(self) -> bool:
-        """Whether any rank has some to step by. If this rank has no element of it, it sees none cleared."""
+    def exist_on_any_rank(self) -> bool:
+        """Return whether any rank has gradients to step with.
+
+        A rank without elements cannot see that they were cleared.
+        """
         return self._shown is not None and not (any(self._shown_places) and self._is_cleared())
 
-    def still_wait(self) -> bool:
-        """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
+    def has_unreduced(self) -> bool:
+        """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
         if self._unreduced is not None:
             self.begin_backward()
-        return self._unreduced is not None and not self._state.is_on_the_way
+        return self._unreduced is not None and not self._state.is_being_reduced
 
-    def waiting(self) -> list[tuple[str, nn.Parameter]]:
-        if self._unreduced is None or self._state.is_on_the_way:
+    def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
+        if self._unreduced is None or self._state.is_being_reduced:
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
         stepped = handle.stepped if handle.use_orig_params else [handle.flat_param] * len(names)
         return [pair for pair in zip(names, stepped, strict=True) if pair[1].grad is not None]
 
-    def owes_zeros(self) -> bool:
-        """What is not used counts as zero in any case."""
+    def must_reduce_zeros(self) -> bool:
+        """Return False, because unused parameters count as zeros in any case."""
         return False
 
     def forget_if_cleared(self) -> None:
-        """Let go of memory that `.grad` was made of until a user set it to None."""
+        """Free the memory of gradients that the user has set to None."""
         if self._shown is not None and self._is_cleared():
             self._shown = None
             self._shown_places = []
 
     def begin_backward(self) -> None:
-        """Take aside what `.grad` holds, so that this backward is added to it."""
+        """Set the current `.grad` aside, so that this backward is added to it."""
         if self._unreduced is None:
             if self._averaged is None and self._reduced is None:
                 self._averaged = self._taken_from_grad()
         elif self._is_cleared():
             self._averaged = None
             self._forget_unreduced()
-        elif not self._state.is_on_the_way:
+        elif not self._state.is_being_reduced:
             if self._state.is_partial and self._unreduced.any():
                 names = [slot.name for slot in self._handle.layout.slots]
                 raise self._state.partial_gradients(names, "set them to None by zero_grad()")
             self._follow_unreduced()
 
     def abandon_backward(self) -> None:
-        """`.grad` stays as it is, and counts; so do backwards that did not synchronise."""
+        """Keep `.grad` and the gradients of earlier backwards without synchronisation."""
         self._reduced = None
         if self._state.abandon_backward():
             self._forget_unreduced()
@@ -111,25 +114,25 @@ class GradientShard:
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         handle, grads = self._handle, self._hooked(grads)
-        self._state.note_added(to_earlier=self._unreduced is not None)
+        self._state.record_addition(to_earlier=self._unreduced is not None)
         if self._unreduced is None:
             dtype = next(grad.dtype for grad in grads if grad is not None)
             self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
             self._unreduced_views = handle.views_of(self._unreduced)
             _copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
         else:
-            self._shown_unreduced = []  # until the end of this backward
+            self._shown_unreduced = []  # set again at the end of this backward
             _add(self._unreduced_views, grads)
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
-        """All that has not been averaged, with `grads` added, [padded_numel]."""
+        """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
         unsharded, handle, grads = self._unreduced, self._handle, self._hooked(grads)
         dtype = dtype or handle.reduce_dtype
-        if unsharded is not None and not self._state.is_on_the_way:
-            self._state.is_on_the_way = True
-            total = unsharded.clone()  # should this backward raise, the other ones count
+        if unsharded is not None and not self._state.is_being_reduced:
+            self._state.is_being_reduced = True
+            total = unsharded.clone()  # still counts if this backward raises
             _add(handle.views_of(total), grads)
             return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
@@ -159,22 +162,22 @@ class GradientShard:
                 part.copy_(apply_gradient_hooks(parameter, part, slot.name))
 
     def add(self, reduced: Tensor) -> None:
-        """Add an average [shard_numel] of any dtype to those of this backward.
+        """Add an average [shard_numel] of any dtype to the averages of this backward.
 
-        Sync: none the first time, on the CPU too: before anything is shown the host waits, once for all units.
+        Sync: none the first time, on the CPU too. The host waits once for all units before gradients are published.
         """
         handle = self._handle
         keeps = self._keeps_low_precision and not handle.is_sharded
-        mine = reduced if keeps else reduced.to(handle.dtype)
+        average = reduced if keeps else reduced.to(handle.dtype)
         if handle.offloads:
-            mine = copy_to_host_async(mine) if self._reduced is None else mine.to("cpu")
+            average = copy_to_host_async(average) if self._reduced is None else average.to("cpu")
         if self._reduced is None:
-            self._reduced = mine if mine is not reduced or handle.is_sharded else mine.clone()
+            self._reduced = average if average is not reduced or handle.is_sharded else average.clone()
         else:
-            self._reduced = self._reduced.to(mine.dtype).add_(mine)
+            self._reduced = self._reduced.to(average.dtype).add_(average)
 
     def end_backward(self, synced: bool) -> None:
-        """Show what this backward left."""
+        """Publish the gradients of this backward in `.grad`."""
         was_reduced = self._state.end_backward()
         if not synced:
             if self._unreduced is not None:
@@ -199,9 +202,9 @@ class GradientShard:
             self._call_hooks()
 
     def _call_hooks(self) -> None:
-        """What a user has asked to be called, or stepped, after accumulation: autograd sees none of these parameters.
+        """Call the user's hooks and optimizers after accumulation, which autograd does not run for these parameters.
 
-        After a backward that synchronised alone: a step from a rank's own sum would part the ranks.
+        Only after a backward with synchronisation: a step with a rank's own sum would make the ranks diverge.
         """
         for parameter in self._handle.stepped:
             if parameter.grad is None:
@@ -215,28 +218,28 @@ class GradientShard:
                 parameter.grad = None
 
     def show(self, shard: Tensor) -> None:
-        """Make [shard_numel] the `.grad` of what the optimizer steps."""
+        """Publish a shard [shard_numel] as the `.grad` of the stepped parameters."""
         handle = self._handle
         if not handle.use_orig_params:
             _set_grad(handle.flat_param, shard)
             return
         self._shown = shard
-        parts = handle.pieces_of(shard)
-        self._shown_places = [None if part is None else (part.data_ptr(), part.shape) for part in parts]
-        for parameter, part in zip(handle.parameters, parts, strict=True):
-            if part is None or not parameter.requires_grad:
+        pieces = handle.pieces_of(shard)
+        self._shown_places = [None if piece is None else (piece.data_ptr(), piece.shape) for piece in pieces]
+        for parameter, piece in zip(handle.parameters, pieces, strict=True):
+            if piece is None or not parameter.requires_grad:
                 parameter.grad = None
             else:
-                _set_grad(parameter, part)
+                _set_grad(parameter, piece)
 
     @contextmanager
     def on_flat_param(self) -> Generator[None]:
-        """Inside, what `.grad` holds is `flat_param`'s, whatever it is moved or cast to there."""
+        """Context manager in which the current gradients are `flat_param.grad`, which may be moved or cast."""
         handle = self._handle
         if self._unreduced is not None:
             self.begin_backward()
-        waiting = self._unreduced
-        shard = self.current() if waiting is None else waiting
+        unsynchronized = self._unreduced
+        shard = self.current() if unsynchronized is None else unsynchronized
         if handle.use_orig_params:
             for parameter in handle.parameters:
                 parameter.grad = None
@@ -247,7 +250,7 @@ class GradientShard:
         finally:
             moved, handle.flat_param.grad = handle.flat_param.grad, None
             if moved is not None:
-                self._show_moved(moved, is_unreduced=waiting is not None)
+                self._show_moved(moved, is_unreduced=unsynchronized is not None)
 
     def _show_moved(self, moved: Tensor, is_unreduced: bool) -> None:
         if not is_unreduced:
@@ -260,7 +263,7 @@ class GradientShard:
         self._show_unreduced()
 
     def current(self) -> Tensor | None:
-        """What `.grad` holds, [shard_numel], whoever put it there; None if there is none."""
+        """Return the content of `.grad`, [shard_numel], or None if there is none."""
         if self._unreduced is not None:
             return None
         return self._taken_from_grad()
@@ -286,13 +289,13 @@ class GradientShard:
         return len(self._shown_places) == len(present)
 
     def _copied_in(self, present: Sequence[Tensor | None]) -> Tensor:
-        """A user replaced some gradients or set some to None: what there is now, zeros elsewhere."""
+        """Copy the gradients into a new shard after the user replaced some or set some to None, which become zeros."""
         handle = self._handle
         dtype = next(grad.dtype for grad in present if grad is not None)
         shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
-        for part, grad in zip(handle.pieces_of(shard), present, strict=True):
-            if part is not None and grad is not None:
-                part.copy_(grad)
+        for piece, grad in zip(handle.pieces_of(shard), present, strict=True):
+            if piece is not None and grad is not None:
+                piece.copy_(grad)
         return shard
 
     def _show_unreduced(self) -> None:
@@ -307,7 +310,7 @@ class GradientShard:
                 self._shown_unreduced.append(_ShownUnreduced(index, view, parameter.grad._version))
 
     def _follow_unreduced(self) -> None:
-        """Do to what is aside what a user did to the `.grad` shown of it: cleared, set to zero, or replaced."""
+        """Apply the user's change of the published `.grad` to the unreduced gradient: cleared, zeroed or replaced."""
         handle = self._handle
         for shown in self._shown_unreduced:
             grad = handle.stepped[shown.index].grad
@@ -323,11 +326,11 @@ class GradientShard:
     def _clear_averaged(self, index: int) -> None:
         if self._averaged is None:
             return
-        part = (
+        piece = (
             self._handle.pieces_of(self._averaged)[index] if self._handle.use_orig_params else self._averaged
         )
-        if part is not None:
-            part.zero_()
+        if piece is not None:
+            piece.zero_()
 
     def _forget_unreduced(self) -> None:
         self._unreduced = None
@@ -343,7 +346,10 @@ def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
 
 
 def _copy_in(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Tensor], buffer: Tensor) -> None:
-    """Copy gradients into a buffer [padded_numel] that `views` lie over, casting; zeros where there is none."""
+    """Copy gradients into a buffer [padded_numel] with these `views`, with a cast.
+
+    A missing gradient becomes zeros.
+    """
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(views):
         torch._foreach_copy_(views, present)
@@ -356,7 +362,7 @@ def _copy_in(layout: FlatLayout, grads: Sequence[Tensor | None], views: list[Ten
 
 
 def _set_grad(parameter: Tensor, grad: Tensor) -> None:
-    """Set `.grad` also where its shape, dtype or device are not the parameter's, which assignment refuses."""
+    """Set `.grad` even if its shape, dtype or device differ from the parameter's, which an assignment refuses."""
     if grad.shape == parameter.shape and grad.dtype is parameter.dtype and grad.device == parameter.device:
         parameter.grad = grad
         return

@@ -1,12 +1,11 @@
-"""Parameters flattened into one buffer: the shard that stays, the unsharded buffer that comes and goes, what modules
-see.
+"""Parameters flattened into one buffer: the permanent shard, the temporary unsharded buffer, and module views.
 
-A `FlatParamHandle` holds the parameters of one unit that have one dtype and one `requires_grad`. This rank's part, the
-*shard*, is what the optimizer steps. The *unsharded buffer* is storage for all elements; unsharding fills it,
-resharding frees it. Its *views* are the tensors that the forward computes with: made once, they lie over its storage
-for as long as the unit lives, so that neither unsharding nor resharding touches a parameter. Modules are shown these
-*unsharded views* while the buffer is live and *sharded views* otherwise: with `use_orig_params` the user's own
-parameters, as views of the shard, else a `ShardedPlaceholder`, which knows its shape and refuses to be read.
+A `FlatParamHandle` holds the parameters of one unit that have one dtype and one `requires_grad`. The optimizer steps
+this rank's *shard*. The *unsharded buffer* is storage for all elements. Unsharding fills it, resharding frees it. Its
+*views* are the tensors that the forward computes with. They are created once and share its storage as long as the unit
+lives, so neither unsharding nor resharding touches a parameter. Modules have these *unsharded views* while the buffer
+is live, and *sharded views* otherwise: with `use_orig_params` the user's own parameters, as views of the shard, else a
+`ShardedPlaceholder`, which knows its shape and raises if it is read.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from impl.distributed.fsdp._params.param_registration import (
 
 
 class FlatParamHandle:
-    """One flat parameter of a unit: the buffer that its parameters are joined in, and who sees what of it.
+    """Flat parameter of a unit: the buffer of its parameters, and the views that modules have of it.
 
     Args:
         managed: parameters of one dtype and one `requires_grad`, on one device.
-        layout: of all of them.
-        rank: in the group that the buffer is sharded over.
-        compute_dtype: of the unsharded buffer; None is the parameters' own.
-        reduce_dtype: of gradients on their way; None is `compute_dtype` or the parameters' own.
-        device: where the unsharded buffer lies, and the shard too unless it is offloaded.
-        offloads: the shard is on the CPU, in pinned memory if `device` is an accelerator.
+        layout: positions of all of them.
+        rank: rank in the group that the buffer is sharded over.
+        compute_dtype: dtype of the unsharded buffer; None: the parameters' own.
+        reduce_dtype: dtype of gradient reductions; None: `compute_dtype` or the parameters' own.
+        device: device of the unsharded buffer, and of the shard unless it is offloaded.
+        offloads: keep the shard on the CPU, in pinned memory if `device` is an accelerator.
         use_orig_params: modules keep the user's parameters, as views of the shard.
     """
 
-    def __init__(  # noqa: PLR0913  made in one place, by keyword
+    def __init__(  # noqa: PLR0913  called once, by keyword
         self,
         managed: Sequence[ManagedParam],
         layout: FlatLayout,
@@ -55,31 +54,30 @@ class FlatParamHandle:
         offloads: bool,
         use_orig_params: bool,
     ) -> None:
-        self.param_infos: list[ParamInfo] = [one.info for one in managed]
+        self.param_infos: list[ParamInfo] = [param.info for param in managed]
         self.layout = layout
         self.rank = rank
         self.device = device
         self.offloads = offloads
         self.pins = offloads and device.type != "cpu"
         self.use_orig_params = use_orig_params
-        self._given_compute_dtype = compute_dtype
-        self._given_reduce_dtype = reduce_dtype or compute_dtype
+        self._policy_compute_dtype = compute_dtype
+        self._policy_reduce_dtype = reduce_dtype or compute_dtype
         self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
         self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
-        given = [one.parameter for one in managed]
-        self.parameters = (
-            given if use_orig_params else []
-        )  # the user's own, whose memory the unit does without
+        params = [param.parameter for param in managed]
+        # The user's own parameters, whose memory the unit does not need.
+        self.parameters = params if use_orig_params else []
         with torch.no_grad():
-            shard = self._shard_of([p.data for p in given])
-        requires_grad = any(p.requires_grad for p in given)
+            shard = self._shard_of([p.data for p in params])
+        requires_grad = any(p.requires_grad for p in params)
         self.flat_param = FlatParameter(shard.to("cpu") if offloads else shard, requires_grad)
-        self.flat_param._fqns = tuple(one.name for one in self.param_infos)
+        self.flat_param._fqns = tuple(info.name for info in self.param_infos)
         self._registration = ParamRegistration(self.param_infos, as_parameters=use_orig_params)
         self.sharded_views: list[Tensor] = []
         self.uses_unsharded_views = False
         self._summoned: ParamRegistration | None = None
-        self._home: tuple[dict[str, Any], str] | None = None
+        self._flat_param_place: tuple[dict[str, Any], str] | None = None
         self._unsharded: dict[torch.dtype, UnshardedBuffer] = {}
         self._address = 0
         self._refreshed_in = self.dtype
@@ -87,16 +85,16 @@ class FlatParamHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' own, in which the optimizer steps."""
+        """Dtype of the parameters, in which the optimizer steps."""
         return self.flat_param.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self._given_compute_dtype or self.dtype
+        return self._policy_compute_dtype or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        return self._given_reduce_dtype or self.dtype
+        return self._policy_reduce_dtype or self.dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -104,36 +102,35 @@ class FlatParamHandle:
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """What the optimizer steps."""
+        """Parameters that the optimizer steps."""
         return self.parameters if self.use_orig_params else [self.flat_param]
 
     @property
     def versions(self) -> list[int]:
-        """Of the shard as one, and of the user's own parameters: they move when it is written to by these names."""
+        """Version of the flat shard, followed by those of the user's own parameters."""
         return [self.flat_param._version, *[p._version for p in self.parameters]]
 
     def set_param_dtype(self, dtype: torch.dtype) -> None:
-        """Have the optimizer step another dtype; those to compute and to reduce in stay as they are.
+        """Set the dtype that the optimizer steps. The dtypes for computing and reducing stay.
 
-        The shard may have been cast already; what is made of it follows with the next gather.
+        The shard may have been cast already. The unsharded buffers follow at the next gather.
         """
-        self._given_compute_dtype = self._given_compute_dtype or self._refreshed_in
-        self._given_reduce_dtype = self._given_reduce_dtype or self._refreshed_in
+        self._policy_compute_dtype = self._policy_compute_dtype or self._refreshed_in
+        self._policy_reduce_dtype = self._policy_reduce_dtype or self._refreshed_in
         if self.dtype is not dtype:
             self.flat_param.data = self.flat_param.data.to(dtype)
 
     def wants_grad(self, index: int) -> bool:
-        """Of a parameter, by its number."""
         return self.stepped[index if self.use_orig_params else 0].requires_grad
 
     def refresh(self) -> None:
-        """Follow the shard after it was made, moved or cast."""
+        """Update addresses and views after the shard was created, moved or cast."""
         shard = self._pinned(self.flat_param.data)
         if shard.data_ptr() != self.flat_param.data_ptr():
             self.flat_param.data = shard
         if self.flat_param.data_ptr() != self._address or self.flat_param.is_meta:
             for unsharded in self._unsharded.values():
-                unsharded.is_given_up = True
+                unsharded.is_invalidated = True
             self._unsharded.clear()
         self._address, self._refreshed_in = self.flat_param.data_ptr(), self.dtype
         if self.use_orig_params:
@@ -150,26 +147,26 @@ class FlatParamHandle:
         return shard.pin_memory()
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedBuffer:
-        """The buffer in a dtype; its storage is free until it is allocated."""
-        found = self._unsharded.get(dtype)
-        if found is None:
+        """Return the buffer in a dtype. Its storage is freed until it is allocated."""
+        buffer = self._unsharded.get(dtype)
+        if buffer is None:
             shard = self.flat_param.data
-            serves = not self.is_sharded and dtype is self.dtype and shard.device == self.device
-            with torch.inference_mode(False):  # the views serve training too
-                found = UnshardedBuffer(
-                    self.layout, self.param_infos, dtype, self.device, over=shard if serves else None
+            aliases_shard = not self.is_sharded and dtype is self.dtype and shard.device == self.device
+            with torch.inference_mode(False):  # the views are used for training too
+                buffer = UnshardedBuffer(
+                    self.layout, self.param_infos, dtype, self.device, over=shard if aliases_shard else None
                 )
-                found.views = [self._as_param(view) for view in found.views]
-            self._unsharded[dtype] = found
-        return found
+                buffer.views = [self._as_param(view) for view in buffer.views]
+            self._unsharded[dtype] = buffer
+        return buffer
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
-        """Whether the buffer has what the shard holds now."""
+        """Return whether the buffer has the current values of the shard."""
         unsharded = self.unsharded(dtype)
         return unsharded.aliases_shard or unsharded.is_filled_from(self.versions)
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
-        """Have the modules see the unsharded views."""
+        """Register the unsharded views in the modules."""
         unsharded = self.unsharded(dtype)
         if unsharded.aliases_shard:
             unsharded.fill_from(self.versions)
@@ -178,9 +175,9 @@ class FlatParamHandle:
         self.uses_unsharded_views = True
         return unsharded
 
-    def use_sharded_views(self, *, behind_forward: bool = False) -> None:
-        """Have the modules see the sharded views."""
-        del behind_forward
+    def use_sharded_views(self, *, after_forward: bool = False) -> None:
+        """Register the sharded views in the modules."""
+        del after_forward
         self._registration.register(self.sharded_views)
         self.uses_unsharded_views = False
 
@@ -194,7 +191,7 @@ class FlatParamHandle:
             unsharded.free()
 
     def point_params_into_shard(self) -> None:
-        """Point the user's parameters into the shard: 1-D pieces of it, and all of it where nothing is sharded."""
+        """Point the user's parameters into the shard: to 1-D pieces of it, or to all of it if nothing is sharded."""
         shard = self.flat_param.data
         nothing = shard.new_empty(0)
         views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
@@ -204,22 +201,30 @@ class FlatParamHandle:
         self._addresses = [_address_of(view) for view in views]
 
     def write_back_changes(self) -> bool:
-        """Copy into the shard what a user put in a parameter's place, or a parameter's data; was there any?
+        """Copy tensors that the user assigned to a parameter or to its data into the shard.
+
+        Return whether there were any.
 
         Raises:
-            RuntimeError: it does not have the shape of what this rank owns; or no parameter was put there.
+            RuntimeError: a tensor has another shape than this rank's piece, or is no parameter.
         """
         if not self.use_orig_params:
             return self._write_back_flat_param()
-        found = False
-        for index, shown in self._registration.registered() if not self.uses_unsharded_views else ():
-            if shown is not None and shown is not self.parameters[index]:
-                if not isinstance(shown, nn.Parameter):
-                    raise self._replaced(self.param_infos[index].name)
-                self.parameters[index] = shown
-                found = True
-        is_at_home = self.flat_param.data_ptr() == self._address
-        if not found and is_at_home and self._addresses == [_address_of(p) for p in self.parameters]:
+        has_new_params = False
+        for index, registered_tensor in (
+            self._registration.registered() if not self.uses_unsharded_views else ()
+        ):
+            if registered_tensor is not None and registered_tensor is not self.parameters[index]:
+                if not isinstance(registered_tensor, nn.Parameter):
+                    raise self._replacement_error(self.param_infos[index].name)
+                self.parameters[index] = registered_tensor
+                has_new_params = True
+        is_same_memory = self.flat_param.data_ptr() == self._address
+        if (
+            not has_new_params
+            and is_same_memory
+            and self._addresses == [_address_of(p) for p in self.parameters]
+        ):
             return False
         self._check_shape()
         with torch.no_grad():
@@ -228,11 +233,16 @@ class FlatParamHandle:
         return True
 
     def _write_back_flat_param(self) -> bool:
-        for index, shown in self._registration.registered() if not self.uses_unsharded_views else ():
-            if shown is not self.sharded_views[index]:
-                raise self._replaced(self.param_infos[index].name)
-        if self._home is not None and self._home[0].get(self._home[1]) is not self.flat_param:
-            raise self._replaced(self._home[1])
+        for index, registered_tensor in (
+            self._registration.registered() if not self.uses_unsharded_views else ()
+        ):
+            if registered_tensor is not self.sharded_views[index]:
+                raise self._replacement_error(self.param_infos[index].name)
+        if (
+            self._flat_param_place is not None
+            and self._flat_param_place[0].get(self._flat_param_place[1]) is not self.flat_param
+        ):
+            raise self._replacement_error(self._flat_param_place[1])
         data = self.flat_param.data
         if data.data_ptr() == self._address:
             return False
@@ -249,9 +259,10 @@ class FlatParamHandle:
             )
 
     def _adopt(self, shard: Tensor) -> None:
-        """Go on with another shard; the memory of the one before stays as it is, since a user may put it back."""
+        """Use another shard. Keep the memory of the previous shard unchanged, because the user may assign it again."""
         self.flat_param.data = shard = self._pinned(shard)
-        torch.autograd.graph.increment_version(self.flat_param)  # which other memory does not by itself
+        # A change of memory does not increment the version by itself.
+        torch.autograd.graph.increment_version(self.flat_param)
         if shard.dtype is not self._refreshed_in:
             self.refresh()
             return
@@ -261,7 +272,7 @@ class FlatParamHandle:
                 unsharded.alias(shard)
 
     @staticmethod
-    def _replaced(name: str) -> RuntimeError:
+    def _replacement_error(name: str) -> RuntimeError:
         return RuntimeError(
             f"{name} was replaced by another tensor (as torch.func.functional_call does for a call), which the ranks "
             "cannot gather; write to parameters in place, unsharded ones inside summon_full_params()"
@@ -286,30 +297,30 @@ class FlatParamHandle:
         self._adopt(shard)
 
     def registered(self) -> Iterator[tuple[int, Tensor | None]]:
-        """What stands in the modules now, with the number of the parameter it stands for."""
+        """Yield the tensors that are registered now, with the indices of their parameters."""
         if self._summoned is not None:
             return self._summoned.registered()
         return self._registration.registered()
 
     def register_unsharded_params(self, views: Sequence[Tensor]) -> None:
-        """Register unsharded parameters with the modules, and not the flat one.
+        """Register unsharded parameters in the modules, and unregister the flat parameter.
 
-        Original ones stay the same objects, unless they are DTensors: these have no 1-D part.
+        Original parameters stay the same objects, unless they are DTensors, which have no 1-D piece.
         """
-        pairs = [*enumerate(self.shown(views))]
+        pairs = [*enumerate(self.wrap_locals(views))]
         if not self.use_orig_params:
             self._register_instead([nn.Parameter(view, self.wants_grad(index)) for index, view in pairs])
             return
-        shown = [*self.parameters]
+        registered = [*self.parameters]
         for index, view in pairs:
             if self.param_infos[index].parallel is None:
-                shown[index].data = view
+                registered[index].data = view
             else:
-                shown[index] = nn.Parameter(view, self.wants_grad(index))
-        self._registration.register(shown)
+                registered[index] = nn.Parameter(view, self.wants_grad(index))
+        self._registration.register(registered)
 
     def register_again(self, parameters: Sequence[Tensor]) -> None:
-        """Unsharded parameters that have been registered before."""
+        """Register unsharded parameters that were registered before."""
         if self.use_orig_params:
             self._registration.register(parameters)
         else:
@@ -323,7 +334,7 @@ class FlatParamHandle:
 
     @contextmanager
     def registering(self, parameters: Sequence[Tensor]) -> Generator[None]:
-        """Inside, these are registered with the modules rather than whatever is now; the flat parameter is not."""
+        """Context manager in which `parameters` are registered in the modules, and the flat parameter is not."""
         before = None if self._summoned is None else dict(self._summoned.registered())
         if self.use_orig_params:
             self._registration.register(parameters)
@@ -343,11 +354,11 @@ class FlatParamHandle:
 
     @contextmanager
     def registering_flat_param(self, parameter: Tensor) -> Generator[None]:
-        """Inside, this is registered as the flat parameter, and no other."""
+        """Context manager in which only `parameter` is registered, as the flat parameter."""
         if self.use_orig_params:
             self._registration.unregister()
-        if self._home is not None:
-            self._home[0][self._home[1]] = cast("nn.Parameter", parameter)
+        if self._flat_param_place is not None:
+            self._flat_param_place[0][self._flat_param_place[1]] = cast("nn.Parameter", parameter)
         try:
             yield
         finally:
@@ -358,15 +369,15 @@ class FlatParamHandle:
                 self._register_flat_param()
 
     def restore_flat_param(self) -> None:
-        """The other way round again."""
+        """Undo `register_unsharded_params`."""
         if self._summoned is not None:
             self._summoned.unregister()
             self._summoned = None
         self._register_flat_param()
 
     @contextmanager
-    def being_changed(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
-        """Inside, `flat_param` alone is registered and may be moved or cast so; what is made of it follows.
+    def changing_flat_param(self, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+        """Context manager in which only `flat_param` is registered, and may be moved or cast.
 
         Raises:
             NotImplementedError: original parameters, which stay the same objects, would move to the meta device.
@@ -374,7 +385,7 @@ class FlatParamHandle:
         if self.use_orig_params and change(self.flat_param.new_empty(0)).is_meta:
             raise NotImplementedError(
                 f"{self.param_infos[0].name} stays the same object, since use_orig_params is set, and so cannot be "
-                "moved to the meta device; wrap the module without use_orig_params, or let go of it"
+                "moved to the meta device; wrap the module without use_orig_params, or delete it"
             )
         if self.use_orig_params:
             self._registration.unregister()
@@ -382,14 +393,14 @@ class FlatParamHandle:
         try:
             yield
         finally:
-            if self._home is not None:
-                self._follow_replacement(*self._home)
+            if self._flat_param_place is not None:
+                self._follow_replacement(*self._flat_param_place)
             if self.use_orig_params:
                 self._unregister_flat_param()
             self.refresh()
 
     def _follow_replacement(self, home: dict[str, Any], name: str) -> None:
-        """What comes from or goes to the meta device is another parameter afterwards, and a plain one."""
+        """Use the new parameter after a move from or to the meta device, which replaces the flat parameter."""
         if home[name] is not self.flat_param:
             names, self.flat_param = (
                 self.flat_param._fqns,
@@ -399,39 +410,45 @@ class FlatParamHandle:
             home[name] = self.flat_param
 
     def register_flat_param(self, module: nn.Module, name: str) -> None:
-        """Say where the flat parameter is seen: without `use_orig_params` always, else while the others are hidden."""
-        self._home = (cast("dict[str, Any]", module._parameters), name)
+        """Set the place of the flat parameter.
+
+        With `use_orig_params` it is only registered while the others are not.
+        """
+        self._flat_param_place = (cast("dict[str, Any]", module._parameters), name)
         if not self.use_orig_params:
             self._register_flat_param()
 
     def _register_flat_param(self) -> None:
-        if self._home is not None:
-            self._home[0][self._home[1]] = self.flat_param
+        if self._flat_param_place is not None:
+            self._flat_param_place[0][self._flat_param_place[1]] = self.flat_param
 
     def _unregister_flat_param(self) -> None:
-        if self._home is not None:
-            self._home[0].pop(self._home[1], None)
+        if self._flat_param_place is not None:
+            self._flat_param_place[0].pop(self._flat_param_place[1], None)
 
     def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
-        """Cut a tensor like the shard into what belongs to each parameter, shaped as this rank's part of it."""
+        """Split a tensor like the shard into the pieces of each parameter, in the shape of this rank's piece."""
         if not self.is_sharded:
             return [*self.views_of(flat_shard)]
-        parts = flat_shard.split_with_sizes(self._sizes)
-        return [None if number is None else parts[number] for number in self._numbers]
+        pieces = flat_shard.split_with_sizes(self._sizes)
+        return [None if number is None else pieces[number] for number in self._numbers]
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Tensors in the parameters' shapes over a buffer of all elements; of DTensors, in those of local tensors."""
+        """Return tensors with the parameters' shapes over a buffer of all elements.
+
+        DTensors have their local shapes.
+        """
         return [view_into(buffer, slot) for slot in self.layout.slots]
 
-    def shown(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """The like of `views_of`, as users see parameters."""
-        return [info.shown(view) for info, view in zip(self.param_infos, views, strict=True)]
+    def wrap_locals(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return views like those of `views_of`, with DTensors for parameters that are DTensors."""
+        return [info.wrap_local(view) for info, view in zip(self.param_infos, views, strict=True)]
 
     def _as_param(self, view: Tensor) -> Tensor:
         return nn.Parameter(view, requires_grad=False) if self.use_orig_params else view
 
     def _shard_of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The part of the flattened tensors that is this rank's, in memory of its own."""
+        """Return a copy of this rank's shard of the flattened tensors."""
         unsharded = tensors[0].new_zeros(self.layout.padded_numel)
         for tensor, slot in zip(tensors, self.layout.slots, strict=True):
             unsharded[slot.start : slot.stop].copy_(_in_memory_order(tensor))
@@ -447,5 +464,5 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _address_of(tensor: Tensor) -> int:
-    """Where its memory is, or if it has no elements its storage: ranks without any of a parameter see changes too."""
+    """Return the address of a tensor's memory, or of its storage if it is empty, so that all ranks see a change."""
     return tensor.data_ptr() or tensor.untyped_storage()._cdata

@@ -1,8 +1,8 @@
-"""Where each parameter lies in a flat buffer, and which elements each rank owns: arithmetic on integers alone.
+"""Positions of parameters in a flat buffer, and the elements that each rank owns: arithmetic on integers.
 
-The numbers are torch's, because shards written by one must load into the other: parameters follow each other in the
-order in which `named_modules` meets them, begin at multiples of `alignment` elements, and the buffer is sharded over
-the ranks in equal widths; the tail may be short or empty.
+The numbers are torch's, because shards written by one library must load into the other. Parameters are in
+`named_modules` order and start at multiples of `alignment` elements. The buffer is sharded over the ranks in equal
+widths. Its tail may be short or empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter in the flat buffer; positions count elements."""
+    """Place of one parameter in the flat buffer. Positions count elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,16 +35,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """What of one parameter lies in one rank's shard."""
+    """Part of one parameter that is in one rank's shard."""
 
-    offset: int  # of its first element, in the shard
+    offset: int  # position of the first element in the shard
     numel: int
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     slots: tuple[Slot, ...]
-    # With what was put between and behind the parameters, without the tail that evens out the shards.
+    # Includes the padding between and after the parameters, without the tail that makes the shards equal.
     numel: int
     world: int
 
@@ -57,36 +57,36 @@ class FlatLayout:
         return self.shard_numel * self.world
 
     def piece(self, slot: Slot, rank: int) -> Piece | None:
-        """None if the rank owns nothing of the parameter."""
+        """Return the piece that `rank` owns of the parameter, or None if it owns nothing."""
         first = rank * self.shard_numel
         start, stop = max(slot.start, first), min(slot.stop, first + self.shard_numel)
         return Piece(start - first, stop - start) if start < stop else None
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of the padded buffer that belong to no parameter; they hold zeros."""
-        found: list[tuple[int, int]] = []
+        """Ranges of the padded buffer that belong to no parameter and contain zeros."""
+        ranges: list[tuple[int, int]] = []
         end = 0
         for slot in self.slots:
             if slot.start > end:
-                found.append((end, slot.start))
+                ranges.append((end, slot.start))
             end = slot.stop
         if self.padded_numel > end:
-            found.append((end, self.padded_numel))
-        return tuple(found)
+            ranges.append((end, self.padded_numel))
+        return tuple(ranges)
 
 
 def aligned_elements(itemsize: int) -> int:
-    """How many elements of a dtype fill the distance at which parameters begin."""
+    """Return the number of elements of a dtype in the alignment of parameters."""
     return _ALIGNED_BYTES // itemsize
 
 
 def layout_of(
     named_shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]], world: int, alignment: int = 1
 ) -> FlatLayout:
-    """Lay out (name, shape, stride) one behind the other, for `world` ranks.
+    """Return the layout of (name, shape, stride), one after the other, for `world` ranks.
 
-    With an `alignment` above 1 the buffer is also filled up to a multiple of `world`, so that no rank's shard is short.
+    With an `alignment` above 1 the buffer is also padded to a multiple of `world`, so that no rank's shard is short.
     """
     slots: list[Slot] = []
     end = 0
@@ -100,7 +100,7 @@ def layout_of(
 
 
 def split_sizes(pieces: Sequence[Piece | None], shard_numel: int) -> tuple[list[int], list[int | None]]:
-    """Cut a shard into consecutive parts: their sizes, and for each piece the number of the part that it is."""
+    """Return the sizes of a shard's consecutive sections, and for each piece the index of its section."""
     sizes: list[int] = []
     numbers: list[int | None] = []
     end = 0

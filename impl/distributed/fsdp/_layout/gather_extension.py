@@ -1,7 +1,7 @@
-"""A parameter that says itself what is gathered of it, and makes the unsharded one of that: quantised, say.
+"""Parameters that define their own all-gather inputs and unsharded tensor, for example quantised ones.
 
-torch's names for the two methods of such a tensor subclass are `fsdp_pre_all_gather` and `fsdp_post_all_gather`. From
-torch 2.15 on, a third one says whether the gathered tensors are freed as soon as the parameter is made of them.
+torch's names for the two methods of such a tensor subclass are `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Since
+torch 2.15, a third method says whether the gathered tensors are freed once the parameter is created from them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
-_FORMS = (1, 5)  # numbers of arguments that the first method may take
+_ARGUMENT_COUNTS = (1, 5)  # argument counts that the first method may have
 
 
 class GatherExtension:
-    """What one such parameter has under way.
+    """State of the all-gathers of one parameter with an extension.
 
     Args:
-        param: whose part has both methods.
-        device: where it is computed with.
-        policy: the user's, which the first method may ask for.
+        param: the parameter, whose local tensor has both methods.
+        device: compute device.
+        policy: the user's policy, which the first method may take.
     """
 
     def __init__(self, param: ShardedParam, device: torch.device, policy: Any) -> None:
         if param.info.parallel is not None:
             raise NotImplementedError(
-                f"{param.name} is a DTensor whose local tensor says how it is gathered, which is not there yet"
+                f"{param.name} is a DTensor whose local tensor has an all-gather extension, which is not supported yet"
             )
         self._param = param
         self._device = device
@@ -40,11 +40,11 @@ class GatherExtension:
         self._releases_outputs = _releases_outputs(param.local)
         mesh: Any = param.mesh
         self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-        # The parameter's own may differ where a size is 1.
+        # The stride of the parameter itself may differ if a size is 1.
         self._stride = torch.empty(param.shape, device="meta").stride()
         self._metadata: Any = None
-        self._sizes: Sequence[torch.Size] = ()  # of what is gathered
-        self._inner: Sequence[Tensor] = ()  # whose memory is what was unsharded
+        self._sizes: Sequence[torch.Size] = ()  # shapes of the gathered tensors
+        self._inner: Sequence[Tensor] = ()  # tensors that own the memory of the unsharded parameter
         self._unsharded: nn.Parameter | None = None
         self.outputs: list[Tensor] = []  # [W * n] for each tensor that is gathered
 
@@ -53,32 +53,35 @@ class GatherExtension:
         return {storage._cdata for storage in self._storages()}
 
     def inputs(self) -> list[Tensor]:
-        """What this rank gives to a gather, for each tensor [n] of any dtype; makes room for what will come.
+        """Return this rank's tensors for a gather, each [n] of any dtype. Allocate the outputs.
 
         Raises:
-            AssertionError: the method takes other arguments than torch hands it, or leaves padding out.
+            AssertionError: the method takes other arguments than torch passes, or omits padding.
         """
         param: Any = self._param
         local: Any = param.local if param.local.device == self._device else param.local.to(self._device)
         before = getattr(local, _BEFORE)
-        given, self._metadata = before(*self._arguments(inspect.signature(before)))
-        if local.size() != param.padded_shape and any(one.size() != param.padded_shape for one in given):
+        inputs, self._metadata = before(*self._arguments(inspect.signature(before)))
+        if local.size() != param.padded_shape and any(
+            tensor.size() != param.padded_shape for tensor in inputs
+        ):
             raise AssertionError(
                 "When a parameter is unevenly sharded by FSDP "
                 f"(orig size={param.shape}, FSDP world size={param.mesh.size()}), "
                 "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
-                f"{torch.Size(param.padded_shape)} but got {[one.size() for one in given]}"
+                f"{torch.Size(param.padded_shape)} but got {[tensor.size() for tensor in inputs]}"
             )
-        self._sizes = [one.size() for one in given]
+        self._sizes = [tensor.size() for tensor in inputs]
         if not self.outputs:
             self.outputs = [
-                torch.empty(param.world * one.numel(), dtype=one.dtype, device=self._device) for one in given
+                torch.empty(param.world * tensor.numel(), dtype=tensor.dtype, device=self._device)
+                for tensor in inputs
             ]
         self._allocate(self.outputs)
-        return [one.reshape(-1) for one in given]
+        return [tensor.reshape(-1) for tensor in inputs]
 
     def _arguments(self, signature: inspect.Signature) -> tuple[Any, ...]:
-        if len(signature.parameters) not in _FORMS:
+        if len(signature.parameters) not in _ARGUMENT_COUNTS:
             raise AssertionError(
                 f"Invalid fsdp_pre_all_gather: {signature}\n"
                 "Expects fsdp_pre_all_gather(self, mesh: DeviceMesh, "
@@ -91,13 +94,15 @@ class GatherExtension:
         return self._mesh, param.shape, self._stride, param.info.locations[0].module, self._policy
 
     def unsharded(self, dtype: torch.dtype) -> nn.Parameter:
-        """Made of what was gathered; always the same object, over memory that comes and goes."""
+        """Return the parameter made of the gathered tensors. It is always the same object, with new memory."""
         after = getattr(self._param.local, _AFTER)
-        gathered = tuple(one.view(-1, *size[1:]) for one, size in zip(self.outputs, self._sizes, strict=True))
+        gathered = tuple(
+            output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._sizes, strict=True)
+        )
         if self._unsharded is None:
-            made, self._inner = after(gathered, self._metadata, dtype)
-            made = torch.as_strided(made, self._param.shape, self._stride, storage_offset=0)
-            self._unsharded = nn.Parameter(made, requires_grad=self._param.sharded.requires_grad)
+            tensor, self._inner = after(gathered, self._metadata, dtype)
+            tensor = torch.as_strided(tensor, self._param.shape, self._stride, storage_offset=0)
+            self._unsharded = nn.Parameter(tensor, requires_grad=self._param.sharded.requires_grad)
         else:
             self._allocate(self._inner)
             after(gathered, self._metadata, dtype, out=self._unsharded)
@@ -110,19 +115,20 @@ class GatherExtension:
         _free((*self.outputs, *self._inner))
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        return [one.untyped_storage() for one in (*self.outputs, *self._inner)]
+        return [tensor.untyped_storage() for tensor in (*self.outputs, *self._inner)]
 
     def _allocate(self, tensors: Sequence[Tensor]) -> None:
-        for one in tensors:
-            storage = one.untyped_storage()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
             if not storage.nbytes():
-                storage.resize_(one.numel() * one.itemsize)
+                storage.resize_(tensor.numel() * tensor.itemsize)
 
 
 def has_extension(param: ShardedParam) -> bool:
-    """
+    """Return whether a parameter's local tensor defines its own all-gather.
+
     Raises:
-        AssertionError: it has one of the methods alone, or a third one without them or that returns no bool.
+        AssertionError: it has only one of the methods, or a third one without them or that returns no bool.
     """
     local = param.local
     has_both = [hasattr(local, name) for name in (_BEFORE, _AFTER)]

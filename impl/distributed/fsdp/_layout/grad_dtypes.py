@@ -1,8 +1,7 @@
 """Dtypes in which the gradients of `fully_shard` accumulate and are reduced.
 
-A policy without `reduce_dtype` leaves the choice to the parameter. From torch 2.15 on its `grad_dtype` counts, and
-without one its own dtype. Before, gradients stayed in the dtype that they were computed in, and torch ignored
-`grad_dtype`.
+Without a `reduce_dtype` in the policy, the parameter decides. Since torch 2.15 its `grad_dtype` counts, or else its
+own dtype. Before, gradients stayed in the dtype that they were computed in, and torch ignored `grad_dtype`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ def has_grad_dtype(param: nn.Parameter) -> bool:
 
 
 def accumulation_dtype(
-    param: nn.Parameter, asked: ParamPrecision, compute_dtype: torch.dtype
+    param: nn.Parameter, precision: ParamPrecision, compute_dtype: torch.dtype
 ) -> torch.dtype | None:
-    """Return the dtype in which unreduced gradients add up, or None for any that they come in."""
-    reduce_dtype = asked.reduce_dtype
+    """Return the dtype in which unreduced gradients accumulate, or None for the dtype of each gradient."""
+    reduce_dtype = precision.reduce_dtype
     # A real dtype would drop the imaginary part.
     if reduce_dtype is not None and (reduce_dtype.is_complex or not param.dtype.is_complex):
         return reduce_dtype

@@ -1,4 +1,4 @@
-"""What may be changed of a group of DTensors between steps."""
+"""Settings of a group of DTensors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from impl.distributed.fsdp._params.policies import ParamPrecision
 
 @dataclass
 class GroupOptions:
-    """What may be changed between steps, but for the dtypes, which are None where the parameters' own serve."""
+    """Settings of a group. All but the dtypes may change between steps. A dtype of None is the parameters' own."""
 
     precision: ParamPrecision
-    # None: unless it is the root's. A number: to as many ranks, which gather it again for a backward.
+    # With None the root's group stays unsharded. A number is that of the ranks that gather again for backward.
     reshards_after_forward: bool | int | None = None
     reshards_after_backward: bool = True
-    keeps_storage: bool = False  # memory of unsharded parameters stays allocated
-    reduces_unused: bool = False  # zeros take the place of gradients that did not come
-    policy: Any = None  # the user's own, which tensors that say how they are gathered may ask for
-    all_gather: Any = None  # communication of the user's own: `allocate`, and a call
+    keeps_storage: bool = False  # unsharded memory stays allocated
+    reduces_unused: bool = False  # zeros replace missing gradients
+    # The user's policy, which tensors with an all-gather extension may take.
+    policy: Any = None
+    all_gather: Any = None  # user-defined all-gather: `allocate`, and a call

@@ -1,6 +1,6 @@
-"""The layout of fully_shard: each parameter is a DTensor, and those of a group travel side by side in one buffer.
+"""Layout of fully_shard: each parameter is a DTensor, and a group is gathered in one buffer.
 
-W = ranks that the group is sharded over, S = elements of one rank's part of what travels, padding included.
+W = ranks that the group is sharded over, S = elements of one rank's shards in a collective, padding included.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_extension
 from impl.distributed.fsdp._layout.grad_dtypes import accumulation_dtype, promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view
 from impl.distributed.fsdp._layout.substitutes import Substitute, unsharded_substitute
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._params.autograd import runs_backward
-from impl.distributed.fsdp._params.param_group import Gathering, dtypes_of
+from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes
 from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._params.policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.kernels import to_device
 
 
 class DTensorGroup:
-    """
+    """Group of parameters that are sharded as DTensors.
+
     Args:
-        params: already cut; of them those that are trained have one dtype.
+        params: sharded parameters. Those that are trained have one dtype.
         groups: the ranks to shard over and to replicate over.
-        device: where it is computed with.
-        offload_policy: a CPUOffloadPolicy has parameters, gradients and the optimizer's states lie on the CPU.
-        backward_mesh: of two dimensions, where fewer ranks gather for a backward: those of the second.
+        device: compute device.
+        offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
+        backward_mesh: a mesh of two dimensions if fewer ranks gather for a backward: those of the second dimension.
     """
 
-    is_tracked = False  # DTensors tell who holds them; a module that is moved has to own its parameters alone
+    # DTensors name their mesh, and a module that is moved must own its parameters.
+    is_tracked = False
 
-    def __init__(  # noqa: PLR0913  what it has, with whom, and where
+    def __init__(  # noqa: PLR0913  called once
         self,
         params: Sequence[ShardedParam],
         groups: Groups,
@@ -66,14 +68,15 @@ class DTensorGroup:
         self._extends = [has_extension(param) for param in params]
         self.unsharded_params: UnshardedParams | None = None
         self._backward_mesh = backward_mesh
-        self._parts: list[Tensor] = []  # of what was unsharded, that this rank keeps for a backward
-        self._substitutes: dict[int, Substitute] = {}  # parameter number: tensor
-        self._rounded: dict[ShardedParam, str] = {}  # masters that were cast, and not loaded since
+        # Shards of unsharded parameters that this rank keeps for a backward.
+        self._post_forward_shards: list[Tensor] = []
+        self._substitutes: dict[int, Substitute] = {}  # parameter index -> tensor
+        self._rounded: dict[ShardedParam, str] = {}  # masters that were cast and not loaded since
         self.is_shown = False
         self.pin()
         self.use_sharded_views()
 
-    # dtypes
+    # Dtypes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,7 +86,7 @@ class DTensorGroup:
     @property
     def compute_dtype(self) -> torch.dtype:
         own = self.dtype
-        # Without their imaginary part they would be others.
+        # A real dtype would drop the imaginary part.
         return own if own.is_complex else self.options.precision.param_dtype or own
 
     @property
@@ -109,22 +112,22 @@ class DTensorGroup:
         return [param.sharded for param in self.params]
 
     def _dtype_of(self, param: ShardedParam) -> torch.dtype:
-        """That it is computed with: integers keep their own."""
-        asked = self.options.precision.param_dtype
-        return asked if asked is not None and param.dtype.is_floating_point else param.dtype
+        """Return the dtype that `param` computes in. Integer parameters keep their own."""
+        param_dtype = self.options.precision.param_dtype
+        return param_dtype if param_dtype is not None and param.dtype.is_floating_point else param.dtype
 
     def _grad_dtype_of(self, param: ShardedParam) -> torch.dtype | None:
         return accumulation_dtype(param.sharded, self.options.precision, self._dtype_of(param))
 
     def _sharded_with(self) -> str:
-        placed = [f"{param.name} as Shard({param.dim})" for param in self.params if param.dim]
-        return ", ".join([*dtypes_of(self), *placed])
+        dims = [f"{param.name} as Shard({param.dim})" for param in self.params if param.dim]
+        return ", ".join([*describe_dtypes(self), *dims])
 
-    # when it is unsharded
+    # Times at which it is unsharded
 
     def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
         del awaits_backward
-        if runs_backward():  # recomputed for it, which will want the parameters
+        if runs_backward():  # a recomputed forward, whose backward needs the parameters
             return True
         reshards = self.options.reshards_after_forward
         return is_outermost if reshards is None else not reshards
@@ -132,16 +135,16 @@ class DTensorGroup:
     def frees_in_backward(self) -> bool:
         return self.options.reshards_after_backward
 
-    # what the user changes
+    # Changes by the user
 
     def write_back_changes(self) -> bool:
-        if self._parts:
+        if self._post_forward_shards:
             return False
-        replaced = self._registration.replaced(self._own_tensors())
+        replaced = self._registration.replacements_of(self._own_tensors())
         if self._has_views_put_back(replaced):
             self._registration.register(self.stepped)
             replaced = []
-        self._note_substitutes(replaced)
+        self._record_substitutes(replaced)
         if self.is_shown:
             return False
         was_changed = False
@@ -151,7 +154,7 @@ class DTensorGroup:
                 was_changed = True
         if was_changed and self.unsharded_params is not None:
             self.unsharded_params.use_grad_dtypes([self._grad_dtype_of(param) for param in self.params])
-        if was_changed or (self.pins and self._has_other_parts()):
+        if was_changed or (self.pins and self._has_other_shards()):
             self.pin()
         return was_changed
 
@@ -169,7 +172,7 @@ class DTensorGroup:
             return False
         return any(tensor is unsharded.views[index] for index, tensor in replaced)
 
-    def _note_substitutes(self, replaced: Iterable[tuple[int, Tensor | None]]) -> None:
+    def _record_substitutes(self, replaced: Iterable[tuple[int, Tensor | None]]) -> None:
         before, self._substitutes = self._substitutes, {}
         for index, tensor in replaced:
             # A parameter instead of a sharded one is assigned, and stays.
@@ -181,16 +184,16 @@ class DTensorGroup:
             else:
                 self._substitutes[index] = Substitute(tensor, None)
 
-    def _has_other_parts(self) -> bool:
-        return self.unsharded_params is not None and self.unsharded_params.has_other_parts()
+    def _has_other_shards(self) -> bool:
+        return self.unsharded_params is not None and self.unsharded_params.has_other_shards()
 
     def pin(self) -> None:
-        """Have what lies on the CPU lie in pinned memory, if the policy asks for it; it may have been replaced."""
+        """Move shards on the CPU to pinned memory if the policy asks for it. Call again after they were replaced."""
         for param in self.params if self.pins else ():
-            part = param.local
-            # Nothing is never pinned, and another part counts as written to, on this rank alone.
-            if part.is_cpu and part.numel() and not part.is_pinned():
-                param.local = part.pin_memory()
+            shard = param.local
+            # An empty tensor is never pinned, and a new shard would count as written to on this rank only.
+            if shard.is_cpu and shard.numel() and not shard.is_pinned():
+                param.local = shard.pin_memory()
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
         del dtype
@@ -219,25 +222,28 @@ class DTensorGroup:
 
         Raises:
             RuntimeError: masters were cast.
-            AssertionError: what is trained has several dtypes.
+            AssertionError: trained parameters have several dtypes.
         """
-        self._refuse_lost_masters()
+        self._check_masters()
         dtypes = {param.dtype for param in self.params if param.sharded.requires_grad}
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes}")
 
-    def note_cast(self) -> None:
-        """They may have been: bits that a master has lost do not come back when it is cast again."""
+    def record_casts(self) -> None:
+        """Record the masters that were cast. Casting a master back does not restore the lost bits."""
         self._rounded = self._lost_masters() | self._rounded
 
-    def note_loaded(
+    def record_load(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *, assigned: bool
     ) -> None:
-        """A module is about to load; what is loaded into a master that is cast is rounded, unless it replaces it."""
+        """Record that a module loads its masters again.
+
+        A load into a cast master is rounded, unless it replaces it.
+        """
         for param in [*self._rounded]:
             own = (place.attribute for place in param.info.locations if place.module is module)
-            is_whole = assigned or param.dtype is self.options.precision.master_dtype
-            if is_whole and any(prefix + attribute in state_dict for attribute in own):
+            keeps_all_bits = assigned or param.dtype is self.options.precision.master_dtype
+            if keeps_all_bits and any(prefix + attribute in state_dict for attribute in own):
                 del self._rounded[param]
 
     def _lost_masters(self) -> dict[ShardedParam, str]:
@@ -247,7 +253,7 @@ class DTensorGroup:
         floating = (p for p in self.params if p.dtype.is_floating_point)
         return {p: f"{p.name} ({p.dtype})" for p in floating if p.dtype is not master}
 
-    def _refuse_lost_masters(self) -> None:
+    def _check_masters(self) -> None:
         master = self.options.precision.master_dtype
         if master is None:
             return
@@ -255,100 +261,107 @@ class DTensorGroup:
         if self._rounded and not lost:
             raise RuntimeError(
                 f"{', '.join(self._rounded.values())} were cast, and back to {master}, the master_dtype of the policy, "
-                "without the bits that this has rounded away; load them by load_state_dict(), or to go on with what is "
-                "left, their own state_dict()"
+                "without the bits that this has rounded away; load them by load_state_dict(), or load their own "
+                "state_dict() to continue with the rounded values"
             )
         if lost:
             raise RuntimeError(
                 f"{', '.join(lost.values())} should be {master}, the master_dtype of the policy, but have been cast or "
-                f"replaced; call module.to({master}), and where they have been rounded load them again"
+                f"replaced; call module.to({master}), and load them again if they were rounded"
             )
 
-    # gathering
+    # All-gathers
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
         del dtype
-        asked, dtypes = self.options.precision.param_dtype, [param.sharded.dtype for param in self.params]
-        if asked is not None:  # integers keep their own
-            dtypes = [asked if own.is_floating_point else own for own in dtypes]
-        found = self.unsharded_params
-        if found is None or found.dtypes != dtypes:
-            if found is not None:
-                found.is_given_up = True
+        param_dtype, dtypes = (
+            self.options.precision.param_dtype,
+            [param.sharded.dtype for param in self.params],
+        )
+        if param_dtype is not None:  # integers keep their own dtype
+            dtypes = [param_dtype if own.is_floating_point else own for own in dtypes]
+        unsharded = self.unsharded_params
+        if unsharded is None or unsharded.dtypes != dtypes:
+            if unsharded is not None:
+                unsharded.is_invalidated = True
             with torch.inference_mode(False), torch.no_grad():
                 extensions = [
                     GatherExtension(param, self.device, self.options.policy) if extends else None
                     for param, extends in zip(self.params, self._extends, strict=True)
                 ]
                 grad_dtypes = [self._grad_dtype_of(param) for param in self.params]
-                found = self.unsharded_params = UnshardedParams(
+                unsharded = self.unsharded_params = UnshardedParams(
                     self.params, dtypes, self.device, extensions, grad_dtypes
                 )
-        return found
+        return unsharded
 
-    def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
-        self._refuse_lost_masters()
+    def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
+        self._check_masters()
         unsharded = self.unsharded(dtype)
-        is_split = bool(self._parts) and unsharded.is_filled()
+        is_split = bool(self._post_forward_shards) and unsharded.is_filled()
         over = self.groups.backward if is_split else self.groups.shard
-        given = self._parts if is_split else unsharded.inputs()
+        inputs = self._post_forward_shards if is_split else unsharded.inputs()
         if not is_split:
-            self.drop_parts()  # which are older, and what is noted as filled now would pass for theirs if this fails
+            # If this gather fails, these older shards would be taken for the values that are recorded below.
+            self.discard_post_forward_shards()
         unsharded.allocate()
-        written = unsharded.note_filled()
+        written = unsharded.record_filled()
         if self.offloads:
-            given = [to_device(one, self.device) for one in given]
+            inputs = [to_device(shard, self.device) for shard in inputs]
         if over is None:
-            for one, (_, run) in zip(given, unsharded.runs, strict=True):
-                beginning_of(run, one.shape).copy_(one)
+            for shard, (_, run) in zip(inputs, unsharded.runs, strict=True):
+                leading_view(run, shard.shape).copy_(shard)
             unsharded.complete()
             return None
-        gathering = self._packed(over, given, unsharded)._replace(written=written)
+        request = self._pack(over, inputs, unsharded)._replace(written=written)
         custom = self.options.all_gather
         if custom is None:
-            return gathering
-        custom(output_tensor=gathering.output, input_tensor=gathering.mine, group=over, async_op=False)
-        self.end_gather(gathering)
+            return request
+        custom(output_tensor=request.output, input_tensor=request.shard, group=over, async_op=False)
+        self.end_gather(request)
         return None
 
-    def _packed(
-        self, over: dist.ProcessGroup, given: Sequence[Tensor], unsharded: UnshardedParams
-    ) -> Gathering:
+    def _pack(
+        self, over: dist.ProcessGroup, inputs: Sequence[Tensor], unsharded: UnshardedParams
+    ) -> AllGatherRequest:
         packing = unsharded.packing(over.size())
         custom = self.options.all_gather
-        if packing.is_bytes:  # where a piece begins in the middle of an element
-            pairs = zip(given, unsharded.runs, strict=True)
-            given = [one.to(run.dtype).reshape(-1).view(torch.uint8) for one, (_, run) in pairs]
+        if packing.is_bytes:  # a piece may begin inside an element
+            pairs = zip(inputs, unsharded.runs, strict=True)
+            inputs = [shard.to(run.dtype).reshape(-1).view(torch.uint8) for shard, (_, run) in pairs]
         on_host = self.device.type == "cpu"
         if custom is None and fills_rows(
             self.groups.collectives[over], packing.nbytes, len(packing.rows), on_host
         ):
             rows = unsharded.rows(over.size(), is_split=over is self.groups.backward)
-            mine = [beginning_of(row[over.rank()], one.shape) for row, one in zip(rows, given, strict=True)]
-            torch._foreach_copy_(mine, list(given))
-            return Gathering(over, packing.output, packing.output, (), rows)
+            local = [
+                leading_view(row[over.rank()], shard.shape) for row, shard in zip(rows, inputs, strict=True)
+            ]
+            torch._foreach_copy_(local, list(inputs))
+            return AllGatherRequest(over, packing.output, packing.output, (), rows)
         if custom is None:
             packing.allocate()
             output = packing.output
         else:
             numel = over.size() * packing.total
             output = custom.allocate((numel,), dtype=packing.dtype, device=self.device)
-        mine = output[over.rank() * packing.total :][: packing.total]
+        local = output[over.rank() * packing.total :][: packing.total]
         if custom is not None:
-            mine.zero_()  # padding too is the user's to see, and to quantise with the rest
-        pieces = packing.pieces(mine, given, is_own=custom is None)
-        torch._foreach_copy_(pieces, list(given))
-        return Gathering(over, output, mine, ())
+            # The user sees the padding too, and may quantise it with the rest.
+            local.zero_()
+        pieces = packing.pieces(local, inputs, is_own=custom is None)
+        torch._foreach_copy_(pieces, list(inputs))
+        return AllGatherRequest(over, output, local, ())
 
-    def end_gather(self, gathering: Gathering) -> None:
-        unsharded, ranks = self.unsharded_params, gathering.over.size()
+    def end_gather(self, request: AllGatherRequest) -> None:
+        unsharded, ranks = self.unsharded_params, request.over.size()
         assert unsharded is not None
-        if not gathering.rows:
-            unsharded.take(gathering.output, ranks, is_split=gathering.over is self.groups.backward)
+        if not request.rows:
+            unsharded.take(request.output, ranks, is_split=request.over is self.groups.backward)
             unsharded.packing(ranks).free()
         unsharded.complete()
 
-    # what modules see
+    # Tensors that modules see
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedParams:
         unsharded = self.unsharded_params or self.unsharded(dtype)
@@ -356,7 +369,7 @@ class DTensorGroup:
         if not self.is_shown or self._substitutes:
             self._registration.register(self._unsharded_tensors(unsharded.views))
             self.is_shown = True
-            self._parts = []
+            self._post_forward_shards = []
         return unsharded
 
     def _unsharded_tensors(self, views: Sequence[Tensor]) -> list[Tensor]:
@@ -386,34 +399,34 @@ class DTensorGroup:
         }
         return tensors
 
-    def use_sharded_views(self, *, behind_forward: bool = False) -> None:
-        self._parts = self._parts_for_backward() if behind_forward else []
-        if self._parts and self._backward_mesh is not None:
-            pairs = zip(self.params, self._parts, strict=True)
+    def use_sharded_views(self, *, after_forward: bool = False) -> None:
+        self._post_forward_shards = self._new_post_forward_shards() if after_forward else []
+        if self._post_forward_shards and self._backward_mesh is not None:
+            pairs = zip(self.params, self._post_forward_shards, strict=True)
             self._registration.register(
-                [param.shown_for_backward(part, self._backward_mesh) for param, part in pairs]
+                [param.post_forward_param(shard, self._backward_mesh) for param, shard in pairs]
             )
         else:
             self._registration.register(self._with_substitutes(self.stepped))
         self.is_shown = False
 
-    def _parts_for_backward(self) -> list[Tensor]:
+    def _new_post_forward_shards(self) -> list[Tensor]:
         unsharded, fewer = self.unsharded_params, self.groups.backward
-        is_asked = type(self.options.reshards_after_forward) is int
-        # What an extension has made cannot be cut.
-        if not is_asked or fewer is None or unsharded is None or any(self._extends):
+        reshards_to_fewer = type(self.options.reshards_after_forward) is int
+        # The tensor of an extension cannot be split.
+        if not reshards_to_fewer or fewer is None or unsharded is None or any(self._extends):
             return []
-        return [param.kept_of(run, fewer.rank(), fewer.size()) for param, run in unsharded.runs]
+        return [param.post_forward_shard(run, fewer.rank(), fewer.size()) for param, run in unsharded.runs]
 
-    def show_at(self, param: ShardedParam, locations: tuple[ParamLocation, ...]) -> None:
-        """Have other modules, which had the same parameter, see it too; nothing is unsharded."""
+    def register_at(self, param: ShardedParam, locations: tuple[ParamLocation, ...]) -> None:
+        """Register the parameter in other modules that share it. The group must be sharded."""
         param.info = replace(param.info, locations=(*param.info.locations, *locations))
         self._registration = ParamRegistration(self.param_infos, as_parameters=True)
         self.use_sharded_views()
 
-    def drop_parts(self) -> None:
-        """The modules see the shards, and the next gather is of these."""
-        if self._parts:
+    def discard_post_forward_shards(self) -> None:
+        """Register the shards in the modules again, so that the next gather reads them."""
+        if self._post_forward_shards:
             self.use_sharded_views()
 
     def leave_unsharded(self) -> None:

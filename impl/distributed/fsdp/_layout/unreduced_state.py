@@ -1,4 +1,4 @@
-"""What a backward does to gradients that wait to be reduced, so that it can be undone should it raise."""
+"""Journal of a backward's changes to unreduced gradients, which restores them if the backward raises."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from impl.distributed.fsdp._params.param_group import describe_names
 
 
 class UnreducedState:
-    """Of one group, whatever holds its gradients; who does so forgets them where it is told to."""
+    """Undo information for one group's unreduced gradients, used if a backward raises."""
 
     def __init__(self) -> None:
-        self.is_on_the_way = False  # a reduction of this backward has had them
-        self.is_partial = False  # they have a part of a backward that raised
-        self._is_new = False  # this backward has made them
-        self._is_added_to = False  # or has added to those of earlier ones
+        self.is_being_reduced = False  # a reduction of this backward includes them
+        self.is_partial = False  # includes some gradients of a failed backward
+        self._is_new = False  # created by this backward
+        self._is_added_to = False  # created earlier, added to by this backward
 
-    def note_added(self, to_earlier: bool) -> None:
-        """Some came in this backward: to others, its own or of earlier ones, or where there were none."""
+    def record_addition(self, to_earlier: bool) -> None:
+        """Record that gradients of this backward were added, to earlier ones or as the first."""
         self._is_new |= not to_earlier
         self._is_added_to = not self._is_new
 
     def end_backward(self) -> bool:
-        """Whether they are to be forgotten: they have been reduced."""
+        """Return whether the unreduced gradients must be dropped because they were reduced."""
         self._is_new = self._is_added_to = False
-        return self.is_on_the_way
+        return self.is_being_reduced
 
     def abandon_backward(self) -> bool:
-        """Whether they are to be forgotten: the backward that raised has made them."""
-        are_its_own = self._is_new
+        """Return whether the unreduced gradients must be dropped because the failed backward created them."""
+        must_drop = self._is_new
         self.is_partial |= self._is_added_to
-        self.is_on_the_way = self._is_new = self._is_added_to = False
-        return are_its_own
+        self.is_being_reduced = self._is_new = self._is_added_to = False
+        return must_drop
 
     def forget(self) -> None:
-        self.is_on_the_way = self.is_partial = False
+        self.is_being_reduced = self.is_partial = False
 
     def partial_gradients(self, names: Sequence[str], cure: str) -> RuntimeError:
-        """What is raised of those that are partial."""
+        """Return the error for gradients that contain only some of a backward's."""
         return RuntimeError(
-            "a backward without synchronisation raised when it had added some of its gradients to those of earlier "
-            f"ones, of {describe_names(names, 3)}; {cure} before the next backward"
+            "a backward without synchronisation raised after it had added some of its gradients to those of earlier "
+            f"backwards, of {describe_names(names, 3)}; {cure} before the next backward"
         )

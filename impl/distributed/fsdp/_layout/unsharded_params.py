@@ -1,6 +1,6 @@
-"""The unsharded parameters of a group of DTensors: one storage that comes and goes, and how gathers fill it.
+"""Unsharded parameters of a group of DTensors: one storage that is freed and allocated again, and gathers into it.
 
-W = ranks that the group is sharded over, n = elements of a rank's part of one parameter, padding included.
+W = ranks that the group is sharded over, n = elements of a rank's shard of one parameter, padding included.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, has_grad_dtype, is_wider
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam, beginning_of, offsets
+from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view, offsets
 
-_ALIGNMENT = 16  # bytes, so that any dtype may begin there
-_Held = tuple[list[Tensor], list[int], list[int]]
+_ALIGNMENT = 16  # alignment in bytes for any dtype
+_FilledFrom = tuple[list[Tensor], list[int], list[int]]
 
 
 class Packing:
-    """The buffer in which what is gathered from `ranks` ranks travels; its memory comes and goes.
+    """Buffer of a gather from `ranks` ranks, whose memory is freed and allocated again.
 
     Args:
-        runs: what will be filled from it, [ranks * n] each.
-        device: where it is computed with.
+        runs: tensors that are filled from it, [ranks * n] each.
+        device: compute device.
     """
 
     def __init__(self, runs: Sequence[Tensor], ranks: int, device: torch.device) -> None:
         dtypes = {run.dtype for run in runs}
         self.is_bytes = len(dtypes) > 1
         self.dtype = torch.uint8 if self.is_bytes else dtypes.pop()
-        self.sizes = [run.nbytes // ranks // self.dtype.itemsize for run in runs]  # of a rank's part of each
+        self.sizes = [
+            run.nbytes // ranks // self.dtype.itemsize for run in runs
+        ]  # elements of a rank's shard of each run
         self.total = sum(self.sizes)
         self.rows = [run.view(self.dtype).view(ranks, -1) for run in runs]
         self.output = torch.empty(ranks * self.total, dtype=self.dtype, device=device)
         self.nbytes = self.output.nbytes
-        self._pieces: list[Tensor] = []  # of this rank's part of it, by what goes there
-        self._shapes: list[torch.Size] = []  # that they have
+        self._pieces: list[Tensor] = []  # views of this rank's section, one for each input
+        self._shapes: list[torch.Size] = []  # shapes of the inputs
         self.free()
 
     def allocate(self) -> None:
@@ -49,35 +51,35 @@ class Packing:
     def free(self) -> None:
         self.output.untyped_storage().resize_(0)
 
-    def pieces(self, mine: Tensor, given: Sequence[Tensor], *, is_own: bool) -> list[Tensor]:
-        """Where in this rank's part of what travels the tensors go; behind each may lie padding.
+    def pieces(self, section: Tensor, inputs: Sequence[Tensor], *, is_own: bool) -> list[Tensor]:
+        """Return the views of this rank's section that the inputs are copied to. Padding may follow each of them.
 
         Args:
-            is_own: it is a part of `output`, so that this is the same in every gather.
+            is_own: the section is in `output`, so that the views are the same in every gather.
         """
-        shapes = [one.shape for one in given]
+        shapes = [tensor.shape for tensor in inputs]
         if is_own and self._shapes == shapes:
             return self._pieces
-        pairs = zip(mine.split(self.sizes), shapes, strict=True)
-        found = [beginning_of(piece, shape) for piece, shape in pairs]
+        pairs = zip(section.split(self.sizes), shapes, strict=True)
+        views = [leading_view(piece, shape) for piece, shape in pairs]
         if is_own:
-            self._pieces, self._shapes = found, shapes
-        return found
+            self._pieces, self._shapes = views, shapes
+        return views
 
 
 class UnshardedParams:
-    """All parameters of a group; of the runs that are gathered one makes one parameter, unless it has an extension.
+    """Unsharded parameters of a group. Each run that is gathered becomes one parameter, unless it has an extension.
 
     Args:
-        params: in their order.
-        dtypes: to compute in, of each.
-        device: to compute with.
-        extensions: of those that say themselves what is gathered of them; None for others.
-        grad_dtypes: to accumulate gradients in, of each; None for any.
+        params: sharded parameters, in order.
+        dtypes: dtype to compute in, for each parameter.
+        device: compute device.
+        extensions: all-gather extension of each parameter, or None.
+        grad_dtypes: dtype to accumulate gradients in, for each parameter; None: any.
     """
 
     aliases_shard = False
-    is_given_up = False  # for another, since parameters were cast
+    is_invalidated = False  # see `Unsharded` in `_params/param_group.py`
 
     def __init__(
         self,
@@ -96,13 +98,13 @@ class UnshardedParams:
         plain = [extension is None for extension in extensions]
         self._is_extended = not all(plain)
         numels = [
-            is_plain * one.world * one.padded_numel for one, is_plain in zip(params, plain, strict=True)
+            is_plain * param.world * param.padded_numel for param, is_plain in zip(params, plain, strict=True)
         ]
         nbytes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
-        starts = offsets([-(-each // _ALIGNMENT) * _ALIGNMENT for each in nbytes])
+        starts = offsets([-(-size // _ALIGNMENT) * _ALIGNMENT for size in nbytes])
         self._nbytes = starts[-1]
         self._storage = torch.empty(self._nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._runs: list[Tensor | None] = []  # [W * n]; of an extension None
+        self._runs: list[Tensor | None] = []  # [W * n]; None for an extension
         self.views: list[nn.Parameter] = []
         for param, numel, dtype, start, is_plain in zip(params, numels, dtypes, starts, plain, strict=False):
             first = start // dtype.itemsize
@@ -110,19 +112,18 @@ class UnshardedParams:
             self._runs.append(run.set_(self._storage, first, (numel,), (1,)) if is_plain else None)
             if is_plain:
                 view.set_(self._storage, first, param.shape, param.stride)
-            # What an extension makes takes its place once it is gathered.
-            shown = param.info.shown(view)
-            self.views.append(nn.Parameter(shown, requires_grad=param.sharded.requires_grad))
+            # The tensor of an extension replaces this view once it is gathered.
+            tensor = param.info.wrap_local(view)
+            self.views.append(nn.Parameter(tensor, requires_grad=param.sharded.requires_grad))
         self._packings: dict[int, Packing] = {}
-        self._columns: list[
-            tuple[ShardedParam, Tensor, Tensor]
-        ] = []  # being gathered, where to, and where they go then
-        self._filled_from: _Held = ([], [], [])
+        # Parameters that are sharded by columns: gathered memory, and the run to copy it to.
+        self._columns: list[tuple[ShardedParam, Tensor, Tensor]] = []
+        self._filled_from: _FilledFrom = ([], [], [])
         self.trainable: list[Tensor] = []
         self.has_frozen = False
         self.grad_dtypes: list[torch.dtype | None] = []
-        self._view_grad_dtypes: list[torch.dtype | None] = []  # that autograd leaves them in
-        self._wider_grads: list[int] = []  # indices of views with gradients wider than they are
+        self._view_grad_dtypes: list[torch.dtype | None] = []  # dtypes in which autograd leaves gradients
+        self._wider_grads: list[int] = []  # views whose gradients are wider than they are
         self.use_grad_dtypes(grad_dtypes)
         self.free()
 
@@ -143,40 +144,38 @@ class UnshardedParams:
         for view, grad_dtype in zip(self.views, self._view_grad_dtypes, strict=True):
             _set_grad_dtype(view, grad_dtype)
 
-    def take_gradients_as_computed(self) -> None:
-        """Have autograd leave wider gradients uncast in this backward: whatever adds or reduces them casts them."""
+    def allow_wider_gradients(self) -> None:
+        """Disable autograd's cast of wider gradients in this backward. Additions and reductions cast them."""
         for index in self._wider_grads:
             self.views[index].grad_dtype = None
 
-    def take_gradients_as_shown(self) -> None:
+    def restore_grad_dtypes(self) -> None:
         for index in self._wider_grads:
             _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
     @property
     def memory(self) -> set[int]:
         own = {self._storage._cdata}
-        return own.union(*(one.memory for one in self._extensions if one is not None))
+        return own.union(*(extension.memory for extension in self._extensions if extension is not None))
 
     @property
     def runs(self) -> list[tuple[ShardedParam, Tensor]]:
-        """What gathers fill, each with its parameter: [W * n], several of one that has an extension."""
-        found: list[tuple[ShardedParam, Tensor]] = []
+        """Tensors that gathers fill, with their parameters: [W * n], or several tensors for an extension."""
+        runs: list[tuple[ShardedParam, Tensor]] = []
         for param, run, extension in zip(self._params, self._runs, self._extensions, strict=True):
-            found += [
-                (param, each)
-                for each in ([run] if extension is None else extension.outputs)
-                if each is not None
+            runs += [
+                (param, run) for run in ([run] if extension is None else extension.outputs) if run is not None
             ]
-        return found
+        return runs
 
     def inputs(self) -> list[Tensor]:
-        """What this rank gives to a gather of shards, for each run."""
+        """Return this rank's inputs of a gather of shards, for each run."""
         if not self._is_extended:
             return [param.sharded._local_tensor for param in self._params]
-        found: list[Tensor] = []
+        inputs: list[Tensor] = []
         for param, extension in zip(self._params, self._extensions, strict=True):
-            found += [param.local] if extension is None else extension.inputs()
-        return found
+            inputs += [param.local] if extension is None else extension.inputs()
+        return inputs
 
     def packing(self, ranks: int) -> Packing:
         if ranks not in self._packings:
@@ -185,10 +184,10 @@ class UnshardedParams:
         return self._packings[ranks]
 
     def rows(self, ranks: int, *, is_split: bool) -> list[Tensor]:
-        """What is filled with a row [n] of each of `ranks` ranks, for each run.
+        """Return the tensors that are filled with a row [n] of each of `ranks` ranks, for each run.
 
         Args:
-            is_split: they give parts of runs, rather than of parameters.
+            is_split: the ranks give shards of runs, not of parameters.
         """
         packing = self.packing(ranks)
         if is_split or not self._has_columns:
@@ -197,65 +196,64 @@ class UnshardedParams:
         rows = list(packing.rows)
         for index, (param, run) in enumerate(self.runs):
             if param.dim:
-                parts = torch.empty_like(run)
-                rows[index] = parts.view(packing.dtype).view(ranks, -1)
-                self._columns.append((param, parts, run))
+                shards = torch.empty_like(run)
+                rows[index] = shards.view(packing.dtype).view(ranks, -1)
+                self._columns.append((param, shards, run))
         return rows
 
     def take(self, gathered: Tensor, ranks: int, *, is_split: bool) -> None:
-        """Fill the rows with what the ranks gave, one behind the other."""
+        """Fill the rows from the gathered ranks' inputs, which are concatenated."""
         rows = self.rows(ranks, is_split=is_split)
         torch.split_with_sizes_copy(gathered.view(ranks, -1), self.packing(ranks).sizes, dim=1, out=rows)
 
     def complete(self) -> None:
-        """Parameters that are cut by columns are put together, and extensions make theirs of what was gathered."""
+        """Copy column-sharded parameters into place, and create the parameters of extensions."""
         columns, self._columns = self._columns, []
-        for param, parts, run in columns:
-            param.copy_out(parts, run)
+        for param, shards, run in columns:
+            param.copy_out(shards, run)
         for index, extension in enumerate(self._extensions) if self._is_extended else ():
             if extension is not None:
                 self.views[index] = extension.unsharded(self.dtypes[index])
                 _set_grad_dtype(self.views[index], self._view_grad_dtypes[index])
 
     def follow_requires_grad(self) -> None:
-        wanted = [param.sharded.requires_grad for param in self._params]
-        if wanted != [view.requires_grad for view in self.views]:
-            for view, requires_grad in zip(self.views, wanted, strict=True):
+        requires_grads = [param.sharded.requires_grad for param in self._params]
+        if requires_grads != [view.requires_grad for view in self.views]:
+            for view, requires_grad in zip(self.views, requires_grads, strict=True):
                 view.requires_grad = requires_grad
-        self.trainable = [*itertools.compress(self.views, wanted)]
-        self.has_frozen = not all(wanted)
+        self.trainable = [*itertools.compress(self.views, requires_grads)]
+        self.has_frozen = not all(requires_grads)
 
-    def note_filled(self) -> list[int]:
-        """It has what the parameters hold now: to graphs made of what they held before these are changed in place.
+    def record_filled(self) -> list[int]:
+        """Record that the parameters have the shards' current values. Return the indices of changed parameters.
 
-        Returns:
-            Which they are.
+        For graphs of earlier values this is a change in place.
         """
-        before, self._filled_from = self._filled_from, self._held()
-        now_and_before = zip(*self._filled_from, *before, strict=False)  # nothing before at first
+        before, self._filled_from = self._filled_from, self._current_shards()
+        now_and_before = zip(*self._filled_from, *before, strict=False)  # empty at first
         written = [
             i
-            for i, (part, version, own, old_part, old_version, old_own) in enumerate(now_and_before)
-            if part is not old_part or version != old_version or own != old_own
+            for i, (shard, version, own, old_shard, old_version, old_own) in enumerate(now_and_before)
+            if shard is not old_shard or version != old_version or own != old_own
         ]
         torch.autograd.graph.increment_version([self.views[i] for i in written])
         return written
 
     def is_filled(self) -> bool:
-        """Whether it has what the parameters hold now; a part may be another tensor."""
-        (before, *versions), (now, *versions_now) = self._filled_from, self._held()
+        """Return whether the parameters have the shards' current values. A shard may be another tensor."""
+        (before, *versions), (now, *versions_now) = self._filled_from, self._current_shards()
         return versions == versions_now and all(map(operator.is_, before, now))
 
-    def has_other_parts(self) -> bool:
-        """Whether parameters were given other parts since it was filled."""
+    def has_other_shards(self) -> bool:
+        """Return whether shards were replaced since the parameters were filled."""
         before = self._filled_from[0]
-        return any(param.local is not part for param, part in zip(self._params, before, strict=False))
+        return any(param.local is not shard for param, shard in zip(self._params, before, strict=False))
 
-    def _held(self) -> _Held:
-        """The parts, and numbers of them that are others whenever they may have been written to."""
+    def _current_shards(self) -> _FilledFrom:
+        """Return the shards and version counters that change whenever a shard may have been written to."""
         sharded = [param.sharded for param in self._params]
-        parts: list[Tensor] = [one._local_tensor for one in sharded]
-        return parts, [one._version for one in sharded], [part._version for part in parts]
+        shards: list[Tensor] = [param._local_tensor for param in sharded]
+        return shards, [param._version for param in sharded], [shard._version for shard in shards]
 
     def allocate(self) -> None:
         if self._storage.nbytes() != self._nbytes:
@@ -271,13 +269,13 @@ class UnshardedParams:
         grads = [view.grad for view in self.views]
         for view in self.views:
             view.grad = None
-        self.take_gradients_as_shown()
+        self.restore_grad_dtypes()
         if not self._is_parallel:
             return grads
         return [param.info.local_part(grad) for param, grad in zip(self._params, grads, strict=True)]
 
     def changed(self) -> None:
-        """Changes in place during a forward are the module's own, as in torch."""
+        """Return None, because changes in place during a forward are the module's own, like in torch."""
 
 
 def _set_grad_dtype(view: nn.Parameter, grad_dtype: torch.dtype | None) -> None:

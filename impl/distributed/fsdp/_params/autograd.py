@@ -1,4 +1,4 @@
-"""What has to be asked of autograd, and of the transforms of torch.func around it."""
+"""Queries of autograd, and of the transforms of torch.func around it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]  no stub
-# The number of the node that autograd makes next.
+# Number of the next node that autograd creates.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]  no stub
 
 
 def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a hook that the tensor's gradient meets before those that are there already."""
+    """Register a hook that runs before the tensor's earlier hooks."""
     handle = tensor.register_hook(hook)
-    # Autograd reads the dictionary, not the order that `OrderedDict` keeps beside it.
+    # Autograd reads the dictionary, not the separate order of `OrderedDict`.
     hooks = cast("dict[int, Any]", tensor._backward_hooks)
     for earlier in [key for key in hooks if key != handle.id]:
         hooks[earlier] = hooks.pop(earlier)
@@ -98,12 +98,15 @@ def is_linearized() -> bool:
 
 
 def runs_backward() -> bool:
-    """Whether this thread is running a part of a backward."""
+    """Return whether this thread runs part of a backward."""
     return _graph_task() != -1
 
 
 def outside_transforms(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """For what deals in memory: what is made within a transform of torch.func wraps its memory, and ends with it."""
+    """Decorate a function that manages memory, so that it runs outside the transforms of torch.func.
+
+    A tensor that is created within a transform wraps its memory, and ends with the transform.
+    """
 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""What a user asked for when a module was sharded."""
+"""Constructor arguments of a sharded module."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] 
 _FREED_AFTER_FORWARD = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-def _is_asked_of_environment() -> bool:
+def _is_set_in_environment() -> bool:
     return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Arguments of FullyShardedDataParallel that the units inside are given too, by their names there."""
+    """Arguments of FullyShardedDataParallel that nested units get too. The fields have the arguments' names."""
 
     process_group: ProcessGroups = None
     sharding_strategy: ShardingStrategy | None = None
@@ -39,11 +39,11 @@ class Config:
     limit_all_gathers: bool = True
     use_orig_params: bool = False
     device_mesh: DeviceMesh | None = None
-    full_precision_in_eval: bool = field(default_factory=_is_asked_of_environment, init=False)
+    full_precision_in_eval: bool = field(default_factory=_is_set_in_environment, init=False)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.init}
+        return {option.name: getattr(self, option.name) for option in fields(self) if option.init}
 
     @cached_property
     def precision(self) -> MixedPrecision:
@@ -55,5 +55,5 @@ class Config:
 
     @property
     def frees_after_forward(self) -> bool:
-        """Parameters are unsharded only while the unit computes; others keep them from forward to backward."""
+        """Whether the parameters are unsharded only while the unit computes, not from forward to backward."""
         return self.sharding_strategy in _FREED_AFTER_FORWARD

@@ -1,4 +1,4 @@
-"""Modules that compute in float32 in the midst of others that do not."""
+"""Modules that compute in float32 inside a low-precision model."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._params.nested import replaced
+from impl.distributed.fsdp._params.nested import map_tensors
 
 
 class FullPrecision:
-    """Casts what a module is given to float32, and what it returns back to the dtype it was given."""
+    """Hooks that cast a module's inputs to float32, and its outputs back to the dtype of the inputs."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._given: torch.dtype | None = None  # of the last input that was cast; None if none was
+        self._input_dtype: torch.dtype | None = None  # dtype of the last cast input, or None
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
 
     def before_forward(self, _module: nn.Module, args: tuple[Any, ...]) -> Any:
-        self._given = None
-        return replaced(args, self._widened)
+        self._input_dtype = None
+        return map_tensors(args, self._upcast)
 
     def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        return output if self._given is None else replaced(output, self._narrowed)
+        return output if self._input_dtype is None else map_tensors(output, self._downcast)
 
-    def _widened(self, tensor: Tensor) -> Tensor:
+    def _upcast(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            self._given = tensor.dtype
+            self._input_dtype = tensor.dtype
             return tensor.float()
         return tensor
 
-    def _narrowed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._given) if tensor.is_floating_point() else tensor
+    def _downcast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor

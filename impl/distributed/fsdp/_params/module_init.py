@@ -1,4 +1,4 @@
-"""Getting a module ready to be sharded: on which device it computes, what is still to be made there, and by whom."""
+"""Preparation of a module for sharding: its compute device, materialization, and broadcast of its states."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from impl.distributed.fsdp._comm.group_collectives import GroupMethod
 from impl.distributed.fsdp._params.managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._params.param_registration import ManagedParam
 
-_FIRST_RANK = 0  # of a group
+_FIRST_RANK = 0  # rank within the group
 _broadcast = GroupMethod("broadcast")
-# What was made of a parameter on the meta device: its other places, which may lie in other units, get the same.
-_made: Any = WeakIdKeyDictionary()  # by identity, as weak dictionaries compare tensors by their values
+# Materialized parameters by the meta parameter that they replace. Other modules that share it, also in other units,
+# get the same parameter. Keyed by identity, because weak dictionaries compare tensors by values.
+_materialized: Any = WeakIdKeyDictionary()
 
 
 def managed_below(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
@@ -32,27 +33,27 @@ def managed_below(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
 def device_type_for(
     module: nn.Module, ignored: Ignored, device_id: int | torch.device | None
 ) -> torch.device:
-    """The kind of device the unit computes on: what it was told, where it is, or the accelerator if there is one.
+    """Return the device type that the unit computes on: `device_id`, the parameters' device, or the accelerator.
 
     Raises:
-        RuntimeError: parameters lie on two kinds of accelerators.
+        RuntimeError: parameters are on two types of accelerators.
     """
     if device_id is not None:
         return torch.device(device_id)
-    found: torch.device | None = None
+    device: torch.device | None = None
     for parameter in managed_below(module, ignored):
         if parameter.device.type in ("cpu", "meta"):
             continue
-        if found is not None and found.type != parameter.device.type:
+        if device is not None and device.type != parameter.device.type:
             raise RuntimeError(
                 "FSDP does not support modules with different device types but got params on "
-                f"{found.type} and {parameter.device.type}"
+                f"{device.type} and {parameter.device.type}"
             )
-        found = found or parameter.device
-    return found or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        device = device or parameter.device
+    return device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def materialize_and_move(  # noqa: PLR0913  what torch's constructor is told
+def materialize_and_move(  # noqa: PLR0913  arguments of torch's constructor
     module: nn.Module,
     ignored: Ignored,
     device_id: int | torch.device | None,
@@ -61,11 +62,11 @@ def materialize_and_move(  # noqa: PLR0913  what torch's constructor is told
     rank: int,
     wrapper: type[nn.Module],
 ) -> torch.device:
-    """Make and move what is not there yet; where the unit computes.
+    """Materialize and move the module's parameters. Return the compute device.
 
     Raises:
-        RuntimeError: parameters lie on several devices, and `device_id` does not say which is meant.
-        ValueError: `param_init_fn` cannot be called, or `device_id` is not where the parameters lie.
+        RuntimeError: parameters are on several devices, and `device_id` is None.
+        ValueError: `param_init_fn` is not callable, or `device_id` is not the parameters' device.
     """
     _check_on_one_device(module, ignored, device_id)
     requested = _indexed(device_id, device_type, rank)
@@ -81,12 +82,12 @@ def materialize_and_move(  # noqa: PLR0913  what torch's constructor is told
             "`sync_module_states=True` flag since that requires GPU communication.",
             stacklevel=3,
         )
-    found = first.device if first is not None and first.device.type != "cpu" else _current(device_type)
-    if requested is not None and found != requested:
+    device = first.device if first is not None and first.device.type != "cpu" else _current(device_type)
+    if requested is not None and device != requested:
         raise ValueError(
-            f"Inconsistent compute device and `device_id` on rank {rank}: {found} vs {requested}"
+            f"Inconsistent compute device and `device_id` on rank {rank}: {device} vs {requested}"
         )
-    return found
+    return device
 
 
 def _check_on_one_device(module: nn.Module, ignored: Ignored, device_id: int | torch.device | None) -> None:
@@ -132,83 +133,89 @@ def _materialize(
     param_init_fn: Callable[[nn.Module], None] | None,
     wrapper: type[nn.Module],
 ) -> None:
-    """Give memory and values to a module that was made on the meta device."""
+    """Allocate and initialize a module that was created on the meta device."""
     own = list(_modules_of_unit(module, ignored, wrapper))
     buffers = (
-        b for one in module.modules() if one not in ignored.modules for b in one.buffers(recurse=False)
+        b
+        for submodule in module.modules()
+        if submodule not in ignored.modules
+        for b in submodule.buffers(recurse=False)
     )
     if not any(t.is_meta for t in itertools.chain(managed_below(module, ignored), buffers)):
         return
     if param_init_fn is not None:
         if not callable(param_init_fn):
             raise ValueError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
-        for one in own:
-            with _kept_tied(one):
-                param_init_fn(one)
+        for submodule in own:
+            with _keep_tied(submodule):
+                param_init_fn(submodule)
         return
-    for one in own:
-        if not any(True for _ in itertools.chain(one.parameters(recurse=False), one.buffers(recurse=False))):
+    for submodule in own:
+        if not any(
+            True
+            for _ in itertools.chain(submodule.parameters(recurse=False), submodule.buffers(recurse=False))
+        ):
             continue
         try:
             with torch.no_grad():
-                with _kept_tied(one):
-                    one.to_empty(device=device, recurse=False)
-                reset: Any = one.reset_parameters
+                with _keep_tied(submodule):
+                    submodule.to_empty(device=device, recurse=False)
+                reset: Any = submodule.reset_parameters
                 reset()
         except BaseException as error:
             warnings.warn(
                 f"Unable to call `reset_parameters()` for module on meta device with error {error}. Please ensure that "
-                f"your module oftype {type(one)} implements a `reset_parameters()` method.",
+                f"your module oftype {type(submodule)} implements a `reset_parameters()` method.",
                 stacklevel=4,
             )
             raise
 
 
 @contextlib.contextmanager
-def _kept_tied(module: nn.Module) -> Generator[None]:
-    """What the block makes of a parameter in this module is what was made of it at another place, if anything was."""
+def _keep_tied(module: nn.Module) -> Generator[None]:
+    """Context manager that replaces parameters of the module which another module shares and has materialized."""
     before = [
-        (one, name, parameter)
-        for one in module.modules()
-        for name, parameter in one._parameters.items()
+        (submodule, name, parameter)
+        for submodule in module.modules()
+        for name, parameter in submodule._parameters.items()
         if parameter is not None and not is_managed(parameter) and parameter.is_meta
     ]
     yield
-    for one, name, old in before:
-        new = one._parameters.get(name)
+    for submodule, name, old in before:
+        new = submodule._parameters.get(name)
         if new is not None and new is not old:
-            one._parameters[name] = _made.setdefault(old, new)
+            submodule._parameters[name] = _materialized.setdefault(old, new)
 
 
-def made_of(parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
-    """The same parameters, as they are once they are made."""
-    return frozenset(_made.get(parameter, parameter) for parameter in parameters)
+def materialized(parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:
+    """Return the parameters, with materialized ones instead of those on the meta device."""
+    return frozenset(_materialized.get(parameter, parameter) for parameter in parameters)
 
 
 def _modules_of_unit(module: nn.Module, ignored: Ignored, wrapper: type[nn.Module]) -> Iterator[nn.Module]:
-    """Breadth first, without what inner wrappers hold and what is ignored."""
-    queue, seen = deque([module]), {module}
+    """Yield the unit's modules breadth first, without inner wrappers and ignored modules."""
+    queue, visited = deque([module]), {module}
     while queue:
-        one = queue.popleft()
-        yield one
-        for child in one.children():
-            if child not in seen and not isinstance(child, wrapper) and child not in ignored.modules:
-                seen.add(child)
+        submodule = queue.popleft()
+        yield submodule
+        for child in submodule.children():
+            if child not in visited and not isinstance(child, wrapper) and child not in ignored.modules:
+                visited.add(child)
                 queue.append(child)
 
 
 @torch.no_grad()
 def _move(module: nn.Module, ignored: Ignored, device: torch.device, wrapper: type[nn.Module]) -> None:
-    """Move what lies on the CPU; parameters that lie on another accelerator are left to be complained about."""
-    ignored_buffers = {b for one in ignored.modules for b in one.buffers()}
+    """Move tensors from the CPU to `device`. Parameters on another accelerator stay, and are reported later."""
+    ignored_buffers = {b for ignored_module in ignored.modules for b in ignored_module.buffers()}
     cpu = torch.device("cpu")
-    for one in _modules_of_unit(module, Ignored(frozenset(), frozenset(), frozenset()), wrapper):
-        for parameter in one.parameters(recurse=False):
+    for submodule in _modules_of_unit(module, Ignored(frozenset(), frozenset(), frozenset()), wrapper):
+        for parameter in submodule.parameters(recurse=False):
             if parameter.device == cpu and parameter not in ignored.parameters:
                 parameter.data = parameter.to(device)
                 if parameter.grad is not None:
                     parameter.grad.data = parameter.grad.to(device)
-        for buffer in one.buffers(recurse=False):
+        for buffer in submodule.buffers(recurse=False):
             if buffer.device == cpu and buffer not in ignored_buffers:
                 buffer.data = buffer.to(device)
 
@@ -220,16 +227,16 @@ _SYNCED = "_fsdp_synced"
 def broadcast_states(
     module: nn.Module, managed: Sequence[ManagedParam], groups: Iterable[dist.ProcessGroup]
 ) -> None:
-    """Have every rank hold what the first rank of the groups holds.
+    """Copy the states of the groups' first rank to all ranks.
 
     Args:
-        groups: one after the other; what the first leaves on its ranks the next one spreads further.
+        groups: broadcast one after the other. Each group spreads the results of the previous one.
 
     Raises:
-        RuntimeError: the ranks wrap other modules, or in another order.
+        RuntimeError: the ranks wrap different modules, or in a different order.
     Collectives: broadcasts over each group, one for each tensor; all ranks must call it.
     """
-    states: list[tuple[str, Tensor]] = [(one.info.name, one.parameter.detach()) for one in managed]
+    states: list[tuple[str, Tensor]] = [(param.info.name, param.parameter.detach()) for param in managed]
     for name, buffer in module.named_buffers():
         if not getattr(buffer, _SYNCED, False):
             setattr(buffer, _SYNCED, True)

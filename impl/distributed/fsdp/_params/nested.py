@@ -1,4 +1,4 @@
-"""Tensors inside what a module is given and returns: in containers, nested as deep as one likes, and in objects."""
+"""Tensors inside a module's inputs and outputs: in nested containers and in user objects."""
 
 from __future__ import annotations
 
@@ -18,58 +18,58 @@ from impl.distributed.fsdp._params.tensor_parallel import local_of
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Each tensor, where it stands; what is no container and no tensor holds none."""
+    """Yield every tensor in nested containers and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, PackedSequence):
         yield value.data
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)
+        for entry in value.values():
+            yield from tensors_in(entry)
     elif isinstance(value, (tuple, list, set)):
-        for each in value:
-            yield from tensors_in(each)
+        for entry in value:
+            yield from tensors_in(entry)
     elif _is_dataclass(value):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """A tensor that an object has, in its attributes or in what stands there."""
+class ObjectTensor:
+    """Tensor that a user object holds, in its attributes or nested in them."""
 
     tensor: Tensor
-    holder: Any  # where another can be put under the key, or None
+    holder: Any  # list or dictionary with the tensor, None if immutable
     key: Any
 
 
-def held_in(value: Any) -> list[HeldTensor]:
-    """What the objects in `value` have that are neither containers nor tensors, at any depth and in circles too."""
-    found: list[HeldTensor] = []
-    waiting: list[tuple[Any, bool]] = [(value, False)]  # and whether it stands in an object
-    seen: set[int] = set()
-    while waiting:
-        each, is_inside = waiting.pop()
-        if isinstance(each, (Tensor, type, nn.Module, ModuleType)) or id(each) in seen:
+def tensors_in_objects(value: Any) -> list[ObjectTensor]:
+    """Return the tensors that user objects in `value` hold, at any depth. Reference cycles are allowed."""
+    tensors: list[ObjectTensor] = []
+    pending: list[tuple[Any, bool]] = [(value, False)]  # value, and whether a user object holds it
+    visited: set[int] = set()
+    while pending:
+        item, is_inside = pending.pop()
+        if isinstance(item, (Tensor, type, nn.Module, ModuleType)) or id(item) in visited:
             continue
-        seen.add(id(each))
-        if isinstance(each, dict):
-            holder, places = each, each.items()
-        elif isinstance(each, (list, tuple, set)):
-            holder, places = (each if isinstance(each, list) else None), enumerate(each)
+        visited.add(id(item))
+        if isinstance(item, dict):
+            holder, places = item, item.items()
+        elif isinstance(item, (list, tuple, set)):
+            holder, places = (item if isinstance(item, list) else None), enumerate(item)
         else:
-            holder: Any = getattr(each, "__dict__", {})
-            places, is_inside = holder.items(), is_inside or not _is_dataclass(each)
-        for key, part in places:
-            if isinstance(part, Tensor) and is_inside:
-                found.append(HeldTensor(part, holder, key))
+            holder: Any = getattr(item, "__dict__", {})
+            places, is_inside = holder.items(), is_inside or not _is_dataclass(item)
+        for key, content in places:
+            if isinstance(content, Tensor) and is_inside:
+                tensors.append(ObjectTensor(content, holder, key))
             else:
-                waiting.append((part, is_inside))
-    return found
+                pending.append((content, is_inside))
+    return tensors
 
 
-def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The like of `value` with each tensor changed; `value` itself where no tensor was.
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of `value` with `change` applied to each tensor, or `value` itself if no tensor changed.
 
     Lists, tuples, named ones too, sets, dicts and dataclasses keep their type. A packed sequence keeps its lengths.
     """
@@ -79,15 +79,15 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         data = change(value.data)
         return value if data is value.data else value._replace(data=data)
     if isinstance(value, dict):
-        return _like_dict(value, {key: replaced(each, change) for key, each in value.items()})
+        return _like_dict(value, {key: map_tensors(entry, change) for key, entry in value.items()})
     if isinstance(value, (tuple, list, set)):
-        parts = [replaced(each, change) for each in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
+        changed = [map_tensors(entry, change) for entry in value]
+        if all(new is old for new, old in zip(changed, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if _is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        changes = {name: replaced(getattr(value, name), change) for name in names}
+        changes = {name: map_tensors(getattr(value, name), change) for name in names}
         if all(changes[name] is getattr(value, name) for name in names):
             return value
         return dataclasses.replace(value, **changes)
@@ -95,39 +95,42 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `value` in another dtype, differentiably; the rest as it is."""
-    return replaced(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+    """Cast the floating-point tensors in `value` to `dtype`, differentiably."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
-def apart_from(memory: set[int], value: Any) -> Any:
-    """`value` with differentiable copies of the tensors that lie in storages with these addresses."""
-    return replaced(value, functools.partial(_apart, memory))
+def clone_aliases(memory: set[int], value: Any) -> Any:
+    """Replace the tensors in `value` whose storage is in `memory` by differentiable copies."""
+    return map_tensors(value, functools.partial(_clone_if_alias, memory))
 
 
-def set_apart(memory: set[int], held: Sequence[HeldTensor]) -> list[Tensor]:
-    """Have objects hold such copies; what they hold then."""
-    tensors = [_apart(memory, one.tensor) for one in held]
-    for one, tensor in zip(held, tensors, strict=True):
-        if tensor is not one.tensor and one.holder is not None:
-            one.holder[one.key] = tensor
+def clone_aliases_in_objects(memory: set[int], held: Sequence[ObjectTensor]) -> list[Tensor]:
+    """Replace the tensors in user objects that alias `memory` by copies.
+
+    Return the tensors that the objects hold now.
+    """
+    tensors = [_clone_if_alias(memory, entry.tensor) for entry in held]
+    for entry, tensor in zip(held, tensors, strict=True):
+        if tensor is not entry.tensor and entry.holder is not None:
+            entry.holder[entry.key] = tensor
     return tensors
 
 
-def _apart(memory: set[int], tensor: Tensor) -> Tensor:
-    # Sparse ones and those inside of functorch's transforms have no storage.
+def _clone_if_alias(memory: set[int], tensor: Tensor) -> Tensor:
+    # Sparse tensors, and tensors inside functorch's transforms, have no storage.
     local = local_of(tensor)
-    lies_in = torch._C._has_storage(local) and local.untyped_storage()._cdata in memory
-    return tensor.clone() if lies_in else tensor
+    is_alias = torch._C._has_storage(local) and local.untyped_storage()._cdata in memory
+    return tensor.clone() if is_alias else tensor
 
 
 def _like_dict(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
-    if all(new[key] is each for key, each in old.items()):
+    if all(new[key] is entry for key, entry in old.items()):
         return old
     if isinstance(old, OrderedDict):
-        made = type(old)()
-        for key, each in new.items():
-            made[key] = each
-        return made
+        copy = type(old)()
+        for key, entry in new.items():
+            copy[key] = entry
+        return copy
     return new
 
 

@@ -1,6 +1,6 @@
-"""Which unit manages which parameter of a module tree.
+"""Assignment of the parameters of a module tree to units.
 
-Trees may share: one module may stand at several places, and one parameter in several modules.
+Modules may be shared: one module may be at several places, and one parameter in several modules.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Collection
 
 from torch import nn
 
-_Units = tuple[nn.Module, ...]  # each inside the one before
+_Units = tuple[nn.Module, ...]  # each inside the previous one
 
 
 def post_order(root: nn.Module) -> list[nn.Module]:
-    """Each module once; those inside come before those around them."""
+    """Return each module once, inner modules before outer ones."""
     ordered: list[nn.Module] = []
-    met = {root}
+    visited = {root}
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            if child not in met:
-                met.add(child)
+            if child not in visited:
+                visited.add(child)
                 visit(child)
         ordered.append(module)
 
@@ -29,26 +29,26 @@ def post_order(root: nn.Module) -> list[nn.Module]:
 
 
 def parents_of(root: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Every (parent, name) at which each submodule stands."""
-    found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    """Return every (parent, name) under which each submodule is registered."""
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for name, child in parent._modules.items():
             if child is not None:
-                found.setdefault(child, []).append((parent, name))
-    return found
+                parents.setdefault(child, []).append((parent, name))
+    return parents
 
 
 class ParamAssignment:
-    """The parameters of a tree assigned to its units: each to the innermost one around every use of it.
+    """Parameters of a tree assigned to its units: each to the innermost unit around every use of it.
 
-    So a parameter that two units share, neither inside the other, goes to a unit around both, or to the root; and
-    one in a module that stands in two units to a unit around both, if it is no unit itself.
+    A parameter that two units share, neither inside the other, belongs to a unit around both, or to the root. A
+    parameter of a module that is part of two units belongs to a unit around both, unless the module is a unit itself.
     """
 
     def __init__(
         self, root: nn.Module, units: Collection[nn.Module], ignored_params: Collection[nn.Parameter]
     ) -> None:
-        """`units` may leave out the root, which is one in any case."""
+        """`units` may omit the root, which always is a unit."""
         self.order = post_order(root)
         self._position = {module: index for index, module in enumerate(self.order)}
         self._manager = {
@@ -58,7 +58,7 @@ class ParamAssignment:
         }
 
     def left_to_ancestors(self, unit: nn.Module) -> frozenset[nn.Parameter]:
-        """The parameters below `unit` that a unit around it manages, because they are used outside too."""
+        """Return the parameters below `unit` that an outer unit manages because they are used outside `unit` too."""
         return frozenset(
             parameter
             for parameter in unit.parameters()
@@ -66,10 +66,10 @@ class ParamAssignment:
         )
 
     def _units_around(self, root: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter, _Units]:
-        """For each parameter the units around every use of it, whichever way a forward gets there."""
+        """Return the units around every use of each parameter, whichever path a forward takes."""
         modules: dict[nn.Module, _Units] = {root: ()}
         parameters: dict[nn.Parameter, _Units] = {}
-        for module in reversed(self.order):  # one comes when all that are around it have been
+        for module in reversed(self.order):  # outer modules come first
             inside = modules[module]
             if module in units or module is root:
                 inside = (*inside, module)
@@ -80,5 +80,5 @@ class ParamAssignment:
         return parameters
 
 
-def _common(one: _Units, other: _Units) -> _Units:
-    return tuple(unit for unit in one if unit in other)
+def _common(units: _Units, other: _Units) -> _Units:
+    return tuple(unit for unit in units if unit in other)

@@ -1,8 +1,8 @@
-"""What the engine knows of parameters that a unit gathers and reduces together, however they lie on the ranks.
+"""Protocols between the engine and the layouts of parameters that a unit gathers and reduces together.
 
-A layout is a folder file in `_layout/` whose groups do what the protocols here say; units, their root and the
-collectives know no other name of it. W is the number of ranks that a group is sharded over, S the elements of one
-rank's part of what travels.
+A layout is a file in `_layout/` whose groups implement these protocols. Units, their root and the collectives use no
+other name of it. W is the number of ranks that a group is sharded over, S the number of elements of a rank's shard in
+a collective.
 """
 
 from __future__ import annotations
@@ -23,107 +23,113 @@ from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import no_grad_fast
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
-# Memory for what is reduced: of so many elements and a dtype, with the views that a layout makes of it, made once.
+# Memory for a reduction: number of elements, dtype, and the views that a layout creates of it once.
 NewBuffer = Callable[[int, torch.dtype, ViewsOf], tuple[Tensor, list[Tensor]]]
 
 
 class Unsharded(Protocol):
-    """Unsharded parameters of a group in one dtype, which graphs are built from; their memory comes and goes."""
+    """Unsharded parameters of a group in one dtype, which graphs are built from.
 
-    aliases_shard: bool  # the memory of the shards serves, and is not freed
-    is_given_up: bool  # since the shards were moved or cast: a graph made of it cannot be differentiated
+    Their memory is freed and allocated again.
+    """
+
+    aliases_shard: bool  # uses the shards' memory, which is not freed
+    # Set once the shards were moved or cast. A graph of these parameters can no longer be differentiated.
+    is_invalidated: bool
 
     @property
     def views(self) -> Sequence[Tensor]:
-        """As modules see them, one for each of the group's names."""
+        """Tensors that modules see, one for each of the group's names."""
         ...
 
-    trainable: list[Tensor]  # those in whose `.grad` autograd leaves a gradient
+    trainable: list[Tensor]  # parameters whose `.grad` autograd fills
     has_frozen: bool
 
     @property
     def memory(self) -> Collection[int]:
-        """The addresses of its storages: what a module returns of them is copied."""
+        """Addresses of the storages. Module outputs that alias them are copied."""
         ...
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Those of all parameters, which lose them."""
+        """Return every parameter's gradient and clear `.grad`."""
         ...
 
     def changed(self) -> str | None:
-        """The name of a parameter that was written to since it was made, or since the last answer."""
+        """Return the name of a parameter that was written to since the last call, or None."""
         ...
 
 
-class Gathering(NamedTuple):
-    """One all-gather: fills `output` [W * S] from every rank's `mine` [S], or rows."""
+class AllGatherRequest(NamedTuple):
+    """Request of one all-gather: fill `output` [W * S] from every rank's `shard` [S], or fill `rows`."""
 
     over: dist.ProcessGroup
     output: Tensor
-    mine: Tensor
-    written: Sequence[int]  # numbers of the parameters that were written to since the last one
-    rows: Sequence[Tensor] = ()  # [W, n] each, with this rank's row, which are filled instead
+    shard: Tensor
+    # Indices of the parameters that were written to since the last all-gather.
+    written: Sequence[int]
+    # Tensors [W, n] that contain this rank's row and are filled instead of `output`.
+    rows: Sequence[Tensor] = ()
 
 
 class Gradients(Protocol):
-    """`.grad` of what the optimizer steps."""
+    """`.grad` of the parameters that the optimizer steps."""
 
-    def refuse_optimizers(self) -> None:
-        """Raises a RuntimeError where a hook is to step what cannot be stepped in backward."""
+    def check_optimizers(self) -> None:
+        """Raise a RuntimeError if a hook would step a parameter in backward that cannot be stepped there."""
 
-    def are_there(self) -> bool:
-        """Whether any rank has some to step by."""
+    def exist_on_any_rank(self) -> bool:
+        """Return whether any rank has gradients to step with."""
         ...
 
-    def still_wait(self) -> bool:
-        """Whether some are left of backwards that did not synchronise, where the one that does has not come by."""
+    def has_unreduced(self) -> bool:
+        """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
         ...
 
-    def waiting(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """What the optimizer steps by gradients that are yet to be synchronised, by the names of these."""
+    def unsynchronized(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return the stepped parameters whose gradients are not yet synchronised, with the names of the gradients."""
         ...
 
-    def owes_zeros(self) -> bool:
-        """Whether this backward has to reduce zeros for what it did not use, as other ranks may have used it."""
+    def must_reduce_zeros(self) -> bool:
+        """Return whether unused parameters must be reduced as zeros, because other ranks may have used them."""
         ...
 
     def forget_if_cleared(self) -> None:
-        """Let go of memory that `.grad` was made of until a user set it to None."""
+        """Free the memory of gradients that the user has set to None."""
 
     def begin_backward(self) -> None:
-        """Take aside what `.grad` holds, so that this backward is added to it."""
+        """Set the current `.grad` aside, so that this backward is added to it."""
 
     def abandon_backward(self) -> None:
-        """It raised: what earlier ones have left stays as it is, and counts."""
+        """Discard the backward after it raised. Gradients of earlier backwards stay and count."""
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        """Add those of all parameters to what a backward that synchronises will reduce."""
+        """Add the gradients of all parameters to the input of the next synchronising backward."""
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
-        """Return all that has not been reduced, with `grads` added, [W * S]; it may be overwritten.
+        """Return all unreduced gradients with `grads` added, [W * S]. The caller may overwrite the result.
 
         It has `dtype`, or the dtype that the group reduces in.
         """
         ...
 
     def add(self, reduced: Tensor) -> None:
-        """Add what was made of the last `reduce_input`, [S], to those of this backward and before."""
+        """Add the reduced result [S] of the last `reduce_input` to the gradients of this backward and earlier ones."""
 
     def end_backward(self, synced: bool) -> None:
-        """Show what this backward left."""
+        """Publish the gradients of this backward in `.grad`."""
 
 
 class ParamGroup(Protocol):
     """Parameters of a unit that are gathered and reduced together."""
 
-    groups: Groups  # of ranks
-    device: torch.device  # where it is computed with
-    offloads: bool  # its shards lie on the CPU
-    pins: bool  # in memory that is copied from, and to, while the host goes on
+    groups: Groups  # process groups
+    device: torch.device  # compute device
+    offloads: bool  # keeps the shards on the CPU
+    pins: bool  # keeps the shards in pinned memory
     syncs: bool  # a backward reduces its gradients
-    is_tracked: bool  # optimizers are told of the group, and the group of their steps
+    is_tracked: bool  # optimizer steps report to the group, and it to them
 
     @property
     def reduction(self) -> Reduction: ...
@@ -133,7 +139,7 @@ class ParamGroup(Protocol):
     def names(self) -> Sequence[str]: ...
     @property
     def dtype(self) -> torch.dtype:
-        """The parameters' own, in which the optimizer steps."""
+        """Dtype of the parameters, in which the optimizer steps."""
         ...
 
     @property
@@ -141,61 +147,64 @@ class ParamGroup(Protocol):
     @property
     def reduce_dtype(self) -> torch.dtype: ...
     def precision_of(self, index: int) -> ParamPrecision:
-        """The dtypes that one of the parameters really has."""
+        """Return the dtypes that the parameter with this index really has."""
         ...
 
     @property
     def param_infos(self) -> Sequence[ParamInfo]: ...
     @property
     def stepped(self) -> Sequence[nn.Parameter]:
-        """What the optimizer steps."""
+        """Parameters that the optimizer steps."""
         ...
 
     def keeps_after_forward(self, is_outermost: bool, awaits_backward: bool) -> bool:
-        """Whether it stays unsharded behind a forward, of the outermost unit or another."""
+        """Return whether the group stays unsharded after a forward of the outermost unit or of another one."""
         ...
 
     def frees_in_backward(self) -> bool:
-        """Whether it is resharded once this backward has computed its gradients."""
+        """Return whether the group is resharded once this backward has computed its gradients."""
         ...
 
     def check_device(self, compute_device: torch.device) -> None:
-        """Raises a RuntimeError where the parameters were moved to where they cannot be gathered from."""
+        """Raise a RuntimeError if the parameters are on a device from which they cannot be gathered."""
 
     def write_back_changes(self) -> bool:
-        """Take in what a user put in a parameter's place, or in the place of its data; was there any?"""
+        """Take over tensors that the user assigned to a parameter or to its `.data`. Return whether there were any."""
         ...
 
     def is_up_to_date(self, dtype: torch.dtype) -> bool:
-        """Whether what is unsharded has what the shards hold now."""
+        """Return whether the unsharded parameters equal the current shards."""
         ...
 
     def unsharded(self, dtype: torch.dtype) -> Unsharded:
-        """The one that there is in a dtype, whether its memory is there or not."""
+        """Return the unsharded parameters in `dtype`, whether their memory is allocated or not."""
         ...
 
-    def begin_gather(self, dtype: torch.dtype) -> Gathering | None:
-        """Allocate what is unsharded, and what travels; None if nothing has to: it has its values already."""
+    def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
+        """Allocate the unsharded parameters and the communicated memory.
+
+        Return None if they have their values already.
+        """
         ...
 
-    def end_gather(self, gathering: Gathering) -> None:
-        """What is unsharded takes its values out of what was gathered."""
+    def end_gather(self, request: AllGatherRequest) -> None:
+        """Fill the unsharded parameters from the gathered memory."""
 
     def use_unsharded_views(self, dtype: torch.dtype) -> Unsharded:
-        """Have the modules see what is unsharded."""
+        """Register the unsharded parameters in the modules."""
         ...
 
-    def use_sharded_views(self, *, behind_forward: bool = False) -> None:
-        """Have the modules see the shards, or what stands for them; behind a forward, what is kept for a backward."""
+    def use_sharded_views(self, *, after_forward: bool = False) -> None:
+        """Register the shards or placeholders in the modules, or what is kept for backward after a forward."""
 
     def show_kept(self) -> None:
-        """Show the modules a group that stays unsharded after a forward or backward."""
+        """Register in the modules a group that stays unsharded after a forward or backward."""
 
     def leave_unsharded(self) -> None:
-        """Keep the unsharded parameters for the graph that has them. The next gather fills others."""
+        """Leave the unsharded parameters to the graph that holds them. The next gather fills new ones."""
 
     def free(self) -> None:
-        """Free the memory of what is unsharded, in every dtype."""
+        """Free the memory of the unsharded parameters in every dtype."""
 
 
 def describe_names(names: Sequence[str], most: int = 4) -> str:
@@ -204,65 +213,67 @@ def describe_names(names: Sequence[str], most: int = 4) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
-def dtypes_of(group: ParamGroup) -> list[str]:
-    """What the policy comes to, in words, where that is not the default."""
-    found: list[str] = []
+def describe_dtypes(group: ParamGroup) -> list[str]:
+    """Return the dtypes of the group that are not the defaults, as text."""
+    parts: list[str] = []
     if group.dtype is not torch.float32:
-        found.append(f"parameters of {group.dtype}")
+        parts.append(f"parameters of {group.dtype}")
     if group.compute_dtype is not group.dtype:
-        found.append(f"param_dtype={group.compute_dtype}")
+        parts.append(f"param_dtype={group.compute_dtype}")
     if group.reduce_dtype is not group.compute_dtype:
-        found.append(f"reduce_dtype={group.reduce_dtype}")
-    return found
+        parts.append(f"reduce_dtype={group.reduce_dtype}")
+    return parts
 
 
 @outside_transforms
 @no_grad_fast
 def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
-    """Unshard a group of the unit `name`; anew, if it `is_kept` unsharded and its shards were written to.
+    """Unshard a group of the unit `name`. Gather it again if it `is_kept` unsharded and its shards were written to.
 
     Collectives: one all-gather over the ranks that it is sharded over, or what paces `SameHostPeers`; none if it is
         not sharded.
     """
-    gathering = group.begin_gather(dtype)
-    if gathering is None:
+    request = group.begin_gather(dtype)
+    if request is None:
         return
     entry = group.reduction.entry(GATHERED_AGAIN if is_kept else GATHERED, name)
     try:
-        if gathering.rows:
-            all_gather_rows(gathering.rows, group.groups, gathering.over, entry)
+        if request.rows:
+            all_gather_rows(request.rows, group.groups, request.over, entry)
         else:
-            all_gather_into(gathering.output, gathering.mine, group.groups, gathering.over, entry)
+            all_gather_into(request.output, request.shard, group.groups, request.over, entry)
     except RuntimeError as error:
-        if is_kept and gathering.written:
-            names = ", ".join(group.names[index] for index in gathering.written)
-            error.add_note(f"This rank gathers {name} anew since {names} of it was written to.")
+        if is_kept and request.written:
+            names = ", ".join(group.names[index] for index in request.written)
+            error.add_note(f"This rank gathers {name} again because {names} of it was written to.")
         raise
-    group.end_gather(gathering)
+    group.end_gather(request)
 
 
-def have_all_gradients(
-    groups: Iterable[ParamGroup], in_graph: Sequence[Unsharded], have_inputs_theirs: bool
+def gradients_are_complete(
+    groups: Iterable[ParamGroup], in_graph: Sequence[Unsharded], inputs_are_complete: bool
 ) -> bool:
-    """Every node that reads a trainable view leads to its gradient; those that read frozen ones lead to inputs.
+    """Return whether no node of the graph still reads the group's views.
 
-    Where zeros stand for what is not used, all ranks go by their inputs.
+    Nodes that read trainable views lead to their gradients, and nodes that read frozen views lead to inputs.
+
+    If unused parameters are reduced as zeros, all ranks decide by their inputs.
     """
-    if have_inputs_theirs and any(group.gradients.owes_zeros() for group in groups):
+    if inputs_are_complete and any(group.gradients.must_reduce_zeros() for group in groups):
         return True
     if any(view.grad is None for unsharded in in_graph for view in unsharded.trainable):
         return False
-    return have_inputs_theirs or not any(unsharded.has_frozen for unsharded in in_graph)
+    return inputs_are_complete or not any(unsharded.has_frozen for unsharded in in_graph)
 
 
-def note_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], name: str) -> None:
-    """Gradients of the unit `name` that this rank has to wait for until the end of its backward, others may reduce now.
+def record_unreduced(groups: Iterable[ParamGroup], in_graph: Iterable[Unsharded], name: str) -> None:
+    """Record the unit's gradients that this rank only gets at the end of backward, while others may reduce now.
 
     Collectives: none.
     """
     for group, unsharded in zip(groups, in_graph, strict=False):
         pairs = zip(group.names, unsharded.views, strict=True)
-        missing = [one for one, view in pairs if view.requires_grad and view.grad is None]
+        missing = [param_name for param_name, view in pairs if view.requires_grad and view.grad is None]
         if missing and group.syncs:
             entry = f"left '{name}' for the end of backward{WITHOUT}{', '.join(missing)}"
             group.reduction.note(entry, group.device)

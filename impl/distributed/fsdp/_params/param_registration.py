@@ -1,4 +1,4 @@
-"""What modules see where their parameters were: views while the unit is unsharded, else a placeholder or a shard."""
+"""Registration of a unit's tensors in its modules: views while it is unsharded, else placeholders or shards."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._params.tensor_parallel import ParallelForm
+from impl.distributed.fsdp._params.tensor_parallel import ParallelLayout
 
 
 class ShardedPlaceholder(Tensor):
-    """Stands in a module for a parameter whose elements are sharded over the ranks; has its shape, dtype and device."""
+    """Placeholder in a module for a sharded parameter, with the parameter's shape, dtype and device."""
 
     _name: str
 
     @classmethod
     def of(cls, view: Tensor, name: str, *, device: torch.device | None = None) -> Self:
-        made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
+        placeholder = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
             cls,
             view.shape,
             strides=view.stride(),
@@ -27,8 +27,8 @@ class ShardedPlaceholder(Tensor):
             device=device or view.device,
             requires_grad=view.requires_grad,
         )
-        made._name = name
-        return made
+        placeholder._name = name
+        return placeholder
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -45,7 +45,7 @@ class ShardedPlaceholder(Tensor):
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """Where a module keeps a parameter."""
+    """Module and attribute name of a parameter."""
 
     module: nn.Module
     attribute: str
@@ -53,18 +53,19 @@ class ParamLocation:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What a unit goes on knowing of a parameter that it took over: its name, and where its modules keep it."""
+    """Name and places of a parameter that a unit manages."""
 
-    name: str  # from the unit's module, cleaned of what wrappers put in
+    name: str  # relative to the unit's module, without wrapper prefixes
     locations: tuple[ParamLocation, ...]
-    parallel: ParallelForm | None = None  # if it is a DTensor, of which the unit shards the local tensor
+    # Set for a DTensor, whose local tensor the unit shards.
+    parallel: ParallelLayout | None = None
 
-    def shown(self, local: Tensor) -> Tensor:
-        """What modules and users see over memory in the shape of what the unit shards."""
+    def wrap_local(self, local: Tensor) -> Tensor:
+        """Return `local`, as a DTensor if the parameter is one. Modules and users see the result."""
         return local if self.parallel is None else self.parallel.dtensor(local)
 
     def local_part(self, grad: Tensor | None) -> Tensor | None:
-        """Of a gradient of what was shown, what the unit reduces."""
+        """Return the local part of a DTensor gradient, or a plain gradient unchanged."""
         return grad if grad is None or self.parallel is None else self.parallel.local_part(grad)
 
 
@@ -73,24 +74,24 @@ class ManagedParam:
     """A parameter that a unit takes over."""
 
     info: ParamInfo
-    parameter: nn.Parameter  # of a DTensor, one over its local tensor
-    original: nn.Parameter  # which modules had
+    parameter: nn.Parameter  # a DTensor is replaced by its local tensor
+    original: nn.Parameter  # parameter that the modules had
 
 
 class ParamRegistration:
-    """Puts one tensor for each parameter where the unit's modules look for it.
+    """Places of a unit's parameters in its modules, where one tensor for each parameter is registered.
 
     Args:
         param_infos: the parameters.
-        as_parameters: what is shown are registered parameters, rather than plain attributes.
+        as_parameters: register parameters, not plain attributes.
     """
 
     def __init__(self, param_infos: Sequence[ParamInfo], as_parameters: bool) -> None:
-        # A module that watches its attributes (recurrent ones keep a list of their weights) has to be told.
+        # A module that watches its attributes must be notified. Recurrent modules keep a list of their weights.
         self._watched: list[tuple[nn.Module, str, int]] = []
         self._plain: list[tuple[dict[str, Any], str, int]] = []
-        for index, one in enumerate(param_infos):
-            for location in one.locations:
+        for index, info in enumerate(param_infos):
+            for location in info.locations:
                 module = location.module
                 if not as_parameters:
                     module._parameters.pop(location.attribute, None)
@@ -107,15 +108,15 @@ class ParamRegistration:
             setattr(module, attribute, tensors[index])
 
     def unregister(self) -> None:
-        """Take them away, names and all."""
+        """Remove the tensors and their names from the modules."""
         for names, attribute, _ in self._plain:
             names.pop(attribute, None)
         for module, attribute, _ in self._watched:
             delattr(module, attribute)
 
-    def replaced(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor | None]]:
-        """What stands there now instead of these, with the number of the parameter it stands for."""
-        found = [
+    def replacements_of(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor | None]]:
+        """Return the tensors that are registered instead of `tensors`, with the indices of their parameters."""
+        replacements = [
             (index, names.get(attribute))
             for names, attribute, index in self._plain
             if names.get(attribute) is not tensors[index]
@@ -123,11 +124,11 @@ class ParamRegistration:
         for module, attribute, index in self._watched:
             now = getattr(module, attribute, None)
             if now is not tensors[index]:
-                found.append((index, now))
-        return found
+                replacements.append((index, now))
+        return replacements
 
     def registered(self) -> Iterator[tuple[int, Tensor | None]]:
-        """What stands there now, with the number of the parameter it stands for."""
+        """Yield the tensors that are registered now, with the indices of their parameters."""
         for names, attribute, index in self._plain:
             yield index, names.get(attribute)
         for module, attribute, index in self._watched:

@@ -1,4 +1,4 @@
-"""How fully_shard computes, keeps and lays out parameters, as its user asks for it."""
+"""Policies of fully_shard for dtypes, offload and meshes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of what one call of fully_shard takes over; parameters and `.grad` keep their own.
+    """Dtypes of the parameters of one fully_shard call. Parameters and `.grad` keep their own dtype.
 
     Args:
-        param_dtype: to compute and to gather in; None: the parameters' own.
-        reduce_dtype: to reduce gradients in, and to add up in where they are not synchronised; None: the parameter's
-            `grad_dtype` with torch 2.15 or later. Before, that is so if it is set and differs from the parameter's
-            dtype, and otherwise gradients are reduced as computed.
-        output_dtype: that floating-point outputs of the modules are cast to.
+        param_dtype: dtype to compute and gather in; None: the parameters' own.
+        reduce_dtype: dtype to reduce gradients in, and to accumulate unsynchronised gradients in; None: the
+            parameter's `grad_dtype` with torch 2.15 or later. Earlier versions use it if it is set and differs from
+            the parameter's dtype, and otherwise reduce gradients as computed.
+        output_dtype: dtype that floating-point outputs of the modules are cast to.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
-        param_dtype_override_fn: called once with each parameter. Returns its own dtype to compute in that, or
+        param_dtype_override_fn: called once with each parameter. Returns the parameter's dtype to compute in it, or
             `param_dtype` or None to keep the policy. All ranks must return the same.
 
     Source: torch.distributed.fsdp.MixedPrecisionPolicy 2.15; differences: before 2.15 torch has no
@@ -46,9 +46,9 @@ class ParamPrecision:
     """Dtypes of one floating-point parameter.
 
     Args:
-        param_dtype: it is computed with and gathered in; None: its own.
-        reduce_dtype: its gradients are reduced in; None: like None of MixedPrecisionPolicy.
-        master_dtype: of the shards that the optimizer steps, and of `.grad`; None: its own.
+        param_dtype: dtype to compute and gather in; None: the parameter's own.
+        reduce_dtype: dtype to reduce gradients in; None: like None of MixedPrecisionPolicy.
+        master_dtype: dtype of the shards that the optimizer steps, and of `.grad`; None: the parameter's own.
 
     Source: torch has no such thing.
 
@@ -63,19 +63,18 @@ class ParamPrecision:
 
 @dataclass(frozen=True)
 class PerParamPrecisionPolicy(MixedPrecisionPolicy):
-    """A policy of fully_shard that also says in what dtype the optimizer steps, and may say other dtypes per parameter.
+    """Policy of fully_shard that also sets the dtype of optimizer steps, and optionally the dtypes of each parameter.
 
-    `param_dtype_override_fn` only chooses between two dtypes to compute with. `precision_of` also knows the name, sets
+    `param_dtype_override_fn` only chooses between two compute dtypes. `precision_of` also knows the name, sets
     all three dtypes to any value, and takes precedence over it.
 
-    Where there is a master dtype, parameters are cast to it as they are sharded, and without a `param_dtype` are
-    computed with in the dtype that they had. A forward that finds masters in another dtype raises a RuntimeError that
-    names them.
+    With a master dtype, parameters are cast to it when they are sharded. Without a `param_dtype` they are computed with
+    in their original dtype. A forward raises a RuntimeError that names masters of another dtype.
 
     Args:
-        master_dtype: of the shards that the optimizer steps, and of `.grad`; None: the parameters' own.
-        precision_of: called with the name of each floating-point parameter, below the module that is sharded (of
-            several: below each), and the parameter; returns all dtypes of that one, or None for those of the policy.
+        master_dtype: dtype of the shards that the optimizer steps, and of `.grad`; None: the parameters' own.
+        precision_of: called with the name of each floating-point parameter, relative to its sharded module, and the
+            parameter. Returns all dtypes of the parameter, or None for the dtypes of the policy.
 
     Source: torch has no such thing.
 
@@ -138,7 +137,7 @@ def resolve_policy(policy: Any, precision: ParamPrecision) -> Any:
 
 @dataclass
 class OffloadPolicy:
-    """Parameters, gradients and optimizer states stay on the device.
+    """Policy that keeps parameters, gradients and optimizer states on the device.
 
     Source: torch.distributed.fsdp.OffloadPolicy 2.13; differences: none.
 
@@ -149,14 +148,14 @@ class OffloadPolicy:
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, their gradients and the optimizer's states lie on the CPU.
+    """Policy that keeps sharded parameters, their gradients and the optimizer's states on the CPU.
 
     Args:
-        pin_memory: have them, but for the states, in pinned memory, so that copies run on beside the host; it waits for
-            them once at the end of a forward and of a backward. Without an accelerator nothing is pinned.
+        pin_memory: keep parameters and gradients in pinned memory, so that copies run while the host goes on. The host
+            waits for them once at the end of a forward and of a backward. Without an accelerator nothing is pinned.
 
-    Source: torch.distributed.fsdp.CPUOffloadPolicy 2.13; differences: torch raises where there is no accelerator, and
-        does not wait at the end of a forward, so that the host may write to what is still being copied.
+    Source: torch.distributed.fsdp.CPUOffloadPolicy 2.13; differences: torch raises if there is no accelerator, and
+        does not wait at the end of a forward, so that the host may overwrite memory that is still being copied.
 
     >>> CPUOffloadPolicy().pin_memory
     True
@@ -166,7 +165,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offloads(policy: OffloadPolicy) -> bool:
-    """Whether it is a CPUOffloadPolicy, ours or torch's."""
+    """Return whether `policy` is a CPUOffloadPolicy of Tandem or torch."""
     return hasattr(policy, "pin_memory")
 
 
@@ -176,14 +175,14 @@ def pins(policy: OffloadPolicy) -> bool:
 
 @dataclass
 class DataParallelMeshDims:
-    """Dimensions of a whole mesh, by name, that data parallelism is over.
+    """Names of the dimensions of a complete mesh that data parallelism uses.
 
     Args:
-        shard: over which parameters are sharded.
-        replicate: over which copies of the shards are kept.
+        shard: dimensions that parameters are sharded over.
+        replicate: dimensions that shards are replicated over.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: both are None.
     Source: torch.distributed.fsdp.DataParallelMeshDims 2.13; differences: none.
 
     >>> DataParallelMeshDims(shard="data").shard_names
@@ -206,7 +205,7 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
 
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if given is None:
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has made DTensors: units shard their local tensors, and show DTensors again."""
+"""Parameters that tensor parallelism turned into DTensors. Units shard the local tensors and expose DTensors again."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from impl.distributed.fsdp._params.whole_mesh import DataDims
 
 
 @dataclass(frozen=True)
-class ParallelForm:
-    """How a parameter is laid out over the ranks of tensor parallelism; a unit shards each rank's local tensor."""
+class ParallelLayout:
+    """Layout of a parameter over the ranks of tensor parallelism. A unit shards each rank's local tensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    shape: torch.Size  # of all of it
+    shape: torch.Size  # shape of the global tensor
     stride: tuple[int, ...]
-    data: DataDims | None = None  # if data parallelism is over dimensions of the same mesh
+    data: DataDims | None = None  # data parallelism over dimensions of the same mesh
 
     def dtensor(self, local: Tensor) -> Any:
-        """A DTensor over a local tensor, whose memory it shares."""
+        """Return a DTensor that shares the memory of `local`."""
         meta = TensorMeta(self.shape, self.stride, local.dtype)
-        return made_dtensor(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
+        return new_dtensor(local, DTensorSpec(self.mesh, self.placements, tensor_meta=meta))
 
     def local_part(self, whole: Tensor) -> Tensor:
-        """The part of this rank of a gradient, or of what is loaded, which are DTensors over the same mesh.
+        """Return this rank's local tensor of a DTensor over the same mesh: a gradient or a loaded value.
 
         Sums over the dimensions of data parallelism are left to the unit.
-        Collectives: of one that is laid out in another way, as sums that are still to be taken, what takes them.
+        Collectives: those of a redistribution if `whole` has other placements, for example pending sums.
         """
         dtensor = cast("DTensor", whole)
         placements = self.placements
@@ -50,78 +50,80 @@ class ParallelForm:
 
     @property
     def sharding_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The ranks that each have another part of it, by the dimensions of the mesh."""
+        """Groups whose ranks each have another part of the parameter, by dimension of the mesh."""
         places = enumerate(self.placements)
-        return tuple(self.mesh.get_group(dim) for dim, one in places if not one.is_replicate())
+        return tuple(self.mesh.get_group(dim) for dim, placement in places if not placement.is_replicate())
 
-    def parts_of(self, dim: int) -> int:
-        """Into how many a dimension is cut."""
+    def num_shards_of(self, dim: int) -> int:
+        """Return the number of shards that a dimension is split into."""
         places = enumerate(self.placements)
-        return prod(self.mesh.size(place) for place, one in places if getattr(one, "dim", None) == dim)
+        return prod(
+            self.mesh.size(place) for place, placement in places if getattr(placement, "dim", None) == dim
+        )
 
     @property
-    def cuts_rows(self) -> bool:
-        """Whether tensor parallelism cuts the dimension that state dicts cut, too."""
-        return any(getattr(one, "dim", None) == 0 for one in self.placements)
+    def shards_rows(self) -> bool:
+        """Whether tensor parallelism shards dimension 0, like state dicts."""
+        return any(getattr(placement, "dim", None) == 0 for placement in self.placements)
 
 
-def form_of(parameter: Tensor) -> ParallelForm | None:
-    """None of a plain one."""
+def parallel_layout(parameter: Tensor) -> ParallelLayout | None:
+    """Return how tensor parallelism laid out `parameter`, or None for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return None
-    return ParallelForm(
+    return ParallelLayout(
         parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride()
     )
 
 
 def local_of(tensor: Any) -> Any:
-    """The local tensor of a DTensor; anything else is itself."""
+    """Return the local tensor of a DTensor, or any other value unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """What a unit shards of a parameter: itself, or one over a DTensor's local tensor."""
+    """Return a parameter over the local tensor of a DTensor, or a plain parameter unchanged."""
     if not isinstance(parameter, DTensor):
         return parameter
     return nn.Parameter(local_of(parameter).detach(), parameter.requires_grad)
 
 
-def made_dtensor(local: Tensor, spec: DTensorSpec) -> Any:
-    """As `DTensor.from_local` makes it, which is differentiable and takes ten times as long."""
-    make: Any = (
-        DTensor.__new__
-    )  # its `__init__` does nothing, behind a wrapper that takes longer than all the rest
+def new_dtensor(local: Tensor, spec: DTensorSpec) -> Any:
+    """Return a DTensor over `local`. `DTensor.from_local` is differentiable and takes ten times as long."""
+    # `__init__` of DTensor does nothing, but its wrapper takes longer than all the rest.
+    make: Any = DTensor.__new__
     return make(DTensor, local, spec, requires_grad=False)
 
 
-def refuse_unfit(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh | None) -> None:
-    """
+def check_mesh_of_dtensors(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh | None) -> None:
+    """Check that each DTensor is over a mesh with the same root mesh as `mesh`.
+
     Raises:
-        NotImplementedError: a parameter is a DTensor, but not over a mesh that was cut out of the same one as `mesh`.
+        NotImplementedError: a parameter is a DTensor over another mesh.
     """
     for name, parameter in named:
-        form = form_of(parameter)
-        if form is not None and (mesh is None or not lies_beside(form.mesh, mesh)):
+        layout = parallel_layout(parameter)
+        if layout is not None and (mesh is None or not is_in_same_root(layout.mesh, mesh)):
             raise NotImplementedError(
-                f"{name} is a DTensor, sharded already as {form.placements} over {form.mesh}, and cannot be sharded by "
-                f"FullyShardedDataParallel over {mesh or 'a process group'} once more; pass device_mesh=mesh['dp'] of "
-                "the mesh of which mesh['tp'] is the other part, or leave the parameter to ignored_states"
+                f"{name} is a DTensor, sharded already as {layout.placements} over {layout.mesh}, and cannot be "
+                f"sharded by FullyShardedDataParallel over {mesh or 'a process group'} again; "
+                "pass device_mesh=mesh['dp'] of the mesh with mesh['tp'], or pass the parameter in ignored_states"
             )
 
 
-def lies_beside(parallel: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Whether both were cut out of one mesh, by names of dimensions that they do not share."""
+def is_in_same_root(parallel: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Return whether both meshes are parts of one mesh, with dimension names that they do not share."""
     names, others = parallel.mesh_dim_names or (), mesh.mesh_dim_names or ()
     return (
-        whole_mesh_of(parallel) == whole_mesh_of(mesh) and bool(names and others) and not {*names} & {*others}
+        root_mesh_of(parallel) == root_mesh_of(mesh) and bool(names and others) and not {*names} & {*others}
     )
 
 
-def mesh_beside(parallel: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of `mesh`, and behind them those of `parallel`.
+def combine_meshes(parallel: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh with the dimensions of `mesh`, followed by those of `parallel`.
 
     Raises:
-        RuntimeError: they were not cut out of one mesh, or share ranks.
+        RuntimeError: they are not parts of one mesh, or share ranks.
     """
     try:
         return DeviceMesh._concatenate([mesh, parallel])
@@ -133,7 +135,7 @@ def mesh_beside(parallel: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
         raise
 
 
-def whole_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The one that it was cut out of; itself, if that does not know its dimensions by these names."""
+def root_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that `mesh` is a part of, or `mesh` itself if the root has other dimension names."""
     whole = mesh._get_root_mesh()
     return whole if {*(mesh.mesh_dim_names or ())} <= {*(whole.mesh_dim_names or ())} else mesh

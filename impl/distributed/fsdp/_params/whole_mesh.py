@@ -1,4 +1,4 @@
-"""A mesh that all parameters are DTensors on, and the dimensions of it that data parallelism is over."""
+"""Complete mesh that all parameters are DTensors on, and its dimensions that data parallelism uses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from impl.distributed.fsdp._params.policies import DataParallelMeshDims
 
 @dataclass(frozen=True)
 class DataDims:
-    """
+    """Dimensions of a complete mesh that data parallelism uses.
+
     Args:
         whole: the mesh that parameters are DTensors on.
-        shard: numbers of its dimensions that parameters are sharded over.
-        replicate: numbers of those over which copies of the shards are kept.
-        mesh: of these alone, those of a kind made one: to replicate, behind it to shard over, or one of the two.
+        shard: indices of the dimensions that parameters are sharded over.
+        replicate: indices of the dimensions that shards are replicated over.
+        mesh: these dimensions only, flattened by use: the replicating dimension, then the sharding one, or one of
+            them.
     """
 
     whole: DeviceMesh
@@ -28,10 +30,11 @@ class DataDims:
     replicate: tuple[int, ...]
     mesh: DeviceMesh
 
-    def refuse_unfit(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        """
+    def check_placements(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+        """Check a parameter's mesh and placements.
+
         Raises:
-            ValueError: a parameter lies on another mesh, or not as copies over these dimensions.
+            ValueError: a parameter is on another mesh, or is not replicated over these dimensions.
         """
         if mesh is not self.whole:
             raise ValueError(
@@ -47,40 +50,44 @@ class DataDims:
                     )
 
     def reduced(self, of_grad: Sequence[Placement], of_param: Sequence[Placement]) -> tuple[Placement, ...]:
-        """How a gradient has to lie where a unit takes the sums over these dimensions."""
+        """Return the placements of a gradient whose sums over these dimensions a unit takes."""
         own = {*self.shard, *self.replicate}
         pairs = enumerate(zip(of_grad, of_param, strict=True))
         return tuple(grad if number in own else param for number, (grad, param) in pairs)
 
     def spec(self, placements: Sequence[Placement], dim: int, meta: TensorMeta) -> DTensorSpec:
-        """How a parameter lies that is cut in `dim`."""
-        cut = list(placements)
+        """Return the DTensor spec of a parameter that is sharded in dimension `dim`."""
+        sharded = list(placements)
         for number in self.shard:
-            finer = 1  # parts that dimensions behind this one make of the same dimension of the parameter
-            for behind in range(number + 1, self.whole.ndim):
-                if getattr(placements[behind], "dim", None) == dim:
-                    finer *= self.whole.size(behind)
-            cut[number] = _StridedShard(dim, split_factor=finer) if finer > 1 else Shard(dim)
+            # Number of shards that later mesh dimensions make of the same dimension of the parameter.
+            finer = 1
+            for later in range(number + 1, self.whole.ndim):
+                if getattr(placements[later], "dim", None) == dim:
+                    finer *= self.whole.size(later)
+            sharded[number] = _StridedShard(dim, split_factor=finer) if finer > 1 else Shard(dim)
         if len(self.shard) <= 1:
-            return DTensorSpec(self.whole, tuple(cut), tensor_meta=meta)
-        return self._spec_of_one_dimension(cut, meta)
+            return DTensorSpec(self.whole, tuple(sharded), tensor_meta=meta)
+        return self._spec_of_one_dimension(sharded, meta)
 
-    def _spec_of_one_dimension(self, cut: Sequence[Placement], meta: TensorMeta) -> DTensorSpec:
-        """With the dimensions that it is sharded over as one, where the first of them was; before it the copies."""
+    def _spec_of_one_dimension(self, sharded: Sequence[Placement], meta: TensorMeta) -> DTensorSpec:
+        """Return the spec with the sharding dimensions flattened into one, at the place of the first of them."""
         meshes: list[DeviceMesh] = []
-        found: list[Placement] = []
+        combined: list[Placement] = []
         for number, name in enumerate(_names_of(self.whole)):
             if number == min(self.shard):
                 meshes.append(self.mesh)
-                found += [*((Replicate(),) if self.replicate else ()), cut[number]]
+                combined += [*((Replicate(),) if self.replicate else ()), sharded[number]]
             elif number not in (*self.shard, *self.replicate):
                 meshes.append(self.whole[name])
-                found.append(cut[number])
-        return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(found), tensor_meta=meta)
+                combined.append(sharded[number])
+        return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(combined), tensor_meta=meta)
 
 
 def data_dims_of(whole: DeviceMesh, dims: DataParallelMeshDims) -> DataDims:
-    """Collectives: makes a process group where several dimensions are named together."""
+    """Return the data-parallel dimensions of `whole`.
+
+    Collectives: creates a process group if several dimensions are named together.
+    """
     shard, replicate = dims.shard_names, dims.replicate_names
     meshes = [_as_one(whole, names) for names in (replicate, shard) if names]
     return DataDims(

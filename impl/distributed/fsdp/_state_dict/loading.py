@@ -25,7 +25,7 @@ from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._params.managed import clean_name, is_managed
-from impl.distributed.fsdp._params.tensor_parallel import local_of, whole_mesh_of
+from impl.distributed.fsdp._params.tensor_parallel import local_of, root_mesh_of
 from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
 from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, rows_in, shape_of
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardChunk, chunk_of, laid_out_as
@@ -204,7 +204,7 @@ class UnitLoading:
         """Whether parts are DTensors over a mesh that this unit's was cut out of."""
         mesh = self._wrapper._device_mesh
         is_sharded = self._kind is StateDictType.SHARDED_STATE_DICT
-        return is_sharded and mesh is not None and whole_mesh_of(mesh) != mesh
+        return is_sharded and mesh is not None and root_mesh_of(mesh) != mesh
 
     @torch.no_grad()
     def write(self) -> None:
@@ -264,7 +264,7 @@ class UnitLoading:
         if shape_of(value) != shape:
             return f"{mine} {_form_of(value)} but the parameter has the shape {tuple(shape)}"
         if self._comes_over_whole_mesh():
-            whole = whole_mesh_of(self._wrapper._mesh)
+            whole = root_mesh_of(self._wrapper._mesh)
             if value.device_mesh == whole:
                 return ""
             return (
@@ -367,7 +367,7 @@ class UnitLoading:
 
     def _show_written(self, handle: FlatParamGroup, given: Sequence[int]) -> None:
         """Inside `summon_full_params`, have the unsharded parameters be what was loaded."""
-        views = handle.views_of(handle.gathered_like(handle.flat_param.detach(), self._unit.name))
+        views = handle.views_of(handle.gather_like(handle.flat_param.detach(), self._unit.name))
         if self._unit.summoned or self._unit.phase in SHOWN_ON_ALL_RANKS:
             shown = dict(handle.registered())
             for index in given:

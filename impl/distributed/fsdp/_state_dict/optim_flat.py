@@ -111,7 +111,9 @@ class FlatParamState:
         if info.parallel is None:
             return state
         return {
-            name: info.shown(value) if isinstance(value, Tensor) and tuple(value.shape) == shape else value
+            name: info.wrap_local(value)
+            if isinstance(value, Tensor) and tuple(value.shape) == shape
+            else value
             for name, value in state.items()
         }
 
@@ -204,9 +206,11 @@ class FlatParamState:
             if options.rank0_only and self._groups.shard is not None:
                 unsharded = self._gathered_at(destination, shard, self._groups.shard)
             else:
-                unsharded = handle.gathered_like(shard, self._one.unit.name)
+                unsharded = handle.gather_like(shard, self._one.unit.name)
             if unsharded is not None:
-                views = handle.shown(handle.views_of(unsharded.cpu() if options.offloads else unsharded))
+                views = handle.wrap_locals(
+                    handle.views_of(unsharded.cpu() if options.offloads else unsharded)
+                )
                 yield from ((item, views[item.index]) for item in same)
 
     def _gathered_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
-from impl.distributed.fsdp._params.tensor_parallel import whole_mesh_of
+from impl.distributed.fsdp._params.tensor_parallel import root_mesh_of
 from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, hides_tensors, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import NamedHandle, StateDict
 from impl.distributed.fsdp._state_dict.packing import dtype_of, rows_in, shape_of, unsharded_in
@@ -133,7 +133,7 @@ class FlatParamLoad:
         if (
             isinstance(value, DTensor)
             and mesh is not None
-            and mesh != whole_mesh_of(mesh) == value.device_mesh
+            and mesh != root_mesh_of(mesh) == value.device_mesh
         ):
             return rows_in(value, slot, mesh, parallel)
         return _chunk_in(value, slot, self._handle) if parallel is None else None

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot
-from impl.distributed.fsdp._params.tensor_parallel import ParallelForm, whole_mesh_of
+from impl.distributed.fsdp._params.tensor_parallel import ParallelLayout, root_mesh_of
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of
 
 
@@ -74,7 +74,7 @@ def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
     return place if device.type == "cpu" else f"{place}:{rank % torch.accelerator.device_count()}"
 
 
-def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh, form: ParallelForm | None = None) -> DTensor:
+def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh, form: ParallelLayout | None = None) -> DTensor:
     """A DTensor of a parameter, sharded by rows over the last dimension of `mesh`, of which `chunk` is this rank's.
 
     It lies over all of the mesh that `mesh` was cut out of, and in the other dimensions as `form` says.
@@ -82,10 +82,10 @@ def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh, form: ParallelForm | Non
     Collectives: none, unless tensor parallelism cuts the rows as well: then those that bring them together, and apart
         in the order that DTensors have, which every rank of the whole mesh has to call.
     """
-    whole = whole_mesh_of(mesh)
+    whole = root_mesh_of(mesh)
     shape, stride = (form.shape, form.stride) if form else (torch.Size(slot.shape), slot.stride)
     placements = placements_in(whole, mesh, form)
-    if form is None or not form.cuts_rows:
+    if form is None or not form.shards_rows:
         return _from_local(chunk.contiguous(), whole, placements, shape, stride)
     shards = mesh if mesh.ndim == 1 else mesh[_names_of(mesh)[-1]]
     rows = _from_local(chunk.contiguous(), shards, [ShardOf(0)], torch.Size(slot.shape), slot.stride)
@@ -93,30 +93,30 @@ def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh, form: ParallelForm | Non
     return local.redistribute(whole, placements)
 
 
-def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, form: ParallelForm | None) -> Tensor:
+def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, form: ParallelLayout | None) -> Tensor:
     """The rows of this rank of what the unit shards, out of a DTensor that is laid out in any way over the whole mesh.
 
     Collectives: none of one that is as `meshed` makes it where tensor parallelism cuts no rows; else what
         redistributes it, which every rank of the whole mesh has to call.
     """
-    whole = whole_mesh_of(mesh)
+    whole = root_mesh_of(mesh)
     placements = placements_in(whole, mesh, form)
-    if value.device_mesh == whole and [*value.placements] == placements and not (form and form.cuts_rows):
+    if value.device_mesh == whole and [*value.placements] == placements and not (form and form.shards_rows):
         return value.to_local()
     local = value.redistribute(whole, _unsharded(placements, whole, mesh)).to_local()
     chunk = chunk_of(slot, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     return local[chunk.first_row : chunk.stop_row]
 
 
-def unsharded_in(value: DTensor, mesh: DeviceMesh, form: ParallelForm) -> Tensor:
+def unsharded_in(value: DTensor, mesh: DeviceMesh, form: ParallelLayout) -> Tensor:
     """All that the unit shards, out of a DTensor over the mesh of tensor parallelism or the whole one."""
     if value.device_mesh == form.mesh:
         return form.local_part(value)
-    whole = whole_mesh_of(mesh)
+    whole = root_mesh_of(mesh)
     return value.redistribute(whole, _unsharded(placements_in(whole, mesh, form), whole, mesh)).to_local()
 
 
-def placements_in(whole: DeviceMesh, mesh: DeviceMesh, form: ParallelForm | None) -> list[Placement]:
+def placements_in(whole: DeviceMesh, mesh: DeviceMesh, form: ParallelLayout | None) -> list[Placement]:
     placements: list[Placement] = [Replicate() for _ in range(whole.ndim)]
     placements[_dim_in(whole, mesh)] = ShardOf(0)
     for name, placement in zip(_names_of(form.mesh), form.placements, strict=True) if form else ():

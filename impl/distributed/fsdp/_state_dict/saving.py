@@ -108,7 +108,8 @@ class StateDictSaving:
             return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
         return [
-            nn.Parameter(copy, handle.wants_grad(index)) for index, copy in enumerate(handle.shown(copies))
+            nn.Parameter(copy, handle.wants_grad(index))
+            for index, copy in enumerate(handle.wrap_locals(copies))
         ]
 
     def _unsharded_copies(self, handle: FlatParamGroup) -> list[Tensor]:
@@ -120,7 +121,7 @@ class StateDictSaving:
         slots = () if self._is_left_out else handle.layout.slots
         memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
         stops = [slot.stop for slot in slots]
-        for first, run in handle.gathered_in_parts(self._unit.name):
+        for first, run in handle.gather_runs(self._unit.name):
             end = first + run.numel()
             for index in range(bisect_right(stops, first), len(slots)):
                 slot, memory = slots[index], memories[index]

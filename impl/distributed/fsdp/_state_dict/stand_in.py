@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.param_registration import ShardedPlaceholder
-from impl.distributed.fsdp._params.tensor_parallel import ParallelForm
+from impl.distributed.fsdp._params.tensor_parallel import ParallelLayout
 
 
 class StandIn(ShardedPlaceholder):
@@ -20,7 +20,7 @@ class StandIn(ShardedPlaceholder):
 
     source: Any
     owner: Any  # who made it
-    parallel: ParallelForm | None = None  # of a DTensor
+    parallel: ParallelLayout | None = None  # of a DTensor
 
     @classmethod
     def made(
