@@ -24,6 +24,7 @@ from conformance.distributed.fsdp.twins import (
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
+from conformance.judge.surface import is_torch_in
 
 pytestmark = pytest.mark.world_sizes(fewest=2)
 
@@ -104,7 +105,8 @@ def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, f
 def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Face, clears: bool) -> None:
     how = {"fails": "first unit", "accumulates": "throughout", "clears": clears}
     if clears:
-        _judge(twins, face, **how)
+        # reset_iter_state of torch 2.15 drops the gradients of the failed backward.
+        _judge(twins, face, **how, may_agree=face.name == "fully_shard" and is_torch_in(">=2.15"))
         return
     twins.judge(
         lambda library: face.trains(twins, library, **how),
@@ -148,7 +150,9 @@ def _of(strategy: str) -> dict[str, Any]:
     return {"face": "FSDP1", "setup": leaf_by_leaf(strategy, use_orig_params=True), "tree": TREE}
 
 
-def _judge(twins: Twins, face: Face, *, checkpointing: str = "none", **how: Any) -> None:
+def _judge(
+    twins: Twins, face: Face, *, checkpointing: str = "none", may_agree: bool = False, **how: Any
+) -> None:
     """We train on as torch does where nothing fails."""
     without = {name: value for name, value in how.items() if name != "fails"}
     expected = face.trains(twins, twins.reference, checkpointing, **without)
@@ -156,4 +160,5 @@ def _judge(twins: Twins, face: Face, *, checkpointing: str = "none", **how: Any)
     twins.judge(
         lambda library: face.trains(twins, library, checkpointing, **how),
         we_do=lambda seen: does_as(expected, seen),
+        may_agree=may_agree,
     )
