@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, mesh_of
 from conformance.distributed.fsdp.fully_shard_cases import full_value
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
-from conformance.distributed.fsdp.lab import Lab
+from conformance.distributed.fsdp.lab import Lab, tried
 
 LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 BACKWARDS = 3
@@ -148,6 +148,20 @@ def of_grad_dtype(site: Site, schedule: str) -> tuple[Tensor, Tensor]:
         model(grad.to(site.rank.device)).backward()
     first, second = (full_value(layer.weight.grad).cpu() for layer in (model.first, model.second))
     return first, second
+
+
+def of_unused_with_any_dtype(
+    site: Site, reduce_dtype: torch.dtype | None
+) -> tuple[str | None, Tensor | None]:
+    """Reduce unused parameters of which one has `grad_dtype=None`. Return the error, or the first one's gradient."""
+    model: Any = Pair().to(site.rank.device)
+    model.second.weight.grad_dtype = None
+    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    model.set_reduce_scatter_unused_params(True)
+    grad = coefficients(site.rank.rank)[0].to(site.rank.device)
+    if (error := tried(model(grad).backward)) is not None:
+        return error, None
+    return None, full_value(model.first.weight.grad).cpu()
 
 
 # -- FullyShardedDataParallel

@@ -403,8 +403,9 @@ def test_gradients_go_by_a_group_of_their_own(twins: Twins) -> None:
         (*TRAIN, UnitCall("failing forward", 2), setting("reset_iter_state"), *TRAIN),
         (*TRAIN, setting("reset_iter_state", 1), *TRAIN),
         (*TRAIN, setting("reset_iter_state"), *TRAIN),
+        (*TRAIN[:2], setting("reset_iter_state"), *TRAIN),
     ],
-    ids=["forward", "no root", "without need"],
+    ids=["forward", "no root", "without need", "gradients"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
 def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[UnitCall]) -> None:

@@ -71,6 +71,18 @@ def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: s
             assert torch.equal(gradient.values.double(), expected), expected_by
 
 
+@clause("distributed.fsdp.fully_shard.grad_dtype")
+@pytest.mark.parametrize("reduce_dtype", [None, FULL], ids=str)
+def test_zeros_for_unused_parameters_need_one_dtype(sites: Sites, reduce_dtype: torch.dtype | None) -> None:
+    if _FOLLOWS_PARAM:
+        sites.agree(cases.of_unused_with_any_dtype, tolerance=EXACT, reduce_dtype=reduce_dtype)
+    for error, _ in values_of(sites.of_subject(cases.of_unused_with_any_dtype, reduce_dtype=reduce_dtype)):
+        assert (error is None) == (reduce_dtype is not None)
+        assert (
+            error is None or "grad_dtype=None requires an explicit MixedPrecisionPolicy.reduce_dtype" in error
+        )
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
 @pytest.mark.parametrize(
     ("strategy", "schedule"),

@@ -22,6 +22,9 @@ from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._params.param_group import NewBuffer
 from impl.kernels import copy_to_host_async
 
+# From torch 2.15 on, `reset_iter_state` clears `.grad` too.
+_RESET_CLEARS_GRAD = torch.__version__ >= "2.15"
+
 
 class Reduced(Protocol):
     """Group of the gradients."""
@@ -115,6 +118,8 @@ class DTensorGradients:
         if unsharded is not None:
             unsharded.take_gradients()
         self._group.reduction.partial = None
+        for param in self._group.params if _RESET_CLEARS_GRAD else ():
+            param.sharded.grad = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         self._state.record_addition(to_earlier=bool(self._unreduced))
@@ -139,12 +144,7 @@ class DTensorGradients:
             # If this backward raises, the gradients of earlier backwards still count.
             self._state.is_being_reduced = True
         if group.options.reduces_unused:
-            grads = [
-                torch.zeros(param.shape, dtype=grad_dtype or group.compute_dtype, device=group.device)
-                if grad is None and param.sharded.requires_grad
-                else grad
-                for param, grad, grad_dtype in zip(group.params, grads, unsharded.grad_dtypes, strict=True)
-            ]
+            grads = self._with_zeros(grads, unsharded.grad_dtypes)
         dtype = dtype or self._dtype_to_reduce(grads, unsharded.grad_dtypes)
         pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
         self._record_reduced([param for param, _ in pairs])
@@ -163,6 +163,29 @@ class DTensorGradients:
         if rows:
             torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
+
+    def _with_zeros(
+        self, grads: Sequence[Tensor | None], grad_dtypes: Sequence[torch.dtype | None]
+    ) -> list[Tensor | None]:
+        """Return `grads` with zeros for the trained parameters that have none.
+
+        Raises:
+            ValueError: a trained parameter has `grad_dtype=None`. All ranks raise, because they have the same settings.
+        """
+        triples = list(zip(self._group.params, grads, grad_dtypes, strict=True))
+        for param, _, grad_dtype in triples:
+            if grad_dtype is None and param.sharded.requires_grad:
+                raise ValueError(
+                    "Reducing unused parameters with grad_dtype=None requires an explicit "
+                    "MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients of the same dtype: "
+                    f"{param.name}. Set reduce_dtype to the dtype its gradients already have."
+                )
+        return [
+            torch.zeros(param.shape, dtype=grad_dtype, device=self._group.device)
+            if grad is None and param.sharded.requires_grad
+            else grad
+            for param, grad, grad_dtype in triples
+        ]
 
     def _dtype_to_reduce(
         self, grads: Sequence[Tensor | None], grad_dtypes: Sequence[torch.dtype | None]
