@@ -60,6 +60,7 @@ _NAMES = (
     "distributed.fsdp.CPUOffloadPolicy",
     "distributed.fsdp.DataParallelMeshDims",
     "distributed.fsdp.FSDPModule",
+    "distributed.fsdp.GradientReductionHandle",
     "distributed.fsdp.MixedPrecisionPolicy",
     "distributed.fsdp.OffloadPolicy",
     "distributed.fsdp.UnshardHandle",

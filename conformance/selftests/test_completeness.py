@@ -57,7 +57,8 @@ def test_every_clause_is_asked(clause_id: str) -> None:
 )
 def test_clauses_cover_what_exists(clause: object) -> None:
     real = set(map(str, surface.items()))
-    assert [name for name in clause.covers if name not in real] == []
+    # An extension may cover names that only a later torch has.
+    assert clause.level == "extension" or [name for name in clause.covers if name not in real] == []
     assert clause.says.endswith("."), "a clause is one sentence"
 
 

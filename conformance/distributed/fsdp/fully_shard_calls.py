@@ -97,9 +97,11 @@ class CallScene:
                 self.unsynchronised -= units
             else:
                 self.unsynchronised |= units
+        if one.name == "finalize_backward":
+            self.waiting &= self.unsynchronised
         if made is not None:
             self.handles.append(made)
-            return isinstance(made, self.library.distributed.fsdp.UnshardHandle)
+            return isinstance(made, getattr(self.library.distributed.fsdp, _HANDLES[one.name]))
         return None
 
     def _real(self, value: Any) -> Any:
@@ -114,6 +116,7 @@ class CallScene:
         return loss_of(call(self.model, self.tree, batch))
 
 
+_HANDLES = {"unshard": "UnshardHandle", "finalize_backward": "GradientReductionHandle"}
 _FAILING = ("failing forward", "failing backward")
 
 

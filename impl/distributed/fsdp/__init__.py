@@ -10,6 +10,7 @@ The words used here:
 
 from impl._after_dynamo import import_after_dynamo
 from impl.distributed.fsdp._engine.waiting_gradients import set_detect_unsynchronized_step
+from impl.distributed.fsdp._fully_shard.finalization import GradientReductionHandle
 from impl.distributed.fsdp._param_precisions import param_precisions
 from impl.distributed.fsdp._params.policies import (
     CPUOffloadPolicy,
@@ -54,6 +55,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",

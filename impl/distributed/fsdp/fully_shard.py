@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fully_shard.finalization import (
+    GradientReductionHandle,
+    finalize,
+    set_manual_finalization,
+)
 from impl.distributed.fsdp._fully_shard.group_settings import (
     refuse_buffers,
     refuse_copies,
@@ -53,6 +58,7 @@ from impl.distributed.fsdp._params.policies import (
     resolve_policy,
 )
 from impl.distributed.fsdp._params.whole_mesh import data_dims_of
+from impl.kernels import dynamo_disable
 
 _classes: dict[type, type] = {}  # a sharded module's, by its own
 
@@ -266,7 +272,9 @@ class FSDPModule:
         return None
 
     def reset_iter_state(self) -> None:
-        """Behind a forward or backward that raised: gradients that are not there yet are dropped.
+        """Drop gradients that are not reduced yet, after a forward or backward that raised.
+
+        Handles of `finalize_backward` are invalid then. From torch 2.15 on, `.grad` is set to None too.
 
         Raises:
             RuntimeError: this is not the root.
@@ -276,6 +284,50 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the current stream waits for the reductions at the end of the next backward."""
         self._state.settings.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether backwards of this root end when `finalize_backward` is called.
+
+        Until then, units whose backward has not ended by itself stay unsharded and keep their gradients, and a step of
+        an optimizer raises RuntimeError. `set_is_last_backward` has no effect. Torch has this method from 2.15 on.
+
+        Raises:
+            RuntimeError: this is not the root, or the mode changes during a backward, or between backwards and their
+                finalization.
+        """
+        set_manual_finalization(self._state, enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+    @overload
+    def finalize_backward(self, *, async_op: bool) -> GradientReductionHandle | None: ...
+
+    @dynamo_disable
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce and publish the gradients that backwards left, and reshard, after all backwards of a step.
+
+        To reduce only once for several backwards, turn `set_requires_gradient_sync` off for them, and on before this
+        call. A backward that raised does not count. Nothing happens before the first forward. All ranks must call it.
+        Torch has this method from 2.15 on; there, a backward that raised has to be reset first, and a handle may not
+        be pending beside a backward of a root that shares its streams (`share_comm_ctx`).
+
+        Args:
+            async_op: return a handle, on which `wait` has to be called before the next forward, step or finalization.
+                Otherwise the current stream waits for the gradients.
+
+        Raises:
+            RuntimeError: this is not the root, `set_manual_backward_finalization(True)` was not called, a backward is
+                running, the previous handle was not waited for, or `set_requires_all_reduce(False)` is set.
+        Sync: none, except with CPU offload and over gloo. Collectives: a reduce-scatter of every unit with gradients
+            that were not reduced in their backward. With replicas an all-reduce.
+        """
+        handle = finalize(self._state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients, or add them up unreduced."""
@@ -381,7 +433,10 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters without a gradient are reduced as zeros: ranks may then use different ones."""
+        """Set whether parameters without a gradient are reduced as zeros, so that ranks may use different ones.
+
+        The backward raises ValueError if a parameter has `grad_dtype=None` and the policy no `reduce_dtype`.
+        """
         for group in self._groups(recurse):
             group.options.reduces_unused = reduce_scatter_unused_params
 

@@ -34,6 +34,11 @@ class InputGradients:
     def are_complete(self) -> bool:
         return self._missing == 0
 
+    @property
+    def have_come(self) -> bool:
+        """Whether there were any to wait for, and they are complete."""
+        return bool(self._hooks) and self.are_complete
+
     def watch(self, given: Any, on_gradient: Callable[[], None]) -> list[Tensor]:
         """Have `on_gradient` called at the gradient of each differentiable tensor in `given`, which it returns."""
         if len(self._hooks) >= self._many:

@@ -42,9 +42,10 @@ class _EndOfBackward:
 
 @dataclass
 class StepSettings:
-    """What a user says of the steps to come, before or after there is a root."""
+    """User settings for the next steps. They may be set before the root exists."""
 
     is_last_backward: bool = True  # COMPUTE waits for its gradients
+    is_finalized_by_user: bool = False  # the user ends the iteration, instead of its last backward
     post_optim_event: Any = None  # what GATHER waits for in the next forward, instead of COMPUTE
 
 
@@ -76,6 +77,8 @@ class Root:
         self._forwards = 0  # that are under way, one inside the other
         self._thread = 0  # of the last forward, which calls its backward too
         self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
+        # Whether the user finalizes the backwards since the last finalization. None if there was none.
+        self.awaits_user: bool | None = None
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
             {one: None for each in groups for one in each.groups.order_checkers.values()}
@@ -93,7 +96,9 @@ class Root:
     @property
     def adds_up_later(self) -> bool:
         """REDUCE goes on beside what COMPUTE does next, and adds to `.grad` what it has in memory of its own."""
-        return self.streams.is_async and not (self.settings.is_last_backward or self._offloads)
+        settings = self.settings
+        waits_at_end = settings.is_last_backward and not settings.is_finalized_by_user
+        return self.streams.is_async and not (waits_at_end or self._offloads)
 
     def handle_failed_backward(self) -> None:
         """A backward that raised is over without having ended: autograd has let go of what it was to call.
@@ -124,6 +129,9 @@ class Root:
         """Behind an exception: no forward or backward is under way."""
         self._forwards = 0
         self._ending = None
+        for unit in self.units:
+            unit.awaits_reduction = False
+        self.wait_for_gradients()
         self.memory.free_resharded()
         self.order.next_iteration()
 
@@ -154,9 +162,41 @@ class Root:
 
     @outside_transforms
     def end_backward(self) -> None:
-        """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added."""
+        """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added.
+
+        If the user finalizes the backward, gradients that are not reduced yet stay on the unsharded parameters.
+        """
+        settings = self.settings
         for unit in self.units:
-            unit.close_backward()
+            if settings.is_finalized_by_user:
+                unit.leave_backward_open()
+            else:
+                unit.close_backward()
+        self._show_gradients()
+        if settings.is_finalized_by_user:
+            self.awaits_user = True
+        else:
+            self.awaits_user = None if settings.is_last_backward else False
+        self._end_pass()
+
+    @outside_transforms
+    def finalize_backward(self) -> None:
+        """Reduce the gradients that backwards left, and reshard. `wait_for_gradients` must follow."""
+        for unit in self.units:
+            unit.finalize_backward()
+        self._show_gradients()
+        self._end_pass()
+
+    def wait_for_gradients(self) -> None:
+        """Make COMPUTE wait for reductions that are under way, and end the iteration."""
+        self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
+        self.memory.forget_reduced()
+        self.awaits_user = None
+        for unit in self.units:
+            note_waiting(unit.param_groups, unit.name)
+
+    def _show_gradients(self) -> None:
+        """Publish the reduced gradients in `.grad`, on COMPUTE or, if more are added later, on REDUCE."""
         if self.memory.is_all_reducing:
             self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
             self.memory.forget_all_reduced()
@@ -172,8 +212,10 @@ class Root:
         with self.streams.on(adds_up_on):
             for unit in self.units:
                 unit.show_gradients()
+
+    def _end_pass(self) -> None:
         for unit in self.units:
-            note_waiting(unit.param_groups, unit.name)
+            note_waiting(unit.param_groups, unit.name, is_open=bool(self.awaits_user))
         self.memory.free_resharded()
         self.order.next_iteration()
         self._ending = None

@@ -345,8 +345,7 @@ class Unit(Generic[_Group]):
     def close_backward(self) -> None:
         """Do what the graph left open."""
         self.awaits_backward = False
-        has_grads = any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
-        if self.phase in BACKWARDS or has_grads:
+        if self.phase in BACKWARDS or self._has_gradients():
             self.finish_backward()
         elif self._was_prefetched or self._is_freed_in_backward():
             self.reshard()  # what was prefetched, and not needed after all
@@ -356,6 +355,33 @@ class Unit(Generic[_Group]):
         self.awaits_reduction = not all(group.syncs for group in self.param_groups)
         self._forget_backward()
 
+    def leave_backward_open(self) -> None:
+        """End the backward, but leave what it has not reduced to `finalize_backward`."""
+        synchronises = all(group.syncs for group in self.param_groups)
+        if not synchronises or (self.phase in BACKWARDS and self._inputs.have_come):
+            self.close_backward()
+            return
+        self.awaits_backward = False
+        was_reduced = self._has_begun_backward and self.phase not in BACKWARDS
+        self.awaits_reduction = self._has_gradients() or not was_reduced
+        if self.phase in BACKWARDS:
+            self._move(Move.END_BACKWARD)
+            if self.is_unsharded:
+                self._show_kept()
+        elif self._was_prefetched:
+            self.reshard()
+        self._forget_backward()
+
+    def finalize_backward(self) -> None:
+        """Reduce the gradients that backwards left, and reshard."""
+        if self.awaits_reduction:
+            self.close_backward()
+        elif self._is_freed_in_backward():
+            self.reshard()
+
+    def _has_gradients(self) -> bool:
+        return any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
+
     @property
     def stepped(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group.stepped]
@@ -364,7 +390,7 @@ class Unit(Generic[_Group]):
         """Drop the gradients of a backward that did not reach this unit. Return whether there were any."""
         if self.awaits_reduction or not self._may_have_gradients:
             return False
-        if all(view.grad is None for params in self._in_graph for view in params.trainable):
+        if not self._has_gradients():
             return False
         for params in self._in_graph:
             params.take_gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -20,18 +20,25 @@ class _Detection:
         self.is_on = True
         # By the group of parameters, its unit's name.
         self._waiting: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
+        # The same, of iterations that the user has not finalized.
+        self._open: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
         self._hook: RemovableHandle | None = None
 
-    def note(self, groups: Iterable[ParamGroup], unit: str) -> None:
+    def note(self, groups: Iterable[ParamGroup], unit: str, is_open: bool) -> None:
         for group in groups:
+            if is_open:
+                self._open[group] = unit
+            else:
+                self._open.pop(group, None)
             may_wait = not group.syncs or group.reduction.defers_all_reduce
             if may_wait and group.gradients.unsynchronized():
                 self._waiting[group] = unit
             else:
                 self._waiting.pop(group, None)
-        if self._waiting and self._hook is None:
+        has_any = bool(self._waiting or self._open)
+        if has_any and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
-        elif not self._waiting and self._hook is not None:
+        elif not has_any and self._hook is not None:
             self._hook.remove()
             self._hook = None
 
@@ -60,6 +67,7 @@ class _Detection:
         if not self.is_on:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._refuse_if_open(stepped)
         names = sorted(
             f"{name} of '{unit}'"
             for group, unit in list(self._waiting.items())
@@ -75,21 +83,40 @@ class _Detection:
             "call set_detect_unsynchronized_step(False) to step all the same"
         )
 
+    def _refuse_if_open(self, stepped: Collection[int]) -> None:
+        names = sorted(
+            f"{name} of '{unit}'"
+            for group, unit in list(self._open.items())
+            for name, parameter in zip(group.names, group.stepped, strict=True)
+            if parameter.requires_grad and id(parameter) in stepped
+        )
+        if names:
+            raise RuntimeError(
+                f"the gradients of {describe_names(names)} are not finalized, since "
+                "set_manual_backward_finalization(True) leaves that to the caller; before the step, call "
+                "finalize_backward() of the root and wait() of the handle that it returns with async_op=True, or call "
+                "set_detect_unsynchronized_step(False) to step all the same"
+            )
+
 
 _detection = _Detection()
 
 
-def note_waiting(groups: Iterable[ParamGroup], unit: str) -> None:
-    """At the end of a backward, of each unit: which of its groups have gradients that wait."""
-    _detection.note(groups, unit)
+def note_waiting(groups: Iterable[ParamGroup], unit: str, *, is_open: bool = False) -> None:
+    """Note which groups of a unit have gradients that wait. Call at the end of a backward.
+
+    Args:
+        is_open: the user has to finalize the backward.
+    """
+    _detection.note(groups, unit, is_open)
 
 
 def set_detect_unsynchronized_step(mode: bool) -> None:
-    """Whether `step` of an optimizer whose parameters have gradients that wait for synchronisation is an error.
+    """Set whether an optimizer step is an error if gradients of its parameters wait for synchronisation.
 
-    It is unless this has been called with False. The error is a RuntimeError that names the parameters. Without it a
-    step leaves those of fully_shard as they are, and takes what FullyShardedDataParallel shows: with NO_SHARD this
-    rank's own gradients.
+    So do the gradients of a backward that `finalize_backward` has not finalized. The default is True: the step raises
+    RuntimeError and names the parameters. With False, a step leaves parameters of `fully_shard` as they are, and takes
+    the gradients that FullyShardedDataParallel shows: with NO_SHARD the rank's own.
 
     Sync: none. Collectives: none.
     Source: torch has no such thing.

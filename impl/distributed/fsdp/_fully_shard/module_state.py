@@ -15,6 +15,7 @@ from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Phase
 from impl.distributed.fsdp._engine.root import Root, StepSettings
 from impl.distributed.fsdp._engine.streams import Streams
 from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fully_shard.finalization import PendingReduction, check_settings, check_waited
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.nested import cast_floats, map_tensors, tensors_in
@@ -27,9 +28,10 @@ _STATE = "_tandem_fsdp_state"  # where a module keeps it
 
 @dataclass
 class CommContext:
-    """Streams that roots may share."""
+    """Streams that roots may share, and the one finalization that they may have to wait for."""
 
     streams: Streams | None = None
+    reduction: PendingReduction | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class ModuleState:
         self.has_root = False  # one of its own, until the first forward
         self.settings = StepSettings()  # the root's, from the first forward on
         self._yet_to_run: set[nn.Module] = set()  # of several, in this forward
-        self._root: Root | None = None
+        # Only the root's state has one, after its first forward.
+        self.own_root: Root | None = None
         self._inner: Sequence[ModuleState] = ()  # of the root
         for module in modules:
             vars(module)[_STATE] = self
@@ -154,13 +157,16 @@ class ModuleState:
         """The module whose forward comes first is outermost.
 
         Raises:
-            RuntimeError: it is one of several of its unit, or a forward inside of it has come before.
+            RuntimeError: it is one of several of its unit, a forward inside of it has come before, or backwards are to
+                be finalized by a module inside of it.
             ValueError: a parameter is one of a unit's elsewhere.
         """
         if self.is_root is not None:
             return
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        inner = [state_of(module) for module in self.outermost.modules() if module not in self.modules]
+        check_settings([state.settings for state in inner if state is not None])
         found: dict[ModuleState, str] = {}
         for name, module in self.outermost.named_modules():
             state = state_of(module)
@@ -187,7 +193,8 @@ class ModuleState:
             state.is_root = state is self
             state.has_root = True
             state.settings = self.settings
-        self._root = root = Root(self.unit, units, self.device, False, self.settings)
+            state.comm = self.comm
+        self.own_root = root = Root(self.unit, units, self.device, False, self.settings)
         if self.comm.streams is None:
             self.comm.streams = root.streams
         root.use_streams(self.comm.streams)
@@ -209,6 +216,7 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard, once for all of the unit's modules, and cast the inputs."""
+        check_waited(self.comm)
         unit = self.unit
         if unit.phase in BACKWARDS:  # recomputed for it
             args, kwargs = self._cast_inputs(args, kwargs)
@@ -234,7 +242,7 @@ class ModuleState:
             if self._yet_to_run:
                 return self._cast_outputs(output)
         output = self._end_forward(output)
-        if self._root is not None and self.unit.phase not in BACKWARDS:
+        if self.own_root is not None and self.unit.phase not in BACKWARDS:
             for state in reversed(self._inner):
                 if state._yet_to_run:  # some of its modules do not run in this forward
                     state._yet_to_run.clear()
@@ -286,26 +294,31 @@ class ModuleState:
     def reset(self) -> None:
         """
         Raises:
-            RuntimeError: it is not the root's.
+            RuntimeError: it is not the root's, or another root's finalization was not waited for.
         """
         if self.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        if self._root is None:
+        if self.comm.reduction is not None and self.comm.reduction.root is not self.own_root:
+            raise RuntimeError(
+                "reset_iter_state cannot reset a gradient reduction owned by another FSDP root sharing the "
+                "communication context"
+            )
+        self.comm.reduction = None
+        if self.own_root is None:
             return
         for state in (self, *self._inner):
             state._yet_to_run.clear()
             state.unit.abandon_forward()
             state.unit.abandon_backward()
-            state.unit.awaits_reduction = False
             state.reshard()
             for group in state.groups:
                 group.gradients.forget()
-        self._root.reset()
+        self.own_root.reset()
 
     def _root_post_backward_final_callback(self) -> None:
         """Torch's name: its pipeline stages have the root reduce what their microbatches have added up."""
-        if self._root is not None:
-            self._root.end_backward()
+        if self.own_root is not None:
+            self.own_root.end_backward()
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -1,0 +1,211 @@
+"""Backwards of fully_shard that the user finalizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from conformance.distributed.fsdp import finalization_cases as cases
+from conformance.distributed.fsdp.fully_shard_calls import UnitCall
+from conformance.distributed.fsdp.fully_shard_cases import Sharding
+from conformance.distributed.fsdp.fully_shard_judging import Sites
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.test_fully_shard_calls import LOOK, TRAIN, played, seen_by, setting
+from conformance.distributed.fsdp.twins import Seen, Twins, values_of
+from conformance.judge.clauses import clause
+from conformance.judge.outcome import Outcome
+from conformance.judge.surface import is_torch_in
+from conformance.judge.tolerances import TRAINED
+
+MANUAL = setting("set_manual_backward_finalization", enabled=True)
+AUTOMATIC = setting("set_manual_backward_finalization", enabled=False)
+FINALIZE = setting("finalize_backward")
+FINALIZE_ASYNC = setting("finalize_backward", async_op=True)
+WAIT, RESET = UnitCall("wait"), setting("reset_iter_state")
+PASS, STEP = TRAIN[:2], TRAIN[2]
+SYNC, NO_SYNC = (
+    setting("set_requires_gradient_sync", requires_gradient_sync=value) for value in (True, False)
+)
+ALL_REDUCE, NO_ALL_REDUCE = (
+    setting("set_requires_all_reduce", requires_all_reduce=value) for value in (True, False)
+)
+KEEP = setting("set_reshard_after_backward", reshard_after_backward=False)
+NO_SYNC_OF_ONE = setting("set_requires_gradient_sync", 1, requires_gradient_sync=False)
+LAST, NOT_LAST = (setting("set_is_last_backward", is_last_backward=value) for value in (True, False))
+CLEAR = UnitCall("zero_grad")
+SKIP = UnitCall("skip a unit", 1)
+SHARDED, REPLICAS = Sharding(), Sharding(ranks="replicas")
+FAILING = UnitCall("failing backward", 1)
+
+PROGRAMS = {
+    "one backward": (MANUAL, *PASS, FINALIZE, STEP, *PASS, FINALIZE, STEP),
+    "several backwards": (MANUAL, *PASS, *PASS, FINALIZE, STEP, *PASS, FINALIZE, STEP),
+    "unsynchronised": (MANUAL, NO_SYNC, *PASS, *PASS, SYNC, FINALIZE, STEP, *PASS, FINALIZE, STEP),
+    "a unit unsynchronised": (MANUAL, NO_SYNC_OF_ONE, *PASS, *PASS, SYNC, FINALIZE, STEP),
+    "asynchronous": (MANUAL, *PASS, FINALIZE_ASYNC, WAIT, STEP, *PASS, FINALIZE_ASYNC, WAIT, STEP),
+    "with evaluations": (MANUAL, *PASS, LOOK, *PASS, LOOK, FINALIZE, LOOK, STEP),
+    "kept unsharded": (KEEP, MANUAL, *PASS, *PASS, FINALIZE),
+    "a unit unused": (MANUAL, *PASS, SKIP, FINALIZE, STEP, SKIP, FINALIZE, STEP),
+    "back to automatic": (MANUAL, *PASS, FINALIZE, AUTOMATIC, *PASS, STEP),
+}
+# The automatic programs in which the last backward has to synchronise.
+LIKE = {
+    "unsynchronised": (NO_SYNC, *PASS, SYNC, *PASS, STEP, *PASS, STEP),
+    "a unit unsynchronised": (NO_SYNC_OF_ONE, *PASS, SYNC, *PASS, STEP),
+}
+_NOT_ROOT = "set_manual_backward_finalization must be called on the root FSDP module"
+_NOT_MANUAL = (
+    "FSDP finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) before "
+    "forward"
+)
+_BEGUN = "set_manual_backward_finalization cannot change mode after backward starts"
+_NO_ALL_REDUCE = (
+    "FSDP manual backward finalization requires all-reduce for parameter group {!r}. Call "
+    "set_requires_all_reduce(True) before finalization"
+)
+_PARTIAL = (
+    "FSDP manual backward finalization does not support partial gradient reductions for parameter group {!r}. Use "
+    "automatic backward finalization for this configuration"
+)
+_PENDING = "The previous gradient reduction must be waited on before "
+# Calls, and what they raise.
+REFUSED: dict[str, tuple[tuple[UnitCall, ...], list[str]]] = {
+    "nothing to finalize": (
+        (FINALIZE, FINALIZE_ASYNC, WAIT, WAIT, MANUAL, FINALIZE, LOOK, FINALIZE, *PASS, FINALIZE, STEP),
+        [],
+    ),
+    "automatic": ((*TRAIN, FINALIZE, FINALIZE_ASYNC, *TRAIN), [_NOT_MANUAL] * 2),
+    "inner unit": (
+        (MANUAL, *PASS, setting("finalize_backward", 1), setting(MANUAL.name, 1, enabled=False), FINALIZE),
+        ["finalize_backward must be called on the root FSDP module", _NOT_ROOT],
+    ),
+    "inner unit before the first forward": ((setting(MANUAL.name, 1, enabled=True), *PASS), [_NOT_ROOT]),
+    "mode changed": ((MANUAL, *PASS, AUTOMATIC, MANUAL, FINALIZE, AUTOMATIC, *TRAIN), [_BEGUN]),
+    "mode changed between backwards": (
+        (NOT_LAST, *PASS, MANUAL, LAST, *PASS, MANUAL, *PASS, FINALIZE, STEP),
+        [_BEGUN],
+    ),
+    "not waited for": (
+        (MANUAL, *PASS, FINALIZE_ASYNC, LOOK, FINALIZE, AUTOMATIC, WAIT, STEP, *PASS, FINALIZE),
+        [_PENDING + "forward", _PENDING + "finalizing backward again", _BEGUN],
+    ),
+    "reset": ((MANUAL, *PASS, RESET, FINALIZE, CLEAR, *PASS, FINALIZE), []),
+    "reset before the wait": (
+        (MANUAL, *PASS, FINALIZE_ASYNC, RESET, WAIT, STEP, *PASS, FINALIZE),
+        ["This gradient reduction handle was invalidated"],
+    ),
+    "not synchronised": ((MANUAL, NO_SYNC, *PASS, FINALIZE, SYNC, FINALIZE, STEP), []),
+    "partial all-reduce": (
+        (NO_SYNC, *PASS, SYNC, NO_ALL_REDUCE, MANUAL, FINALIZE, ALL_REDUCE, FINALIZE, STEP),
+        [_NO_ALL_REDUCE.format("<root>")],
+    ),
+    "no all-reduce": ((MANUAL, NO_ALL_REDUCE, *PASS, FINALIZE), [_PARTIAL.format("<root>")]),
+}
+
+
+def _automatic(calls: Sequence[UnitCall]) -> list[UnitCall]:
+    """Return the calls without those of manual finalization. The last of several backwards synchronises."""
+    return [call for call in calls if call not in (MANUAL, AUTOMATIC, FINALIZE, FINALIZE_ASYNC, WAIT)]
+
+
+def _held(outcomes: Seen) -> Seen:
+    return [Outcome(value["held"]) for value in values_of(outcomes)]
+
+
+def _raised(outcomes: Seen) -> list[str]:
+    """Return what the calls on the first rank raised."""
+    results = [call["made"] for call in values_of(outcomes)[0]["seen"]]
+    return [text.partition("\n")[0] for text in results if isinstance(text, str) and "Error: " in text]
+
+
+@clause("distributed.fsdp.fully_shard.finalization")
+@pytest.mark.parametrize(
+    ("program", "sharding"),
+    [(program, Sharding()) for program in PROGRAMS]
+    + [("unsynchronised", REPLICAS), ("asynchronous", REPLICAS), ("asynchronous", Sharding(offloads=True))],
+    ids=[*PROGRAMS, "unsynchronised replicas", "replicas", "offloaded"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_finalization_trains_like_automatic(twins: Twins, program: str, sharding: Sharding) -> None:
+    calls = PROGRAMS[program]
+    if is_torch_in(">=2.15"):
+        played(twins, calls, sharding=sharding)
+    _assert_trains_like(twins, calls, LIKE.get(program, _automatic(calls)), sharding)
+
+
+def _assert_trains_like(
+    twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = SHARDED
+) -> None:
+    """Assert that the subject holds after `calls` what torch holds after `like`."""
+    expected = seen_by(twins, twins.reference, like, sharding=sharding)
+    assert_ranks_agree(
+        _held(expected), _held(seen_by(twins, twins.subject, calls, sharding=sharding)), TRAINED
+    )
+
+
+@clause("distributed.fsdp.fully_shard.finalization")
+@pytest.mark.parametrize("program", REFUSED)
+@pytest.mark.world_sizes(fewest=2)
+def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
+    calls, texts = REFUSED[program]
+    sharding = REPLICAS if "all-reduce" in program else SHARDED
+    if is_torch_in(">=2.15"):
+        played(twins, calls, sharding=sharding)
+    raised = _raised(seen_by(twins, twins.subject, calls, sharding=sharding))
+    assert raised == [f"RuntimeError: {text}" for text in texts]
+
+
+@clause("distributed.fsdp.fully_shard.finalization")
+def test_roots_that_share_streams_wait_for_one_finalization(sites: Sites) -> None:
+    if is_torch_in(">=2.15"):
+        sites.agree(cases.of_two_roots)
+    for value in values_of(sites.of_subject(cases.of_two_roots)):
+        assert value["refused"] == [
+            f"RuntimeError: {_PENDING}forward",
+            "RuntimeError: Another gradient reduction sharing this communication context must be waited on before "
+            "finalizing backward",
+            "RuntimeError: reset_iter_state cannot reset a gradient reduction owned by another FSDP root sharing the "
+            "communication context",
+        ]
+
+
+@clause("distributed.fsdp.fully_shard.unfinished_finalization")
+def test_error_after_lost_handle_names_cure(sites: Sites) -> None:
+    for value in values_of(sites.of_subject(cases.of_lost_handle)):
+        assert "reset_iter_state() of the root if the handle was lost" in value["notes"][0]
+
+
+@clause("distributed.fsdp.fully_shard.unfinished_finalization")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (MANUAL, *PASS, STEP, FINALIZE, STEP),
+        (MANUAL, *PASS, FINALIZE_ASYNC, STEP, WAIT, STEP),
+    ],
+    ids=["not finalized", "not waited for"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_step_before_finalization_raises(twins: Twins, calls: Sequence[UnitCall]) -> None:
+    [raised] = _raised(seen_by(twins, twins.subject, calls))
+    assert "set_manual_backward_finalization(True) leaves that to the caller" in raised
+    assert "body.parts.0.inner.weight of " in raised
+    _assert_trains_like(twins, calls, TRAIN)
+
+
+@clause("distributed.fsdp.fully_shard.unfinished_finalization")
+@pytest.mark.parametrize(
+    ("calls", "like"),
+    [
+        ((MANUAL, *PASS, FAILING, FINALIZE, STEP), TRAIN),
+        ((MANUAL, NO_SYNC, *PASS, SYNC, FAILING, FINALIZE, STEP), TRAIN),
+        ((MANUAL, FAILING, FINALIZE, *PASS, FINALIZE, STEP), (LOOK, *TRAIN)),
+        ((MANUAL, FAILING, AUTOMATIC, *TRAIN), (LOOK, *TRAIN)),
+    ],
+    ids=["after a backward", "after an unsynchronised one", "alone", "mode changed"],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_failed_backward_does_not_count_in_finalization(
+    twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall]
+) -> None:
+    _assert_trains_like(twins, calls, like)
