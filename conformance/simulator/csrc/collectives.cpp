@@ -3,7 +3,7 @@
 // A collective begins when its stream gets to it: it takes its inputs, poisons its outputs and starts gloo on memory of
 // its own. It ends, and fills its outputs, when somebody needs it. `Work.wait()` makes the stream wait, not the host.
 // So when gloo's messages arrive decides nothing, and the same seed has the same result.
-#include "peers.h"
+#include "messages.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>

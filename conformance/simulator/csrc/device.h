@@ -15,6 +15,10 @@
 #include <utility>
 #include <vector>
 
+namespace c10d {
+class Store;
+}
+
 namespace sim {
 struct Place {
   std::vector<std::pair<PyCodeObject*, int>> frames;  // innermost first; code and index of the instruction
@@ -141,6 +145,14 @@ void close_to_host(const AllocationP& pinned);  // as far as tasks that it does 
 void open_to_device(const AllocationP& allocation);
 std::vector<Hazard> take_hazards();
 
+// -- peers.cpp: what the ranks write into the store of their default group while they wait for each other
+void meet_peers(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+// Report that this rank waits, once a second as long as that is so. Raise if no rank can go on. If this one can, by
+// giving up, return whether all others wait.
+bool report_wait(const std::string& what, bool may_give_up = false);
+void note_progress();  // this rank goes on
+void report_end();     // this rank ends
+
 // -- schedule.cpp: streams are queues, and a seed says which one moves
 void join(Clock& clock, const Clock& other);
 int64_t new_stream(int device);
@@ -192,13 +204,6 @@ void begin_fresh_memory();  // in which the next schedule lays its blocks
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 void fail_allocation(int64_t nth);
-
-// -- peers.cpp: what the ranks write into the store of their default group while they wait for each other
-// Report that this rank waits, once a second as long as that is so. Raise if no rank can go on. If this one can, by
-// giving up, return whether all others wait.
-bool report_wait(const std::string& what, bool may_give_up = false);
-void note_progress();                 // this rank goes on
-void leave_peers(bool checks_sends);  // this rank ends
 
 // -- launch.cpp: work on its way to a stream
 // `sizes`: of the tensors that an operator was given; of a collective, how many ranks it has.

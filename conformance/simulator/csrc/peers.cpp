@@ -1,102 +1,27 @@
-// What ranks write into a store: their messages, and what they wait for.
-//
-// A message is in the store of its group from the send until the receive ends. So a send waits for no rank, like a send
-// of NCCL that fits into its buffers. Messages between two ranks match in the order of the calls, whatever their tags.
+// What ranks report to each other while they wait.
 //
 // A rank that can do nothing but wait for its peers says so in the store of the default group, once a second. If all
 // ranks have said so several times or have ended, nothing is on its way any more: none will ever go on.
-#include "peers.h"
+#include "device.h"
 
-#include <cstring>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace sim {
 namespace {
-constexpr size_t kPiece = size_t{4} << 20;  // bytes; a store refuses values of 8 MiB
-constexpr int kSureAfter = 3;               // reports of a wait
+constexpr int kSureAfter = 3;  // reports of a wait
 const std::string kEnded = "ended";
 
-struct Header {
-  int64_t tag, size;
-};
-
 struct Peers {  // of the default group
-  StoreP store = nullptr;
+  c10::intrusive_ptr<c10d::Store> store = nullptr;
   int rank = 0, size = 1;
   int reports = 0;
-  std::vector<std::pair<StoreP, Message>> sent;
 };
 Peers& peers() { return only<Peers>(); }
 
 std::string wait_key(int rank) { return "sim.waits." + std::to_string(rank); }
-std::string piece_of(const std::string& key, size_t index) { return key + "." + std::to_string(index); }
-
-class Arrival final : public c10d::Work {
- public:
-  Arrival(StoreP store, Messages messages, Tensors tensors)
-      : store_(std::move(store)), messages_(std::move(messages)), tensors_(std::move(tensors)) {}
-  bool isCompleted() override {
-    std::vector<std::string> keys;
-    for (auto& message : messages_) keys.push_back(piece_of(message.key, 0));
-    try {
-      return store_->check(keys);
-    } catch (const std::exception&) {
-      return true;  // `wait` raises it
-    }
-  }
-  bool wait(std::chrono::milliseconds) override {
-    for (size_t i = 0; i < messages_.size(); i++) receive(messages_[i], tensors_[i]);
-    return true;
-  }
-
- private:
-  void receive(const Message& message, const at::Tensor& to) {
-    auto take = [&](size_t piece) {
-      auto key = piece_of(message.key, piece);
-      auto bytes = store_->get(key);
-      store_->deleteKey(key);
-      return bytes;
-    };
-    auto bytes = take(0);
-    Header header;
-    std::memcpy(&header, bytes.data(), sizeof header);
-    auto whole = sizeof header + static_cast<size_t>(header.size);
-    for (size_t piece = 1; bytes.size() < whole; piece++) {
-      auto more = take(piece);
-      bytes.insert(bytes.end(), more.begin(), more.end());
-    }
-    TORCH_CHECK(header.tag == message.tag && header.size == static_cast<int64_t>(to.nbytes()), "expected ", to.nbytes(),
-        " bytes with tag ", message.tag, ", but the sender's next message has ", header.size, " bytes and tag ", header.tag,
-        ". Messages between two ranks match in the order of the calls");
-    std::memcpy(to.data_ptr(), bytes.data() + sizeof header, bytes.size() - sizeof header);
-  }
-
-  StoreP store_;
-  Messages messages_;
-  Tensors tensors_;
-};
 }  // namespace
 
-void send_messages(const StoreP& store, const Messages& messages, const Tensors& tensors) {
-  note_progress();
-  for (size_t i = 0; i < messages.size(); i++) {
-    Header header{messages[i].tag, static_cast<int64_t>(tensors[i].nbytes())};
-    std::vector<uint8_t> bytes(sizeof header + tensors[i].nbytes());
-    std::memcpy(bytes.data(), &header, sizeof header);
-    std::memcpy(bytes.data() + sizeof header, tensors[i].data_ptr(), tensors[i].nbytes());
-    for (auto piece = (bytes.size() - 1) / kPiece + 1; piece-- > 0;) {  // the first last: it stands for all
-      auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(piece * kPiece);
-      auto end = bytes.begin() + static_cast<std::ptrdiff_t>(std::min(bytes.size(), (piece + 1) * kPiece));
-      store->set(piece_of(messages[i].key, piece), std::vector<uint8_t>(begin, end));
-    }
-    peers().sent.emplace_back(store, messages[i]);
-  }
-}
-
-c10::intrusive_ptr<c10d::Work> receive_messages(const StoreP& store, const Messages& messages, const Tensors& tensors) {
-  return c10::make_intrusive<Arrival>(store, messages, tensors);
-}
-
-void meet_peers(const StoreP& store, int rank, int size) {
+void meet_peers(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
   Lock lock;
   peers() = {store, rank, size};
 }
@@ -123,14 +48,9 @@ bool report_wait(const std::string& what, bool may_give_up) {
   return true;
 }
 
-void leave_peers(bool checks_sends) {
-  Lock lock;
+void report_end() {
   auto& p = peers();
-  if (!p.store) return;
-  for (auto& [store, message] : std::exchange(p.sent, {}))
-    if (checks_sends)
-      wait_for_peers(message.name + ", which is not received, called at " + line_of_program(message.place),
-          [&] { return !store->check({piece_of(message.key, 0)}); });
-  if (p.reports < kSureAfter) p.store->set(wait_key(p.rank), kEnded);  // else peers are told what it has waited for
+  // Without this condition, peers would not learn what this rank has waited for.
+  if (p.store && p.reports < kSureAfter) p.store->set(wait_key(p.rank), kEnded);
 }
 }  // namespace sim

@@ -19,5 +19,5 @@ using Messages = std::vector<Message>;
 void send_messages(const StoreP& store, const Messages& messages, const Tensors& tensors);
 // Return work that is complete when all messages are in the store. Its `wait` copies them into `tensors`.
 c10::intrusive_ptr<c10d::Work> receive_messages(const StoreP& store, const Messages& messages, const Tensors& tensors);
-void meet_peers(const StoreP& store, int rank, int size);
+void leave_peers(bool checks_sends);  // this rank ends
 }  // namespace sim
