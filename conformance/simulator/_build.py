@@ -68,7 +68,7 @@ def ensure_built() -> Path:
             "the simulator has to be built once, and there is no C++ compiler: install g++, or name one by CXX"
         )
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone(cache / "lock"):
+    with _alone(path.with_suffix(".lock")):
         if not path.exists():
             _build(compiler, cache, path)
     return path
