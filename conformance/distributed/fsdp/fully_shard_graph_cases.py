@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
 import torch
@@ -35,6 +36,35 @@ def plain_in_its_place(site: Site, trained: bool) -> Any:
         model(batch_of(site, 0)).sum().backward()
     model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=site.rank.device))
     return tried(lambda: model(batch_of(site, 1)))
+
+
+def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:
+    """Return the warnings of a step and a forward after gradients were computed by `by`, and how many there were."""
+    model = blocks()
+    if is_flat:
+        wrap = site.library.distributed.fsdp.FullyShardedDataParallel
+        model = wrap(model, device_id=site.rank.device, use_orig_params=True)
+    else:
+        for block in (*model, model):
+            site.shard(block)
+    params = [param for param in model.parameters() if param.requires_grad and param.numel()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = model(batch_of(site, 0)).sum()
+    if by == "inputs":
+        loss.backward(inputs=params)
+    elif by == "grad":
+        for param, grad in zip(params, torch.autograd.grad(loss, params, allow_unused=True), strict=True):
+            param.grad = grad
+    else:
+        loss.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        model(batch_of(site, 1))
+    return {
+        "warned": [str(warning.message) for warning in caught],
+        "grads": sum(param.grad is not None for param in params),
+    }
 
 
 def optimizer_made_before(site: Site, is_replaced: bool) -> Any:

@@ -144,6 +144,41 @@ def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) 
     )
 
 
+_BY_INPUTS = pytest.mark.parametrize("by", ["inputs", "grad"])
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.deviation("fully_shard.gradients_by_inputs")
+@_BY_INPUTS
+def test_forward_after_gradients_by_inputs_warns(sites: Sites, by: str) -> None:
+    _warns_without_gradients(sites, by=by, is_flat=False)
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.deviation("fsdp.gradients_by_inputs")
+@_BY_INPUTS
+def test_forward_after_gradients_of_original_parameters_by_inputs_warns(sites: Sites, by: str) -> None:
+    _warns_without_gradients(sites, by=by, is_flat=True)
+
+
+def _warns_without_gradients(sites: Sites, **arguments: Any) -> None:
+    def is_told(value: Any) -> bool:
+        return len(value["warned"]) == 1 and "call loss.backward()" in value["warned"][0]
+
+    sites.deviate(
+        graph_cases.gradients_by_inputs,
+        **arguments,
+        torch_does=each(lambda value: value == {"warned": [], "grads": 0}),
+        we_do=each(is_told),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_forward_after_backward_does_not_warn(sites: Sites, is_flat: bool) -> None:
+    sites.agree(graph_cases.gradients_by_inputs, by="backward", is_flat=is_flat)
+
+
 @clause("distributed.fsdp.fully_shard.optimizer_made_before")
 @pytest.mark.deviation("fully_shard.optimizer_made_before")
 def test_step_of_optimizer_made_before_sharding_is_an_error(sites: Sites) -> None:

@@ -1,23 +1,30 @@
-"""Gradients that a backward left on unsharded parameters, although no unit began its backward.
+"""Backwards that no unit has seen, found in the next forward or optimizer step.
 
 No hook can be put on outputs inside objects that cannot be searched, and an operator in place may drop a hook. No unit
-reduces these gradients, and the next backward would add to them.
+reduces the gradients that such a backward leaves on unsharded parameters, and the next backward would add to them.
+
+A backward with `inputs=` sharded parameters, or `torch.autograd.grad` of them, leaves no gradients at all, because the
+graph has the unsharded ones. If a step without gradients comes between two forwards, the second one warns. No backward
+may be intended, so it is no error.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from impl.distributed.fsdp._params.param_group import describe_names
 from impl.optim._step_checks import register_step_check
 
 
 class _Unit(Protocol):
     name: str
+    awaits_backward: bool
 
     @property
     def stepped(self) -> Sequence[nn.Parameter]: ...
@@ -31,15 +38,26 @@ class _Root(Protocol):
 
 
 _roots: WeakSet[Any] = WeakSet()  # roots with a forward since their last backward
+# The same roots, if they were stepped without gradients since, with the names of the units that await a backward.
+_stepped_without: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
 
 def note_forward(root: _Root) -> None:
     register_step_check(_check_step)
     _roots.add(root)
+    names = _stepped_without.pop(root, None)
+    if names is not None:
+        warnings.warn(
+            "an optimizer stepped sharded parameters that had no gradients, because no backward ran through the last "
+            f"forward of {describe_names(names)}. backward(inputs=...) and torch.autograd.grad do not reach sharded "
+            "parameters; call loss.backward() and read parameter.grad, and freeze the others by requires_grad_(False)",
+            stacklevel=2,
+        )
 
 
 def note_backward(root: _Root) -> None:
     _roots.discard(root)
+    _stepped_without.pop(root, None)
 
 
 def check_gradients(units: Sequence[_Unit]) -> None:
@@ -60,4 +78,10 @@ def check_gradients(units: Sequence[_Unit]) -> None:
 def _check_step(optimizer: Optimizer) -> None:
     for root in [root for root in _roots if root.is_idle()]:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        check_gradients([unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)])
+        units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]
+        check_gradients(units)
+        params = [param for unit in units for param in unit.stepped if id(param) in stepped]
+        names = [unit.name for unit in units if unit.awaits_backward]
+        has_gradients = any(param.grad is not None for param in params)
+        if names and not has_gradients and any(param.requires_grad for param in params):
+            _stepped_without[root] = names
