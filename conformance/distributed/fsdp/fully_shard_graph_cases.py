@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from typing import Any
@@ -36,6 +37,45 @@ def plain_in_its_place(site: Site, trained: bool) -> Any:
         model(batch_of(site, 0)).sum().backward()
     model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=site.rank.device))
     return tried(lambda: model(batch_of(site, 1)))
+
+
+def whole_assigned(site: Site) -> dict[str, Any]:
+    """Return what a load raises that assigns whole tensors, and whether the model computes the same after it."""
+    model = blocks()
+    whole = {name: value + 1 for name, value in model.state_dict().items()}
+    for block in (*model, model):
+        site.shard(block)
+    before = model(batch_of(site, 0)).detach()
+    raised = tried(lambda: model.load_state_dict(whole, assign=True))
+    after = tried(lambda: model(batch_of(site, 0)).detach())
+    return {"raised": raised, "is as before": isinstance(after, torch.Tensor) and torch.equal(before, after)}
+
+
+def no_sync(site: Site) -> list[bool]:
+    """Return whether `no_sync` leaves the gradients that settings leave, after each backward."""
+    by_context, by_settings = (_gradients_unsynchronised(site, by_context) for by_context in (True, False))
+    return [
+        before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        for before, after in zip(by_settings, by_context, strict=True)
+    ]
+
+
+def _gradients_unsynchronised(site: Site, by_context: bool) -> list[dict[str, torch.Tensor]]:
+    """Return gradients after each backward. The first two do not synchronise, and those of the last unit never do."""
+    model = blocks()
+    for block in (*model, model):
+        site.shard(block)
+    model[-1].set_requires_gradient_sync(False)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for number in range(4):
+        is_apart = number < 2
+        for unit in () if by_context else (*model[:-1], model):
+            unit.set_requires_gradient_sync(not is_apart, recurse=False)
+        with model.no_sync() if by_context and is_apart else contextlib.nullcontext():
+            model(batch_of(site, number)).sum().backward()
+        named = model.named_parameters()
+        gradients.append({name: param.grad.full_tensor() for name, param in named if param.grad is not None})
+    return gradients
 
 
 def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:

@@ -144,6 +144,25 @@ def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) 
     )
 
 
+@clause("distributed.fsdp.fully_shard.whole_assigned")
+@pytest.mark.deviation("fully_shard.whole_assigned")
+def test_assignment_of_whole_tensors_names_them(sites: Sites) -> None:
+    def names(value: Any) -> bool:
+        raised = str(value["raised"])
+        return raised.startswith("TypeError") and "0.inner.weight" in raised and value["is as before"]
+
+    sites.deviate(
+        graph_cases.whole_assigned,
+        torch_does=each(lambda value: str(value["raised"]).startswith("AttributeError")),
+        we_do=each(names),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.no_sync")
+def test_no_sync_adds_up_gradients_unreduced(sites: Sites) -> None:
+    assert sites.values(graph_cases.no_sync) == [[True] * 4] * sites.world_size
+
+
 _BY_INPUTS = pytest.mark.parametrize("by", ["inputs", "grad"])
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fully_shard.cures import add_cure, add_names_of_whole, check_loaded_params
 from impl.distributed.fsdp._fully_shard.finalization import (
     GradientReductionHandle,
     finalize,
@@ -335,6 +337,21 @@ class FSDPModule:
             group.syncs = requires_gradient_sync
             group.reduction.defers_all_reduce = not requires_gradient_sync
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Context manager in which backwards add up gradients unreduced, like `set_requires_gradient_sync(False)`.
+
+        The first backward after it reduces them. Torch has this method of FullyShardedDataParallel alone.
+        """
+        groups = self._groups(recurse=True)
+        settings = [(group.syncs, group.reduction.defers_all_reduce) for group in groups]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for group, (syncs, defers_all_reduce) in zip(groups, settings, strict=True):
+                group.syncs, group.reduction.defers_all_reduce = syncs, defers_all_reduce
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether replicas reduce over each other what they have scattered, or add it up."""
         for group in self._groups(recurse):
@@ -501,9 +518,27 @@ class FSDPModule:
             return call_impl(*args, **kwargs)
         try:
             return call_impl(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._state.abandon_forward()
+            add_cure(cast("nn.Module", self), error)
             raise
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load DTensors. For whole tensors the error names the function that shards them.
+
+        Raises:
+            RuntimeError: torch's. A note names whole tensors.
+            TypeError: whole tensors were to be assigned. The parameters stay as they were.
+        """
+        load: Any = super().load_state_dict  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        module = cast("nn.Module", self)
+        try:
+            result = load(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            add_names_of_whole(module, state_dict, error)
+            raise
+        check_loaded_params(module, self._groups(recurse=True))
+        return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As of any module; in the midst of a backward that raised it would clear what is not stepped."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._comm.choosing import fills_rows
 from impl.distributed.fsdp._comm.collectives import Reduction
@@ -157,6 +158,18 @@ class DTensorGroup:
         if was_changed or (self.pins and self._has_other_shards()):
             self.pin()
         return was_changed
+
+    def take_back_whole(self) -> list[nn.Parameter]:
+        """Put the sharded parameters back where the user has put whole ones, and return the whole ones."""
+        tensors, whole = list(self._own_tensors()), list[nn.Parameter]()
+        for index, tensor in self._registration.replacements_of(tensors):
+            if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
+                whole.append(tensor)
+            elif isinstance(tensor, nn.Parameter):
+                tensors[index] = tensor
+        if whole:
+            self._registration.register(tensors)
+        return whole
 
     def _own_tensors(self) -> Sequence[nn.Parameter]:
         """Return the tensors that modules have now unless the user replaced them."""

@@ -27,3 +27,37 @@ def test_complex_flat_parameter_is_named() -> None:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     (note,) = caught.value.__notes__
     assert note.startswith("weight has torch.complex64; pass it in ignored_states")
+
+
+def test_load_of_whole_tensors_names_function_that_shards_them() -> None:
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False)))
+    with pytest.raises(RuntimeError, match="got mixed torch") as caught:
+        model.load_state_dict({name: torch.ones(param.shape) for name, param in model.named_parameters()})
+    (note,) = caught.value.__notes__
+    assert note.startswith("0.weight, 0.bias, 1.weight: whole in the state dict")
+    assert "set_model_state_dict(" in note
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        model.load_state_dict({})
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_forward_with_buffer_on_meta_names_buffer() -> None:
+    with torch.device("meta"):
+        inner = nn.BatchNorm1d(2)
+    model = fully_shard(nn.Sequential(inner))
+    for name, param in inner.named_parameters():
+        setattr(inner, name, nn.Parameter(torch.empty_like(param, device="cpu")))
+    with pytest.raises(RuntimeError, match="meta") as caught:
+        model(torch.ones(2, 2))
+    (note,) = caught.value.__notes__
+    assert note.startswith("buffers on the meta device: 0.running_mean, 0.running_var")
+
+
+def test_forward_that_reads_parameters_of_inner_unit_names_it() -> None:
+    attention = nn.MultiheadAttention(4, 2)
+    fully_shard(attention.out_proj)
+    model = fully_shard(attention)
+    with pytest.raises(RuntimeError, match="got mixed torch") as caught:
+        model(*[torch.ones(3, 1, 4)] * 3)
+    (note,) = caught.value.__notes__
+    assert note.endswith("Sharded inside FSDPMultiheadAttention: out_proj")

@@ -1,0 +1,71 @@
+"""Errors of sharded models that torch raises without naming the cause: what they name here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from impl.distributed.fsdp._fully_shard.module_state import state_of
+from impl.distributed.fsdp._layout.per_param import DTensorGroup
+from impl.distributed.fsdp._params.param_group import describe_names
+
+_MIXED = "mixed torch.Tensor and DTensor"
+_LOAD_WHOLE = (
+    "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+    "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them"
+)
+
+
+def add_names_of_whole(module: nn.Module, state_dict: Mapping[str, Any], error: Exception) -> None:
+    """Note on the error of a load which values are whole although their parameters are sharded."""
+    names = [
+        name
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if isinstance(param, DTensor) and _is_whole(state_dict.get(name))
+    ]
+    if names:
+        error.add_note(
+            f"{describe_names(names)}: whole in the state dict, but sharded in the model; {_LOAD_WHOLE}"
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def check_loaded_params(module: nn.Module, groups: Iterable[DTensorGroup]) -> None:
+    """Put sharded parameters back where a load has assigned whole ones.
+
+    Raises:
+        TypeError: there were some.
+    """
+    names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
+    whole = [param for group in groups for param in group.take_back_whole()]
+    if whole:
+        described = describe_names([names.get(id(param), "a parameter") for param in whole])
+        raise TypeError(
+            f"{described}: sharded, but the state dict has whole tensors to assign; {_LOAD_WHOLE}"
+        )
+
+
+def add_cure(module: nn.Module, error: BaseException) -> None:
+    """Note on the error of a forward what was left on the meta device, or was sharded too finely."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
+        return
+    on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    inner = [name for name, child in module.named_modules() if child is not module and state_of(child)]
+    if on_meta and "meta" in text:
+        error.add_note(
+            f"buffers on the meta device: {describe_names(on_meta)}; call to_empty(device=...) of their modules and "
+            "fill them, as reset_parameters() does"
+        )
+    elif inner and _MIXED in text:
+        error.add_note(
+            f"a forward may read parameters of a module without calling it, like MultiheadAttention those of out_proj. "
+            f"Do not apply fully_shard to such a module, but to the module that reads them. Sharded inside "
+            f"{type(module).__name__}: {describe_names(inner)}"
+        )
