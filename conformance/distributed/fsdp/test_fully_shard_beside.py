@@ -139,7 +139,7 @@ def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) 
     sites.deviate(
         graph_cases.plain_in_its_place,
         torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
-        we_do=says("TypeError", "inner.bias", "put a DTensor there"),
+        we_do=says("TypeError", "inner.bias", "assign a DTensor"),
         trained=trained,
     )
 
