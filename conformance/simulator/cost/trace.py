@@ -65,7 +65,7 @@ def tracing(ranks: int) -> Iterator[Tracer]:
         dist.Backend.register_backend(
             BACKEND,
             lambda store, rank, size, timeout: extension.make_backend(
-                FakeProcessGroup._create_internal(rank, size)
+                FakeProcessGroup._create_internal(rank, size), store, list(range(size))
             ),
             devices=[simulator.NAME, "cpu"],
         )
