@@ -273,6 +273,19 @@ def unshards_by_hand() -> None:
     steps(model, forward)
 
 
+def finalizes_by_hand() -> None:
+    """Run two backwards, then one asynchronous finalization, and change the parameters after its `wait`."""
+    model = sharded(RANK, Library("impl"), PLAIN.build(), Sharding())
+    model.set_manual_backward_finalization(True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(3):
+        for part in range(2):
+            loss_of(call(model, PLAIN, PLAIN.batch(2 * number + part, 0))).backward()
+        model.finalize_backward(async_op=True).wait()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 OTHERS: tuple[Program, ...] = (
     forward_of_inner_unit,
     forward_of_contained_module,
@@ -284,6 +297,7 @@ OTHERS: tuple[Program, ...] = (
     summons,
     optimizer_beside,
     unshards_by_hand,
+    finalizes_by_hand,
 )
 
 

@@ -145,11 +145,12 @@ WAITS = (
     ("compute", "wait_for_gather"),
     ("compute", "begin"),
     ("compute", "keep_until_reduced"),
-    ("compute", "end_backward"),
+    ("compute", "_show_gradients"),
+    ("compute", "wait_for_gradients"),
     ("reduce", "_reduce_gradients"),
-    ("reduce", "end_backward"),
+    ("reduce", "_show_gradients"),
     ("all_reduce", "_begin_all_reduce"),
-    (HOST, "end_backward"),
+    (HOST, "_show_gradients"),
 )
 # The host is held up for the sake of memory alone: no more than so many units are unsharded.
 BOUNDS_MEMORY = {(HOST, "admit")}
@@ -158,9 +159,10 @@ SEEN_ELSEWHERE = {("gather", "gather_behind")}
 RECORDS = (
     ("gather", "gather"),
     ("compute", "_reduce_gradients"),
-    ("reduce", "end_backward"),
+    ("reduce", "_show_gradients"),
+    ("reduce", "wait_for_gradients"),
     ("reduce", "_begin_all_reduce"),
-    ("all_reduce", "end_backward"),
+    ("all_reduce", "_show_gradients"),
     ("compute", "note_resharded"),
 )
 FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
