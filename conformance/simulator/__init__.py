@@ -7,7 +7,7 @@
     for hazard in simulator.take_hazards(): print(hazard)
 
 `python -m conformance.simulator train.py --seeds 100` runs a script under a hundred of them. It needs torch 2.13
-or 2.14 and, once, a C++ compiler, but nothing else of this project. TANDEM_SIMULATOR_NAME gives it another name.
+to 2.15 and, once, a C++ compiler, but nothing else of this project. TANDEM_SIMULATOR_NAME gives it another name.
 
 How an operator travels, and the file of csrc that it passes:
 

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-TORCH_VERSIONS = ("2.13", "2.14")
+TORCH_VERSIONS = ("2.13", "2.14", "2.15")
 MODULE = "_sim"
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = (
@@ -56,7 +56,8 @@ def ensure_built() -> Path:
     """Return the path of the extension without loading it. Build it first if necessary. Raises like `load`."""
     if not torch.__version__.startswith(tuple(f"{version}." for version in TORCH_VERSIONS)):
         raise Unavailable(
-            f"the simulator needs torch {' or '.join(TORCH_VERSIONS)}, but the installed torch is {torch.__version__}"
+            f"the simulator needs torch {TORCH_VERSIONS[0]} to {TORCH_VERSIONS[-1]}, "
+            f"but the installed torch is {torch.__version__}"
         )
     cache = _cache()
     compiler = _compiler()

@@ -61,7 +61,7 @@ def enable(devices: int = 1) -> None:
     """Bring `sim` with `devices` devices: `torch.device("sim")`, `torch.sim`, the backend simccl of torch.distributed.
 
     Raises:
-        Unavailable: torch is not 2.13 or 2.14, or there is no compiler and the extension was not built before.
+        Unavailable: torch is not 2.13 to 2.15, or there is no compiler and the extension was not built before.
         RuntimeError: another accelerator has torch's room for one, or another number of devices was asked for before.
     """
     global _extension  # noqa: PLW0603 - a device is registered once for the process

@@ -1,7 +1,7 @@
-"""torch 2.13: FSDP with NO_SHARD, CPUOffload and use_orig_params computes with another unit's parameters.
+"""torch 2.13 to 2.14: FSDP with NO_SHARD, CPUOffload and use_orig_params computes with another unit's parameters.
 
-What it copies to the device is memory of the stream of gathers. The backward drops it while what reads it is pending on
-another stream, on which nothing has recorded it, and the next unit's copy lands in it.
+FSDP copies them into memory of the stream of gathers. The backward frees that memory while another stream still has to
+read it, and no record_stream keeps it. The next unit's copy then overwrites it.
 
     python -m conformance.simulator conformance/simulator/findings/fsdp_offloaded_unsharded_parameters.py
 """

@@ -1,7 +1,7 @@
-"""torch 2.13: with CPUOffload, parameters changed behind summon_full_params(writeback=False) change in what was shown.
+"""torch 2.13 and later: summon_full_params(writeback=False) shows CPU-offloaded parameters that still change.
 
-They are copied to the device without blocking, and leaving the context does not wait for the copy: what the host writes
-to them next may be what it reads. Behind a forward without a backward it is the same.
+They are copied to the device without blocking, and leaving the context does not wait for the copy. If the host writes
+to the parameters next, the copy may read the new values. The same happens after a forward without a backward.
 
     python -m conformance.simulator conformance/simulator/findings/fsdp_summoned_offloaded_parameters.py
 """

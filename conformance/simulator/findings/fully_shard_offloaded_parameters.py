@@ -1,7 +1,7 @@
-"""torch 2.13: with CPUOffloadPolicy, a forward without a backward computes with what parameters become behind it.
+"""torch 2.13 and later: with CPUOffloadPolicy, a forward without a backward may read parameters of the next update.
 
-They are copied to the device from pinned memory without blocking, and nothing waits for the copies before the host goes
-on: what it writes to the parameters next may be what they read.
+They are copied to the device from pinned memory without blocking, and nothing waits for the copies. If the host writes
+to the parameters next, the copies may read the new values.
 
     python -m conformance.simulator conformance/simulator/findings/fully_shard_offloaded_parameters.py
 """

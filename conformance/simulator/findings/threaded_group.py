@@ -1,6 +1,6 @@
-"""torch 2.13: ranks that are threads, as in tests, read each other's tensors without waiting for their streams.
+"""torch 2.13 to 2.14: ranks that are threads, as in tests, read each other's tensors without waiting for their streams.
 
-The first rank's thread does the work of a collective for all ranks, on the stream that is its current one.
+The first rank's thread copies for all ranks, on its own current stream.
 
     python -m conformance.simulator conformance/simulator/findings/threaded_group.py
 """
