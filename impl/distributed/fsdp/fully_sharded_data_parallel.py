@@ -63,6 +63,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     Wrap inner modules first, or say by `auto_wrap_policy` which; make the optimizer afterwards. Every rank has to build
     the same module, and to run its units in the same order. The module may be called through its inner modules too.
 
+    A parameter that took no part in a backward gets zeros, like torch's, so momentum and weight decay still change it.
+    Freeze it by `requires_grad_(False)`, or use `fully_shard`, which gives it no gradient. Hooks that parameters had
+    before are kept with `use_orig_params` only.
+
     Between forward and backward nobody sees unsharded parameters: `parameters()` are this rank's parts, 1-D. To read or
     to write unsharded ones, use `summon_full_params`.
 
