@@ -78,6 +78,25 @@ def _gradients_unsynchronised(site: Site, by_context: bool) -> list[dict[str, to
     return gradients
 
 
+def data_assigned(site: Site, how: str) -> dict[str, Any]:
+    """Return the warnings and the outputs of forwards after all parameters were written or cast."""
+    model = blocks()
+    for block in (*model, model):
+        site.shard(block)
+    model(batch_of(site, 0)).sum().backward()
+    if how == "cast":
+        model.float().double()
+    for param in model.parameters() if how != "cast" else ():
+        if how == "assigned":
+            param.data = torch.zeros_like(param)
+        else:
+            param.data.copy_(torch.zeros_like(param))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = [model(batch_of(site, 0)).detach() for _ in range(2)]
+    return {"warned": [str(warning.message) for warning in caught], "outputs": outputs}
+
+
 def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:
     """Return the warnings of a step and a forward after gradients were computed by `by`, and how many there were."""
     model = blocks()

@@ -163,6 +163,28 @@ def test_no_sync_adds_up_gradients_unreduced(sites: Sites) -> None:
     assert sites.values(graph_cases.no_sync) == [[True] * 4] * sites.world_size
 
 
+@clause("distributed.fsdp.fully_shard.data_assigned")
+@pytest.mark.deviation("fully_shard.data_assigned")
+def test_assignment_to_data_warns(sites: Sites) -> None:
+    def is_told(value: Any) -> bool:
+        names = ["0.inner.weight", "1.inner.weight", "2.inner.weight"]
+        warned = value["warned"]
+        return len(warned) == 3 and all(name in text for name, text in zip(names, warned, strict=True))
+
+    sites.deviate(
+        graph_cases.data_assigned,
+        how="assigned",
+        torch_does=each(lambda value: not value["warned"]),
+        we_do=each(is_told),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.data_assigned")
+@pytest.mark.parametrize("how", ["copied", "cast"])
+def test_other_writes_do_not_warn(sites: Sites, how: str) -> None:
+    sites.agree(graph_cases.data_assigned, how=how)
+
+
 _BY_INPUTS = pytest.mark.parametrize("by", ["inputs", "grad"])
 
 

@@ -102,6 +102,7 @@ class ShardedParam:
         self.sharded._post_accumulate_grad_hooks = managed.original._post_accumulate_grad_hooks
         if has_grad_dtype(managed.original):
             self.sharded.grad_dtype = managed.original.grad_dtype
+        self._note_memory()
 
     def _spec_over(self, mesh: DeviceMesh, dtype: torch.dtype) -> DTensorSpec:
         """Return the DTensor spec, also over tensor-parallel ranks, whose shards of the same dimension are larger."""
@@ -150,6 +151,20 @@ class ShardedParam:
     @local.setter
     def local(self, shard: Tensor) -> None:
         self.sharded._local_tensor = shard
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._storage = self.sharded.untyped_storage()._cdata
+        self._shard = weakref.ref(self.sharded._local_tensor)
+
+    def has_assigned_data(self) -> bool:
+        """Return whether `.data` was assigned since the last call, which a DTensor takes without its local tensor."""
+        # A cast or move of the module gives the parameter another local tensor too.
+        if self.sharded.untyped_storage()._cdata == self._storage:
+            return False
+        is_same_shard = self._shard() is self.sharded._local_tensor
+        self._note_memory()
+        return is_same_shard
 
     def replace(self, other: nn.Parameter) -> None:
         """Use a parameter that the user has assigned instead."""
@@ -162,6 +177,7 @@ class ShardedParam:
         if has_grad_dtype(self.sharded) and not has_grad_dtype(other):
             other.grad_dtype = self.sharded.grad_dtype
         self.sharded = other
+        self._note_memory()
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
