@@ -1,0 +1,66 @@
+"""Training scripts of users on the simulated accelerator, right and with a planted mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conformance.selftests.test_simulator import ROOT
+from conformance.selftests.test_simulator_script import simulate
+
+pytestmark = pytest.mark.deadline(560.0)
+
+# By script and ranks: for each mistake, the hazard and the lines that it names.
+SCRIPTS = {
+    ("ddp", 2): {
+        "refill": (
+            ("the host writes", "buffer.copy_("),
+            ("copy from the host reads", "buffer.to("),
+        ),
+        "hook": (
+            ("copy_ reads", "dist.all_reduce("),
+            ("all_reduce writes", "dist.all_reduce("),
+        ),
+    },
+    ("ema", 1): {
+        "early": (
+            ("aten::lerp reads", "torch._foreach_lerp_("),
+            ("aten::addcdiv writes", "optimizer.step("),
+        ),
+        "late": (
+            ("aten::addcdiv writes", "optimizer.step("),
+            ("aten::lerp reads", "torch._foreach_lerp_("),
+        ),
+    },
+}
+RUNS = [(name, ranks, mistake) for (name, ranks), mistakes in SCRIPTS.items() for mistake in mistakes]
+
+
+def path_of(name: str) -> Path:
+    return ROOT / f"conformance/selftests/simulator_{name}.py"
+
+
+def pattern_of(name: str, access: str, call: str) -> str:
+    lines = path_of(name).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if call in line)
+    return rf"{access}(?: on .*)? at .*simulator_{name}\.py:{number} \S+"
+
+
+@pytest.mark.parametrize(("name", "ranks"), SCRIPTS)
+def test_right_script_has_one_result(tmp_path: Path, name: str, ranks: int) -> None:
+    status, report = simulate(path_of(name), "--ranks", ranks, "--seeds", 5, cwd=tmp_path)
+    assert "in its own order, exit status 0, 8 tensors saved" in report, report
+    assert "0 of 4 schedules change the result; 0 hazards" in report, report
+    assert "not replayable" not in report, report
+    assert status == 0
+
+
+@pytest.mark.parametrize(("name", "ranks", "mistake"), RUNS)
+def test_mistake_is_found_with_its_lines(tmp_path: Path, name: str, ranks: int, mistake: str) -> None:
+    status, report = simulate(path_of(name), "--ranks", ranks, "--seeds", 5, "--", mistake, cwd=tmp_path)
+    assert status == 1
+    now, before = (pattern_of(name, *access) for access in SCRIPTS[name, ranks][mistake])
+    assert re.search(rf"hazard \d+: {now}\n +what {before}\n", report), report
+    assert re.search(r"[1-4] of 4 schedules change the result", report), report
