@@ -27,7 +27,7 @@ CASE = "conformance.selftests.simulator_sharded:course"
 SEEDS = {"quick": 5, "full": 20, "deep": 100}
 SEEDS_OF_PLAIN = SEEDS | {"deep": 1000}
 SEEDS_WITHOUT_A_WAIT = 6
-DRAWN = 4  # from this seed on
+DRAWN = 4  # number of the first drawn seed
 # Waits without which no program here has another result, and why they are there.
 SPARED = {
     ("memory.py", "self.streams.block(self._resharded[oldest])"): "how far the host runs ahead is no number",
@@ -42,9 +42,9 @@ def pools() -> Iterator[dict[int, RankPool]]:
         ensure_built()
     except Unavailable as error:
         unavailable(str(error))
-    made = {size: RankPool(size, device=NAME, start_s=240) for size in (1, 2, 4)}
-    yield made
-    for pool in made.values():
+    pools_by_size = {size: RankPool(size, device=NAME, start_s=240) for size in (1, 2, 4)}
+    yield pools_by_size
+    for pool in pools_by_size.values():
         pool.close()
 
 
@@ -58,7 +58,7 @@ FULL, DEEP = pytest.mark.profile("full"), pytest.mark.profile("deep")
 PLAIN = ("FSDP", "fully_shard", "DDP")
 
 
-@pytest.mark.deadline(3600.0)  # in deep; each course has one of its own
+@pytest.mark.deadline(3600.0)  # limit in deep; each course has its own
 @pytest.mark.parametrize("world", [pytest.param(1, marks=FULL), 2, pytest.param(4, marks=DEEP)])
 @pytest.mark.parametrize(
     ("library", "way"),
@@ -70,7 +70,7 @@ PLAIN = ("FSDP", "fully_shard", "DDP")
         if OF_ONE_LIBRARY.get(way, library) == library
     ],
 )
-def test_a_right_program_has_one_result_and_a_seed_one_course(
+def test_correct_training_has_one_result_and_seed_one_course(
     pools: dict[int, RankPool], request: pytest.FixtureRequest, library: str, way: str, world: int
 ) -> None:
     seeds = (SEEDS_OF_PLAIN if way in PLAIN else SEEDS)[request.config.option.profile]
@@ -87,17 +87,17 @@ def test_hybrid_sharding_has_one_result_on_two_replicas(
 
 
 def check_one_result(pool: RankPool, library: str, way: str, seeds: int) -> None:
-    expected = [one.bits for one in courses(pool, library, way, 0)]
+    expected = [course.bits for course in courses(pool, library, way, 0)]
     for seed in range(1, seeds):
-        found = courses(pool, library, way, seed)
-        assert [one.hazards for one in found if one.hazards] == [], f"seed {seed}"
-        assert [one.bits for one in found] == expected, f"seed {seed}"
-        if seed >= DRAWN and not any(one.unreplayable for one in found):
+        again_courses = courses(pool, library, way, seed)
+        assert [course.hazards for course in again_courses if course.hazards] == [], f"seed {seed}"
+        assert [course.bits for course in again_courses] == expected, f"seed {seed}"
+        if seed >= DRAWN and not any(course.unreplayable for course in again_courses):
             again = courses(pool, library, way, seed)
-            assert again == found or any(one.unreplayable for one in again), f"seed {seed}"
+            assert again == again_courses or any(course.unreplayable for course in again), f"seed {seed}"
 
 
-def test_what_was_cast_is_pinned_again(pools: dict[int, RankPool]) -> None:
+def test_cast_shards_are_pinned_again(pools: dict[int, RankPool]) -> None:
     assert pools[2].run("conformance.selftests.simulator_sharded:pinned_where_cast") == [[True] * 4] * 2
 
 
@@ -125,27 +125,28 @@ def waits() -> Iterator[tuple[str, int, str]]:
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
-            is_wait = called.endswith(("streams.wait", "streams.block", "root.let_host_write"))
-            if is_wait or called.startswith("shards_were_"):
+            is_wait = called.endswith(("streams.wait", "streams.block", "root.wait_for_pinned_reads"))
+            if is_wait or called in ("make_gather_wait_for_compute", "block_host_until_shards_read"):
                 yield file.name, node.lineno, ast.unparse(node)
 
 
 @DEEP
 @pytest.mark.parametrize(("file", "line", "text"), list(waits()), ids=lambda value: str(value)[:60])
-def test_without_a_wait_a_program_is_wrong(
-    pools: dict[int, RankPool], file: str, line: int, text: str
-) -> None:
-    seen = []
+def test_training_without_wait_is_wrong(pools: dict[int, RankPool], file: str, line: int, text: str) -> None:
+    hazards = []
     for way in (*FLAT_WAYS, *PER_PARAMETER_WAYS, *HYBRID_WAYS):
         pool = pools[4 if way in HYBRID_WAYS else 2]
-        expected = [one.bits for one in courses(pool, "impl", way, 0)]
+        expected = [course.bits for course in courses(pool, "impl", way, 0)]
         for seed in range(1, SEEDS_WITHOUT_A_WAIT):
-            found = courses(pool, "impl", way, seed, dropped=(file, line))
-            if any(one.hazards for one in found) or [one.bits for one in found] != expected:
-                seen.append((way, seed))
+            courses_without_wait = courses(pool, "impl", way, seed, dropped=(file, line))
+            if (
+                any(course.hazards for course in courses_without_wait)
+                or [course.bits for course in courses_without_wait] != expected
+            ):
+                hazards.append((way, seed))
                 break
-        if seen:
+        if hazards:
             break
-    assert bool(seen) is not ((file, text) in SPARED), (
-        f"{file}:{line} {text}: {seen or 'nothing is wrong without it'}"
+    assert bool(hazards) is not ((file, text) in SPARED), (
+        f"{file}:{line} {text}: {hazards or 'nothing is wrong without it'}"
     )

@@ -135,7 +135,7 @@ def test_what_a_module_puts_in_and_does_not_fit(cpu_twins: Twins) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_parts_of_another_shape(cpu_twins: Twins, setup: Setup, kind: str) -> None:
     reported = (
-        f"body.parts.0.inner.weight: rank 1 of {cpu_twins.world_size} was given a {kind} of shape (2, 7) "
+        f"body.parts.0.inner.weight: rank 1 of {cpu_twins.world_size} got a {kind} of shape (2, 7) "
         "but the parameter has the shape"
     )
     asked = {"form": Form("SHARDED"), "fault": "misshaped part", "on": [1]}
@@ -150,7 +150,7 @@ def test_parts_of_another_shape(cpu_twins: Twins, setup: Setup, kind: str) -> No
 def test_what_has_no_values_is_not_assigned(cpu_twins: Twins, setup: Setup) -> None:
     asked = {"form": Form(), "fault": "without values", "on": [1], "assign": True}
     for one in cpu_twins.values(cases.failed, setup, **asked):
-        assert "rank 1 was given a meta tensor of shape" in one["error"]
+        assert "rank 1 got a meta tensor of shape" in one["error"]
         assert not one["changed"]
 
 
@@ -269,7 +269,7 @@ def test_modules_built_on_meta_are_assigned_to(cpu_twins: Twins, kind: str) -> N
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
 def test_what_half_the_ranks_saved_is_refused(twins_of: TwinsOf, kind: str) -> None:
     for rank, one in enumerate(twins_of(4).values(cases.of_another_world, FLAT, kind=kind)):
-        assert f"rank {rank} of 4 was given" in one["error"]
+        assert f"rank {rank} of 4 got" in one["error"]
         assert not one["changed"]
 
 

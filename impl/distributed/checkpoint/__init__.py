@@ -1,1 +1,1 @@
-"""Mirrors `torch.distributed.checkpoint`: of its helpers, those that gather."""
+"""Mirrors the helpers of `torch.distributed.checkpoint` that gather states."""

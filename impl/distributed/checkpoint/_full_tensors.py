@@ -1,6 +1,6 @@
-"""The tensors of a state whose parts ranks hold, put together: many of them by one exchange.
+"""Full tensors of a sharded state, many of them gathered by one exchange.
 
-W = ranks that a tensor is cut over, n = elements of a rank's part of it, padding included.
+W = ranks that a tensor is sharded over, n = elements of a rank's shard, padding included.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
 from impl.distributed.fsdp._comm.transport import Complete
 from impl.distributed.fsdp._layout.sharded_param import leading_view, side_by_side, with_dim_size
 
-_EXCHANGE_BYTES = 1 << 26  # of all ranks' parts together
+_EXCHANGE_BYTES = 1 << 26  # bytes of all ranks' shards together
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A DTensor that one group of ranks has cut in one dimension, evenly unless that is the first."""
+class _ShardedTensor:
+    """DTensor that one group of ranks has sharded in one dimension, evenly unless that is the first."""
 
-    index: int  # among the leaves of the state
+    index: int  # index among the leaves of the state
     local: Tensor
     shape: torch.Size
     dim: int
@@ -46,74 +46,79 @@ class _Cut:
         return self.group.size() * prod(self.padded_shape)
 
     def unsharded(self, run: Tensor) -> Tensor:
-        """Of the parts that all ranks gave, [W * n]."""
+        """Return the full tensor from the shards of all ranks, [W * n]."""
         if self.dim:
-            parts = side_by_side(run, self.group.size(), self.padded_shape, self.dim)
-            return parts.reshape(self.shape).contiguous()
+            shards = side_by_side(run, self.group.size(), self.padded_shape, self.dim)
+            return shards.reshape(self.shape).contiguous()
         full = leading_view(run, self.shape)
         return full if full.numel() == run.numel() else full.clone()
 
 
 def with_full_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
-    """A nested state with full tensors in place of DTensors.
+    """Return a nested state with full tensors instead of DTensors.
 
-    DTensors stay that several dimensions of a mesh cut, or one does unevenly beyond their first dimension.
+    DTensors that several mesh dimensions shard, or that are sharded unevenly in a later dimension, stay unchanged.
 
     Args:
-        keep: what of a full tensor stays in the state, called before the next ones are gathered.
+        keep: returns what replaces a full tensor in the state. Called before the next tensors are gathered.
 
-    Collectives: for each 64 MiB of the full tensors an all-gather; on one host, where ranks read each other's memory,
-        what tells them when.
+    Collectives: an all-gather for each 64 MiB of full tensors. On one host ranks may read each other's memory instead,
+        paced by small all-reduces.
     """
     leaves, spec = tree_flatten(state)
-    cuts = [cut for index, leaf in enumerate(leaves) if (cut := _cut_of(index, leaf)) is not None]
-    for cut, full in itertools.chain.from_iterable(map(_gathered, _exchanges(cuts))):
-        leaves[cut.index] = keep(full)
+    tensors = [
+        tensor for index, leaf in enumerate(leaves) if (tensor := _sharded_tensor_of(index, leaf)) is not None
+    ]
+    for tensor, full in itertools.chain.from_iterable(map(_gather, _exchanges(tensors))):
+        leaves[tensor.index] = keep(full)
     return tree_unflatten(leaves, spec)
 
 
-def _cut_of(index: int, leaf: Any) -> _Cut | None:
+def _sharded_tensor_of(index: int, leaf: Any) -> _ShardedTensor | None:
     if type(leaf) is not DTensor:
         return None
     local, mesh = leaf._local_tensor, leaf.device_mesh
-    cutting = [number for number, one in enumerate(leaf.placements) if not isinstance(one, Replicate)]
-    if len(cutting) != 1 or type(local) is not Tensor or local.device.type != mesh.device_type:
+    sharding_dims = [
+        number for number, placement in enumerate(leaf.placements) if not isinstance(placement, Replicate)
+    ]
+    if len(sharding_dims) != 1 or type(local) is not Tensor or local.device.type != mesh.device_type:
         return None
-    placement: Any = leaf.placements[cutting[0]]
-    ranks = mesh.size(cutting[0])
+    placement: Any = leaf.placements[sharding_dims[0]]
+    ranks = mesh.size(sharding_dims[0])
     if type(placement) is not Shard or ranks == 1 or (placement.dim and leaf.shape[placement.dim] % ranks):
         return None
-    return _Cut(index, local, leaf.shape, placement.dim, mesh.get_group(cutting[0]))
+    return _ShardedTensor(index, local, leaf.shape, placement.dim, mesh.get_group(sharding_dims[0]))
 
 
-def _exchanges(cuts: Sequence[_Cut]) -> list[list[_Cut]]:
-    """Those that are gathered together, in the same order on all ranks."""
-    found: list[list[_Cut]] = []
-    filled: dict[Any, tuple[list[_Cut], int]] = {}  # the last exchange of each kind, and its bytes
-    for cut in cuts:
-        kind, nbytes = (cut.group, cut.local.dtype), cut.run_numel * cut.local.itemsize
-        exchange, earlier = filled.get(kind, ([], _EXCHANGE_BYTES))
+def _exchanges(tensors: Sequence[_ShardedTensor]) -> list[list[_ShardedTensor]]:
+    """Return groups of DTensors that are gathered together, in the same order on all ranks."""
+    exchanges: list[list[_ShardedTensor]] = []
+    # The last exchange of each group and dtype, and its bytes.
+    filled: dict[Any, tuple[list[_ShardedTensor], int]] = {}
+    for tensor in tensors:
+        key, nbytes = (tensor.group, tensor.local.dtype), tensor.run_numel * tensor.local.itemsize
+        exchange, earlier = filled.get(key, ([], _EXCHANGE_BYTES))
         if earlier + nbytes > _EXCHANGE_BYTES:
             exchange, earlier = [], 0
-            found.append(exchange)
-        exchange.append(cut)
-        filled[kind] = exchange, earlier + nbytes
-    return found
+            exchanges.append(exchange)
+        exchange.append(tensor)
+        filled[key] = exchange, earlier + nbytes
+    return exchanges
 
 
-def _gathered(cuts: Sequence[_Cut]) -> list[tuple[_Cut, Tensor]]:
-    group = cuts[0].group
-    runs = [cut.local.new_empty(cut.run_numel) for cut in cuts]
+def _gather(tensors: Sequence[_ShardedTensor]) -> list[tuple[_ShardedTensor, Tensor]]:
+    group = tensors[0].group
+    runs = [tensor.local.new_empty(tensor.run_numel) for tensor in tensors]
     rows = [run.view(group.size(), -1) for run in runs]
-    pairs = zip(rows, cuts, strict=True)
-    mine = [leading_view(row[group.rank()], cut.local.shape) for row, cut in pairs]
-    torch._foreach_copy_(mine, [cut.local for cut in cuts])
+    pairs = zip(rows, tensors, strict=True)
+    own_rows = [leading_view(row[group.rank()], tensor.local.shape) for row, tensor in pairs]
+    torch._foreach_copy_(own_rows, [tensor.local for tensor in tensors])
     nbytes, on_host = sum(run.nbytes for run in runs), runs[0].is_cpu
 
     def steps(complete: Complete) -> None:
         transport = transport_for(GroupCollectives(group), nbytes, on_host, complete)
         transport.all_gather_rows(rows, complete)
 
-    entry = f"{GATHERED} {len(cuts)} tensors {OF_STATES}, {tuple(cuts[0].shape)} first"
+    entry = f"{GATHERED} {len(tensors)} tensors {OF_STATES}, {tuple(tensors[0].shape)} first"
     order_checker_of(group).exchange(entry, group, runs[0].device, steps)
-    return [(cut, cut.unsharded(run)) for cut, run in zip(cuts, runs, strict=True)]
+    return [(tensor, tensor.unsharded(run)) for tensor, run in zip(tensors, runs, strict=True)]

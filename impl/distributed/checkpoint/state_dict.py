@@ -1,4 +1,4 @@
-"""Mirrors `torch.distributed.checkpoint.state_dict`: torch's helpers, but for how full states are put together."""
+"""Mirrors `torch.distributed.checkpoint.state_dict`: torch's functions with another way to gather full states."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ __all__ = ["get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"]
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The model's state, by torch's function; the full one of a model of `fully_shard` by fewer and larger gathers.
+    """Return the model's state by torch's function. Full states of `fully_shard` models need fewer and larger gathers.
 
     Args:
-        model: sharded or not.
+        model: any module, sharded or not.
         submodules: deprecated in torch.
-        options: torch's.
+        options: torch's options.
 
     Returns:
-        By name; with `full_state_dict` full tensors, with `cpu_offload` too on the first rank alone, on the CPU.
+        The state by name. With `full_state_dict` it has full tensors; with `cpu_offload` too only on the first rank,
+        on the CPU.
     Raises:
-        ValueError, RuntimeError: what torch's raises.
-    Sync: with cpu_offload on an accelerator. Collectives: of a full state an all-gather for each 64 MiB; torch's for
-        tensors that several dimensions of a mesh cut.
+        ValueError, RuntimeError: like torch's function.
+    Sync: with cpu_offload on an accelerator. Collectives: for a full state an all-gather for each 64 MiB; torch's for
+        tensors that several mesh dimensions shard.
     Source: torch.distributed.checkpoint.state_dict.get_model_state_dict 2.13; differences: none.
 
     >>> list(get_model_state_dict(nn.Linear(2, 2)))
     ['weight', 'bias']
     """
-    parts = _options_of_parts(model, options)
-    found = torchs_model_state(model, submodules=submodules, options=parts or options)
-    return found if parts is None else _full_state(found, options)
+    shard_options = _options_for_shards(model, options)
+    state = torchs_model_state(model, submodules=submodules, options=shard_options or options)
+    return state if shard_options is None else _full_state(state, options)
 
 
 def get_optimizer_state_dict(
@@ -55,7 +56,7 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The optimizers' state by the names of the model's parameters, as `get_model_state_dict` gives the model's.
+    """Return the optimizers' state by parameter name, in the form of `get_model_state_dict`.
 
     Raises:
         ValueError, RuntimeError: what torch's raises.
@@ -67,9 +68,11 @@ def get_optimizer_state_dict(
     >>> sorted(get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))["state"]["bias"])
     ['exp_avg', 'exp_avg_sq', 'step']
     """
-    parts = _options_of_parts(model, options)
-    found: Any = torchs_optimizer_state(model, optimizers, submodules=submodules, options=parts or options)
-    return found if parts is None else _full_state(found, options)
+    shard_options = _options_for_shards(model, options)
+    state: Any = torchs_optimizer_state(
+        model, optimizers, submodules=submodules, options=shard_options or options
+    )
+    return state if shard_options is None else _full_state(state, options)
 
 
 def get_state_dict(
@@ -79,7 +82,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of the model and of its optimizers, as the two functions above give them.
+    """Return the states of the model and of its optimizers, in the form of the two functions above.
 
     Raises:
         ValueError, RuntimeError: what torch's raises.
@@ -91,13 +94,17 @@ def get_state_dict(
     >>> [sorted(state) for state in get_state_dict(model, torch.optim.SGD(model.parameters()))]
     [['bias', 'weight'], ['param_groups', 'state']]
     """
-    parts = _options_of_parts(model, options)
-    found: Any = torchs_state(model, optimizers, submodules=submodules, options=parts or options)
-    return found if parts is None else (_full_state(found[0], options), _full_state(found[1], options))
+    shard_options = _options_for_shards(model, options)
+    states: Any = torchs_state(model, optimizers, submodules=submodules, options=shard_options or options)
+    return (
+        states
+        if shard_options is None
+        else (_full_state(states[0], options), _full_state(states[1], options))
+    )
 
 
-def _options_of_parts(model: nn.Module, options: StateDictOptions | None) -> StateDictOptions | None:
-    """Those by which torch gives the parts of the full state; None if they are not ours to put together."""
+def _options_for_shards(model: nn.Module, options: StateDictOptions | None) -> StateDictOptions | None:
+    """Return options for torch to return a state's shards, or None if torch must gather the full state."""
     if options is None or not options.full_state_dict:
         return None
     modules = list(model.modules())
@@ -107,7 +114,7 @@ def _options_of_parts(model: nn.Module, options: StateDictOptions | None) -> Sta
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 
 
-def _full_state(parts: dict[str, Any], options: StateDictOptions | None) -> dict[str, Any]:
+def _full_state(shard_options: dict[str, Any], options: StateDictOptions | None) -> dict[str, Any]:
     offloads = options is not None and options.cpu_offload
     is_dropped = offloads and dist.get_rank() != 0
 
@@ -116,6 +123,6 @@ def _full_state(parts: dict[str, Any], options: StateDictOptions | None) -> dict
             return full.new_empty(0)
         return full.cpu() if offloads else full
 
-    # torch's own goes on with what is left of DTensors, checks values, and drops what other ranks do not keep.
-    state = with_full_tensors(parts, keep)
+    # torch's function processes the remaining DTensors, checks values, and drops what other ranks do not keep.
+    state = with_full_tensors(shard_options, keep)
     return _gather_state_dict(state, cpu_offload=offloads, ranks_only=(0,) if offloads else ())

@@ -1,11 +1,11 @@
 """Mirrors `torch.distributed.fsdp`: parameters, gradients and optimizer states sharded over the ranks.
 
-The words used here:
-    unit             one wrapped module: the parameters below it that no inner unit manages travel together
-    flat parameter   a unit's parameters, end to end in one buffer
+Terms:
+    unit             a wrapped module. Its parameters, except those of inner units, are gathered together
+    flat parameter   a unit's parameters, contiguous in one buffer
     shard            the part of a flat parameter that one rank owns
     unshard          gather all of a flat parameter on every rank
-    reshard          free what was gathered; the rank's shard stays
+    reshard          free the gathered elements; the rank's shard stays
 """
 
 from impl._after_dynamo import import_after_dynamo

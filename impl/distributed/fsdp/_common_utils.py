@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint.state_dict asks about a module, for `impl.drop_in` to put in torch's place."""
+"""Lookup that torch.distributed.checkpoint.state_dict uses. `impl.drop_in` replaces torch's function by it."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["_get_module_fsdp_state_if_fully_sharded_module"]
 
 
 def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:
-    """The state by which a module is sharded: a wrapper is its own; of any other module there is none."""
+    """Return the state of a sharded module: a wrapper itself, or None for any other module."""
     return module if isinstance(module, FullyShardedDataParallel) else None

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel shows of a unit's parameters unless it is told to show the user's own."""
+"""Parameters that FullyShardedDataParallel exposes of a unit unless `use_orig_params` is set."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class _KnownByMark(type(nn.Parameter)):
 
 
 class FlatParameter(nn.Parameter, metaclass=_KnownByMark):
-    """A rank's shard of a unit's parameters: 1-D, as long on every rank; zeros fill its tail.
+    """A rank's shard of a unit's parameters: 1-D, equally long on every rank, padded with zeros.
 
-    Its class is nn.Parameter itself, as torch's is: of others optimizers step one tensor after the other.
+    The class of an instance is nn.Parameter, as in torch, because optimizers step tensors of other classes one by one.
     """
 
     _is_flat_param: bool  # torch's name
-    _fsdp_flattened: bool  # torch's name, by which Lightning tells that an optimizer has parameters of units
-    # How its parameters are named below the unit; torch's name, which torch.distributed.checkpoint.state_dict asks for.
+    # torch's name. Lightning reads it to detect that an optimizer has parameters of units.
+    _fsdp_flattened: bool
+    # Names of its parameters relative to the unit. torch.distributed.checkpoint.state_dict reads this name of torch.
     _fqns: tuple[str, ...]
 
     def __new__(  # pyright: ignore[reportInconsistentConstructor]  nn.Parameter's stub has data by default
         cls, data: Tensor | None = None, requires_grad: bool = True
     ) -> FlatParameter:
-        made = cast(
-            "FlatParameter", nn.Parameter(cast("Tensor", data), requires_grad)
-        )  # the stub knows no None
-        made._is_flat_param = made._fsdp_flattened = True
-        return made
+        # The stub does not allow None.
+        flat_param = cast("FlatParameter", nn.Parameter(cast("Tensor", data), requires_grad))
+        flat_param._is_flat_param = flat_param._fsdp_flattened = True
+        return flat_param

@@ -1,4 +1,4 @@
-"""What dtypes each parameter of a sharded model really has."""
+"""Dtypes of each parameter of a sharded model."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from impl.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataPa
 
 
 def param_precisions(module: nn.Module) -> dict[str, ParamPrecision]:
-    """By the names that the parameters of `module` had before it was sharded: to compute, to reduce and to step in.
+    """Return the dtypes to compute, reduce and step in, by the parameters' names before `module` was sharded.
 
-    Those that are not sharded have nothing to reduce in. A parameter that modules share has a row for each.
+    Parameters that are not sharded have no dtype to reduce in. A shared parameter has an entry for each module.
 
     Sync: none. Collectives: none.
-    Source: torch has no such thing.
+    Source: torch has no such function.
 
     >>> param_precisions(nn.Linear(2, 1, bias=False))["weight"].master_dtype
     torch.float32
     """
-    prefixes = {one: f"{prefix}." if prefix else "" for prefix, one in module.named_modules()}
-    found: dict[str, ParamPrecision] = {}
-    for one in prefixes:
-        for group in _groups_of(one):
+    prefixes = {submodule: f"{prefix}." if prefix else "" for prefix, submodule in module.named_modules()}
+    precisions: dict[str, ParamPrecision] = {}
+    for submodule in prefixes:
+        for group in _param_groups_of(submodule):
             for index, info in enumerate(group.param_infos):
                 for place in info.locations:
                     if place.module in prefixes:
                         name = clean_name(prefixes[place.module] + place.attribute)
-                        found[name] = group.precision_of(index)
+                        precisions[name] = group.precision_of(index)
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, FlatParameter):
-            found.setdefault(clean_name(name), ParamPrecision(parameter.dtype, None, parameter.dtype))
-    return found
+            precisions.setdefault(clean_name(name), ParamPrecision(parameter.dtype, None, parameter.dtype))
+    return precisions
 
 
-def _groups_of(module: nn.Module) -> list[ParamGroup]:
+def _param_groups_of(module: nn.Module) -> list[ParamGroup]:
     if isinstance(module, FullyShardedDataParallel):
         return [*module._unit.param_groups]
     state = state_of(module)

@@ -1,4 +1,4 @@
-"""The vocabulary of sharding: torch's own enumerations and configurations, so that existing ones work unchanged."""
+"""Enumerations and configurations of sharding. They are torch's own, so that existing ones work unchanged."""
 
 from torch.distributed.fsdp.api import (
     BackwardPrefetch,

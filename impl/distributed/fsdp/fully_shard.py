@@ -1,4 +1,4 @@
-"""Mirrors torch's `fully_shard`: parameters that are DTensors, one by one, over the engine of the sharded units."""
+"""Mirrors torch's `fully_shard`: parameters become DTensors, one by one, on the engine of sharded units."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from impl.distributed.fsdp._fully_shard.finalization import (
     set_manual_finalization,
 )
 from impl.distributed.fsdp._fully_shard.group_settings import (
-    refuse_buffers,
-    refuse_copies,
-    refuse_meshes,
-    refuse_others_than_bools,
-    refuse_own,
-    scatter_apart,
+    check_all_sharded,
+    check_bool,
+    check_max_input_buffers,
+    check_no_custom_comm,
+    check_same_mesh,
+    use_separate_scatter_groups,
 )
 from impl.distributed.fsdp._fully_shard.init import (
     backward_mesh_of,
-    borrowed_apart,
-    by_groups,
     check_mesh,
     check_module,
-    checked_reshard,
-    groups_of,
+    check_not_sharded,
+    check_reshard_after_forward,
+    group_by_mesh,
+    groups_from_mesh,
     managed_modules,
     managed_params,
     mesh_of_all,
     move_to_device,
     on_whole_mesh,
-    outermost,
-    refuse_twice,
+    outermost_modules,
+    split_already_sharded,
 )
-from impl.distributed.fsdp._fully_shard.module_state import ModuleState, lender_of, state_of
+from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
 from impl.distributed.fsdp._fully_shard.stale_optimizers import note_sharding
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
@@ -62,10 +62,10 @@ from impl.distributed.fsdp._params.policies import (
 from impl.distributed.fsdp._params.whole_mesh import data_dims_of
 from impl.kernels import dynamo_disable
 
-_classes: dict[type, type] = {}  # a sharded module's, by its own
+_classes: dict[type, type] = {}  # class of a sharded module by its original class
 
 
-def fully_shard(  # noqa: PLR0913  torch's eight
+def fully_shard(  # noqa: PLR0913  torch's eight arguments
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
@@ -76,41 +76,41 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """Shard the parameters of a module, or of several as one group, over ranks, in place.
+    """Shard the parameters of a module, or of several modules as one group, over ranks, in place.
 
-    What the call keeps of a module, `fully_shard.state(module)` gives; None of one that it has not taken over.
-    Those that an earlier call has taken over below it stay with that one, so inner modules come first. So does a
-    parameter that modules of both have, with the mesh of the earlier call; forwards, backwards and `unshard` of either
-    gather it. The modules get a class of their own beside `FSDPModule`, and their parameters become DTensors.
+    `fully_shard.state(module)` returns the state of a sharded module, or None. Modules that an earlier call has sharded
+    keep their group, so shard inner modules first. A parameter that modules of two calls share belongs to the earlier
+    call, with its mesh. Forwards, backwards and `unshard` of either call gather it. The modules get a new class derived
+    from their own class and `FSDPModule`, and their parameters become DTensors.
 
     Args:
-        module: one, or a list of them that are gathered together.
-        mesh: of one dimension to shard over, or two: to replicate and to shard over; by default all ranks.
-        reshard_after_forward: whether parameters are freed between forward and backward; None: but for the root's. A
-            number: each rank keeps what as many ranks gather again for the backward.
-        shard_placement_fn: the dimension by which a parameter is sharded, as a `Shard`; None: the first. torch's
-            `ShardPlacementResult` names a mesh too; parameters over other ranks are gathered apart.
+        module: a module, or a list of modules that are gathered together.
+        mesh: one dimension to shard over, or two: to replicate and to shard over; by default all ranks.
+        reshard_after_forward: whether parameters are freed between forward and backward; None: True except for the
+            root. A number: reshard to so many ranks, which gather again for the backward.
+        shard_placement_fn: returns the dimension to shard a parameter in, as a `Shard`; None: the first. torch's
+            `ShardPlacementResult` also names a mesh. Parameters over other ranks are gathered separately.
         mp_policy: dtypes. `param_dtype_override_fn` or a PerParamPrecisionPolicy sets them per parameter.
         offload_policy: a CPUOffloadPolicy keeps parameters, gradients and optimizer states on the CPU.
-        ignored_params: parameters that stay as they are, each rank's own.
-        dp_mesh_dims: `mesh` is one that all parameters are DTensors on, as copies over the dimensions that this names:
-            those to shard over, and those to replicate over.
+        ignored_params: parameters that are not sharded.
+        dp_mesh_dims: names the dimensions of `mesh` to shard over and to replicate over. Then all parameters must be
+            DTensors on `mesh` that are replicated over these dimensions.
 
     Returns:
         `module`.
     Raises:
-        ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; a parameter
-            that is no DTensor on a mesh with dp_mesh_dims, or not a copy over these; one of an earlier call that
-            `mp_policy` gives other dtypes.
-        RuntimeError: a parameter is a DTensor, but not over a slice beside `mesh` of the same mesh. In forward and
-            backward: ranks run or shard modules otherwise, have other gradients, or are lost; it names these.
-        NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims; a mesh
-            of a parameter's own with dp_mesh_dims, or with other dimensions than `mesh` may have.
-    Sync: none. Collectives: none, but those that make a mesh; in forward and backward of each unit an all-gather, and
-        a reduce-scatter of the gradients; with replicas an all-reduce.
-    Source: torch.distributed.fsdp.fully_shard 2.13; differences: what says itself how it is gathered is resharded to
-        all ranks, whatever number is given; meshes of the same ranks are one, whichever object says so; torch refuses
-        a parameter that modules of two calls have, and trained ones of several dtypes in one call or without elements.
+        ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; with
+            dp_mesh_dims a parameter that is no DTensor on the mesh, or not replicated over the dimensions; other dtypes
+            in `mp_policy` for a parameter of an earlier call.
+        RuntimeError: a parameter is a DTensor over a mesh that does not share a root with `mesh`. In forward and
+            backward: ranks run or shard modules differently, have other gradients, or are lost. The error names them.
+        NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims; a
+            parameter's own mesh with dp_mesh_dims, or with other dimensions than `mesh` may have.
+    Sync: none. Collectives: none, except those that create a mesh; in forward and backward of each unit an all-gather,
+        and a reduce-scatter of the gradients; with replicas an all-reduce.
+    Source: torch.distributed.fsdp.fully_shard 2.13; differences: a parameter with an all-gather extension is
+        resharded to all ranks, whatever number is passed; meshes of the same ranks are equal; torch refuses a
+        parameter that modules of two calls share, and trained parameters of several dtypes or without elements.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -126,49 +126,57 @@ def fully_shard(  # noqa: PLR0913  torch's eight
     check_mesh(mesh, dp_mesh_dims)
     data = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
     mesh = mesh if data is None else data.mesh
-    checked_reshard(reshard_after_forward, mesh.size(mesh.ndim - 1), data)  # before anything is moved
-    modules = [module] if isinstance(module, nn.Module) else outermost(module)
-    for one in modules:
-        refuse_twice(one)
+    check_reshard_after_forward(
+        reshard_after_forward, mesh.size(mesh.ndim - 1), data
+    )  # checked before anything is moved
+    modules = [module] if isinstance(module, nn.Module) else outermost_modules(module)
+    for root in modules:
+        check_not_sharded(root)
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     ignored = ignored_params or set()
     owners = managed_modules(modules, ignored)
-    managed, borrowed = borrowed_apart(managed_params(modules, owners, ignored), mp_policy)
+    managed, shared = split_already_sharded(managed_params(modules, owners, ignored), mp_policy)
     if data is not None:
         managed = on_whole_mesh(managed, data)
     move_to_device(managed, owners, device)
     param_groups: list[DTensorGroup] = []
-    for placed in by_groups(managed, shard_placement_fn, mesh, data, mp_policy):
-        own = placed[0].mesh
-        reshards = checked_reshard(reshard_after_forward, own.size(own.ndim - 1), data)
+    for placements in group_by_mesh(managed, shard_placement_fn, mesh, data, mp_policy):
+        own = placements[0].mesh
+        reshards = check_reshard_after_forward(reshard_after_forward, own.size(own.ndim - 1), data)
         backward_mesh = backward_mesh_of(own, reshards)
-        groups = groups_of(own, backward_mesh, data)
+        groups = groups_from_mesh(own, backward_mesh, data)
         rank, world = groups.shard_rank, groups.shard_size
         params = [
             ShardedParam(
-                one.managed, own, one.dim, rank, world, one.stepped_dtype, offloads=offloads(offload_policy)
+                param.managed,
+                own,
+                param.dim,
+                rank,
+                world,
+                param.stepped_dtype,
+                offloads=offloads(offload_policy),
             )
-            for one in placed
+            for param in placements
         ]
-        precision = placed[0].precision
+        precision = placements[0].precision
         options = GroupOptions(precision, reshards, policy=resolve_policy(mp_policy, precision))
         param_groups.append(DTensorGroup(params, groups, options, device, offload_policy, backward_mesh))
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     state = ModuleState(modules, unit, mp_policy, device)
-    for one, param in borrowed:
-        lender_of(param).lend(param, one.info.locations, state)
+    for param, sharded_param in shared:
+        owner_of(sharded_param).share_with(sharded_param, param.info.locations, state)
     mark_modules(owners)
     note_sharding()
-    for one in modules:
-        one.__class__ = _class_for(type(one))
-        # torch's `replicate` looks there
-        vars(one).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
+    for root in modules:
+        root.__class__ = _class_for(type(root))
+        # torch's `replicate` reads this registry.
+        vars(root).setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
     return module
 
 
-fully_shard.state = state_of  # pyright: ignore[reportFunctionMemberAccess]  by which torch's pipeline stages find it
+fully_shard.state = state_of  # pyright: ignore[reportFunctionMemberAccess]  torch's pipeline stages call it
 
 
 def _class_for(cls: type) -> type:
@@ -187,7 +195,7 @@ def _refuse_copy(*_: Any, **__: Any) -> NoReturn:
 
 
 class UnshardHandle:
-    """What `FSDPModule.unshard(async_op=True)` returns.
+    """Handle that `FSDPModule.unshard(async_op=True)` returns.
 
     Source: torch.distributed.fsdp.UnshardHandle 2.13; differences: none.
 
@@ -195,7 +203,7 @@ class UnshardHandle:
     """
 
     def wait(self) -> None:
-        """Have the modules show the unsharded parameters, when the current stream may read them."""
+        """Register the unsharded parameters in the modules, once the current stream may read them."""
 
 
 class _Pending(UnshardHandle):
@@ -204,38 +212,39 @@ class _Pending(UnshardHandle):
 
     def wait(self) -> None:
         state, self._state = self._state, None
-        for one in () if state is None else (state, *state.lenders):
-            one.show_unsharded()
+        for gathered_state in () if state is None else (state, *state.param_owners):
+            gathered_state.show_unsharded()
 
 
 class FSDPModule:
-    """The class of a module that fully_shard has been applied to, beside its own.
+    """Class of a module after fully_shard, in addition to its own class.
 
     Methods that end with `recurse` act on all sharded modules below too, unless it is False.
 
-    Source: torch.distributed.fsdp.FSDPModule 2.13; differences: collectives reduce by sums alone, whatever
-        `set_force_sum_reduction_for_comms` says; two buffers of gradients are in flight, on a
-        device, whatever `set_reduce_scatter_max_input_buffers` allows.
+    Source: torch.distributed.fsdp.FSDPModule 2.13; differences: collectives always reduce by sums, whatever
+        `set_force_sum_reduction_for_comms` says; on a device two buffers of gradients are in flight, whatever
+        `set_reduce_scatter_max_input_buffers` allows.
 
     >>> issubclass(FSDPModule, nn.Module)
     False
     """
 
-    _orig_cls_mro_index = 2  # torch's name: where the module's own class stands in the order of classes
+    # torch's name for the index of the module's own class in the method resolution order.
+    _orig_cls_mro_index = 2
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Of its own class, as containers make the like of themselves when they are sliced."""
+        """Build an instance of the unsharded class, so that slicing a sharded `nn.Sequential` works."""
         own = cls.__mro__[cls._orig_cls_mro_index]
         make: Any = own.__new__
-        made = make(own, *args, **kwargs) if make is not object.__new__ else make(own)
-        made.__init__(*args, **kwargs)
-        return made
+        module = make(own, *args, **kwargs) if make is not object.__new__ else make(own)
+        module.__init__(*args, **kwargs)
+        return module
 
     def reshard(self) -> None:
-        """Free what `unshard` gathers, unless others compute with it; modules show the shards. Collectives: none."""
+        """Free the parameters that `unshard` gathers, unless others compute with them. Collectives: none."""
         state = self._state
         if not state.has_root or state.unit.phase not in FORWARDS:
-            state.reshard_by_hand()
+            state.reshard_on_request()
         elif not self._keeps():
             state.unit.reshard(after_forward=True)
 
@@ -244,29 +253,29 @@ class FSDPModule:
         return all(group.keeps_after_forward(unit.root.is_root(unit), True) for group in unit.param_groups)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the memory of unsharded parameters when they are resharded, so that its addresses stay the same.
+        """Set whether the memory of unsharded parameters is kept when they are resharded, so that its addresses stay.
 
-        CUDA graphs need that. Torch has this method from 2.15 on.
+        CUDA graphs need constant addresses. torch has this method since 2.15.
         """
         for group in self._groups(recurse):
             group.options.keeps_storage = keep
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module, and of the earlier calls that it has some from.
+        """Gather the parameters of this module, and of the earlier calls whose parameters it shares.
 
         Evaluations without gradients gather a unit again, because a write to `parameter.data` or by `torch._foreach`
         operators to DTensors cannot be noticed. They do not if it stays unsharded (`reshard_after_forward=False`) and
         was gathered by this method. Call `reshard` before such a write then.
 
-        Sync: over gloo the host waits, also with `async_op`, until all ranks have come to a gather that has not come
-            behind the one before it so far; torch's call returns at once.
-        Collectives: an all-gather of each call's, unless they are there.
+        Sync: over gloo the host waits, also with `async_op`, until all ranks have reached a gather that never followed
+            its predecessor before; torch's call returns at once.
+        Collectives: an all-gather of each call's parameters, unless they are unsharded.
 
         Args:
-            async_op: return a handle; what is gathered shows when it is waited for, or in the next forward.
+            async_op: return a handle. The modules get the parameters when it is waited for, or in the next forward.
         """
         state = self._state
-        state.gather_ahead()
+        state.gather_on_request()
         handle = _Pending(state)
         if async_op:
             return handle
@@ -284,7 +293,7 @@ class FSDPModule:
         self._state.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the current stream waits for the reductions at the end of the next backward."""
+        """Set whether the current stream waits for the reductions at the end of the next backward."""
         self._state.settings.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -332,7 +341,7 @@ class FSDPModule:
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards reduce gradients, or add them up unreduced."""
+        """Set whether backwards reduce gradients, or accumulate them unreduced."""
         for group in self._groups(recurse):
             group.syncs = requires_gradient_sync
             group.reduction.defers_all_reduce = not requires_gradient_sync
@@ -353,30 +362,30 @@ class FSDPModule:
                 group.syncs, group.reduction.defers_all_reduce = syncs, defers_all_reduce
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether replicas reduce over each other what they have scattered, or add it up."""
+        """Set whether replicas all-reduce their scattered gradients, or accumulate them."""
         for group in self._groups(recurse):
             group.reduction.defers_all_reduce = not requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward.
+        """Set whether parameters are freed between forward and backward.
 
         Raises:
-            ValueError: it is no bool.
+            ValueError: the argument is no bool.
             AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
-        refuse_others_than_bools(reshard_after_forward)
+        check_bool(reshard_after_forward)
         groups = self._groups(recurse)
-        refuse_copies("set_reshard_after_forward()", cast("nn.Module", self), groups)
+        check_all_sharded("set_reshard_after_forward()", cast("nn.Module", self), groups)
         for group in groups:
             group.options.reshards_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward."""
+        """Set whether parameters are freed after backward."""
         for group in self._groups(recurse):
             group.options.reshards_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather those of `modules` in each forward of this one.
+        """Gather the parameters of `modules` in each forward of this module.
 
         Raises:
             ValueError: one is not sharded.
@@ -384,7 +393,7 @@ class FSDPModule:
         self._state.unit.prefetches_in_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather those of `modules` in each backward of this one, instead of the one whose forward came before.
+        """Gather the parameters of `modules` in each backward of this module, instead of the default prefetch.
 
         Raises:
             ValueError: one is not sharded.
@@ -392,58 +401,58 @@ class FSDPModule:
         self._state.unit.prefetches_in_backward = _units_of(modules)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather by `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`.
+        """Gather with `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`.
 
         Raises:
             ValueError: this module's parameters lie over several meshes.
         """
-        refuse_meshes("set_custom_all_gather", "custom comm", self._state.groups)
+        check_same_mesh("set_custom_all_gather", "custom comm", self._state.groups)
         for group in self._state.groups:
             group.options.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce by `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`.
+        """Reduce with `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`.
 
         Raises:
             ValueError: this module's parameters lie over several meshes.
         """
-        refuse_meshes("set_custom_reduce_scatter", "custom comm", self._state.groups)
+        check_same_mesh("set_custom_reduce_scatter", "custom comm", self._state.groups)
         for group in self._state.groups:
             group.reduction.comm = comm
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each reduced shard: the average in float32 and bfloat16, else not divided as a whole yet.
+        """Call `hook` with each reduced shard: the average in float32 and bfloat16, else a sum that is partly divided.
 
         Args:
-            stream: for models without replicas; the hook runs where gradients are reduced.
+            stream: only for models without replicas. The hook runs on the stream that reduces gradients.
         Raises:
-            ValueError: a stream is given and there are replicas; this module's parameters lie over several meshes.
+            ValueError: a stream is passed and there are replicas; this module's parameters are on several meshes.
         """
-        refuse_meshes("set_all_reduce_hook", "hook", self._state.groups)
+        check_same_mesh("set_all_reduce_hook", "hook", self._state.groups)
         for group in self._state.groups:
             group.reduction.on_reduced = hook
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the gathers of the next forward wait for `event` alone, which was recorded behind an optimizer's step.
+        """Make the gathers of the next forward wait only for `event`, which was recorded after an optimizer's step.
 
-        Without one they wait for whatever the current stream has been given before that forward.
+        Without an event they wait for all work on the current stream before that forward.
         """
         self._state.settings.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """`set_gradient_divide_factor`, as it was called before."""
+        """Set the factor like `set_gradient_divide_factor`, its new name."""
         warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients by `factor`, rather than by the number of ranks."""
+        """Set the factor that sums of gradients are divided by, instead of the number of ranks."""
         for group in self._state.groups:
             group.reduction.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Collectives always reduce by sums; with `enable` these are what a hook of `set_all_reduce_hook` is given."""
+        """Set whether a hook of `set_all_reduce_hook` gets sums. Collectives always reduce by sums."""
         for group in self._state.groups:
             group.reduction.sums_alone = enable
 
@@ -458,35 +467,37 @@ class FSDPModule:
             group.options.reduces_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many buffers of gradients may be in flight; two are, on a device, whatever is set.
+        """Check the number of gradient buffers in flight. On a device it is always two.
 
         Raises:
-            TypeError: it is no int.
-            ValueError: it is less than 1.
+            TypeError: the argument is no int.
+            ValueError: the argument is less than 1.
         """
         del recurse
-        refuse_buffers(max_input_buffers)
+        check_max_input_buffers(max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own. Collectives: makes it; all its ranks must call this.
+        """Set whether gradients are reduced in a process group of their own.
+
+        Collectives: creates the group; all its ranks must call this.
 
         Raises:
             AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
-        scatter_apart(cast("nn.Module", self), self._groups(recurse), enable)
+        use_separate_scatter_groups(cast("nn.Module", self), self._groups(recurse), enable)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this module's parameters are gathered for its backward."""
+        """Set whether this module's parameters are gathered for its backward."""
         self._state.unit.unshards_in_backward = unshard_in_backward
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Memory of the process group for what travels: taken for a hint.
+        """Accept the hint to communicate in memory of the process group.
 
         Raises:
-            AssertionError: this module has communication of the user's own.
+            AssertionError: this module has user-defined communication.
         """
         del enable
-        refuse_own("set_allocate_memory_from_process_group()", self._state.groups)
+        check_no_custom_comm("set_allocate_memory_from_process_group()", self._state.groups)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refuse symmetric memory, which gathers do not use.
@@ -498,23 +509,23 @@ class FSDPModule:
 
     def _groups(self, recurse: bool) -> list[DTensorGroup]:
         module = cast("nn.Module", self)
-        states = [state_of(one) for one in (module.modules() if recurse else [module])]
+        states = [state_of(child) for child in (module.modules() if recurse else [module])]
         return [group for state in states if state is not None for group in state.groups]
 
     @property
     def _state(self) -> ModuleState:
-        found = state_of(cast("nn.Module", self))
-        assert found is not None, f"No FSDP state found on {self}"
-        return found
+        state = state_of(cast("nn.Module", self))
+        assert state is not None, f"No FSDP state found on {self}"
+        return state
 
     def _get_fsdp_state(self) -> ModuleState:
-        """Torch's name, which others call."""
+        """Return the module's state, under the name that torch and other libraries call."""
         return self._state
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; hooks that are called always are not where a user has interrupted it."""
+        """Call the module. After an interrupt its forward hooks are not called, so the forward is ended here."""
         call_impl: Any = super()._call_impl  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
-        if torch.compiler.is_compiling():  # which would not trace a `try`
+        if torch.compiler.is_compiling():  # Dynamo does not trace a `try`
             return call_impl(*args, **kwargs)
         try:
             return call_impl(*args, **kwargs)
@@ -541,7 +552,7 @@ class FSDPModule:
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As of any module; in the midst of a backward that raised it would clear what is not stepped."""
+        """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""
         if self._state.has_root:
             self._state.unit.root.handle_failed_backward()
         super().zero_grad(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
@@ -549,13 +560,13 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
         self.reshard()
-        made = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
-        for state in (self._state, *self._state.lenders):
+        result = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        for state in (self._state, *self._state.param_owners):
             for group in state.groups:
                 group.write_back_changes()
                 group.record_casts()
                 group.pin()
-        return made
+        return result
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit[DTensorGroup]]:
@@ -566,13 +577,13 @@ def _units_of(modules: Sequence[Any]) -> list[Unit[DTensorGroup]]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have another method of a sharded module unshard and reshard as `forward` does.
+    """Make another method of a sharded module unshard and reshard like `forward`.
 
     Args:
-        module: nothing happens if it is not sharded.
-        method_name: of a method that it has.
+        module: any module. If it is not sharded, nothing is done.
+        method_name: name of the method.
     Raises:
-        ValueError: it has none of that name.
+        ValueError: the module has no method of that name.
     Source: torch.distributed.fsdp.register_fsdp_forward_method 2.13; differences: none.
 
     >>> register_fsdp_forward_method(nn.Linear(1, 1), "forward")
@@ -598,7 +609,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Have several roots gather and reduce on the same streams; to be called before their first forward.
+    """Make several roots gather and reduce on the same streams. Call before their first forward.
 
     Args:
         modules: the roots.
@@ -608,8 +619,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     >>> share_comm_ctx([])
     """
-    given: list[Any] = modules
-    for module in given:
+    roots: list[Any] = modules
+    for module in roots:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     for module in modules[1:]:

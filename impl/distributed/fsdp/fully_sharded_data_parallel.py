@@ -18,7 +18,7 @@ from impl.distributed.fsdp._comm.groups import (
     groups_for,
     process_groups_for,
 )
-from impl.distributed.fsdp._engine.clip import joint_norm, scale
+from impl.distributed.fsdp._engine.clip import joint_norm, scale_grads
 from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
 from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
@@ -56,59 +56,58 @@ _PREFIX = "_fsdp_wrapped_module."
 
 
 class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
-    """Shards the parameters of a module, their gradients and what optimizers keep for them, over the ranks of a group.
+    """Shard a module's parameters, gradients and optimizer states over the ranks of a process group.
 
-    Each wrapped module is a unit: its parameters are gathered before it computes, in forward and in backward, and
-    resharded afterwards; each rank averages and keeps the gradients of its own part, which is what the optimizer steps.
-    Wrap inner modules first, or say by `auto_wrap_policy` which; make the optimizer afterwards. Every rank has to build
-    the same module, and to run its units in the same order. The module may be called through its inner modules too.
+    Each wrapped module is a unit. Its parameters are gathered before it computes, in forward and in backward, and
+    resharded afterwards. Each rank keeps the averaged gradients of its own shard, which the optimizer steps. Wrap inner
+    modules first, or choose them by `auto_wrap_policy`. Create the optimizer afterwards. Every rank must build the same
+    module, and run its units in the same order. Inner modules may also be called directly.
 
     A parameter that took no part in a backward gets zeros, like torch's, so momentum and weight decay still change it.
     Freeze it by `requires_grad_(False)`, or use `fully_shard`, which gives it no gradient. Hooks that parameters had
     before are kept with `use_orig_params` only.
 
-    Between forward and backward nobody sees unsharded parameters: `parameters()` are this rank's parts, 1-D. To read or
-    to write unsharded ones, use `summon_full_params`.
+    Outside forward and backward, `parameters()` are this rank's shards, 1-D. Use `summon_full_params` to read or write
+    unsharded parameters.
 
     Args:
-        module: what to wrap. Parameters may have several dtypes, and be frozen in part; none may be 0-dim.
+        module: the module to wrap. Parameters may have several dtypes, and some may be frozen; none may be 0-dim.
         process_group: the ranks to shard over, by default all. Hybrid strategies take two: to shard, and to replicate.
-        sharding_strategy: FULL_SHARD, the default, has parameters unsharded while the unit computes; SHARD_GRAD_OP from
-            a forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
-            the first two, sharded inside one group and averaged over another.
+        sharding_strategy: FULL_SHARD, the default, unshards parameters while the unit computes; SHARD_GRAD_OP from a
+            forward with gradients to the end of backward; NO_SHARD always. HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are
+            the first two, sharded within one group and averaged over another.
         cpu_offload: keep parameters and gradients on the CPU, where the optimizer steps them. If units compute on an
             accelerator, both are in pinned memory, and the host waits for copies of them at the end of a forward, of a
             backward and of `summon_full_params`.
-        auto_wrap_policy: which inner modules become units; see `impl.distributed.fsdp.wrap`. A parameter that several
-            of them share is left to a unit around them.
+        auto_wrap_policy: chooses the inner modules that become units; see `impl.distributed.fsdp.wrap`. A parameter
+            that several of them share belongs to a unit around them.
         backward_prefetch: gather the next unit before this one's gradients are computed, or after; None: when needed.
-        mixed_precision: dtypes to compute, to reduce and to keep buffers in. Parameters and `.grad` keep their own.
-        ignored_modules: modules whose parameters and buffers are left alone.
-        param_init_fn: called with each module on the meta device, to make its own parameters; without it, they are
-            made by `reset_parameters`.
-        device_id: where to compute. By default where the module is; for one on the CPU the accelerator, or where there
-            is none, the CPU.
-        sync_module_states: have all ranks begin with what the group's first rank has, parameters and buffers.
-        forward_prefetch: gather the next unit before this one computes, in the order of the iteration before.
-        limit_all_gathers: let the host wait rather than have more than two units gathered ahead.
-        use_orig_params: `parameters()` are the module's own, as views of this rank's part of them; without, they are
-            one `FlatParameter` a unit.
-        ignored_states: parameters, or modules, to leave alone.
-        device_mesh: instead of `process_group`: of one dimension, or of two, to replicate and to shard over; a slice
-            `mesh["dp"]` where `parallelize_module` has made DTensors over another one. State dicts have DTensors then.
+        mixed_precision: dtypes to compute, reduce and keep buffers in. Parameters and `.grad` keep their own.
+        ignored_modules: modules whose parameters and buffers are not managed.
+        param_init_fn: called with each module on the meta device, to create its own parameters. By default
+            `reset_parameters` creates them.
+        device_id: the compute device. By default the module's device; for a module on the CPU the accelerator, if
+            there is one.
+        sync_module_states: copy parameters and buffers of the group's first rank to all ranks.
+        forward_prefetch: gather the next unit before this one computes, in the order of the previous iteration.
+        limit_all_gathers: let the host wait instead of gathering more than two units.
+        use_orig_params: `parameters()` are the module's own, as views of this rank's shard. Otherwise they are one
+            `FlatParameter` a unit.
+        ignored_states: parameters or modules that are not managed.
+        device_mesh: replaces `process_group`: one dimension, or two, to replicate and to shard over; the slice
+            `mesh["dp"]` if `parallelize_module` has made DTensors over another one. Then state dicts have DTensors.
 
     Raises:
-        ValueError: arguments exclude each other; a parameter is 0-dim or integer, or sharded already by a unit
-            elsewhere.
-        RuntimeError: parameters lie on several devices.
-        NotImplementedError: a parameter is a DTensor, but not over a slice beside `device_mesh` of the same mesh.
+        ValueError: arguments exclude each other; a parameter is 0-dim or integer, or a unit elsewhere has sharded it.
+        RuntimeError: parameters are on several devices.
+        NotImplementedError: a parameter is a DTensor over a mesh that does not share a root with `device_mesh`.
     Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
         any. In forward and backward of each unit an all-gather, and a reduce-scatter of the gradients; SHARD_GRAD_OP
-        and the outermost unit gather once for both. Hybrid strategies add an all-reduce of each rank's part; NO_SHARD
-        has an all-reduce alone.
+        and the outermost unit gather once for both. Hybrid strategies add an all-reduce of each rank's shard; NO_SHARD
+        only has an all-reduce.
     Source: torch.distributed.fsdp.FullyShardedDataParallel 2.13; differences: what torch's docstring lists as limits
-        works, of gradients of gradients those with respect to inputs; parameters changed in place during forward are
-        refused, and reading a resharded one raises; no accelerator is needed.
+        works, for gradients of gradients only with respect to inputs; changing parameters in place during forward
+        raises, and so does reading a resharded one; no accelerator is needed.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -121,7 +120,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     >>> dist.destroy_process_group()
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  torch's sixteen
+    def __init__(  # noqa: PLR0913, PLR0917  torch's sixteen arguments
         self,
         module: nn.Module,
         process_group: ProcessGroups = None,
@@ -215,19 +214,19 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         for name, handle in self._named_handles():
             handle.register_flat_param(self.module, name)
         self._root = None
-        self._buffer_casts: Buffers | None = None  # of the outermost one
+        self._buffer_casts: Buffers | None = None  # buffers of the root, on the outermost wrapper
         self._outer: weakref.ref[FullyShardedDataParallel] | None = None
         self._claim_inner()
         self._entries = watch_contained(self._unit, self._find_root)
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, inside an activation checkpoint's wrapper too."""
+        """The wrapped module, also inside a wrapper for activation checkpointing."""
         inner = self._fsdp_wrapped_module
         return getattr(inner, "_checkpoint_wrapped_module", inner)
 
     def __getattr__(self, name: str) -> Any:
-        """What is not found here is looked for in the wrapped module."""
+        """Return an attribute of the wrapped module that this class does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -264,23 +263,23 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         return unit.after_forward(output)
 
     def check_is_root(self) -> bool:
-        """Whether no other FullyShardedDataParallel is around this one.
+        """Return whether no other FullyShardedDataParallel is around this one.
 
-        Source: torch's 2.13; differences: an inner one answers False also before the outer one has run.
+        Source: torch's 2.13; differences: for an inner one it is False also before the outer one has run.
         """
         return self._find_root().is_root(self._unit)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """All FullyShardedDataParallel below and at `module`; the outermost ones alone with `root_only`."""
-        found = [one for one in module.modules() if isinstance(one, FullyShardedDataParallel)]
-        return [one for one in found if one.check_is_root()] if root_only else found
+        """Return all FullyShardedDataParallel at and below `module`, or only the outermost ones with `root_only`."""
+        wrappers = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        return [wrapper for wrapper in wrappers if wrapper.check_is_root()] if root_only else wrappers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply `fn` to every submodule and to self, each with unsharded parameters; what it writes is kept.
+        """Apply `fn` to every submodule and to self, with unsharded parameters. Changes of parameters are kept.
 
         Raises:
-            ValueError: in the middle of a forward or backward, or inside `summon_full_params`.
+            ValueError: called during a forward or backward, or inside `summon_full_params`.
         Collectives: an all-gather of each unit; all ranks must call it.
         """
         self._check_idle()
@@ -289,7 +288,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     @staticmethod
     @contextlib.contextmanager
-    def summon_full_params(  # noqa: PLR0913  torch's six
+    def summon_full_params(  # noqa: PLR0913  torch's six arguments
         module: nn.Module,
         recurse: bool = True,
         writeback: bool = True,
@@ -297,47 +296,54 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Inside, parameters are unsharded and have the names they had before wrapping, and a forward computes with
-        them.
+        """Context manager in which parameters are unsharded and have the names from before wrapping.
 
-        In mixed precision each unit that has computed keeps a copy in the lower precision beside them, to the end.
+        A forward inside computes with these parameters. In mixed precision each unit that has computed keeps a
+        low-precision copy until the end.
 
         Args:
             module: any module; every FullyShardedDataParallel at and below it is summoned.
-            recurse: False summons `module` alone.
-            writeback: keep what is written to this rank's part. NO_SHARD keeps it in any case.
-            rank0_only: unsharded on the group's first rank alone; the others see their parts.
-            offload_to_cpu: unsharded on the CPU.
-            with_grads: gradients are unsharded too; with `use_orig_params`.
+            recurse: False summons only `module`.
+            writeback: keep writes to this rank's shard. NO_SHARD always keeps them.
+            rank0_only: unshard on the group's first rank only. The others have their shards.
+            offload_to_cpu: unshard to the CPU.
+            with_grads: unshard gradients too. Requires `use_orig_params`.
 
         Raises:
             NotImplementedError: `writeback` with `rank0_only`; `with_grads` without `use_orig_params` or with
-                `offload_to_cpu`; `offload_to_cpu` of what is not sharded.
-            AssertionError: in the middle of a forward or backward, or inside another summoning.
+                `offload_to_cpu`; `offload_to_cpu` without sharding.
+            AssertionError: called during a forward or backward, or inside another summoning.
         Collectives: an all-gather of each unit; with gradients an all-reduce and another one. All ranks must enter.
         """
         options = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        found = [one for one in FullyShardedDataParallel.fsdp_modules(module) if recurse or one is module]
+        wrappers = [
+            wrapper
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module)
+            if recurse or wrapper is module
+        ]
         with contextlib.ExitStack() as stack:
-            for one in found:
-                stack.enter_context(one._summoned(options))
+            for wrapper in wrappers:
+                stack.enter_context(wrapper._summoned(options))
             yield
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; inside `summon_full_params` under the names they had before wrapping."""
-        return self._cleaned(super().named_buffers(*args, **kwargs))
+        """Return named buffers, inside `summon_full_params` with the names from before wrapping."""
+        return self._without_prefix(super().named_buffers(*args, **kwargs))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; inside `summon_full_params` under the names they had before wrapping."""
+        """Return named parameters, inside `summon_full_params` with the names from before wrapping."""
         return cast(
-            "Iterator[tuple[str, nn.Parameter]]", self._cleaned(super().named_parameters(*args, **kwargs))
+            "Iterator[tuple[str, nn.Parameter]]",
+            self._without_prefix(super().named_parameters(*args, **kwargs)),
         )
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Backwards inside do not average gradients; the first one after it averages all that came together.
+        """Context manager in which backwards do not average gradients.
 
-        Meanwhile `.grad` is this rank's own, of unsharded parameters, so memory for it is needed.
+        The next backward averages all of them together.
+
+        Inside, `.grad` is this rank's own gradient of the unsharded parameters, which needs memory.
 
         Raises:
             RuntimeError: this is not the outermost FullyShardedDataParallel.
@@ -371,72 +377,76 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
         Args:
             max_norm: same unit as the gradients.
-            norm_type: the order of the norm; inf too.
+            norm_type: the order of the norm, which may be inf.
             error_if_nonfinite: raise, on every rank and before anything is changed, if the norm is inf or nan.
             foreach: as in `impl.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm before clipping, 0-dim, in the dtype that the gradients' promote to.
+            The norm before clipping, 0-dim, in the dtype that the gradients promote to.
 
         Raises:
-            RuntimeError: this is not the outermost one; or the norm is not finite and that was to raise.
+            RuntimeError: this is not the outermost wrapper; or `error_if_nonfinite` is set and the norm is not finite.
         Sync: none, unless `error_if_nonfinite` or offloading.
-        Collectives: one all-gather of a number a rank for each group that parameters are sharded over; all must call.
+        Collectives: one all-gather of a number a rank for each group that parameters are sharded over; all ranks must
+            call this.
         Source: torch's 2.13; differences: the last two arguments; the norm neither overflows nor underflows, and is
-            taken over the groups over which each unit is sharded, where torch takes the root's for all.
+            taken over the groups that each unit is sharded over. torch takes the root's groups for all.
         """
         root = self._find_root()
         if not root.is_root(self._unit):
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance")
         self._check_idle()
-        if all(one._groups.shard is None and not one._groups.parallel for one in self.fsdp_modules(self)):
+        if all(
+            wrapper._groups.shard is None and not wrapper._groups.parallel
+            for wrapper in self.fsdp_modules(self)
+        ):
             return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite, foreach)
         managed = {p for unit in root.units for group in unit.param_groups for p in group.stepped}
-        others = [p for p in self.parameters() if p not in managed]
-        loose = [p.grad for p in others if p.grad is not None]
-        norm = joint_norm(root.units, loose, float(norm_type), self.compute_device)
+        other_params = [p for p in self.parameters() if p not in managed]
+        other_grads = [p.grad for p in other_params if p.grad is not None]
+        norm = joint_norm(root.units, other_grads, float(norm_type), self.compute_device)
         if error_if_nonfinite:
             check_finite(norm, float(norm_type))
         if self.cpu_offload.offload_params:
             norm = norm.cpu()
-        with_grads = [p for p in (*managed, *others) if p.grad is not None]
+        with_grads = [p for p in (*managed, *other_params) if p.grad is not None]
         if not with_grads:
             warnings.warn(
                 f"Called FSDP.clip_grad_norm_() on rank {self.rank} with no gradients -- returning the total norm in "
                 f"the default dtype {torch.float32}",
                 stacklevel=2,
             )
-        return norm.to(scale(with_grads, float(max_norm), norm, foreach))
+        return norm.to(scale_grads(with_grads, float(max_norm), norm, foreach))
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` average gradients in place of the default; to be called on the outermost one, once.
+        """Average gradients by `hook` instead of the default. Call once, on the outermost wrapper.
 
         Args:
-            state: handed to the hook.
-            hook: `hook(state, gradient, output)`: the unsharded gradient of a flat parameter, 1-D, and where this
-                rank's part of the average goes; of NO_SHARD `hook(state, gradient)`, which averages in place.
+            state: passed to the hook.
+            hook: `hook(state, gradient, output)`: the unsharded gradient of a flat parameter, 1-D, and the memory for
+                this rank's shard of the average; with NO_SHARD `hook(state, gradient)`, which averages in place.
 
         Raises:
-            AssertionError: this is not the outermost one, there is a hook already, or a strategy is hybrid.
-            ValueError: `hook` cannot be called.
+            AssertionError: this is not the outermost wrapper, there is a hook already, or a strategy is hybrid.
+            ValueError: `hook` is not callable.
         """
         if not self.check_is_root():
             raise AssertionError("register_comm_hook can only be called on a root instance.")
         inner = self.fsdp_modules(self)
-        for one in inner:
-            if one.sharding_strategy in HYBRID:
+        for wrapper in inner:
+            if wrapper.sharding_strategy in HYBRID:
                 raise AssertionError(
-                    f"Communication hook is not supported for hybrid strategies: {one.sharding_strategy}"
+                    f"Communication hook is not supported for hybrid strategies: {wrapper.sharding_strategy}"
                 )
-            if any(group.reduction.hook is not None for group in one._unit.param_groups):
+            if any(group.reduction.hook is not None for group in wrapper._unit.param_groups):
                 raise AssertionError("A communication hook is already registered")
             if not callable(hook):
                 raise ValueError(f"The communication hook must be callable but got {hook}")
-        for group in (group for one in inner for group in one._unit.param_groups):
+        for group in (group for wrapper in inner for group in wrapper._unit.param_groups):
             group.reduction.hook, group.reduction.hook_state = hook, state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """Move or cast: on the shards, which the parameters follow."""
+        """Move or cast the shards. The parameters follow."""
         unit = self._unit
         if self._root is not None:
             self._root.handle_failed_backward()
@@ -449,28 +459,28 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
                 stack.enter_context(group.changing_flat_param(fn))
             super()._apply(fn, recurse)
         unit.register_params()
-        for one in self.fsdp_modules(self._outermost()):
-            one._root = None
+        for wrapper in self.fsdp_modules(self._outermost()):
+            wrapper._root = None
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; in the midst of a backward that raised it would clear what is not stepped."""
+        """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""
         if self._root is not None:
             self._root.handle_failed_backward()
         super().zero_grad(set_to_none)
 
-    # Ours
+    # Tandem's own
 
     def _check_idle(self) -> None:
         if self.training_state is not TrainingState.IDLE:
             raise ValueError(not_idle(self.training_state))
 
     def _claim_inner(self) -> None:
-        for one in self.fsdp_modules(self):
-            if one is not self:
-                one._root = None
-                if one._outer is None or one._outer() is None:
-                    one._outer = weakref.ref(self)
+        for wrapper in self.fsdp_modules(self):
+            if wrapper is not self:
+                wrapper._root = None
+                if wrapper._outer is None or wrapper._outer() is None:
+                    wrapper._outer = weakref.ref(self)
 
     def _outermost(self) -> FullyShardedDataParallel:
         outer = self._outer() if self._outer is not None else None
@@ -479,11 +489,11 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     def _find_root(self) -> Root:
         if self._root is None:
             outermost = self._outermost()
-            found = self.fsdp_modules(outermost)
-            root = root_over(found, outermost.compute_device)
-            outermost._buffer_casts = Buffers(found, outermost.compute_device)
-            for one in found:
-                one._root = root
+            wrappers = self.fsdp_modules(outermost)
+            root = root_over(wrappers, outermost.compute_device)
+            outermost._buffer_casts = Buffers(wrappers, outermost.compute_device)
+            for wrapper in wrappers:
+                wrapper._root = root
         assert self._root is not None
         return self._root
 
@@ -494,7 +504,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         with summoned(self._unit, options, self.rank == 0):
             yield
 
-    def _cleaned(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def _without_prefix(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         if self._unit.phase not in SHOWN:
             return named
         return ((name.replace(_PREFIX, ""), value) for name, value in named)

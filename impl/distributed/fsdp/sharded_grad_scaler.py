@@ -1,7 +1,7 @@
-"""Gradient scaling over ranks that hold parts of the gradients: all of them take a step, or none does.
+"""Gradient scaling over ranks with sharded gradients: either all ranks take a step, or none does.
 
-`ShardedGradScaler` is the scaler of `impl.amp` with one thing added: what a check found is the business of all ranks.
-Whatever a rank's gradients look like, a check is one all-reduce of one number, so no rank waits for another in vain.
+`ShardedGradScaler` is the scaler of `impl.amp` with check results that are shared by all ranks. Whatever a rank's
+gradients are, a check is one all-reduce of one number, so no rank waits for a collective that others do not issue.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ if TYPE_CHECKING:
 
 _Optimizer = torch.optim.Optimizer
 
-# What a rank says of its gradients; the largest counts. All finite is 0.0.
+# Check result of a rank. The largest one counts, and 0.0 means that all gradients are finite.
 _NONFINITE = 1.0
 _NOT_CHECKED = 2.0
 
 
 class _Group(enum.Enum):
-    """What stands in the place of a process group where there is none to be had."""
+    """Replacement for a process group that does not exist."""
 
-    NOT_PICKLED = "it was left behind when the scaler was pickled or copied"
+    NOT_PICKLED = "groups are not kept when a scaler is pickled or copied"
 
 
 class ShardedGradScaler(GradScaler):
-    """A `GradScaler` whose every rank skips a step if any rank found inf or nan, so that weights and scales stay one.
+    """A `GradScaler` that skips a step on every rank if any rank found inf or nan. Weights and scales stay equal.
 
-    It is used like a `GradScaler`, by all ranks of `process_group` alike: each calls `unscale_` and `step` for the same
-    optimizers in the same order. A rank whose parts of the gradients are empty, or that has none, takes part too.
-    Float16 gradients are unscaled here: a model sharded in float16 has no others.
+    Use it like a `GradScaler` on all ranks of `process_group`. Each calls `unscale_` and `step` for the same optimizers
+    in the same order. A rank whose gradients are empty, or that has none, takes part too. Float16 gradients are
+    unscaled here, because a model sharded in float16 has no others.
 
-    `found_inf` and `step_was_taken` answer for all ranks, `nonfinite_parameters` names those of this rank.
+    `found_inf` and `step_was_taken` hold for all ranks. `nonfinite_parameters` names parameters of this rank.
 
-    A check that fails on one rank (`unscale_`, or the one in `step`, by any exception but an interrupt) leaves no peer
-    waiting: the rank tells them, then raises. Peers whose scale is on the CPU raise too; on an accelerator, where that
-    would cost a synchronisation, they skip the step. Clear the gradients on all ranks then: peers have unscaled
-    theirs. Peers do wait where a rank leaves out a call, dies, or is interrupted (until the group's time-out), and two
-    optimizers checked in another order on one rank get each other's check result.
+    If a check fails on one rank (in `unscale_` or `step`, by any exception but an interrupt), the rank reports it to
+    its peers, then raises. Peers whose scale is on the CPU raise too. On an accelerator, where that would cost a
+    synchronisation, they skip the step. Then clear the gradients on all ranks, because peers have unscaled theirs.
+    Peers wait until the group's time-out if a rank omits a call, dies or is interrupted. Two optimizers that one rank
+    checks in another order get each other's check result.
 
     Args:
-        device: as for `GradScaler`; the check results meet on it, also those of gradients that lie on the CPU.
-        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: as for
+        device: like for `GradScaler`. Check results are reduced on it, also those of gradients on the CPU.
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: like for
             `GradScaler`; equal on all ranks.
-        process_group: the ranks that decide together; None is the default group, as it is when a check is made. No
-            group is pickled or copied: the default one is found again, another has to be assigned
-            (`scaler.process_group = group`) before the next check.
+        process_group: the ranks that decide together; None: the default group at the time of a check. Groups are not
+            pickled or copied. The default group is used again; assign another one (`scaler.process_group = group`)
+            before the next check.
 
     Raises:
-        AssertionError, ValueError: as for `GradScaler`.
+        AssertionError, ValueError: like for `GradScaler`.
     Sync: as for `GradScaler`; a backend such as gloo waits for the peers in its collective.
-    Collectives: one all-reduce of one f32 for each `unscale_`, and for each `step` without one before it; none when
-        switched off.
+    Collectives: one all-reduce of one f32 for each `unscale_`, and for each `step` without an `unscale_` before it;
+        none if disabled.
     Source: torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler 2.13; differences: those of `GradScaler`, so
         the scale does not overflow; float16 and bfloat16 losses are scaled in float32; check results are reduced for
-        optimizers that skip for themselves too, in one all-reduce for all devices, and stay 1.0 when several ranks
-        found inf; losses may lie on any device; failed checks are told to the peers; pickling with a group works.
+        optimizers that skip steps themselves too, in one all-reduce for all devices, and stay 1.0 if several ranks
+        found inf; losses may be on any device; failed checks are reported to the peers; pickling with a group works.
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -91,9 +91,9 @@ class ShardedGradScaler(GradScaler):
     _frames_above = 1
     _has_peers = True
     _unscales_fp16 = True
-    _owes_check_result: bool = False  # peers wait for what this rank's check finds
+    _pending_check: bool = False  # peers wait for this rank's check result
 
-    def __init__(  # noqa: PLR0913  torch's seven
+    def __init__(  # noqa: PLR0913  torch's seven arguments
         self,
         device: str = "cuda",
         init_scale: float = 2.0**16,
@@ -119,10 +119,10 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def unscale_(self, optimizer: _Optimizer) -> None:
-        """Divide this rank's gradients of `optimizer` by the scale, in place, and check those of all ranks.
+        """Divide this rank's gradients of `optimizer` by the scale, in place, and check the gradients of all ranks.
 
         Args:
-            optimizer: owns the gradients, or none. Uncoalesced float16 ones, if sparse, are replaced by coalesced ones.
+            optimizer: its parameters may have no gradients. Uncoalesced sparse float16 gradients become coalesced.
 
         Raises:
             RuntimeError: as `GradScaler.unscale_`; or another rank's check failed; or the group was not pickled.
@@ -131,31 +131,31 @@ class ShardedGradScaler(GradScaler):
         Collectives: one all-reduce.
         Source: ShardedGradScaler.unscale_ 2.13; differences: the class's.
         """
-        with self._answering_peers(optimizer):
+        with self._report_failure_to_peers(optimizer):
             super().unscale_(optimizer)
 
     def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients, unless some rank's hold inf or nan.
 
-        An optimizer whose `_step_supports_amp_scaling` is true is always called, and told of all ranks by `found_inf`.
+        An optimizer whose `_step_supports_amp_scaling` is true is always called, and gets `found_inf` of all ranks.
 
         Args:
-            optimizer: owns the gradients, or none.
+            optimizer: its parameters may have no gradients.
             args, kwargs: for `optimizer.step`.
 
         Returns:
-            What `optimizer.step` returns; None for a step that was skipped.
+            The result of `optimizer.step`; None for a skipped step.
 
         Raises:
             RuntimeError: as `GradScaler.step`; or another rank's check failed; or the group was not pickled.
             AssertionError: there is no scale yet.
             ValueError: as `unscale_`.
-        Sync: one; none where the optimizer skips for itself.
+        Sync: one; none if the optimizer skips steps itself.
         Collectives: one all-reduce, unless `unscale_` was called.
         Source: GradScaler.step 2.13; differences: theirs; and without gradients the step is taken, as with torch's
             ShardedGradScaler.
         """
-        with self._answering_peers(optimizer):
+        with self._report_failure_to_peers(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
     def fused_step(
@@ -167,30 +167,30 @@ class ShardedGradScaler(GradScaler):
         low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
     ) -> Tensor:
-        """Do what `unscale_`, the clipping of all ranks' gradients, `step` and `update` do, on all ranks alike.
+        """Unscale and clip the gradients of all ranks, step and update, with the same decision on all ranks.
 
         Args:
-            optimizer: owns the gradients, or none; the same parameters on every rank, unsharded or sharded.
+            optimizer: has the same parameters on every rank, unsharded or sharded, which may have no gradients.
             max_norm, norm_type, low_precision_params, update: as for `GradScaler.fused_step`.
 
         Returns:
             The norm of all ranks' gradients, each element counted once; as `GradScaler.fused_step`.
 
         Raises:
-            TypeError: `optimizer` has no `param_groups`; the peers that were given an optimizer wait.
+            TypeError: `optimizer` has no `param_groups`; peers with an optimizer wait.
             RuntimeError: as `GradScaler.fused_step`; or another rank's check failed; or the group was not pickled; or a
-                parameter is sharded over ranks outside the group; or this rank's gradients, which others need not know,
-                allow no fused update of an optimizer that has one.
+                parameter is sharded over ranks outside the group; or this rank's gradients allow no fused
+                update of an optimizer that has one.
             AssertionError: there is no scale yet.
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
         Sync: as `GradScaler.fused_step`.
-        Collectives: one all-gather of a number a rank and one more for each group that holds parameters in parts.
-            Where the optimizer has no fused update, the all-reduce of `unscale_` comes before it.
+        Collectives: one all-gather of a number a rank, and one for each group that parameters are sharded over. If the
+            optimizer has no fused update, the all-reduce of `unscale_` comes first.
         """
         check_has_param_groups(optimizer)
         params = (param for group in optimizer.param_groups for param in group["params"])
         numbers = 1 + len(shard_groups(params)) if has_fused_update(optimizer) else None
-        with self._answering_peers(optimizer, numbers):
+        with self._report_failure_to_peers(optimizer, numbers):
             return super().fused_step(
                 optimizer, max_norm, norm_type, low_precision_params=low_precision_params, update=update
             )
@@ -198,30 +198,33 @@ class ShardedGradScaler(GradScaler):
     def _agree(
         self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
-        """The norm and one check result for all ranks, by one all-gather."""
+        """Return the norm and the check result of all ranks, by one all-gather."""
         if not self._enabled and not norms.sharded:
             return norms.replicated, found_inf_per_device
-        self._owes_check_result = False
+        self._pending_check = False
         device = norms.replicated.device
         norm, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
-        return norm, self._refused(check_result.float())
+        return norm, self._checked_result(check_result.float())
 
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device:
-        return self._meeting_place() if self._enabled else super()._norm_device(params)
+        return self._collective_device() if self._enabled else super()._norm_device(params)
 
     def _reduce_found_inf(
         self, found_inf_per_device: dict[torch.device, Tensor]
     ) -> dict[torch.device, Tensor]:
-        """One check result for all ranks and devices: f32, 0-dim, 0.0 or 1.0: fused optimizers skip at 1.0 alone."""
-        device = self._meeting_place()
-        found = [to_device(flag, device).reshape(()) for flag in found_inf_per_device.values()]
-        check_result = torch.stack(found).any().float() if found else torch.zeros((), device=device)
-        self._owes_check_result = False
-        dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
-        return self._refused(check_result)
+        """Return one check result for all ranks and devices: f32, 0-dim, 0.0 or 1.0.
 
-    def _refused(self, check_result: Tensor) -> dict[torch.device, Tensor]:
-        """The check result, unless a rank says that it has not checked."""
+        Fused optimizers skip only at 1.0.
+        """
+        device = self._collective_device()
+        flags = [to_device(flag, device).reshape(()) for flag in found_inf_per_device.values()]
+        check_result = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
+        self._pending_check = False
+        dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
+        return self._checked_result(check_result)
+
+    def _checked_result(self, check_result: Tensor) -> dict[torch.device, Tensor]:
+        """Return the check result. Raise if a rank reports that its check failed."""
         if check_result.is_cpu and check_result.item() == _NOT_CHECKED:
             raise RuntimeError(
                 "another rank of the process group failed to check its gradients, and raises the reason; this rank has "
@@ -236,42 +239,40 @@ class ShardedGradScaler(GradScaler):
     @property
     def _group(self) -> ProcessGroup | None:
         group = self.process_group
-        assert not isinstance(group, _Group)  # refused at the door
+        assert not isinstance(group, _Group)  # checked on entry
         return group
 
-    def _meeting_place(self) -> torch.device:
-        """The device for collectives: of one kind on all ranks, wherever their gradients and losses lie."""
+    def _collective_device(self) -> torch.device:
+        """Return the device for collectives. Its type is the same on all ranks, wherever gradients and losses are."""
         scale = self._scale
         if scale is not None and scale.device.type == self._device:
             return scale.device
         return torch.device(self._device)
 
     @contextlib.contextmanager
-    def _answering_peers(self, optimizer: _Optimizer, numbers: int | None = None) -> Generator[None]:
-        """Tell the peers if the check that they wait for fails in this block.
+    def _report_failure_to_peers(self, optimizer: _Optimizer, numbers: int | None = None) -> Generator[None]:
+        """Context manager that reports to the peers if the check that they wait for fails inside.
 
         Args:
-            numbers: that a rank tells in an all-gather; None: one, in an all-reduce.
+            numbers: length of the report in an all-gather; None: a single number in an all-reduce.
         """
         if not self._enabled:
             yield
             return
-        self._refuse_foreign_group()
+        self._check_group()
         stage = stage_of(self._per_optimizer_states, optimizer)
-        self._owes_check_result = stage is OptState.READY or (
-            numbers is not None and stage is OptState.UNSCALED
-        )
+        self._pending_check = stage is OptState.READY or (numbers is not None and stage is OptState.UNSCALED)
         try:
             yield
         except Exception:
-            if self._owes_check_result:
-                self._tell_of_failure(numbers)
+            if self._pending_check:
+                self._report_failure(numbers)
             raise
         finally:
-            self._owes_check_result = False
+            self._pending_check = False
 
-    def _tell_of_failure(self, numbers: int | None) -> None:
-        device = self._meeting_place()
+    def _report_failure(self, numbers: int | None) -> None:
+        device = self._collective_device()
         if numbers is None:
             check_result = torch.full((), _NOT_CHECKED, device=device)
             dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
@@ -280,16 +281,16 @@ class ShardedGradScaler(GradScaler):
                 torch.full((numbers,), _NOT_CHECKED, dtype=torch.float64, device=device), self._group
             )
 
-    def _refuse_foreign_group(self) -> None:
+    def _check_group(self) -> None:
         if self.process_group is _Group.NOT_PICKLED:
             raise RuntimeError(
                 f"this ShardedGradScaler has no process group: {_Group.NOT_PICKLED.value}; assign the one that decides "
                 "with it: scaler.process_group = group"
             )
         if self.process_group is None:
-            dist.get_rank(None)  # raises where there is no default group either
-        of_others: Any = dist.GroupMember.NON_GROUP_MEMBER
-        if self.process_group is of_others:
+            dist.get_rank(None)  # raises without a default group
+        non_member: Any = dist.GroupMember.NON_GROUP_MEMBER
+        if self.process_group is non_member:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the process_group of this ShardedGradScaler; pass each rank the "
                 "group that it belongs to"

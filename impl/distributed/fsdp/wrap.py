@@ -1,9 +1,9 @@
-"""Which submodules become units of their own: policies that choose them, and `wrap` to name them by hand.
+"""Policies that choose the submodules that become units, and `wrap` for explicit wrapping.
 
-A policy is asked in one of two ways
-    An object with `_run_policy` (`ModuleWrapPolicy`, `CustomPolicy`, torch's own too) is handed the whole tree once.
-    A callable is asked about each module twice: on the way down whether to look inside (`recurse=True`), on the way
-    up whether to wrap (`recurse=False`), with the number of elements below it that no unit has by then.
+A policy is called in one of two ways:
+    An object with `_run_policy` (`ModuleWrapPolicy`, `CustomPolicy`, torch's own too) gets the whole tree once.
+    A callable is called twice for each module: on the way down to decide whether to look inside (`recurse=True`), on
+    the way up whether to wrap (`recurse=False`), with the number of elements below it that no unit has yet.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ __all__ = [
 _Chosen = dict[nn.Module, dict[str, Any]]  # the arguments of each chosen module's wrapper
 
 
-# Policies that are handed the tree
+# Policies that get the tree
 
 
 class _Policy(ABC):
-    """Base of policies that see the whole tree. torch's name: policies of one's own derive from it."""
+    """Base of policies that get the whole tree. The name is torch's, because user-defined policies derive from it."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> _Chosen:
-        """The modules to wrap, each with the arguments of its wrapper."""
+        """Return the modules to wrap, each with the arguments of its wrapper."""
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> bool:
-        """By what it does, so that torch's own count where this class stands in the place of its base."""
+        """Return whether the class has `_run_policy`, so that torch's policies count too."""
         return hasattr(subclass, "_run_policy") if cls is _Policy else NotImplemented
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wraps each instance of the given classes, with the root's arguments.
+    """Policy that wraps each instance of the given classes, with the root's arguments.
 
     Args:
-        module_classes: as for `isinstance`: subclasses count.
+        module_classes: like for `isinstance`, subclasses count.
 
     Raises:
-        TypeError: `module_classes` is no iterable of classes; said when the policy is made, or when it is asked.
+        TypeError: `module_classes` is no iterable of classes. Raised by the constructor or when the policy is called.
     Source: torch.distributed.fsdp.wrap.ModuleWrapPolicy 2.13; differences: none.
 
     >>> policy = ModuleWrapPolicy({nn.Linear})
@@ -84,7 +84,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answer as a callable policy does; further arguments, such as the number of elements, do not matter."""
+        """Answer like a callable policy. Further arguments, such as the number of elements, are ignored."""
         return bool(recurse) or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -92,14 +92,14 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wraps what a function chooses, with the root's arguments or with some of them changed.
+    """Policy that wraps modules chosen by a function, with the root's arguments or some of them changed.
 
     Args:
-        lambda_fn: is called once with each module that is not ignored, and returns whether to wrap it: False or an
-            empty dict for no, True for yes, a dict for yes with these arguments in the place of the root's.
+        lambda_fn: called once with each module that is not ignored. Returns whether to wrap it: False or an empty dict
+            for no, True for yes, a dict for yes with these arguments instead of the root's.
 
     Raises:
-        ValueError: `lambda_fn` returned something else; said when the policy is asked.
+        ValueError: `lambda_fn` returned something else. Raised when the policy is called.
     Source: torch.distributed.fsdp.wrap.CustomPolicy 2.13; differences: none.
 
     >>> policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and {"forward_prefetch": True})
@@ -127,7 +127,7 @@ class CustomPolicy(_Policy):
         return cast("bool | dict[str, Any]", answer)
 
 
-# Policies that are asked about one module at a time
+# Policies that get one module at a time
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -144,13 +144,13 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wrap what a function chooses; look inside everything.
+    """Wrap the modules that a function chooses. Look inside all modules.
 
     Args:
         module: the module asked about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
-        lambda_fn: says whether to wrap the module it is called with; its answer is returned as it is.
+        lambda_fn: returns whether to wrap a module. Its result is returned unchanged.
 
     Source: torch.distributed.fsdp.wrap.lambda_auto_wrap_policy 2.13; differences: none.
 
@@ -164,13 +164,13 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Wrap each instance of the given classes, the blocks of a transformer for example; look inside everything.
+    """Wrap each instance of the given classes, for example the blocks of a transformer. Look inside all modules.
 
     Args:
         module: the module asked about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
-        transformer_layer_cls: as for `isinstance`: subclasses count.
+        transformer_layer_cls: like for `isinstance`, subclasses count.
 
     Source: torch.distributed.fsdp.wrap.transformer_auto_wrap_policy 2.13; differences: none.
 
@@ -189,17 +189,17 @@ def size_based_auto_wrap_policy(  # noqa: PLR0913 torch's signature
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a module once that many elements below it have no unit; look inside those as large.
+    """Wrap a module if that many elements below it have no unit. Look inside modules that large.
 
     Args:
         module: the module asked about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet.
-        min_num_params: elements, not parameters: the least that `nonwrapped_numel` must be for a yes.
+        min_num_params: least number of elements (not parameters) to wrap a module.
         force_leaf_modules: classes never looked into; by default those in the function's own attribute
-            `FORCE_LEAF_MODULES`, which holds `nn.MultiheadAttention`.
+            `FORCE_LEAF_MODULES`, which contains `nn.MultiheadAttention`.
         exclude_wrap_modules: classes never wrapped themselves; by default those in `EXCLUDE_WRAP_MODULES`, which
-            holds `nn.ModuleList` and `nn.ModuleDict`: nobody calls their forward.
+            contains `nn.ModuleList` and `nn.ModuleDict`, whose forward is never called.
 
     Source: torch.distributed.fsdp.wrap.size_based_auto_wrap_policy 2.13; differences: none.
 
@@ -209,10 +209,10 @@ def size_based_auto_wrap_policy(  # noqa: PLR0913 torch's signature
     """
     defaults = cast(Any, size_based_auto_wrap_policy)
     if recurse:
-        unfit = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        excluded = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     else:
-        unfit = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(unfit))
+        excluded = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(excluded))
 
 
 cast(Any, size_based_auto_wrap_policy).FORCE_LEAF_MODULES = {nn.MultiheadAttention}
@@ -222,36 +222,36 @@ cast(Any, size_based_auto_wrap_policy).EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Whether any of the policies says yes; those behind the first that does are not asked."""
+    """Return whether any policy matches. Policies after the first match are not called."""
     return any(
         policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies
     )
 
 
-# By hand
+# Explicit wrapping
 
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """What `wrap` does inside an `enable_wrap` block."""
+    """Wrapper and arguments of an `enable_wrap` block."""
 
     wrapper_cls: Any
     wrapper_kwargs: Mapping[str, Any]
 
 
-_wrapping: _Wrapping | None = None  # None outside of every block
+_wrapping: _Wrapping | None = None  # set inside a block
 
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None]:
-    """Let `wrap` put modules into wrappers until the block ends, however it ends; in all threads, as torch does.
+    """Context manager in which `wrap` wraps modules. Like in torch, this affects all threads.
 
     Args:
-        wrapper_cls: is called with a module first, and returns what stands in its place.
-        **wrapper_kwargs: go to each call of `wrapper_cls`.
+        wrapper_cls: called with a module as first argument. Returns the module that replaces it.
+        **wrapper_kwargs: passed to each call of `wrapper_cls`.
 
     Raises:
-        NotImplementedError: another block is open. It stays in force.
+        NotImplementedError: another block is active. It stays active.
     Source: torch.distributed.fsdp.wrap.enable_wrap 2.13; differences: none.
 
     >>> with enable_wrap(wrapper_cls=nn.Sequential):
@@ -273,11 +273,11 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None]:
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The wrapper around `module` inside an `enable_wrap` block; `module` itself outside, so that a model runs without.
+    """Return a wrapper around `module` inside an `enable_wrap` block, or `module` itself outside of one.
 
     Args:
-        module: what to wrap.
-        **wrap_overrides: arguments for this wrapper in the place of the block's.
+        module: the module to wrap.
+        **wrap_overrides: arguments for this wrapper instead of the block's.
 
     Raises:
         AssertionError: the block was opened with `wrapper_cls=None`.
@@ -293,10 +293,10 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return _wrapping.wrapper_cls(module, **{**_wrapping.wrapper_kwargs, **wrap_overrides})
 
 
-# For the constructor
+# Wrapping by the constructor
 
 
-def auto_wrap(  # noqa: PLR0913 one for each thing that the constructor was told
+def auto_wrap(  # noqa: PLR0913 arguments of the constructor
     root: nn.Module,
     policy: Any,
     *,
@@ -305,46 +305,52 @@ def auto_wrap(  # noqa: PLR0913 one for each thing that the constructor was told
     wrapper_cls: type[nn.Module],
     wrapper_kwargs: Mapping[str, Any],
 ) -> None:
-    """Put each submodule that `policy` chooses into a `wrapper_cls`, at every place where it stands, inner ones first.
+    """Wrap each submodule that `policy` chooses, at every place in the tree, inner modules first.
 
-    A parameter that several units use is left to the innermost unit around all of them, or to the root: the wrappers
-    inside that one get it in `_left_to_ancestor`, a frozenset. Nothing is changed before the policy has answered.
+    A parameter that several units use belongs to the innermost unit around all of them, or to the root. Wrappers inside
+    that unit get it in `_left_to_ancestor`, a frozenset. Nothing is changed before the policy has returned.
 
     Args:
-        root: its submodules are asked about; to wrap it is left to the caller.
-        policy: whatever the constructor's `auto_wrap_policy` takes.
-        ignored_modules: are neither asked about nor wrapped.
-        ignored_params: count in no size, and belong to no unit.
-        wrapper_cls: is called with a module and its arguments.
-        wrapper_kwargs: the arguments. Where `mixed_precision` is set, the modules of its `_module_classes_to_ignore`
-            are wrapped by themselves without it, and compute in float32 whatever they are given.
+        root: module whose submodules are wrapped. The caller wraps the root itself.
+        policy: any value of the constructor's `auto_wrap_policy`.
+        ignored_modules: modules that are neither passed to the policy nor wrapped.
+        ignored_params: parameters that count in no size and belong to no unit.
+        wrapper_cls: called with a module and its arguments.
+        wrapper_kwargs: the arguments. If `mixed_precision` is set, modules of its `_module_classes_to_ignore` are
+            wrapped separately without it, and compute in float32 whatever their inputs' dtype.
 
     Raises:
-        ValueError: a `wrapper_cls` is there already.
+        ValueError: the tree already contains a `wrapper_cls`.
     """
-    _refuse_wrapped(root, wrapper_cls)
+    _check_not_wrapped(root, wrapper_cls)
     mixed_precision = wrapper_kwargs["mixed_precision"]
-    alone_classes = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
-    alone = [module for module in root.modules() if isinstance(module, alone_classes)]
-    if hasattr(policy, "_run_policy"):  # it sees the whole tree
-        chosen: _Chosen = {module: dict(wrapper_kwargs) for module in alone if module not in ignored_modules}
+    full_precision_classes = (
+        () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+    )
+    full_precision = [module for module in root.modules() if isinstance(module, full_precision_classes)]
+    if hasattr(policy, "_run_policy"):  # a policy that gets the whole tree
+        chosen: _Chosen = {
+            module: dict(wrapper_kwargs) for module in full_precision if module not in ignored_modules
+        }
         chosen |= policy._run_policy(root, ignored_modules, dict(wrapper_kwargs))
     else:
         if mixed_precision is not None:
-            policy = functools.partial(_or_policy, policies=[policy, ModuleWrapPolicy(alone_classes)])
-        units = _chosen_one_by_one(root, policy, ignored_modules, ignored_params)
+            policy = functools.partial(
+                _or_policy, policies=[policy, ModuleWrapPolicy(full_precision_classes)]
+            )
+        units = _choose_by_callable(root, policy, ignored_modules, ignored_params)
         chosen = {unit: dict(wrapper_kwargs) for unit in units}
-    for module in chosen.keys() & set(alone):
+    for module in chosen.keys() & set(full_precision):
         chosen[module] = chosen[module] | {"mixed_precision": None}
 
     assignment = ParamAssignment(root, chosen.keys(), ignored_params)
-    _warn_of_classes(alone)
-    for module in alone:
+    _warn_of_classes(full_precision)
+    for module in full_precision:
         FullPrecision(module)
     _wrap_each(root, chosen, assignment, wrapper_cls)
 
 
-def _refuse_wrapped(root: nn.Module, wrapper_cls: type[nn.Module]) -> None:
+def _check_not_wrapped(root: nn.Module, wrapper_cls: type[nn.Module]) -> None:
     for name, module in root.named_modules():
         if isinstance(module, wrapper_cls):
             raise ValueError(
@@ -352,13 +358,16 @@ def _refuse_wrapped(root: nn.Module, wrapper_cls: type[nn.Module]) -> None:
             )
 
 
-def _chosen_one_by_one(
+def _choose_by_callable(
     root: nn.Module,
     policy: Callable[..., bool],
     ignored_modules: Collection[nn.Module],
     ignored_params: Collection[nn.Parameter],
 ) -> list[nn.Module]:
-    """What a callable chooses below `root`, inner modules first. A module at several places is asked about once."""
+    """Return the modules that a callable chooses below `root`, inner ones first.
+
+    A shared module is asked about once.
+    """
     chosen: list[nn.Module] = []
 
     @functools.cache
@@ -376,8 +385,8 @@ def _chosen_one_by_one(
     return chosen
 
 
-def _warn_of_classes(alone: Iterable[nn.Module]) -> None:
-    if classes := {type(module) for module in alone}:
+def _warn_of_classes(full_precision: Iterable[nn.Module]) -> None:
+    if classes := {type(module) for module in full_precision}:
         instances = "instances" if torch.__version__ >= "2.14" else "instacnes"
         warnings.warn(
             "Both mixed precision and an auto_wrap_policy were specified to FSDP, "

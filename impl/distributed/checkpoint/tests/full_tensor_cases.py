@@ -1,4 +1,4 @@
-"""What ranks put together of a state's tensors."""
+"""Cases in which ranks gather the full tensors of a state."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def full(rank: Rank, *, exchange_bytes: int) -> dict[str, Any]:
         "plain": torch.ones(2),
         "no tensor": [1, None, "one"],
     }
-    kept: list[int] = []
-    seen, earlier = [], _full_tensors._EXCHANGE_BYTES
-    gather = _full_tensors._gathered
+    kept_counts: list[int] = []
+    exchanges, earlier = [], _full_tensors._EXCHANGE_BYTES
+    gather = _full_tensors._gather
     _full_tensors._EXCHANGE_BYTES = exchange_bytes
-    _full_tensors._gathered = lambda cuts: (seen.append(len(cuts)), gather(cuts))[1]
+    _full_tensors._gather = lambda cuts: (exchanges.append(len(cuts)), gather(cuts))[1]
     try:
         state = _full_tensors.with_full_tensors(
-            {"cut": cut, "others": others}, lambda tensor: (kept.append(len(seen)), tensor)[1]
+            {"cut": cut, "others": others}, lambda tensor: (kept_counts.append(len(exchanges)), tensor)[1]
         )
     finally:
-        _full_tensors._EXCHANGE_BYTES, _full_tensors._gathered = earlier, gather
+        _full_tensors._EXCHANGE_BYTES, _full_tensors._gather = earlier, gather
     return {
         "wrong": [
             name
@@ -62,6 +62,6 @@ def full(rank: Rank, *, exchange_bytes: int) -> dict[str, Any]:
         ],
         "left": all(state["others"][name] is other for name, other in others.items() if name != "no tensor"),
         "no tensor": state["others"]["no tensor"],
-        "exchanges": seen,
-        "kept after": kept,
+        "exchanges": exchanges,
+        "kept after": kept_counts,
     }

@@ -1,4 +1,4 @@
-"""The norm of gradients that are sharded over groups of ranks, and scaling them by it."""
+"""Joint norm of gradients that are sharded over groups of ranks, and scaling by it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ _EXCHANGED = torch.float64
 
 
 def joint_norm(
-    units: Sequence[Unit[FlatParamGroup]], others: Sequence[Tensor], norm_type: float, device: torch.device
+    units: Sequence[Unit[FlatParamGroup]],
+    full_grads: Sequence[Tensor],
+    norm_type: float,
+    device: torch.device,
 ) -> Tensor:
-    """The norm of all gradients of `units`, each element counted once, with those in `others`; 0-dim f64.
+    """Return the norm of all gradients of `units` and of `full_grads`, each element counted once; 0-dim f64.
 
     Args:
-        others: tensors that every rank holds all of.
-    Collectives: one all-gather of a number a rank for each group that gradients are sharded over; where tensor
-        parallelism has spread some of them, for each set of groups one in each.
+        full_grads: full tensors, which every rank has.
+    Collectives: one all-gather of a number a rank for each group that gradients are sharded over. With tensor
+        parallelism one in each group of every set of groups.
     """
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    group_by_mesh: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for unit in units:
         for group in unit.param_groups:
             for groups, grads in group.gradients_by_groups():
-                by_groups.setdefault(groups, []).extend(grads)
-    norms = [_norm(others, norm_type, device)] if others else []
-    for groups, grads in by_groups.items():
+                group_by_mesh.setdefault(groups, []).extend(grads)
+    norms = [_norm(full_grads, norm_type, device)] if full_grads else []
+    for groups, grads in group_by_mesh.items():
         if grads or groups:
             norm = _norm(grads, norm_type, device)
             for group in groups:
@@ -47,19 +50,19 @@ def joint_norm(
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """0-dim f64, whatever each rank's dtypes are: the ranks exchange it."""
+    """Return the norm as 0-dim f64, because the ranks exchange it whatever their dtypes are."""
     present = [grad for grad in grads if grad.numel()]
     if not present:
         return torch.zeros((), dtype=_EXCHANGED, device=device)
     return get_total_norm(present, norm_type).to(device, _EXCHANGED)
 
 
-def scale(
+def scale_grads(
     with_grads: Sequence[nn.Parameter], max_norm: float, norm: Tensor, foreach: bool | None
 ) -> torch.dtype:
-    """Scale gradients in place so that a joint norm of `norm` comes to at most `max_norm`; the dtype theirs promote to.
+    """Scale gradients in place so that a joint norm of `norm` becomes at most `max_norm`.
 
-    f32 if there are none.
+    Return the dtype that the gradients promote to, or f32 if there are none.
     """
     if not with_grads:
         return torch.float32

@@ -1,4 +1,4 @@
-"""Which differentiable inputs of a unit have no gradient yet."""
+"""Differentiable inputs of a unit that have no gradient yet."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class InputGradients:
 
     def __init__(self) -> None:
         self._missing = 0
-        self._hooks: list[RemovableHandle] = []  # one a tensor, of those that are alive
-        self._many = _FEW  # hooks, before those that are not are let go
-        self._times = WeakTensorKeyDictionary()  # that a tensor was watched
-        self._last: list[Tensor] = []  # watched in the forward that runs
+        self._hooks: list[RemovableHandle] = []  # hooks of live tensors, one each
+        self._many = _FEW  # number of hooks that triggers the next cleanup
+        self._times = WeakTensorKeyDictionary()  # tensor -> how often it was watched
+        self._last: list[Tensor] = []  # tensors watched in the running forward
 
     @property
     def are_complete(self) -> bool:
@@ -39,35 +39,36 @@ class InputGradients:
         """Whether there were any to wait for, and they are complete."""
         return bool(self._hooks) and self.are_complete
 
-    def watch(self, given: Any, on_gradient: Callable[[], None]) -> list[Tensor]:
-        """Have `on_gradient` called at the gradient of each differentiable tensor in `given`, which it returns."""
+    def watch(self, inputs: Any, on_gradient: Callable[[], None]) -> list[Tensor]:
+        """Register `on_gradient` for the gradient of each differentiable tensor in `inputs`. Return these tensors."""
         if len(self._hooks) >= self._many:
             self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
             self._many = max(_FEW, 2 * len(self._hooks))
-        self._last = [level for tensor in tensors_in(given) for level in differentiable_levels(tensor)]
+        self._last = [level for tensor in tensors_in(inputs) for level in differentiable_levels(tensor)]
         for tensor in self._last:
             times = self._times.get(tensor)
             if times is None:
                 times = self._times[tensor] = [0]
-                # First: the unit that made the tensor gathers by a hook of it, for which memory is to be free.
-                self._hooks.append(register_first_hook(tensor, self._noting(times, on_gradient)))
+                # This must be the first hook. A hook of the unit that made the tensor gathers, and needs the memory
+                # that this one frees.
+                self._hooks.append(register_first_hook(tensor, self._count_gradient(times, on_gradient)))
             times[0] += 1
         self._missing += len(self._last)
         return self._last
 
-    def _noting(self, times: list[int], on_gradient: Callable[[], None]) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
+    def _count_gradient(self, times: list[int], on_gradient: Callable[[], None]) -> Callable[[Tensor], None]:
+        def count(_: Tensor) -> None:
             self._missing -= times[0]
             on_gradient()
 
-        return note
+        return count
 
     def end(self) -> None:
-        """The forward that runs."""
+        """End the running forward."""
         self._last = []
 
     def abandon(self) -> None:
-        """The forward that runs."""
+        """Undo the watches of the running forward."""
         for tensor in self._last:
             self._times[tensor][0] -= 1
         self._missing -= len(self._last)
@@ -80,8 +81,8 @@ class InputGradients:
         self._times = WeakTensorKeyDictionary()
 
 
-def follow_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -> None:
-    """If the backward in which a leaf gets its gradient has reached the unit's model at all."""
-    found = unit()
-    if found is not None and found.root.is_in_backward:
-        found.follow(gradient)
+def hook_gradient_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -> None:
+    """Register a hook on a leaf's gradient, if its backward has reached the unit's model."""
+    live_unit = unit()
+    if live_unit is not None and live_unit.root.is_in_backward:
+        live_unit.hook_gradient(gradient)

@@ -1,4 +1,4 @@
-"""Memory that the units of one root take turns with: what is unsharded, and what gradients are reduced in."""
+"""Memory that the units of one root share: unsharded parameters, and buffers of reductions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 from impl.distributed.fsdp._engine.streams import StreamRole, Streams
 from impl.distributed.fsdp._params.param_group import ViewsOf
 
-# The unit that computes, and the one that is gathered meanwhile.
+# The unit that computes, and the one that is gathered in the meantime.
 _UNSHARDED_AT_ONCE = 2
 
 
 class Unshardable(Protocol):
-    """A unit."""
+    """Unit whose parameters can be unsharded."""
 
     def free(self) -> None: ...
 
 
 class Memory:
-    """
+    """Memory of the units of one root.
+
     Args:
-        device: where the units compute.
+        device: compute device.
         limits_gathers: the host waits before it gathers a third unit.
-        is_idle: whether no unit is in a forward or backward.
+        is_idle: returns whether no unit is in a forward or backward.
     """
 
     def __init__(
@@ -36,9 +37,8 @@ class Memory:
         self._device = device
         self._limits_gathers = limits_gathers
         self._is_idle = is_idle
-        self._resharded: dict[
-            Unshardable, Any
-        ] = {}  # whose memory is theirs yet, with the event of its last use
+        # Units whose memory is not freed yet, with the event of its last use.
+        self._resharded: dict[Unshardable, Any] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
         self._being_reduced: list[tuple[Tensor, Any]] = []
@@ -47,7 +47,7 @@ class Memory:
     def admit(self, unit: Unshardable) -> None:
         """Wait until a unit may be unsharded.
 
-        The memory of the unit that was resharded last is not what it gets: so it is gathered while that one computes.
+        It does not get the memory of the unit that was resharded last, so it can be gathered while that unit computes.
         """
         if unit in self._resharded:
             self._free(unit)
@@ -71,15 +71,15 @@ class Memory:
             self._free(unit)
 
     def buffer(
-        self, numel: int, dtype: torch.dtype, views_of: ViewsOf, *, is_lent: bool
+        self, numel: int, dtype: torch.dtype, views_of: ViewsOf, *, is_scratch: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Memory for gradients of a group of parameters, [numel], and `views_of` it.
+        """Return memory [numel] for the gradients of a group, and `views_of` it.
 
-        What is lent is everybody's: on one stream every group gets the same tensor, until it is reduced.
+        Scratch memory is shared: on one stream every group gets the same tensor, until it is reduced.
         """
-        if self.streams.is_async or not is_lent:
-            made = torch.empty(numel, dtype=dtype, device=self._device)
-            return made, views_of(made)
+        if self.streams.is_async or not is_scratch:
+            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            return buffer, views_of(buffer)
         longest = self._buffers.get(dtype)
         if longest is None or longest.numel() < numel:
             longest = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
@@ -92,9 +92,9 @@ class Memory:
         return buffer, views
 
     def keep_until_reduced(self, buffer: Tensor) -> None:
-        """Hold a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for that.
+        """Keep a buffer that REDUCE reads until COMPUTE, which will reuse its memory, has waited for REDUCE.
 
-        On one stream it has been read, and the memory that units share is freed.
+        On one stream the buffer has been read, and the shared memory is freed.
         """
         if not self.streams.is_async:
             for shared in self._buffers.values():
@@ -110,16 +110,16 @@ class Memory:
         return bool(self._being_all_reduced)
 
     def keep_until_all_reduced(self, shard: Tensor) -> None:
-        """Hold a shard of REDUCE's memory until REDUCE, which will reuse it, has waited for ALL_REDUCE."""
+        """Keep a shard of REDUCE's memory until REDUCE, which will reuse it, has waited for ALL_REDUCE."""
         if self.streams.is_async:
             self._being_all_reduced.append(shard)
 
     def forget_all_reduced(self) -> None:
-        """Let go of all shards, because REDUCE has waited for ALL_REDUCE."""
+        """Release all shards, because REDUCE has waited for ALL_REDUCE."""
         self._being_all_reduced.clear()
 
     def forget_reduced(self) -> None:
-        """COMPUTE has waited for all of them."""
+        """Release all buffers, because COMPUTE has waited for them."""
         self._being_reduced.clear()
 
     def _free(self, unit: Unshardable) -> None:

@@ -1,8 +1,8 @@
-"""Steps of optimizers, told by the version counters of what they write to.
+"""Detection of optimizer steps by the version counters of the parameters that they write to.
 
-torch's fused updates do not move those counters, nor do its foreach ones those of DTensors, nor kernels of others that
-are handed addresses. A unit that is still unsharded would take its shard for unchanged then, and compute with the
-parameters of a step ago.
+torch's fused updates do not increment these counters. Neither do its foreach updates for DTensors, nor other kernels
+that get addresses. A unit that is still unsharded would then take its shard for unchanged, and compute with the
+previous parameters.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-_tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # by id
-_have_gradients: Any = WeakIdKeyDictionary()  # of each that is tracked, weakly, what tells of all ranks
+_tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # tracked parameters by id
+# For each tracked parameter a weak method that returns whether any rank has gradients.
+_have_gradients: Any = WeakIdKeyDictionary()
 
 
 def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:
-    """From here on a step of any optimizer moves the version counters of those it writes to, and of DTensors.
+    """Make every optimizer step increment the version counters of the parameters it writes to, and of DTensors.
 
-    A reference to a DTensor, even a weak one, would keep its module from being moved, so these are not noted.
+    DTensors are not recorded, because even a weak reference to a DTensor keeps its module from being moved.
 
     Args:
-        have_gradients: a method, held weakly: whether, on some rank, there are any of what these are sharded with.
+        parameters: the parameters to track.
+        have_gradients: a method, referenced weakly. It returns whether any rank has gradients of these parameters.
     """
     _hook_steps()
     for parameter in parameters:
@@ -43,18 +45,18 @@ def _hook_steps() -> None:
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     del args, kwargs
-    if torch.compiler.is_compiling():  # a graph moves the counters of what it writes to
+    if torch.compiler.is_compiling():  # compiled steps increment the counters
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ours = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
-    # None is left where a hook of the optimizer's own has cleared them all.
-    written = [parameter for parameter in ours if _is_written(parameter)] or ours
-    written += [one for one in stepped if isinstance(one, DTensor) and one.grad is not None]
+    tracked = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
+    # No gradient is left if a hook of the optimizer has cleared all of them.
+    written = [parameter for parameter in tracked if _is_written(parameter)] or tracked
+    written += [param for param in stepped if isinstance(param, DTensor) and param.grad is not None]
     torch.autograd.graph.increment_version(written)
 
 
 def _is_written(parameter: Tensor) -> bool:
-    """By a step, on any rank: all of them have to see one, also those that have no element of the parameter."""
+    """Return whether a step on any rank writes to the parameter. Ranks without elements of it must notice too."""
     if parameter.grad is not None or parameter.numel() > 0:
         return parameter.grad is not None
     have_gradients = _have_gradients[parameter]()

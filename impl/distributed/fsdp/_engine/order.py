@@ -1,4 +1,4 @@
-"""In which order units ran, and which comes next: what prefetching goes by."""
+"""Order in which units ran, which predicts the next one for prefetching."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import Counter
 from typing import Generic, TypeVar
 
 _Unit = TypeVar("_Unit")
-_LONG = 10_000  # for an iteration, in forwards of units
+_LONG = 10_000  # forwards of units in a long iteration
 
 
 class Order(Generic[_Unit]):
-    """The units of one iteration, in the order of their forwards; the iteration before serves as the forecast."""
+    """The units of one iteration, in the order of their forwards. The previous iteration is the forecast."""
 
     def __init__(self) -> None:
-        self._before: list[_Unit] = []  # the forwards of the iteration before
-        # The unit whose forward followed, of units that ran once there.
+        self._before: list[_Unit] = []  # forwards of the previous iteration
+        # The unit whose forward followed, for units that ran once in the previous iteration.
         self._forecast: dict[_Unit, _Unit] = {}
         self._begun: list[_Unit] = []
         self._ended: list[_Unit] = []
@@ -22,7 +22,7 @@ class Order(Generic[_Unit]):
 
     @property
     def is_long(self) -> bool:
-        """So many forwards, and no backward: none may come."""
+        """Whether there were so many forwards without a backward that none may come."""
         return len(self._begun) > _LONG
 
     def begin_forward(self, unit: _Unit) -> None:
@@ -33,14 +33,17 @@ class Order(Generic[_Unit]):
         self._ended.append(unit)
 
     def after_in_forward(self, unit: _Unit) -> _Unit | None:
-        """The unit whose forward came next in the iteration before, None at its end and in the first iteration."""
+        """Return the unit whose forward came next in the previous iteration, or None.
+
+        There is none at the iteration's end and in the first iteration.
+        """
         place = len(self._begun) - 1
         if self._before[place : place + 1] == [unit]:
             return next(iter(self._before[place + 1 : place + 2]), None)
         return self._forecast.get(unit)
 
     def after_in_backward(self, unit: _Unit) -> _Unit | None:
-        """The unit whose forward ended just before this one's, since backward runs the other way."""
+        """Return the unit whose forward ended just before that of `unit`, because backward runs in reverse order."""
         place = self._place_of_end.get(unit, 0)
         return self._ended[place - 1] if place > 0 else None
 

@@ -1,4 +1,4 @@
-"""What a unit is in the middle of, and what may come next: one enum, one table, one function that moves."""
+"""Phases of a unit and the moves between them: one enum, one table, one function."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """What a unit is in the middle of. Summoned, its parameters are unsharded for the user to read and write."""
+    """Phase of a unit. While it is summoned, its parameters are unsharded for the user to read and write."""
 
     __hash__ = object.__hash__  # Enum's own hashes the name, at each move
 
-    IDLE = "idle"  # its forward may run, or a backward begin
+    IDLE = "idle"  # a forward or a backward may begin
     FORWARD = "forward"
-    BACKWARD = "backward"  # its gradients are being computed
-    SUMMONED = "summoned"  # every rank is shown its parameters
-    SUMMONED_ON_FIRST_RANK = "summoned on the first rank"  # the others have their shards
-    SUMMONED_AND_USED = (
-        "summoned and used"  # a forward inside has computed with what is shown; or there is nothing
-    )
+    BACKWARD = "backward"  # gradients are being computed
+    SUMMONED = "summoned"  # every rank has the full parameters
+    SUMMONED_ON_FIRST_RANK = "summoned on the first rank"  # other ranks have their shards
+    # A forward inside has computed with the summoned parameters, or the unit has no parameters.
+    SUMMONED_AND_USED = "summoned and used"
     SUMMONED_FORWARD = "forward inside summon_full_params"
     SUMMONED_BACKWARD = "backward inside summon_full_params"
 
@@ -26,17 +25,17 @@ class Move(Enum):
     __hash__ = object.__hash__
 
     BEGIN_FORWARD = "begin_forward"
-    END_FORWARD = "end_forward"  # or give it up
+    END_FORWARD = "end_forward"  # called too if the forward raised
     BEGIN_BACKWARD = "begin_backward"
     END_BACKWARD = "end_backward"
     SUMMON = "summon"
     SUMMON_ON_FIRST_RANK = "summon_on_first_rank"
-    SUMMON_NOTHING = "summon_nothing"  # of a unit without parameters
+    SUMMON_NOTHING = "summon_nothing"  # a unit without parameters
     END_SUMMON = "end_summon"
 
 
 class TrainingState(Enum):
-    """What torch calls the phases, and what its errors name."""
+    """torch's names of the phases, which its errors contain."""
 
     IDLE = 1
     FORWARD_BACKWARD = 2
@@ -44,7 +43,7 @@ class TrainingState(Enum):
 
 
 def not_idle(state: TrainingState) -> str:
-    """Torch's sentence about what may be done between steps alone."""
+    """Return torch's text for calls that are only allowed between steps."""
     return f"expected to be in states {[TrainingState.IDLE]} but current state is {state}"
 
 
@@ -67,7 +66,7 @@ _NEXT = {
     (Phase.SUMMONED_FORWARD, Move.END_FORWARD): Phase.SUMMONED_AND_USED,
     (Phase.SUMMONED_AND_USED, Move.BEGIN_BACKWARD): Phase.SUMMONED_BACKWARD,
     (Phase.SUMMONED_BACKWARD, Move.END_BACKWARD): Phase.SUMMONED_AND_USED,
-    # What raised inside may have left a forward or backward open.
+    # An exception inside may have left a forward or backward open.
     **{
         (phase, Move.END_SUMMON): Phase.IDLE
         for phase in (*SHOWN, Phase.SUMMONED_FORWARD, Phase.SUMMONED_BACKWARD)
@@ -76,7 +75,7 @@ _NEXT = {
 
 _IN_USE = "Cannot manually unshard parameters during forward/backward"
 _IN_THE_MIDDLE = "{move} reached {name} while it is in the middle of {phase}"
-# Of each move what is raised where the table does not have it; the last three can only be wrong by our own fault.
+# Error of each move that the table does not have. The last three are raised only by a bug of ours.
 _REFUSALS: dict[Move, tuple[type[Exception], str]] = {
     Move.BEGIN_FORWARD: (RuntimeError, _IN_THE_MIDDLE.replace("{move}", "a forward")),
     Move.BEGIN_BACKWARD: (RuntimeError, _IN_THE_MIDDLE.replace("{move}", "backward")),
@@ -112,17 +111,17 @@ _REFUSED = {
 }
 
 
-def advance(phase: Phase, move: Move, name: str) -> Phase:
-    """The phase after a move of the unit `name`.
+def next_phase(phase: Phase, move: Move, name: str) -> Phase:
+    """Return the phase of the unit `name` after a move.
 
     Raises:
-        RuntimeError, ValueError, AssertionError: it may not come now.
+        RuntimeError, ValueError, AssertionError: the phase does not allow the move.
     """
     try:
         return _NEXT[phase, move]
     except KeyError:
-        kind, sentence = _REFUSED[phase, move]
-        raise kind(sentence.format(name=name, phase=phase.value)) from None
+        error_type, sentence = _REFUSED[phase, move]
+        raise error_type(sentence.format(name=name, phase=phase.value)) from None
 
 
 def torchs_name(phase: Phase) -> TrainingState:

@@ -1,7 +1,7 @@
-"""What the units of one module tree share: streams, order, the limit on gathers, and the end of backward.
+"""State that the units of one module tree share: streams, order, the limit on gathers, and the end of backward.
 
-The root is the outermost unit. Its forward begins an iteration; the end of the backward that passes through any of
-its units ends it.
+The root is the outermost unit. Its forward begins an iteration. The end of a backward through any of its units ends
+the iteration.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from impl.distributed.fsdp._engine.order import Order
 from impl.distributed.fsdp._engine.streams import (
     StreamRole,
     Streams,
-    shards_were_read,
-    shards_were_written,
+    block_host_until_shards_read,
+    make_gather_wait_for_compute,
     streams_for,
 )
 from impl.distributed.fsdp._engine.unit import Unit
-from impl.distributed.fsdp._engine.waiting_gradients import note_waiting
+from impl.distributed.fsdp._engine.waiting_gradients import record_unsynchronized
 from impl.distributed.fsdp._params.autograd import outside_transforms, runs_backward
 
 
 class _EndOfBackward:
-    """What autograd calls at the end of a backward; it keeps it alive for as long as the backward runs."""
+    """Callback of autograd at the end of a backward. autograd keeps it alive as long as the backward runs."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
@@ -46,18 +46,19 @@ class StepSettings:
 
     is_last_backward: bool = True  # COMPUTE waits for its gradients
     is_finalized_by_user: bool = False  # the user ends the iteration, instead of its last backward
-    post_optim_event: Any = None  # what GATHER waits for in the next forward, instead of COMPUTE
+    # Event that GATHER waits for in the next forward, instead of COMPUTE.
+    post_optim_event: Any = None
 
 
 class Root:
-    """Made when the first forward, or anything else that needs it, finds out which unit is outermost.
+    """Root of a module tree, created when a forward or another call finds out which unit is outermost.
 
     Args:
         outermost: the root's own unit.
-        units: all of them, it included.
-        device: where they compute.
+        units: all units, including the outermost one.
+        device: compute device.
         limits_gathers: the host waits before it gathers a third unit.
-        settings: that may be changed while units run.
+        settings: settings that may be changed while units run.
     """
 
     def __init__(
@@ -74,14 +75,18 @@ class Root:
         self.order: Order[Unit[Any]] = Order()
         self.units = list(units)
         self._outermost = outermost
-        self._forwards = 0  # that are under way, one inside the other
-        self._thread = 0  # of the last forward, which calls its backward too
-        self._ending: weakref.ref[_EndOfBackward] | None = None  # what autograd holds while a backward runs
+        self._forwards = 0  # number of nested running forwards
+        self._thread = 0  # thread of the last forward, which also calls backward
+        self._ending: weakref.ref[_EndOfBackward] | None = None  # alive while a backward runs
         # Whether the user finalizes the backwards since the last finalization. None if there was none.
         self.awaits_user: bool | None = None
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
-            {one: None for each in groups for one in each.groups.order_checkers.values()}
+            {
+                order_checker: None
+                for group in groups
+                for order_checker in group.groups.order_checkers.values()
+            }
         )
         self._offloads = any(group.offloads for group in groups)
         self._pins = any(group.pins for group in groups)
@@ -94,17 +99,17 @@ class Root:
         return self._ending is not None
 
     @property
-    def adds_up_later(self) -> bool:
-        """REDUCE goes on beside what COMPUTE does next, and adds to `.grad` what it has in memory of its own."""
+    def accumulates_on_reduce_stream(self) -> bool:
+        """Whether REDUCE adds to `.grad`, in its own memory, while COMPUTE continues."""
         settings = self.settings
         waits_at_end = settings.is_last_backward and not settings.is_finalized_by_user
         return self.streams.is_async and not (waits_at_end or self._offloads)
 
     def handle_failed_backward(self) -> None:
-        """A backward that raised is over without having ended: autograd has let go of what it was to call.
+        """End a backward that raised. autograd has released its callback without calling it.
 
-        On a device its caller goes on before autograd's own thread has let go: where that caller runs no backward, it
-        is over.
+        On a device the caller continues before autograd's thread has released the callback. If the caller runs no
+        backward, the backward is over.
         """
         if self._ending is None:
             return
@@ -117,16 +122,16 @@ class Root:
             self.order.next_iteration()
 
     def use_streams(self, streams: Streams) -> None:
-        """Those of another root, before anything has run on its own."""
+        """Share another root's streams. Call before the first forward."""
         self.streams = self.memory.streams = streams
 
-    def gather_behind(self, earlier: Iterable[Streams]) -> None:
-        """What units gathered by hand before there was this root was issued to these."""
+    def wait_for_earlier_gathers(self, earlier: Iterable[Streams]) -> None:
+        """Make GATHER wait for all-gathers that units issued on `earlier` streams, before this root existed."""
         for streams in earlier:
             self.streams.wait(StreamRole.GATHER, streams.record(StreamRole.GATHER))
 
     def reset(self) -> None:
-        """Behind an exception: no forward or backward is under way."""
+        """End any forward or backward after an exception."""
         self._forwards = 0
         self._ending = None
         for unit in self.units:
@@ -149,12 +154,12 @@ class Root:
             self.order.next_iteration()
         event, self.settings.post_optim_event = self.settings.post_optim_event, None
         if event is None:
-            shards_were_written(self.streams)
+            make_gather_wait_for_compute(self.streams)
         else:
             self.streams.wait(StreamRole.GATHER, event)
 
     def begin_backward(self) -> None:
-        """Have autograd call `end_backward` when the backward that is running is done."""
+        """Register `end_backward` with autograd for the end of the running backward."""
         if not self.is_in_backward:
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
@@ -162,9 +167,10 @@ class Root:
 
     @outside_transforms
     def end_backward(self) -> None:
-        """Close every unit; COMPUTE waits for the gradients, or REDUCE goes on with them if others will be added.
+        """Finish every unit.
 
-        If the user finalizes the backward, gradients that are not reduced yet stay on the unsharded parameters.
+        COMPUTE waits for the gradients, or REDUCE continues with them if others will be added. If the user finalizes
+        the backward, gradients that are not reduced yet stay on the unsharded parameters.
         """
         settings = self.settings
         for unit in self.units:
@@ -193,29 +199,28 @@ class Root:
         self.memory.forget_reduced()
         self.awaits_user = None
         for unit in self.units:
-            note_waiting(unit.param_groups, unit.name)
+            record_unsynchronized(unit.param_groups, unit.name)
 
     def _show_gradients(self) -> None:
         """Publish the reduced gradients in `.grad`, on COMPUTE or, if more are added later, on REDUCE."""
         if self.memory.is_all_reducing:
             self.streams.wait(StreamRole.REDUCE, self.streams.record(StreamRole.ALL_REDUCE))
             self.memory.forget_all_reduced()
-        adds_up_on = StreamRole.REDUCE
-        if not self.adds_up_later:
+        accumulates_on = StreamRole.REDUCE
+        if not self.accumulates_on_reduce_stream:
             self.streams.wait(StreamRole.COMPUTE, self.streams.record(StreamRole.REDUCE))
             self.memory.forget_reduced()
-            adds_up_on = StreamRole.COMPUTE
+            accumulates_on = StreamRole.COMPUTE
         if self._offloads:
-            self.streams.block(
-                self.streams.record(StreamRole.COMPUTE)
-            )  # the host reads what was copied to it
-        with self.streams.on(adds_up_on):
+            # The host reads what was copied to it.
+            self.streams.block(self.streams.record(StreamRole.COMPUTE))
+        with self.streams.on(accumulates_on):
             for unit in self.units:
                 unit.show_gradients()
 
     def _end_pass(self) -> None:
         for unit in self.units:
-            note_waiting(unit.param_groups, unit.name, is_open=bool(self.awaits_user))
+            record_unsynchronized(unit.param_groups, unit.name, is_open=bool(self.awaits_user))
         self.memory.free_resharded()
         self.order.next_iteration()
         self._ending = None
@@ -226,8 +231,8 @@ class Root:
         for order_checker in self._order_checkers:
             order_checker.end_step()
 
-    def note_begun(self, unit: Unit[Any]) -> None:
-        """A forward begins; an iteration too, if it is inside of no other."""
+    def enter_forward(self, unit: Unit[Any]) -> None:
+        """Enter a forward. The outermost forward also starts an iteration."""
         if self.is_in_backward:
             return
         self._forwards += 1
@@ -236,17 +241,17 @@ class Root:
             self._begin_iteration()
         self.order.begin_forward(unit)
 
-    def note_ended(self, unit: Unit[Any]) -> None:
+    def exit_forward(self, unit: Unit[Any]) -> None:
         if self.is_in_backward:
             return
         self.order.end_forward(unit)
         self._leave_forward()
         if self._forwards == 0 and not torch.is_grad_enabled():
-            self._end_step()  # no backward will
+            self._end_step()  # no backward will do it
             for evaluated in self.units:
                 evaluated.gather_again_if_kept()
 
-    def note_abandoned(self) -> None:
+    def abandon_forward(self) -> None:
         if not self.is_in_backward:
             self._leave_forward()
 
@@ -262,9 +267,12 @@ class Root:
             for unit in self.units:
                 unit.reshard_unused()
             self.memory.free_resharded()
-            self.let_host_write()
+            self.wait_for_pinned_reads()
 
-    def let_host_write(self) -> None:
-        """Between forwards and backwards, to shards in pinned memory: behind the gathers that copy from them."""
+    def wait_for_pinned_reads(self) -> None:
+        """Wait until pending all-gathers have read the pinned shards, so that the host may write to them.
+
+        Do nothing during a forward or backward.
+        """
         if self._pins and self.is_idle():
-            shards_were_read(self.streams)
+            block_host_until_shards_read(self.streams)

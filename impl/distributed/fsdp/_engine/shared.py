@@ -1,4 +1,4 @@
-"""What a unit knows of others: of the root, and of what a user is shown of its parameters."""
+"""Interfaces that a unit uses of its root, and of summoned parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from impl.distributed.fsdp._engine.streams import Streams
 from impl.distributed.fsdp._params.param_group import Unsharded
 
 
-class Shared(Protocol):
-    """What the units of one root have in common; `Root` is it."""
+class RootContext(Protocol):
+    """Context that the units of one root share. `Root` implements it."""
 
     streams: Streams
     memory: Memory
@@ -22,30 +22,30 @@ class Shared(Protocol):
     @property
     def is_in_backward(self) -> bool: ...
     @property
-    def adds_up_later(self) -> bool: ...
+    def accumulates_on_reduce_stream(self) -> bool: ...
     def is_in_forward(self) -> bool: ...
     def is_idle(self) -> bool:
-        """Whether no unit is in a forward or backward."""
+        """Return whether no unit is in a forward or backward."""
         ...
 
     def is_root(self, unit: Any) -> bool: ...
     def handle_failed_backward(self) -> None: ...
     def begin_backward(self) -> None: ...
-    def note_begun(self, unit: Any) -> None: ...
-    def note_ended(self, unit: Any) -> None: ...
-    def note_abandoned(self) -> None: ...
-    def let_host_write(self) -> None: ...
+    def enter_forward(self, unit: Any) -> None: ...
+    def exit_forward(self, unit: Any) -> None: ...
+    def abandon_forward(self) -> None: ...
+    def wait_for_pinned_reads(self) -> None: ...
 
 
 class SummonedParams(Protocol):
-    """A group of the unit's parameters inside `summon_full_params`, on a rank that is shown it."""
+    """A group of the unit's parameters inside `summon_full_params`, on a rank that has the full parameters."""
 
     def use_unsharded_views(self, dtype: torch.dtype) -> Unsharded:
-        """Have the modules see views that have the values shown, for a forward or backward inside."""
+        """Register views with the values of the summoned parameters, for a forward or backward inside the context."""
         ...
 
-    def refuse_backward(self, name: str) -> None:
-        """Of the unit `name`, where it cannot leave its gradients."""
+    def check_backward(self, name: str) -> None:
+        """Raise if the unit `name` cannot store the gradients of a backward."""
 
     def use_summoned_params(self) -> None:
-        """Have them show what they did before; nothing if they still do."""
+        """Register the summoned parameters again. Do nothing if they are registered."""

@@ -1,11 +1,11 @@
-"""One wrapped module: when its parameters are unsharded, and what becomes of its gradients.
+"""Unsharding of the parameters of one wrapped module, and reduction of its gradients.
 
-A unit is a state machine; `Phase` says where it is. Forward: the parameters are all-gathered, the module's forward
-sees views of them, and unless they are kept for backward they are resharded. Backward: a hook on the forward's outputs
-gathers them again; a hook on its inputs asks whether every view has its gradient, so that nothing in the graph will
-read the views again; then the gradients are copied into one buffer, averaged, and this rank's shard of them becomes the
-parameters' `.grad`. Whatever a graph leaves open (inputs that need no gradient, parameters that took no part) the end
-of backward closes.
+A unit is a state machine with the states of `Phase`. Forward: the parameters are all-gathered, and the module's
+forward sees views of them. They are resharded unless they are kept for backward. Backward: a hook on the forward's
+outputs gathers them again. A hook on its inputs checks whether every view has its gradient, so that nothing in the
+graph will read the views again. Then the gradients are copied into one buffer and averaged, and this rank's shard
+becomes the parameters' `.grad`. The end of backward finishes what a graph leaves open: inputs that need no gradient,
+and unused parameters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.distributed.fsdp._engine.input_gradients import InputGradients, follow_in_backward
+from impl.distributed.fsdp._engine.input_gradients import InputGradients, hook_gradient_in_backward
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
-from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Move, Phase, advance
-from impl.distributed.fsdp._engine.shared import Shared, SummonedParams
-from impl.distributed.fsdp._engine.streams import StreamRole, shards_were_written
+from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Move, Phase, next_phase
+from impl.distributed.fsdp._engine.shared import RootContext, SummonedParams
+from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
 from impl.distributed.fsdp._params.autograd import (
     differentiable_levels,
     is_linearized,
@@ -54,9 +54,9 @@ _Group = TypeVar("_Group", bound=ParamGroup)
 
 
 class Unit(Generic[_Group]):
-    """The parameters of one module that are unsharded together, in one group or several, and the hooks around it."""
+    """Parameters of one module that are unsharded together, in one or several groups, and the module's hooks."""
 
-    root: Shared  # which says so to its units
+    root: RootContext  # set by the root
 
     def __init__(self, module: nn.Module, param_groups: Sequence[_Group], config: Config) -> None:
         self._module = weakref.ref(module)
@@ -64,44 +64,48 @@ class Unit(Generic[_Group]):
         self.config = config
         self.name = type(module).__name__
         self.phase = Phase.IDLE
-        self.summoned: Sequence[SummonedParams] = ()  # of the groups, then
-        self.prefetches_in_forward: Sequence[Unit[Any]] = ()  # besides the order of the iteration before
-        self.prefetches_in_backward: Sequence[Unit[Any]] = ()  # instead of the order of forwards
+        self.summoned: Sequence[SummonedParams] = ()  # the groups while they are summoned
+        self.prefetches_in_forward: Sequence[Unit[Any]] = ()  # added to the previous iteration's order
+        self.prefetches_in_backward: Sequence[Unit[Any]] = ()  # replaces the order of forwards
         self.unshards_in_backward = True  # whether gradients are computed from the parameters
-        self.lenders: list[Unit[Any]] = []  # whose parameters this one's modules have too
-        self._borrowers: list[Unit[Any]] = []
-        self._depth = 0  # of calls of the module inside its own forward
-        self._first_node = 0  # of the graph that the forward builds, by autograd's count
-        self._dtypes: list[torch.dtype] | None = None  # of what is unsharded
+        self.param_owners: list[Unit[Any]] = []  # units whose parameters this unit's modules share
+        self._sharers: list[Unit[Any]] = []
+        self._depth = 0  # nested calls of the module in its own forward
+        self._first_node = 0  # first autograd node of the forward's graph
+        self._dtypes: list[torch.dtype] | None = None  # dtype of each unsharded group, None while sharded
         self._gathered: Any = None  # the event of their gather
         self._was_prefetched = False
         # Kept after an evaluation, after which writes to shards may go unnoticed.
         self._may_be_stale = False
         # Unsharded by the user, who reshards it before such writes.
         self.is_kept_by_user = False
-        self._in_graph: list[Unsharded] = []  # whose views the last graph was built from
+        self._in_graph: list[Unsharded] = []  # parameters that the last graph was built from
         self.awaits_backward = False
         self._inputs = InputGradients()
-        self._followed = WeakTensorKeyDictionary()  # inputs that no graph has made
-        self._finishes_at_end = False  # of the backward, not as soon as the gradients are there
+        self._hooked_inputs = WeakTensorKeyDictionary()  # leaf inputs with a hook
+        # Finish at the end of the backward, not as soon as the gradients exist.
+        self._finishes_at_end = False
         self._has_begun_backward = False
         self._may_have_gradients = False  # unsharded since the last backward
-        self.awaits_reduction = False  # its views may have gradients of earlier backwards
+        self.awaits_reduction = False  # views may have gradients of earlier backwards
         self.register_params()
 
-    def borrow_from(self, lender: Unit[Any]) -> None:
-        """Have its parameters in each forward and backward too; it reduces their gradients once, at the end."""
-        if lender not in self.lenders:
-            self.lenders.append(lender)
-            lender._borrowers.append(self)
-            lender._finishes_at_end = True
+    def share_params_of(self, owner: Unit[Any]) -> None:
+        """Use `owner`'s parameters in every forward and backward of this unit.
+
+        The owner reduces their gradients once, at the end of backward.
+        """
+        if owner not in self.param_owners:
+            self.param_owners.append(owner)
+            owner._sharers.append(self)
+            owner._finishes_at_end = True
 
     @property
     def is_unsharded(self) -> bool:
         return self._dtypes is not None or bool(self.summoned)
 
     def begin_summoning(self, summoned: Sequence[SummonedParams], by_all: bool) -> None:
-        """The user is shown unsharded parameters: all of the unit on this rank, or none; or on all ranks."""
+        """Enter the summoned phase: on all ranks if `by_all`, else on the first rank."""
         shows = Move.SUMMON if by_all else Move.SUMMON_ON_FIRST_RANK
         self._move(shows if self.param_groups else Move.SUMMON_NOTHING)
         self.summoned = summoned
@@ -111,10 +115,13 @@ class Unit(Generic[_Group]):
         self.summoned = ()
 
     def _move(self, move: Move) -> None:
-        self.phase = advance(self.phase, move, self.name)
+        self.phase = next_phase(self.phase, move, self.name)
 
     def register_params(self) -> None:
-        """Tell who steps them, or takes their norms, of those that there are now; they may have been moved or cast."""
+        """Register the current parameters for write tracking and shard-aware norms.
+
+        Call again after they were moved or cast.
+        """
         for group in self.param_groups:
             tracked = group.stepped if group.is_tracked else []
             track_optimizer_writes(tracked, group.gradients.exist_on_any_rank)
@@ -126,7 +133,7 @@ class Unit(Generic[_Group]):
     def inputs_of_root(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs of the outermost unit: on the device, and cast where its mixed precision says so."""
+        """Return the inputs of the outermost unit on `device`, cast if its mixed precision requests it."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.device == device else tensor.to(device)
@@ -140,9 +147,12 @@ class Unit(Generic[_Group]):
     def before_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the parameters and have the modules see them; the inputs, cast where mixed precision says so."""
+        """Unshard the parameters and register them in the modules.
+
+        Return the inputs, cast if mixed precision requests it.
+        """
         self.root.handle_failed_backward()
-        if self.phase in BACKWARDS:  # recomputed for it: the parameters are unsharded
+        if self.phase in BACKWARDS:  # recomputed for backward: the parameters are unsharded
             return self._cast(args, kwargs)
         if self._depth == 0:
             self._move(Move.BEGIN_FORWARD)
@@ -150,10 +160,10 @@ class Unit(Generic[_Group]):
         if self._depth > 1:
             return args, kwargs
         with span("FSDP::pre_forward", self.name):
-            self.root.note_begun(self)
+            self.root.enter_forward(self)
             for group in self.param_groups:
                 group.gradients.forget_if_cleared()
-            for unit in (self, *self.lenders):
+            for unit in (self, *self.param_owners):
                 unit.unshard()
             if self.config.forward_prefetch:
                 self._prefetch(self.root.order.after_in_forward(self))
@@ -162,23 +172,23 @@ class Unit(Generic[_Group]):
             args, kwargs = self._cast(args, kwargs)
             if self.param_groups and torch.is_grad_enabled():
                 for tensor in self._inputs.watch((args, kwargs), self.finish_if_complete):
-                    self._follow_gradients_of(tensor)
+                    self._hook_gradients_of(tensor)
             self._first_node = next_node()
             return args, kwargs
 
     def after_forward(self, outputs: Any) -> Any:
-        """Watch for the gradients of the outputs, and reshard what is not kept for them.
+        """Register hooks on the outputs' gradients, and reshard parameters that are not kept for them.
 
-        What is returned of parameters is a copy.
+        Outputs that alias parameters are copied.
         """
-        in_graph = [one for unit in (self, *self.lenders) for one in unit._in_graph]
-        outputs = clone_aliases({address for one in in_graph for address in one.memory}, outputs)
+        in_graph = [unsharded for unit in (self, *self.param_owners) for unsharded in unit._in_graph]
+        outputs = clone_aliases({address for unsharded in in_graph for address in unsharded.memory}, outputs)
         held: Sequence[Tensor] = ()
         if not isinstance(outputs, Tensor) and (objects := tensors_in_objects(outputs)):
-            # What lasts is the user's, which objects may hold as such.
-            comes_and_goes = (one.memory for one in in_graph if not one.aliases_shard)
+            # Permanent memory belongs to the user, whose objects may keep it.
+            temporary_memory = (unsharded.memory for unsharded in in_graph if not unsharded.aliases_shard)
             held = clone_aliases_in_objects(
-                {address for memory in comes_and_goes for address in memory}, objects
+                {address for memory in temporary_memory for address in memory}, objects
             )
         if self.phase in BACKWARDS:
             return outputs
@@ -186,37 +196,40 @@ class Unit(Generic[_Group]):
         if self._depth > 0:
             return outputs
         with span("FSDP::post_forward", self.name):
-            self.root.note_ended(self)
+            self.root.exit_forward(self)
             self._move(Move.END_FORWARD)
             watched = self._entries(outputs, held) if torch.is_grad_enabled() else []
             self._inputs.end()
             for output in watched:
                 output.register_hook(self.before_backward)
             self.awaits_backward |= bool(watched)
-            self._refuse_changes()
-            for unit in (self, *self.lenders):
+            self._check_unchanged()
+            for unit in (self, *self.param_owners):
                 unit._end_use(awaits_backward=bool(watched))
             return outputs
 
-    def is_lent(self) -> bool:
-        return any(unit.phase in FORWARDS for unit in self._borrowers)
+    def is_used_by_sharers(self) -> bool:
+        return any(unit.phase in FORWARDS for unit in self._sharers)
 
     def _end_use(self, *, awaits_backward: bool) -> None:
-        """Reshard what is not kept for a backward, once no forward uses it."""
-        if self.phase in FORWARDS or self.is_lent():
+        """Reshard the unit after its last forward use, unless it stays unsharded for backward."""
+        if self.phase in FORWARDS or self.is_used_by_sharers():
             return
         if is_linearized() and not self.summoned:
             self.reshard(frees=False)
             return
-        kept = self.root.is_root(self), awaits_backward
-        if all(group.keeps_after_forward(*kept) for group in self.param_groups):
-            self._show_kept()
+        conditions = self.root.is_root(self), awaits_backward
+        if all(group.keeps_after_forward(*conditions) for group in self.param_groups):
+            self._register_kept()
         else:
             self.reshard(after_forward=True)
 
     def _entries(self, outputs: Any, held: Sequence[Tensor]) -> list[Tensor]:
-        """By what a backward enters the unit. Objects may go from unit to unit, and hold what others have made."""
-        found = [
+        """Return the output tensors whose gradient starts this unit's backward.
+
+        A tensor inside a user object counts only if this forward created it.
+        """
+        entries = [
             level
             for output in tensors_in(outputs)
             for level in differentiable_levels(output)
@@ -225,48 +238,48 @@ class Unit(Generic[_Group]):
         for tensor in held:
             for level in differentiable_levels(tensor):
                 if level.grad_fn is not None and level.grad_fn._sequence_nr() >= self._first_node:
-                    found.append(level)
-        return found
+                    entries.append(level)
+        return entries
 
     def abandon_forward(self) -> None:
-        """The forward raised: as if it had not been called."""
+        """Undo a forward that raised, as if it had not been called."""
         self._depth -= self.phase in FORWARDS
-        if self.phase in FORWARDS and self._depth == 0:  # else it may be caught in the forward around it
+        if self.phase in FORWARDS and self._depth == 0:  # otherwise an outer forward may catch the exception
             self._move(Move.END_FORWARD)
-            self.root.note_abandoned()
+            self.root.abandon_forward()
             self._inputs.abandon()
-            if not self.is_lent():
+            if not self.is_used_by_sharers():
                 self.reshard()
-            for lender in self.lenders:
-                lender._end_use(awaits_backward=False)
+            for owner in self.param_owners:
+                owner._end_use(awaits_backward=False)
 
     # Backward
 
     def before_backward(self, gradient: Tensor | None) -> None:
         """Unshard the parameters for the gradients that are about to be computed.
 
-        Of an output that shares its node with others there may be none.
+        `gradient` is None if the output shares its node with others and has no gradient.
         """
-        self.follow(gradient)
+        self.hook_gradient(gradient)
         self.root.handle_failed_backward()
         if self.phase in BACKWARDS:
             return
         with span("FSDP::pre_backward", self.name):
-            for unit in (self, *self.lenders):
+            for unit in (self, *self.param_owners):
                 if unit.phase not in BACKWARDS:
                     unit._begin_backward(unshards=self.unshards_in_backward or unit.unshards_in_backward)
-                elif self.unshards_in_backward:  # the lender itself may not
+                elif self.unshards_in_backward:  # the owner itself may not
                     unit.unshard()
             if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_for_backward()
 
     def _begin_backward(self, *, unshards: bool) -> None:
-        after = advance(self.phase, Move.BEGIN_BACKWARD, self.name)
-        self._refuse_lost_graph()
-        for one in self.summoned:
-            one.refuse_backward(self.name)
+        new_phase = next_phase(self.phase, Move.BEGIN_BACKWARD, self.name)
+        self._check_graph()
+        for summoned in self.summoned:
+            summoned.check_backward(self.name)
         self.root.begin_backward()
-        self.phase = after
+        self.phase = new_phase
         self._has_begun_backward = True
         self.awaits_backward = False
         if not self.param_groups:
@@ -276,35 +289,40 @@ class Unit(Generic[_Group]):
         for group in self.param_groups:
             group.gradients.begin_backward()
 
-    def _refuse_lost_graph(self) -> None:
+    def _check_graph(self) -> None:
         if any(unsharded.is_invalidated for unsharded in self._in_graph):
             raise RuntimeError(
-                f"{self.name} was moved or cast between its forward and its backward, whose graph has the parameters "
-                "as they were; do it before the forward"
+                f"{self.name} was moved or cast between its forward and its backward, whose graph contains the "
+                "previous parameters; do it before the forward"
             )
 
-    def follow(self, gradient: Tensor | None) -> None:
-        """Of an input or an output, or of such a gradient: to differentiate it will read the views once more."""
+    def hook_gradient(self, gradient: Tensor | None) -> None:
+        """Register a hook on a differentiable gradient, because differentiating it reads the unsharded views again."""
         for level in () if gradient is None else differentiable_levels(gradient):
-            if level.is_leaf:  # the very tensor that a backward was begun with
-                self._follow_gradients_of(level)
+            if level.is_leaf:  # tensor that a backward was started with
+                self._hook_gradients_of(level)
             else:
-                level.register_hook(self.before_backward_of_backward)
+                level.register_hook(self.before_double_backward)
 
-    def _follow_gradients_of(self, tensor: Tensor) -> None:
-        """Of whatever order, for as long as there is a graph."""
+    def _hook_gradients_of(self, tensor: Tensor) -> None:
+        """Register hooks on the gradients of `tensor`, of every order, for double backward."""
         if not tensor.is_leaf:
-            tensor.register_hook(self.follow)
-        elif tensor not in self._followed:  # once: it may come in every step, and outlive the unit
-            self._followed[tensor] = tensor.register_hook(partial(follow_in_backward, weakref.ref(self)))
+            tensor.register_hook(self.hook_gradient)
+        elif tensor not in self._hooked_inputs:  # once, because it may come in every step
+            self._hooked_inputs[tensor] = tensor.register_hook(
+                partial(hook_gradient_in_backward, weakref.ref(self))
+            )
 
-    def before_backward_of_backward(self, gradient: Tensor | None) -> None:
-        """A gradient is differentiated: what made it reads the views, and nothing tells when it has."""
+    def before_double_backward(self, gradient: Tensor | None) -> None:
+        """Prepare the differentiation of a gradient, whose graph reads the views until the end of the backward."""
         self._finishes_at_end = True
         self.before_backward(gradient)
 
     def finish_if_complete(self) -> None:
-        """An input has its gradient: finish as soon as nothing in the graph will read the views again."""
+        """Finish the backward if no remaining graph node reads the unsharded views.
+
+        Called when an input gets its gradient.
+        """
         if self.phase not in BACKWARDS or self._finishes_at_end:
             return
         if gradients_are_complete(self.param_groups, self._in_graph, self._inputs.are_complete):
@@ -314,7 +332,7 @@ class Unit(Generic[_Group]):
 
     @outside_transforms
     def finish_backward(self) -> None:
-        """Reduce the gradients that came, reshard the parameters. Called again, it does what is left to do."""
+        """Reduce the gradients and reshard the parameters. A second call reduces the gradients that came since."""
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
         grads = [unsharded.take_gradients() for unsharded in self._in_graph]
@@ -322,19 +340,23 @@ class Unit(Generic[_Group]):
             if self._is_freed_in_backward():
                 self.reshard()
             elif self.is_unsharded:
-                self._show_kept()
+                self._register_kept()
         if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_for_backward()
-        for group, mine in zip(self.param_groups, grads, strict=False):
-            if any(grad is not None for grad in mine) or group.gradients.must_reduce_zeros():
-                self._reduce_gradients(group, mine)
+        for group, group_grads in zip(self.param_groups, grads, strict=False):
+            if any(grad is not None for grad in group_grads) or group.gradients.must_reduce_zeros():
+                self._reduce_gradients(group, group_grads)
 
     def abandon_backward(self) -> None:
-        """The backward raised: drop what it has not shown in `.grad`. No collective, since peers may go on."""
+        """Drop gradients that a failed backward has not published to `.grad`.
+
+        Run no collective, because other ranks may have moved on.
+        """
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
         self.awaits_backward = False
-        for unsharded in self._in_graph if self._has_begun_backward else ():  # else they are of earlier ones
+        # Otherwise the gradients belong to an earlier backward.
+        for unsharded in self._in_graph if self._has_begun_backward else ():
             for view in unsharded.trainable:
                 view.grad = None
         self.reshard()
@@ -343,12 +365,12 @@ class Unit(Generic[_Group]):
             group.gradients.abandon_backward()
 
     def close_backward(self) -> None:
-        """Do what the graph left open."""
+        """Finish this unit's backward if the autograd graph did not."""
         self.awaits_backward = False
         if self.phase in BACKWARDS or self._has_gradients():
             self.finish_backward()
         elif self._was_prefetched or self._is_freed_in_backward():
-            self.reshard()  # what was prefetched, and not needed after all
+            self.reshard()  # prefetched, but not needed
         for group in self.param_groups:
             if group.syncs and group.gradients.has_unreduced():
                 self._reduce_gradients(group, [None] * len(group.names))
@@ -367,7 +389,7 @@ class Unit(Generic[_Group]):
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
             if self.is_unsharded:
-                self._show_kept()
+                self._register_kept()
         elif self._was_prefetched:
             self.reshard()
         self._forget_backward()
@@ -399,51 +421,53 @@ class Unit(Generic[_Group]):
     def _forget_backward(self) -> None:
         self._may_have_gradients = False
         self._inputs.forget()
-        self._finishes_at_end = bool(self._borrowers)
+        self._finishes_at_end = bool(self._sharers)
         self._has_begun_backward = False
 
     def show_gradients(self) -> None:
-        """Have `.grad` hold what this backward left."""
+        """Publish the gradients of this backward in `.grad`."""
         for group in self.param_groups:
             group.gradients.end_backward(synced=group.syncs)
 
     # Unsharding and resharding
 
     def unshard(self) -> None:
-        """Gather what is not unsharded yet, and have the modules see it; COMPUTE waits."""
+        """Gather the parameters if they are not unsharded, and register them in the modules. COMPUTE waits."""
         if not self.param_groups:
             return
         self._may_have_gradients = True
         if self.summoned:
             pairs = zip(self.summoned, self.param_groups, strict=True)
-            self._in_graph = [one.use_unsharded_views(self._dtype_now(group)) for one, group in pairs]
+            self._in_graph = [
+                summoned.use_unsharded_views(self._dtype_now(group)) for summoned, group in pairs
+            ]
             return
         self.gather()
         if self.phase in BACKWARDS:
-            self._refuse_lost_graph()
+            self._check_graph()
         self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
         self._gathered = None
         self._was_prefetched = False
         pairs = zip(self.param_groups, self._dtypes or (), strict=True)
         self._in_graph = [group.use_unsharded_views(dtype) for group, dtype in pairs]
 
-    def gather_ahead(self) -> None:
-        """Gather what is not unsharded, because a user asks for it."""
+    def gather_on_request(self) -> None:
+        """Gather the parameters on the user's request, if they are not unsharded."""
         if self.param_groups and (self._may_be_stale or not self.is_unsharded):
-            if self.root.is_idle():  # what has begun has waited
-                shards_were_written(self.root.streams)
+            if self.root.is_idle():  # a running forward or backward has already waited
+                make_gather_wait_for_compute(self.root.streams)
             self.gather()
 
     def gather(self) -> None:
-        """Gather all groups, as GATHER; nothing if they are unsharded and have what the shards hold.
+        """Gather all groups on GATHER. Do nothing if they are unsharded with the current values of the shards.
 
-        If the shards were written to since, to graphs that read the views these are changed, also where they were kept
-        for a backward.
+        If the shards were written to since, graphs that read the views see a change in place, also if the views were
+        kept for a backward.
         """
         root = self.root
         changed = [group.write_back_changes() for group in self.param_groups]
         if any(changed):
-            shards_were_written(root.streams)
+            make_gather_wait_for_compute(root.streams)
             self.register_params()
         dtypes = [self._dtype_now(group) for group in self.param_groups]
         if root.is_in_backward:
@@ -464,14 +488,14 @@ class Unit(Generic[_Group]):
     def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
         """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.
 
-        Otherwise the gathers of a backward run beside what is left of the forward.
+        Otherwise the gathers of a backward run concurrently with the end of the forward.
         """
         pairs = zip(self.param_groups, dtypes, strict=True)
         if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
-            shards_were_written(self.root.streams)
+            make_gather_wait_for_compute(self.root.streams)
 
     def reshard(self, *, after_forward: bool = False, frees: bool = True) -> None:
-        """Show the modules the sharded views, and free the unsharded parameters or leave them to the graph."""
+        """Register the sharded views in the modules. Free the unsharded parameters or leave them to the graph."""
         if not self.is_unsharded:
             return
         self._use_sharded_views(after_forward=after_forward)
@@ -488,22 +512,22 @@ class Unit(Generic[_Group]):
             group.leave_unsharded()
 
     def wait_for_gather(self) -> None:
-        """It may have been for nothing: what COMPUTE does from here on may be to write to the shards."""
+        """Make COMPUTE wait for a pending all-gather, even an unused one, because the shards may be written next."""
         self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
 
     def reshard_unused(self) -> None:
-        """Reshard what was gathered ahead for a forward that did not come: the shards may change before one does.
+        """Reshard parameters that were prefetched for a forward that did not come, because the shards may change.
 
-        What awaits a backward is kept for that, and gathered again there if they have changed.
+        Parameters of a pending backward are kept for it, and gathered again there if the shards have changed.
         """
         if self._was_prefetched and not self.awaits_backward:
             self.reshard()
         self._was_prefetched = False
 
     def gather_again_if_kept(self) -> None:
-        """Make the next forward gather again: no backward reads the parameters before.
+        """Make the next forward gather again, because no backward reads the parameters before.
 
-        A write to `.data` of a shard, or by a foreach operator to DTensors, moves no version counter.
+        A write to `.data` of a shard, or by a foreach operator to DTensors, increments no version counter.
         """
         self._may_be_stale = self.is_unsharded and not (self.awaits_backward or self.is_kept_by_user)
 
@@ -512,12 +536,12 @@ class Unit(Generic[_Group]):
             group.free()
 
     def _use_sharded_views(self, *, after_forward: bool = False) -> None:
-        for one in self.summoned:
-            one.use_summoned_params()
+        for summoned in self.summoned:
+            summoned.use_summoned_params()
         for group in () if self.summoned else self.param_groups:
             group.use_sharded_views(after_forward=after_forward)
 
-    def _show_kept(self) -> None:
+    def _register_kept(self) -> None:
         if self.summoned:
             for params in self.summoned:
                 params.use_summoned_params()
@@ -535,10 +559,10 @@ class Unit(Generic[_Group]):
             self._prefetch(unit)
 
     def _prefetch(self, unit: Unit[Any] | None) -> None:
-        for one in () if unit is None else (unit, *unit.lenders):
-            if not one.is_unsharded and one.phase is Phase.IDLE and one.param_groups:
-                one.gather()
-                one._was_prefetched = True
+        for prefetched in () if unit is None else (unit, *unit.param_owners):
+            if not prefetched.is_unsharded and prefetched.phase is Phase.IDLE and prefetched.param_groups:
+                prefetched.gather()
+                prefetched._was_prefetched = True
 
     def _shards_are_as_gathered(self) -> bool:
         pairs = zip(self.param_groups, self._dtypes or (), strict=True)
@@ -571,10 +595,10 @@ class Unit(Generic[_Group]):
             return
         is_as_computed = reduction.casts_itself or self._is_in_full_precision()
         dtype = group.compute_dtype if is_as_computed else None
-        # A user's hook may keep what it is given; what is not sharded becomes `.grad`.
-        is_lent = reduction.hook is None and group.groups.shard is not None
-        buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_lent=is_lent))
-        grads.clear()  # their memory serves the collective
+        # A user's hook may keep its argument, and the buffer becomes `.grad` if nothing is sharded.
+        is_scratch = reduction.hook is None and group.groups.shard is not None
+        buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_scratch=is_scratch))
+        grads.clear()  # frees their memory for the collective
         root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
         with span("FSDP::post_backward_reduce", self.name):
             with root.streams.on(StreamRole.REDUCE):
@@ -582,7 +606,11 @@ class Unit(Generic[_Group]):
             if scattered is not None:
                 with root.streams.on(self._begin_all_reduce(group, scattered.output)):
                     reduced = reduction.finish(scattered)
-                    gradients.add(reduced.clone() if reduced is buffer and root.adds_up_later else reduced)
+                    gradients.add(
+                        reduced.clone()
+                        if reduced is buffer and root.accumulates_on_reduce_stream
+                        else reduced
+                    )
         root.memory.keep_until_reduced(buffer)
 
     def _begin_all_reduce(self, group: _Group, shard: Tensor) -> StreamRole:
@@ -594,8 +622,8 @@ class Unit(Generic[_Group]):
         self.root.memory.keep_until_all_reduced(shard)
         return StreamRole.ALL_REDUCE
 
-    def _refuse_changes(self) -> None:
-        """Nobody would ever see a change to a view: the next gather writes over it."""
+    def _check_unchanged(self) -> None:
+        """Raise if the forward changed a view in place. The next gather would overwrite the change."""
         for unsharded in self._in_graph if self._dtypes is not None else ():
             if (name := unsharded.changed()) is not None:
                 self.reshard()

@@ -1,4 +1,4 @@
-"""Steps of optimizers over gradients that wait to be synchronised: they would take none, or this rank's own."""
+"""Check of optimizer steps with unsynchronised gradients, which would use this rank's own gradients or none."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from impl.kernels import dynamo_disable
 
 
 class _Detection:
-    """Looks at the steps of all optimizers, but only while something waits."""
+    """Check of the steps of all optimizers, which is active only while gradients are unsynchronised."""
 
     def __init__(self) -> None:
         self.is_on = True
-        # By the group of parameters, its unit's name.
+        # Names of the units, by their groups of parameters.
         self._waiting: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
         # The same, of iterations that the user has not finalized.
         self._open: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
         self._hook: RemovableHandle | None = None
 
-    def note(self, groups: Iterable[ParamGroup], unit: str, is_open: bool) -> None:
+    def record(self, groups: Iterable[ParamGroup], unit: str, is_open: bool) -> None:
         for group in groups:
             if is_open:
                 self._open[group] = unit
             else:
                 self._open.pop(group, None)
-            may_wait = not group.syncs or group.reduction.defers_all_reduce
-            if may_wait and group.gradients.unsynchronized():
+            may_be_unsynchronized = not group.syncs or group.reduction.defers_all_reduce
+            if may_be_unsynchronized and group.gradients.unsynchronized():
                 self._waiting[group] = unit
             else:
                 self._waiting.pop(group, None)
@@ -46,28 +46,28 @@ class _Detection:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A closure may run the last backward, so there it is looked at behind it."""
+        """Check the gradients before the step, or after its closure, which may run the last backward."""
         optimizer_itself, *others = args
         closure = others[0] if others else kwargs.get("closure")
-        if not callable(closure):  # a step of somebody's may take something else
-            self._refuse_if_waiting(optimizer)
+        if not callable(closure):  # a user-defined step may take something else
+            self._check_synchronized(optimizer)
             return None
 
-        def checked() -> Any:
+        def closure_with_check() -> Any:
             loss = closure()
-            self._refuse_if_waiting(optimizer)
+            self._check_synchronized(optimizer)
             return loss
 
         if others:
-            return (optimizer_itself, checked, *others[1:]), kwargs
-        return args, kwargs | {"closure": checked}
+            return (optimizer_itself, closure_with_check, *others[1:]), kwargs
+        return args, kwargs | {"closure": closure_with_check}
 
     @dynamo_disable
-    def _refuse_if_waiting(self, optimizer: Optimizer) -> None:
+    def _check_synchronized(self, optimizer: Optimizer) -> None:
         if not self.is_on:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._refuse_if_open(stepped)
+        self._check_finalized(stepped)
         names = sorted(
             f"{name} of '{unit}'"
             for group, unit in list(self._waiting.items())
@@ -78,12 +78,12 @@ class _Detection:
             return
         raise RuntimeError(
             f"the gradients of {describe_names(names)} wait to be synchronised, since backwards inside "
-            "no_sync() or behind set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run "
+            "no_sync() or after set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run "
             "the last backward before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or "
-            "call set_detect_unsynchronized_step(False) to step all the same"
+            "call set_detect_unsynchronized_step(False) to step anyway"
         )
 
-    def _refuse_if_open(self, stepped: Collection[int]) -> None:
+    def _check_finalized(self, stepped: Collection[int]) -> None:
         names = sorted(
             f"{name} of '{unit}'"
             for group, unit in list(self._open.items())
@@ -102,26 +102,26 @@ class _Detection:
 _detection = _Detection()
 
 
-def note_waiting(groups: Iterable[ParamGroup], unit: str, *, is_open: bool = False) -> None:
-    """Note which groups of a unit have gradients that wait. Call at the end of a backward.
+def record_unsynchronized(groups: Iterable[ParamGroup], unit: str, *, is_open: bool = False) -> None:
+    """Record at the end of a backward which groups of a unit have unsynchronised gradients.
 
     Args:
         is_open: the user has to finalize the backward.
     """
-    _detection.note(groups, unit, is_open)
+    _detection.record(groups, unit, is_open)
 
 
 def set_detect_unsynchronized_step(mode: bool) -> None:
-    """Set whether an optimizer step is an error if gradients of its parameters wait for synchronisation.
+    """Set whether the step of an optimizer with unsynchronised gradients is an error.
 
-    So do the gradients of a backward that `finalize_backward` has not finalized. The default is True: the step raises
-    RuntimeError and names the parameters. With False, a step leaves parameters of `fully_shard` as they are, and takes
-    the gradients that FullyShardedDataParallel shows: with NO_SHARD the rank's own.
+    Gradients of a backward that `finalize_backward` has not finalized count as unsynchronised. The default is True:
+    the step raises RuntimeError and names the parameters. With False, a step skips parameters of `fully_shard`, and
+    uses `.grad` of FullyShardedDataParallel: with NO_SHARD this rank's own gradients.
 
     Sync: none. Collectives: none.
-    Source: torch has no such thing.
+    Source: torch has no such function.
 
     >>> set_detect_unsynchronized_step(False)
     >>> set_detect_unsynchronized_step(True)
-    """
+    """  # language: the example calls a public name
     _detection.is_on = mode

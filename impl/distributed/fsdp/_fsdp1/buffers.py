@@ -1,4 +1,4 @@
-"""Buffers are not sharded; they are only brought to the device and the dtype in which the unit computes."""
+"""Buffers of a root: they are not sharded, only moved to the device and dtype in which the unit computes."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from impl.distributed.fsdp._params.managed import clean_name
 
 
 class Buffers:
-    """All buffers of a root, once it is found.
+    """All buffers of a root, once it is known.
 
     Args:
-        wrappers: the FullyShardedDataParallel in it, the outermost first; held weakly, since they hold the root.
-        device: where it computes.
+        wrappers: its FullyShardedDataParallel, the outermost first. Referenced weakly, because they refer to the root.
+        device: compute device.
     """
 
     def __init__(self, wrappers: Sequence[Wrapper], device: torch.device) -> None:
-        self._wrappers = [weakref.ref(one) for one in wrappers]
+        self._wrappers = [weakref.ref(wrapper) for wrapper in wrappers]
         self._device = device
-        self._may_evaluate_in_full_precision = any(one._use_full_prec_in_eval for one in wrappers)
+        self._may_evaluate_in_full_precision = any(wrapper._use_full_prec_in_eval for wrapper in wrappers)
         self._are_in_full_precision = False
         self._cast()
 
     def begin_forward(self) -> None:
-        """Before one of the root: in the dtypes that they were wrapped with, if it evaluates in full precision."""
+        """Restore the buffers' original dtypes before a forward of the root, if it evaluates in full precision."""
         if not self._may_evaluate_in_full_precision:
             return
-        in_full_precision = any(_evaluates_in_full_precision(one) for one in _deciding(self._found()))
+        in_full_precision = any(
+            _evaluates_in_full_precision(wrapper) for wrapper in _deciding(self._wrappers_alive())
+        )
         if in_full_precision:
             self._restore()
         elif self._are_in_full_precision:
@@ -39,35 +41,35 @@ class Buffers:
         self._are_in_full_precision = in_full_precision
 
     def _cast(self) -> None:
-        """Each as the innermost of the wrappers around it wants it; what holds no floating-point numbers stays so."""
-        seen: set[Tensor] = set()
-        for wrapper in reversed(self._found()):
+        """Cast each floating-point buffer as the innermost wrapper around it requests."""
+        cast: set[Tensor] = set()
+        for wrapper in reversed(self._wrappers_alive()):
             for name, buffer in wrapper.named_buffers():
-                if buffer in seen:
+                if buffer in cast:
                     continue
-                seen.add(buffer)
+                cast.add(buffer)
                 if clean_name(name) not in wrapper._ignored.buffer_names:
-                    self._bring(buffer, wrapper.mixed_precision.buffer_dtype)
+                    self._move(buffer, wrapper.mixed_precision.buffer_dtype)
 
     def _restore(self) -> None:
-        for outermost in self._found()[:1]:
+        for outermost in self._wrappers_alive()[:1]:
             for name, buffer in outermost.named_buffers():
-                self._bring(buffer, outermost._buffer_dtypes.get(clean_name(name)))
+                self._move(buffer, outermost._buffer_dtypes.get(clean_name(name)))
 
-    def _found(self) -> list[Wrapper]:
-        return [wrapper for wrapper in (each() for each in self._wrappers) if wrapper is not None]
+    def _wrappers_alive(self) -> list[Wrapper]:
+        return [wrapper for wrapper in (reference() for reference in self._wrappers) if wrapper is not None]
 
-    def _bring(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
+    def _move(self, buffer: Tensor, dtype: torch.dtype | None) -> None:
         buffer.data = buffer.to(self._device, dtype if buffer.is_floating_point() else None)
 
 
 def _deciding(wrappers: Sequence[Wrapper]) -> Sequence[Wrapper]:
-    """The outermost decides for all; one without parameters leaves it to the others."""
+    """Return the wrappers that decide: the outermost one, or all if that has no parameters."""
     return wrappers[:1] if wrappers and wrappers[0]._unit.param_groups else wrappers
 
 
 def _evaluates_in_full_precision(wrapper: Wrapper) -> bool:
-    """Instead of in a lower one."""
+    """Return whether the wrapper evaluates in full precision although it trains in a lower one."""
     return not wrapper._fsdp_wrapped_module.training and any(
         {handle.compute_dtype, handle.reduce_dtype} != {handle.dtype} for handle in wrapper._unit.param_groups
     )

@@ -1,4 +1,4 @@
-"""Calling a module inside a unit without the unit: its forward unshards the unit, as the unit's own would."""
+"""Calls of a module inside a unit without the unit. The module's forward unshards the unit like the unit's own."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 
 
 def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:
-    """Have each module that keeps a parameter of the unit begin a forward of it where none is going on.
+    """Register hooks so that each module with a parameter of the unit starts a forward of it, if none is running.
 
     Args:
-        prepare: a method, held weakly, that is called before; it finds the root.
+        prepare: a method, referenced weakly, that is called before. It finds the root.
     """
     modules = {
         location.module: None
         for handle in unit.param_groups
-        for one in handle.param_infos
-        for location in one.locations
+        for info in handle.param_infos
+        for location in info.locations
     }
     entry = _Entry(unit, prepare)
-    # First of all hooks, as those of weight_norm and the like read parameters.
-    return [one.register_forward_pre_hook(entry.before, prepend=True, with_kwargs=True) for one in modules]
+    # These must be the first hooks, because those of weight_norm and others read parameters.
+    return [
+        module.register_forward_pre_hook(entry.before, prepend=True, with_kwargs=True) for module in modules
+    ]
 
 
 class _Entry:
@@ -40,7 +42,8 @@ class _Entry:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return (
-                None  # the unit's own forward is what is compiled, and a look at its phase would be guarded
+                # Dynamo compiles the unit's own forward, and would guard a read of its phase.
+                None
             )
         unit = self._unit()
         if unit is not None and unit.phase in BACKWARDS:
@@ -50,7 +53,7 @@ class _Entry:
             return None
         prepare()
         try:
-            given = unit.before_forward(args, kwargs)
+            inputs = unit.before_forward(args, kwargs)
         except BaseException:
             unit.abandon_forward()
             raise
@@ -61,4 +64,4 @@ class _Entry:
             return unit.after_forward(output)
 
         handle = module.register_forward_hook(after, always_call=True)
-        return given
+        return inputs

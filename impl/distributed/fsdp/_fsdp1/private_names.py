@@ -1,4 +1,4 @@
-"""What clients read of a unit by names that are private in torch; who does, says `conformance/compat_names.toml`."""
+"""Private names of torch's units that clients read. `conformance/compat_names.toml` lists the clients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 
 
 class Handle:
-    """What accelerate sets of a unit's flat parameters."""
+    """Attributes of a unit's flat parameters that accelerate sets."""
 
     def __init__(self, param_groups: Sequence[FlatParamGroup]) -> None:
         self._param_groups = param_groups
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """In which the optimizer steps; set after casting the flat parameter, the frozen follow."""
+        """Dtype in which the optimizer steps. Setting it, after casting the flat parameter, also casts frozen ones."""
         return self._param_groups[0].dtype
 
     @_orig_param_dtype.setter
@@ -30,7 +30,7 @@ class Handle:
 
 
 class PrivateNames(Wrapper):
-    """Part of FullyShardedDataParallel; keeps nothing of its own."""
+    """Part of FullyShardedDataParallel without state of its own."""
 
     @property
     def _is_root(self) -> bool | None:
@@ -38,7 +38,7 @@ class PrivateNames(Wrapper):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the unit is in the middle of; of the outermost one, also what any other is in the backward of."""
+        """State of the unit. The outermost unit is also in a backward during the backward of any other."""
         root = self._root
         if root is not None and root.is_in_backward and root.is_root(self._unit):
             return TrainingState.FORWARD_BACKWARD

@@ -1,4 +1,4 @@
-"""Unsharded parameters for the user to read and write, and their shards again afterwards."""
+"""Context manager that unshards parameters for the user to read and write, and reshards them afterwards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.distributed.fsdp._engine.phase import Move, advance
-from impl.distributed.fsdp._engine.streams import StreamRole, shards_were_written
+from impl.distributed.fsdp._engine.phase import Move, next_phase
+from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
@@ -23,7 +23,7 @@ from impl.distributed.fsdp._params.tensor_parallel import local_of
 
 @dataclass(frozen=True)
 class FullParamsOptions:
-    """What `summon_full_params` was asked for."""
+    """Arguments of `summon_full_params`."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -32,7 +32,8 @@ class FullParamsOptions:
 
 
 def check(options: FullParamsOptions, use_orig_params: bool, is_sharded: bool) -> None:
-    """
+    """Check the arguments of `summon_full_params`.
+
     Raises:
         NotImplementedError: a combination that torch refuses too.
     """
@@ -56,17 +57,17 @@ def check(options: FullParamsOptions, use_orig_params: bool, is_sharded: bool) -
 
 @contextmanager
 def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: bool) -> Generator[None]:
-    """Unsharded parameters in the places of the unit's modules, in the dtype in which the optimizer keeps them.
+    """Context manager in which the unit's modules have unsharded parameters, in the dtype that the optimizer steps.
 
     Raises:
-        AssertionError: the unit is in the middle of a forward or backward, or summoned already.
+        AssertionError: the unit is inside a forward or backward, or summoned already.
     Collectives: an all-gather for each flat parameter, and with gradients an all-reduce and another all-gather.
     """
-    advance(unit.phase, Move.SUMMON, unit.name)  # or refuse, before anything is changed
+    next_phase(unit.phase, Move.SUMMON, unit.name)  # raises before anything is changed
     unit.reshard()
     for handle in unit.param_groups:
         handle.write_back_changes()
-    shards_were_written(unit.root.streams)
+    make_gather_wait_for_compute(unit.root.streams)
     unit.root.memory.admit(unit)
     is_shown_here = is_rank0 or not options.rank0_only
     keeps = is_shown_here and not options.offload_to_cpu
@@ -83,11 +84,11 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
         for summoned_handle in summoned_handles if is_shown_here else ():
             summoned_handle.end()
         unit.root.memory.note_resharded(unit)
-        unit.root.let_host_write()
+        unit.root.wait_for_pinned_reads()
 
 
 class _SummonedHandle:
-    """One flat parameter while it is summoned."""
+    """Flat parameter while it is summoned."""
 
     def __init__(
         self,
@@ -98,13 +99,15 @@ class _SummonedHandle:
         self._unit = unit
         self._handle = handle
         self._options = options
-        self._shown_buffer = torch.empty(0)  # [padded_numel], what is shown
+        self._shown_buffer = torch.empty(0)  # [padded_numel], memory of the summoned parameters
         self._views: list[Tensor] = []
         self._grad_shard: Tensor | None = None
         self._was_computed_with = False
         self._has_unsharded_grads = False
-        self._aside: dict[int, Tensor | None] | None = None  # what was shown, while views are
-        self._versions: list[Any] = []  # of what was shown, in the beginning and when a forward last used it
+        # Summoned parameters, while the modules have views for a forward.
+        self._aside: dict[int, Tensor | None] | None = None
+        # Versions of the summoned parameters at the last use by a forward.
+        self._versions: list[Any] = []
         self._first_versions: list[Any] = []
 
     def begin(self, is_shown_here: bool) -> None:
@@ -114,7 +117,7 @@ class _SummonedHandle:
         with streams.on(StreamRole.GATHER):
             gather(handle, handle.dtype, unit.name)
         streams.wait(StreamRole.COMPUTE, streams.record(StreamRole.GATHER))
-        grads = self._gathered_grads() if self._options.with_grads else None
+        grads = self._gather_grads() if self._options.with_grads else None
         if not is_shown_here:
             return
         self._shown_buffer = unsharded.flat
@@ -127,17 +130,17 @@ class _SummonedHandle:
             self._set_unsharded_grads(grads)
             self._has_unsharded_grads = self._handle.is_sharded
 
-    def refuse_backward(self, name: str) -> None:
-        """Called by a backward that reaches the unit while it is summoned.
+    def check_backward(self, name: str) -> None:
+        """Check that a backward may reach the unit while it is summoned.
 
         Raises:
-            RuntimeError: it would add this rank's shard of an average to the unsharded gradients that are shown.
+            RuntimeError: it would add this rank's shard of an average to the unsharded gradients.
         """
         if self._has_unsharded_grads:
             raise RuntimeError(
                 f"backward reached {name} inside summon_full_params(with_grads=True), where `.grad` holds unsharded "
-                "gradients, to which what a backward leaves on this rank cannot be added; leave the context first, "
-                "summon without with_grads, or set the gradients to None before entering it"
+                "gradients, to which the shard of a backward cannot be added; leave the context first, summon without "
+                "with_grads, or set the gradients to None before entering it"
             )
 
     def use_unsharded_views(self, dtype: torch.dtype) -> UnshardedBuffer:
@@ -164,7 +167,7 @@ class _SummonedHandle:
         self._handle.register_again(shown)
 
     def end(self) -> None:
-        # A backward inside that raised has left its views there, perhaps in a lower precision.
+        # A failed backward inside has left its views in the modules, perhaps in a lower precision.
         self.use_summoned_params()
         handle = self._handle
         keeps = self._options.writeback or not handle.is_sharded
@@ -172,7 +175,7 @@ class _SummonedHandle:
             self._take_in()
             self._write_back()
         elif self._was_computed_with and self._first_versions != self._versions_now():
-            # A graph may have been made of values that nobody has any more.
+            # A graph may contain values that no parameter has any more.
             torch.autograd.graph.increment_version(handle.flat_param)
         if handle.use_orig_params:
             handle.point_params_into_shard()
@@ -190,8 +193,8 @@ class _SummonedHandle:
     def _registered(self) -> list[tuple[int, Tensor]]:
         return [(index, shown) for index, shown in self._handle.registered() if shown is not None]
 
-    def _gathered_grads(self) -> Tensor | None:
-        """Unsharded gradients [padded_numel]; None if no rank has any. Zeros stand for those of a rank without."""
+    def _gather_grads(self) -> Tensor | None:
+        """Return the unsharded gradients [padded_numel], or None if no rank has any. Missing gradients are zeros."""
         handle, groups = self._handle, self._handle.groups
         shard = handle.gradients.current()
         if groups.shard is not None:
@@ -208,15 +211,15 @@ class _SummonedHandle:
 
     def _versions_now(self) -> list[Any]:
         return [
-            (index, local_of(one).data_ptr(), one._version, local_of(one)._version)
-            for index, one in self._registered()
+            (index, local_of(param).data_ptr(), param._version, local_of(param)._version)
+            for index, param in self._registered()
         ]
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        """Have the buffer hold what was put in a parameter's place; and what was written count as written to the shard.
+        """Copy assigned tensors into the buffer, and count writes to summoned parameters as writes to the shard.
 
-        With original parameters it counts by their own names.
+        With original parameters a write counts for the single parameter.
         """
         handle = self._handle
         for index, shown in self._registered():
@@ -229,7 +232,7 @@ class _SummonedHandle:
         if not handle.use_orig_params:
             torch.autograd.graph.increment_version(handle.flat_param)
         for now in {*self._versions} - {*before}:
-            # What is shown of a DTensor is another object than what the optimizer steps.
+            # A summoned DTensor is another object than the stepped parameter.
             if handle.use_orig_params and handle.param_infos[now[0]].parallel is not None:
                 torch.autograd.graph.increment_version(handle.parameters[now[0]])
 
@@ -237,7 +240,7 @@ class _SummonedHandle:
     def _write_back(self) -> None:
         handle = self._handle
         if not handle.is_sharded and self._shown_buffer.device == handle.flat_param.device:
-            return  # the shard is what was shown
+            return  # the shard has the same memory
         first = handle.rank * handle.layout.shard_numel if handle.is_sharded else 0
         handle.flat_param.data.copy_(self._shown_buffer[first : first + handle.layout.shard_numel])
         if self._grad_shard is not None:

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel has for those that it is made of, and the root of those that lie inside one another."""
+"""Interface of FullyShardedDataParallel for its parts, and the root of nested wrappers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAT_PARAM = "_flat_param"
 
 
 class Wrapper(nn.Module):
-    """Its constructor sets these."""
+    """Attributes that the constructor of FullyShardedDataParallel sets."""
 
     process_group: dist.ProcessGroup
     rank: int
@@ -38,13 +38,13 @@ class Wrapper(nn.Module):
     _groups: Groups
     _ignored: Ignored
     _root: Root | None
-    _buffer_dtypes: dict[str, torch.dtype]  # as they were wrapped
+    _buffer_dtypes: dict[str, torch.dtype]  # dtypes before wrapping
 
     def _find_root(self) -> Root:
         raise NotImplementedError
 
     def _named_handles(self) -> list[tuple[str, FlatParamGroup]]:
-        """Under the names by which modules know the flat parameters."""
+        """Return the flat parameters with their names in modules."""
         handles = self._unit.param_groups
         return [
             (f"{_FLAT_PARAM}_{index}" if index else _FLAT_PARAM, handle)
@@ -53,35 +53,36 @@ class Wrapper(nn.Module):
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        """What DTensors are sharded over."""
+        """Mesh that DTensors are sharded over."""
         return self._device_mesh or DeviceMesh.from_group(self.process_group, self.compute_device.type)
 
 
 def root_over(wrappers: Sequence[Wrapper], device: torch.device) -> Root:
-    """The root of wrappers that lie inside one another, the outermost first; each has to fit its root, and its device.
+    """Return the root of nested wrappers, the outermost first. Check that each fits its root and device.
 
     Raises:
-        ValueError: they differ in what a root can have in one way alone.
-        RuntimeError: the parameters of one are not where it computes.
+        ValueError: the wrappers differ in a setting that a root has once.
+        RuntimeError: parameters are not on the compute device.
     """
     check_alike(wrappers)
-    for one in wrappers:
-        for group in one._unit.param_groups:
-            group.check_device(one.compute_device)
+    for wrapper in wrappers:
+        for group in wrapper._unit.param_groups:
+            group.check_device(wrapper.compute_device)
     outermost = wrappers[0]
-    names = {one: clean_name(f"{name}.").rstrip(".") for name, one in outermost.named_modules()}
-    for one in wrappers:
-        one._unit.name = names[one] or type(one.module).__name__
-    units = [one._unit for one in wrappers]
+    names = {module: clean_name(f"{name}.").rstrip(".") for name, module in outermost.named_modules()}
+    for wrapper in wrappers:
+        wrapper._unit.name = names[wrapper] or type(wrapper.module).__name__
+    units = [wrapper._unit for wrapper in wrappers]
     return Root(outermost._unit, units, device, outermost.limit_all_gathers)
 
 
 def check_alike(wrappers: Sequence[Wrapper]) -> None:
-    """
+    """Check that wrappers of one root have the same settings.
+
     Raises:
-        ValueError: something that one root can have in one way alone is different in two of its wrappers.
+        ValueError: a setting that a root has once differs between two wrappers.
     """
     for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
-        values = {getattr(one, name) for one in wrappers}
+        values = {getattr(wrapper, name) for wrapper in wrappers}
         if len(values) != 1:
             raise ValueError(f"Expects one homogeneous value for {name} but got {values}")

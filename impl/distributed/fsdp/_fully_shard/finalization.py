@@ -15,7 +15,7 @@ _ROOT_ALONE = "set_manual_backward_finalization must be called on the root FSDP 
 
 
 class GradientReductionHandle:
-    """What `FSDPModule.finalize_backward(async_op=True)` returns.
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns.
 
     Source: torch.distributed.fsdp.GradientReductionHandle 2.15; differences: none.
 
@@ -124,7 +124,7 @@ def check_settings(inner: Iterable[StepSettings]) -> None:
 
 
 def check_waited(comm: CommContext) -> None:
-    """Raise RuntimeError in a forward behind an asynchronous finalization that was not waited for."""
+    """Raise RuntimeError in a forward after an asynchronous finalization that was not waited for."""
     if comm.reduction is None:
         return
     error = RuntimeError("The previous gradient reduction must be waited on before forward")

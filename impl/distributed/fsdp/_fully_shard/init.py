@@ -1,4 +1,4 @@
-"""What fully_shard checks, and finds out, when it is called: the mesh and its groups, the modules, their parameters."""
+"""Checks and preparation of a fully_shard call: the mesh and its groups, the modules, and their parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from impl.distributed.fsdp._comm.groups import Groups
-from impl.distributed.fsdp._fully_shard.module_state import lender_of, state_of
+from impl.distributed.fsdp._fully_shard.module_state import owner_of, state_of
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, accumulation_dtype, has_grad_dtype
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_param_of
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
@@ -28,7 +28,7 @@ from impl.distributed.fsdp._params.policies import (
 from impl.distributed.fsdp._params.tensor_parallel import local_parameter, parallel_layout
 from impl.distributed.fsdp._params.whole_mesh import DataDims
 
-# By the group that shards, which ends with them.
+# Keyed by the process group that shards, and dropped with it.
 _backward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
@@ -62,7 +62,7 @@ def check_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def groups_of(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: DataDims | None) -> Groups:
+def groups_from_mesh(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: DataDims | None) -> Groups:
     shard = mesh.get_group(mesh.ndim - 1)
     if data is not None and not data.shard:
         return Groups(None, shard if shard.size() > 1 else None)
@@ -74,50 +74,50 @@ def groups_of(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: DataDims
     )
 
 
-def checked_reshard(asked: Any, world: int, data: DataDims | None) -> bool | int | None:
-    """A number only if it is neither one rank nor all."""
+def check_reshard_after_forward(value: Any, world: int, data: DataDims | None) -> bool | int | None:
+    """Return `reshard_after_forward`, as a number only if it is neither one rank nor all ranks."""
     if data is not None and not data.shard:
-        return False  # nothing is freed of what is only copied
-    if data is not None and type(asked) is int:
+        return False  # replicated parameters are never freed
+    if data is not None and type(value) is int:
         raise NotImplementedError(
             "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
         )
-    if asked is None or isinstance(asked, bool):
-        return asked
-    if not isinstance(asked, int):
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the "
-            f"group size to reshard to, not {asked}"
+            f"group size to reshard to, not {value}"
         )
-    if asked < 1 or asked > world or world % asked:
+    if value < 1 or value > world or world % value:
         raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {asked}"
+            f"If passing reshard_after_forward as an int, it should be a factor of {world}, not {value}"
         )
-    return asked if asked not in (1, world) else asked == world
+    return value if value not in (1, world) else value == world
 
 
 def backward_mesh_of(mesh: DeviceMesh, reshards: bool | int | None) -> DeviceMesh | None:
-    """Of as many ranks in its second dimension as a module reshards to behind a forward; None if that is a bool.
+    """Return a mesh whose second dimension has the ranks that a module reshards to after forward, or None for a bool.
 
-    Collectives: makes its groups, once for each group that parameters are sharded over.
+    Collectives: creates its groups, once for each group that parameters are sharded over.
     """
     if type(reshards) is not int:
         return None
     ranks = mesh.mesh.view(-1, reshards)
-    made = _backward_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    meshes = _backward_meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
     key = tuple(map(tuple, ranks.tolist()))
-    if key not in made:
-        made[key] = DeviceMesh(mesh.device_type, ranks)
-    return made[key]
+    if key not in meshes:
+        meshes[key] = DeviceMesh(mesh.device_type, ranks)
+    return meshes[key]
 
 
-def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that lie in no other of them."""
-    inner = [set(one.modules()) - {one} for one in modules]
-    return [one for one in dict.fromkeys(modules) if not any(one in below for below in inner)]
+def outermost_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are not inside another one of `modules`."""
+    inner = [set(module.modules()) - {module} for module in modules]
+    return [module for module in dict.fromkeys(modules) if not any(module in below for below in inner)]
 
 
-def refuse_twice(module: nn.Module) -> None:
+def check_not_sharded(module: nn.Module) -> None:
     if state_of(module) is not None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
@@ -126,19 +126,22 @@ def refuse_twice(module: nn.Module) -> None:
 
 
 def managed_modules(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """All below that no earlier call has, the inner ones first; without those of which everything is ignored."""
-    found: dict[nn.Module, None] = {}
+    """Return all modules below `roots` that no earlier call has sharded, inner ones first.
+
+    Modules in which everything is ignored are left out.
+    """
+    modules: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in found or (module not in roots and state_of(module) is not None):
+        if module in modules or (module not in roots and state_of(module) is not None):
             return
         for child in module.children():
             visit(child)
-        found[module] = None
+        modules[module] = None
 
     for root in roots:
         visit(root)
-    return [one for one in found if not (ignored and _is_ignored(one, ignored))]
+    return [module for module in modules if not (ignored and _is_ignored(module, ignored))]
 
 
 def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
@@ -149,18 +152,19 @@ def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
 def managed_params(
     roots: Sequence[nn.Module], modules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> list[ManagedParam]:
-    """In the order of the modules, each with all places that have it; those that a class's own `named_parameters`
-    leaves out stay as they are, where they are the module's own.
+    """Return the parameters in the order of the modules, each with all places that have it.
+
+    A module's own parameters that its class's `named_parameters` omits are left unchanged.
 
     Raises:
-        ValueError: one has no dimensions.
-        AssertionError: `named_parameters` gives what no module has.
+        ValueError: a parameter has no dimensions.
+        AssertionError: `named_parameters` returns a parameter that no module has.
     """
     places: dict[nn.Parameter, list[ParamLocation]] = {}
     for module in modules:
-        shown = _shown_by(module, roots)
+        own_params = _params_of(module, roots)
         for attribute, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored or parameter not in shown:
+            if parameter is None or parameter in ignored or parameter not in own_params:
                 continue
             if not parameter.shape:
                 raise ValueError(
@@ -168,7 +172,7 @@ def managed_params(
                     f"Change {attribute} to a 1D tensor with numel equal to 1."
                 )
             places.setdefault(parameter, []).append(ParamLocation(module, attribute))
-    # Not by what a root shows, which may be less than what the modules below it do.
+    # Names come from nn.Module, because the root's own `named_parameters` may omit some of its modules' parameters.
     names = {p: name for root in reversed(roots) for name, p in nn.Module.named_parameters(root)}
     return [
         ManagedParam(ParamInfo(names[p], tuple(where), parallel_layout(p)), local_parameter(p), p)
@@ -176,80 +180,83 @@ def managed_params(
     ]
 
 
-def _shown_by(module: nn.Module, roots: Sequence[nn.Module]) -> set[nn.Parameter]:
-    shown = {p for _, p in module.named_parameters(recurse=False)}
+def _params_of(module: nn.Module, roots: Sequence[nn.Module]) -> set[nn.Parameter]:
+    own_params = {p for _, p in module.named_parameters(recurse=False)}
     if type(module).named_parameters is not nn.Module.named_parameters:
         there = {p for root in roots for _, p in nn.Module.named_parameters(root)}
-        if not shown <= there:
+        if not own_params <= there:
             raise AssertionError(f"Some parameters are not in the module tree of {tuple(roots)}")
-    return shown
+    return own_params
 
 
-def borrowed_apart(
+def split_already_sharded(
     managed: Iterable[ManagedParam], policy: MixedPrecisionPolicy
 ) -> tuple[list[ManagedParam], list[tuple[ManagedParam, ShardedParam]]]:
-    """Those to shard, and those that an earlier call has sharded in other modules, with what it has made of them.
+    """Split the parameters into those to shard now and those that an earlier `fully_shard` call has sharded.
 
     Raises:
-        ValueError: `policy` would have one of these in other dtypes.
+        ValueError: `policy` requests other dtypes for one of the latter.
     """
     own: list[ManagedParam] = []
-    borrowed: list[tuple[ManagedParam, ShardedParam]] = []
-    for one in managed:
-        param = sharded_param_of(one.original)
+    shared: list[tuple[ManagedParam, ShardedParam]] = []
+    for managed_param in managed:
+        param = sharded_param_of(managed_param.original)
         if param is None:
-            own.append(one)
+            own.append(managed_param)
         else:
-            _refuse_other_dtypes(one, param, policy)
-            borrowed.append((one, param))
-    return own, borrowed
+            _check_same_dtypes(managed_param, param, policy)
+            shared.append((managed_param, param))
+    return own, shared
 
 
-def _refuse_other_dtypes(one: ManagedParam, param: ShardedParam, policy: MixedPrecisionPolicy) -> None:
-    group = lender_of(param).group_of(param)
-    has, own = group.precision_of(group.params.index(param)), one.original.dtype
-    asked = precision_by(policy, one.info.name, one.original)
-    computes = asked.param_dtype or own
-    stepped = asked.master_dtype or own
-    reduces = accumulation_dtype(one.original, asked, computes) or computes
-    if asked.reduce_dtype is None and FOLLOWS_PARAM and not has_grad_dtype(one.original):
+def _check_same_dtypes(
+    managed_param: ManagedParam, param: ShardedParam, policy: MixedPrecisionPolicy
+) -> None:
+    group = owner_of(param).group_of(param)
+    has, own = group.precision_of(group.params.index(param)), managed_param.original.dtype
+    precision = precision_by(policy, managed_param.info.name, managed_param.original)
+    computes = precision.param_dtype or own
+    stepped = precision.master_dtype or own
+    reduces = accumulation_dtype(managed_param.original, precision, computes) or computes
+    if precision.reduce_dtype is None and FOLLOWS_PARAM and not has_grad_dtype(managed_param.original):
         reduces = stepped
-    asked = ParamPrecision(computes, reduces, stepped)
-    if one.original.is_floating_point() and asked != has:
+    precision = ParamPrecision(computes, reduces, stepped)
+    if managed_param.original.is_floating_point() and precision != has:
         raise ValueError(
-            f"{one.info.name} was sharded by an earlier call, as {param.name}: to compute in {has.param_dtype}, reduce "
-            f"in {has.reduce_dtype} and step in {has.master_dtype}, but the mp_policy of this one says "
-            f"{asked.param_dtype}, {asked.reduce_dtype} and {asked.master_dtype}; give both calls the same dtypes"
+            f"{managed_param.info.name} was sharded by an earlier call, as {param.name}: to compute in "
+            f"{has.param_dtype}, reduce in {has.reduce_dtype} and step in {has.master_dtype}, but the mp_policy of "
+            f"this call says {precision.param_dtype}, {precision.reduce_dtype} and "
+            f"{precision.master_dtype}; pass the same dtypes to both calls"
         )
 
 
 def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[ManagedParam]:
-    """The parameters, which know of the dimensions of their mesh that are those of data parallelism.
+    """Return the parameters with the data-parallel dimensions of their mesh.
 
     Raises:
-        ValueError: a parameter is plain, or lies otherwise than as copies over these dimensions.
+        ValueError: a parameter is no DTensor, or is not replicated over these dimensions.
     """
-    found: list[ManagedParam] = []
-    for one in managed:
-        form = one.info.parallel
-        if form is None:
+    params: list[ManagedParam] = []
+    for param in managed:
+        layout = param.info.parallel
+        if layout is None:
             raise ValueError(
                 "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
-                f"distribute_module). Got plain tensor for parameter '{one.info.locations[0].attribute}'."
+                f"distribute_module). Got plain tensor for parameter '{param.info.locations[0].attribute}'."
             )
-        data.check_placements(form.mesh, form.placements)
-        found.append(replace(one, info=replace(one.info, parallel=replace(form, data=data))))
-    return found
+        data.check_placements(layout.mesh, layout.placements)
+        params.append(replace(param, info=replace(param.info, parallel=replace(layout, data=data))))
+    return params
 
 
 def move_to_device(
     managed: Iterable[ManagedParam], modules: Iterable[nn.Module], device: torch.device
 ) -> None:
     buffers = (buffer for module in modules for buffer in module.buffers(recurse=False))
-    for tensor in (*(one.parameter for one in managed), *buffers):
+    for tensor in (*(param.parameter for param in managed), *buffers):
         if tensor.device in (device, torch.device("meta")):
             continue
-        if is_traceable_wrapper_subclass(tensor):  # what it wraps moves too
+        if is_traceable_wrapper_subclass(tensor):  # moves the wrapped tensor too
             with torch.no_grad():
                 moved = tensor.to(device)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -260,8 +267,8 @@ def move_to_device(
             tensor.data = tensor.data.to(device)
 
 
-class Placed(NamedTuple):
-    """A parameter, the mesh that it is cut over, the dimension by which it is, and its dtypes."""
+class ParamPlacement(NamedTuple):
+    """A parameter with the mesh and dimension that it is sharded over, and its dtypes."""
 
     managed: ManagedParam
     mesh: DeviceMesh
@@ -273,54 +280,56 @@ class Placed(NamedTuple):
         return self.precision.master_dtype or self.managed.parameter.dtype
 
 
-def by_groups(
+def group_by_mesh(
     managed: Sequence[ManagedParam],
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     mesh: DeviceMesh,
     data: DataDims | None,
     policy: MixedPrecisionPolicy,
-) -> list[list[Placed]]:
-    """The parameters by the groups of ranks that they are sharded and replicated over, `mesh`'s unless they have own,
-    and by the dtypes to gather, to reduce and to step them in.
+) -> list[list[ParamPlacement]]:
+    """Group the parameters by the ranks that they are sharded and replicated over, and by their dtypes.
+
+    The ranks are those of `mesh`, unless a parameter has its own mesh. The dtypes are those to gather, reduce and step
+    in.
 
     Raises:
-        ValueError: one is placed by something else than a Shard, or where nothing is sharded.
-        NotImplementedError: a mesh of its own has dimensions for something else, or is beside dp_mesh_dims.
+        ValueError: a placement is no Shard, or nothing is sharded.
+        NotImplementedError: a parameter's own mesh has other dimensions, or dp_mesh_dims was passed too.
     """
     if shard_placement_fn is not None and data is not None and not data.shard:
         raise ValueError(
             "Per-param mesh via shard_placement_fn is not supported with DDPMeshInfo; it requires FSDPMeshInfo (or "
             "subclass)"
         )
-    found: dict[Any, list[Placed]] = {}
-    for one in managed:
-        placement: Any = None if shard_placement_fn is None else shard_placement_fn(one.original)
+    groups: dict[Any, list[ParamPlacement]] = {}
+    for param in managed:
+        placement: Any = None if shard_placement_fn is None else shard_placement_fn(param.original)
         own = mesh
         if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult
             if data is not None:
                 raise NotImplementedError(
-                    f"{one.info.name} has a mesh of its own, beside dp_mesh_dims; leave one out"
+                    f"{param.info.name} has its own mesh, and dp_mesh_dims was passed; remove one of them"
                 )
             own, placement = _mesh_of(placement.mesh_info), placement.placement
         if placement is not None and not isinstance(placement, Shard):
             raise ValueError(f"Invalid shard_placement_fn result: {placement}")
         dim = 0 if placement is None else placement.dim
-        precision = precision_by(policy, one.info.name, one.original)
+        precision = precision_by(policy, param.info.name, param.original)
         key = (*own.get_all_groups(), precision)
-        found.setdefault(key, []).append(Placed(one, own, dim, precision))
-    return [same for placed in found.values() for same in _by_dtype(placed)]
+        groups.setdefault(key, []).append(ParamPlacement(param, own, dim, precision))
+    return [same for placements in groups.values() for same in _by_dtype(placements)]
 
 
-def _by_dtype(placed: list[Placed]) -> list[list[Placed]]:
-    """Those that may be trained by their dtypes; integers travel with any."""
-    dtypes = [one.stepped_dtype for one in placed]
+def _by_dtype(placements: list[ParamPlacement]) -> list[list[ParamPlacement]]:
+    """Split parameters by the dtype that they are trained in. Integers can be in any group."""
+    dtypes = [placement.stepped_dtype for placement in placements]
     trainable = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     if len({*trainable}) < 2:
-        return [placed]
-    found: dict[torch.dtype, list[Placed]] = {dtype: [] for dtype in trainable}
-    for one, dtype in zip(placed, dtypes, strict=True):
-        found.get(dtype, found[trainable[0]]).append(one)
-    return list(found.values())
+        return [placements]
+    by_dtype: dict[torch.dtype, list[ParamPlacement]] = {dtype: [] for dtype in trainable}
+    for placement, dtype in zip(placements, dtypes, strict=True):
+        by_dtype.get(dtype, by_dtype[trainable[0]]).append(placement)
+    return list(by_dtype.values())
 
 
 def _mesh_of(mesh_info: Any) -> DeviceMesh:

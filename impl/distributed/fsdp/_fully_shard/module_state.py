@@ -1,4 +1,4 @@
-"""What fully_shard keeps of the modules of one call: their unit, and the hooks that run it."""
+"""State of the modules of one fully_shard call: their unit, and the hooks that run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.kernels import dynamo_disable
 
-_STATE = "_tandem_fsdp_state"  # where a module keeps it
+_STATE = "_tandem_fsdp_state"  # attribute of a module
 
 
 @dataclass
@@ -36,13 +36,13 @@ class CommContext:
 
 @dataclass(frozen=True)
 class _StatesToReduce:
-    """What torch's pipeline stages reduce by themselves: nothing, since ours reduces at the end of the backward."""
+    """States that torch's pipeline stages reduce themselves: none, because ours reduce at the end of the backward."""
 
     all_states: tuple[()] = ()
 
 
 class ModuleState:
-    """One unit, of one module or of several that are gathered together; found on each of them."""
+    """State of one unit of one or several modules that are gathered together. Each of the modules has a reference."""
 
     _state_ctx = _StatesToReduce()  # torch's name
 
@@ -58,14 +58,14 @@ class ModuleState:
         self.policy = policy
         self.device = device
         self.comm = CommContext()
-        self.is_root: bool | None = None  # None until the first forward of the root
-        self.lenders: list[ModuleState] = []  # of the unit's
-        self.has_root = False  # one of its own, until the first forward
+        self.is_root: bool | None = None  # not known until the first forward of the root
+        self.param_owners: list[ModuleState] = []  # states of the unit's param_owners
+        self.has_root = False  # root of this unit only, until the first forward
         self.settings = StepSettings()  # the root's, from the first forward on
-        self._yet_to_run: set[nn.Module] = set()  # of several, in this forward
+        self._pending_modules: set[nn.Module] = set()  # modules of several left in this forward
         # Only the root's state has one, after its first forward.
         self.own_root: Root | None = None
-        self._inner: Sequence[ModuleState] = ()  # of the root
+        self._inner: Sequence[ModuleState] = ()  # states of the root's inner units
         for module in modules:
             vars(module)[_STATE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -73,22 +73,24 @@ class ModuleState:
         params = [param for group in unit.param_groups for param in group.params]
         for param in params:
             param.unit_state = weakref.ref(self)
-        self._watch({place.module for param in params for place in param.info.locations})
+        self._hook_state_dicts({place.module for param in params for place in param.info.locations})
 
-    def _watch(self, owners: Iterable[nn.Module]) -> None:
-        """Modules that have the unit's parameters show the shards where they are saved or loaded."""
+    def _hook_state_dicts(self, owners: Iterable[nn.Module]) -> None:
+        """Register hooks so that modules with the unit's parameters have the shards when they are saved or loaded."""
         for owner in owners:
             owner.register_state_dict_pre_hook(self._before_save)
             owner.register_load_state_dict_pre_hook(self._before_load)
 
-    def lend(self, param: ShardedParam, locations: tuple[ParamLocation, ...], borrower: ModuleState) -> None:
-        """Have the modules of another unit, which had the same parameter, see it too."""
+    def share_with(
+        self, param: ShardedParam, locations: tuple[ParamLocation, ...], sharer: ModuleState
+    ) -> None:
+        """Share a parameter with the modules of another unit, which had the same parameter."""
         self.reshard()
         self.group_of(param).register_at(param, locations)
-        self._watch({place.module for place in locations})
-        borrower.unit.borrow_from(self.unit)
-        if self not in borrower.lenders:
-            borrower.lenders.append(self)
+        self._hook_state_dicts({place.module for place in locations})
+        sharer.unit.share_params_of(self.unit)
+        if self not in sharer.param_owners:
+            sharer.param_owners.append(self)
 
     def group_of(self, param: ShardedParam) -> DTensorGroup:
         return next(group for group in self.groups if param in group.params)
@@ -113,53 +115,53 @@ class ModuleState:
             group.record_load(owner, state_dict, prefix, assigned=assigned)
 
     def reshard(self) -> None:
-        """The modules see the shards. What was gathered ahead and does not show yet stays for who will use it."""
+        """Register the shards in the modules. A gather that is not used yet stays for its user."""
         unit = self.unit
         if unit.is_unsharded:
             if any(group.is_shown for group in self.groups):
                 unit.reshard()
             else:
                 unit.wait_for_gather()
-            unit.root.let_host_write()
+            unit.root.wait_for_pinned_reads()
         for group in self.groups:
             group.discard_post_forward_shards()
 
-    def reshard_by_hand(self) -> None:
-        """With what it has borrowed, as far as nothing computes with that."""
-        for state in (self, *self.lenders):
-            if state is self or (state.unit.phase is Phase.IDLE and not state.unit.is_lent()):
+    def reshard_on_request(self) -> None:
+        """Reshard this unit and every idle unit whose parameters it shares."""
+        for state in (self, *self.param_owners):
+            if state is self or (state.unit.phase is Phase.IDLE and not state.unit.is_used_by_sharers()):
                 state.reshard()
 
-    def gather_ahead(self) -> None:
-        """With what it borrows."""
-        for state in (self, *self.lenders):
+    def gather_on_request(self) -> None:
+        """All-gather this unit and the units whose parameters it shares."""
+        for state in (self, *self.param_owners):
             state.ensure_shared()
-            state.unit.gather_ahead()
+            state.unit.gather_on_request()
             options = [group.options for group in state.groups]
             state.unit.is_kept_by_user = all(option.reshards_after_forward is False for option in options)
 
     def show_unsharded(self) -> None:
-        """The modules see what a user has had gathered."""
+        """Register the parameters in the modules that the user has requested to gather."""
         if self.unit.is_unsharded:
             self.unit.unshard()
-            self.unit.root.let_host_write()
+            self.unit.root.wait_for_pinned_reads()
 
-    # the root
+    # Root
 
     def ensure_shared(self) -> None:
-        """Something to unshard by, before the first forward has told which unit is outermost."""
+        """Create a root for this unit only, before the first forward shows which unit is outermost."""
         if not self.has_root:
             self._check_groups()
             self.has_root = True
             Root(self.unit, [self.unit], self.device, False, self.settings)
 
     def find_root(self) -> None:
-        """The module whose forward comes first is outermost.
+        """Create the root, because the module whose forward comes first is the outermost one.
 
         Raises:
-            RuntimeError: it is one of several of its unit, a forward inside of it has come before, or backwards are to
-                be finalized by a module inside of it.
-            ValueError: a parameter is one of a unit's elsewhere.
+            RuntimeError: it is one of several modules of its unit, an inner module has run a forward before, or an
+                inner module finalizes backwards.
+            ValueError: a parameter belongs to a unit of another model.
         """
         if self.is_root is not None:
             return
@@ -167,29 +169,30 @@ class ModuleState:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         inner = [state_of(module) for module in self.outermost.modules() if module not in self.modules]
         check_settings([state.settings for state in inner if state is not None])
-        found: dict[ModuleState, str] = {}
+        states: dict[ModuleState, str] = {}
         for name, module in self.outermost.named_modules():
             state = state_of(module)
-            if state is None or state in found:
+            if state is None or state in states:
                 continue
             if state is not self and state.is_root is not None:
                 raise RuntimeError(
                     f"FSDP state has already been lazily initialized for {name}\n"
                     "FSDP requires running forward through the root module first"
                 )
-            found[state] = name
+            states[state] = name
         names = {id(p): name for name, p in self.outermost.named_parameters()}
-        for state, name in found.items():
+        for state, name in states.items():
             state.unit.name = name or state.unit.name
             for group in state.groups:
                 _name_parameters(group, names)
-        units = [state.unit for state in found]
+        units = [state.unit for state in states]
         for unit in units:
-            _refuse_lenders_elsewhere(unit, units)
-        for state in found:
+            _check_owners_in_model(unit, units)
+        for state in states:
             state._check_groups()
-        earlier = [state.unit.root.streams for state in found if state.has_root]
-        for state in found:  # none of them has a root until nothing is refused any more
+        earlier = [state.unit.root.streams for state in states if state.has_root]
+        # No state has a root until nothing can raise any more.
+        for state in states:
             state.is_root = state is self
             state.has_root = True
             state.settings = self.settings
@@ -198,8 +201,8 @@ class ModuleState:
         if self.comm.streams is None:
             self.comm.streams = root.streams
         root.use_streams(self.comm.streams)
-        root.gather_behind(earlier)
-        self._inner = [state for state in found if state is not self]
+        root.wait_for_earlier_gathers(earlier)
+        self._inner = [state for state in states if state is not self]
 
     def _check_groups(self) -> None:
         for group in self.groups:
@@ -209,49 +212,50 @@ class ModuleState:
             group.check_dtypes()
         self.unit.register_params()
 
-    # hooks
+    # Hooks
 
     @dynamo_disable
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard, once for all of the unit's modules, and cast the inputs."""
+        """Unshard once for all of the unit's modules, and cast the inputs."""
         check_waited(self.comm)
         unit = self.unit
-        if unit.phase in BACKWARDS:  # recomputed for it
+        if unit.phase in BACKWARDS:  # recomputed for backward
             args, kwargs = self._cast_inputs(args, kwargs)
             return unit.before_forward(args, kwargs)
         self.find_root()
         if len(self.modules) > 1:
-            if self._yet_to_run:
+            if self._pending_modules:
                 return self._cast_inputs(args, kwargs)
-            # Behind the root's forward it is called for itself, as for a loss that is computed in chunks.
-            self._yet_to_run = set(self.modules) if unit.root.is_in_forward() else {module}
+            # After the root's forward a module may be called on its own, for example for a loss that is computed in
+            # chunks.
+            self._pending_modules = set(self.modules) if unit.root.is_in_forward() else {module}
         if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
-            args, kwargs = (map_tensors(each, self._moved) for each in (args, kwargs))
+            args, kwargs = (map_tensors(values, self._moved) for values in (args, kwargs))
         args, kwargs = self._cast_inputs(args, kwargs)
         return unit.before_forward(args, kwargs)
 
     @dynamo_disable
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Reshard, once the last of the unit's modules has run, and cast the outputs."""
+        """Reshard after the last of the unit's modules, and cast the outputs."""
         if len(self.modules) > 1 and self.unit.phase not in BACKWARDS:
-            if module not in self._yet_to_run:
+            if module not in self._pending_modules:
                 return self._cast_outputs(output)
-            self._yet_to_run.remove(module)
-            if self._yet_to_run:
+            self._pending_modules.remove(module)
+            if self._pending_modules:
                 return self._cast_outputs(output)
         output = self._end_forward(output)
         if self.own_root is not None and self.unit.phase not in BACKWARDS:
             for state in reversed(self._inner):
-                if state._yet_to_run:  # some of its modules do not run in this forward
-                    state._yet_to_run.clear()
+                if state._pending_modules:  # not all modules run in this forward
+                    state._pending_modules.clear()
                     output = state._cast_outputs(state._end_forward(output))
         return self._cast_outputs(output)
 
     def abandon_forward(self) -> None:
-        """The forward raised: as if it had not been called."""
-        self._yet_to_run.clear()
+        """Undo a forward that raised, as if it had not been called."""
+        self._pending_modules.clear()
         self.unit.abandon_forward()
 
     def _end_forward(self, output: Any) -> Any:
@@ -289,12 +293,13 @@ class ModuleState:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
 
-    # what a user calls
+    # Calls of the user
 
     def reset(self) -> None:
-        """
+        """End a failed step and drop its gradients.
+
         Raises:
-            RuntimeError: it is not the root's, or another root's finalization was not waited for.
+            RuntimeError: the state is not the root's, or another root's finalization was not waited for.
         """
         if self.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
@@ -307,7 +312,7 @@ class ModuleState:
         if self.own_root is None:
             return
         for state in (self, *self._inner):
-            state._yet_to_run.clear()
+            state._pending_modules.clear()
             state.unit.abandon_forward()
             state.unit.abandon_backward()
             state.reshard()
@@ -316,23 +321,23 @@ class ModuleState:
         self.own_root.reset()
 
     def _root_post_backward_final_callback(self) -> None:
-        """Torch's name: its pipeline stages have the root reduce what their microbatches have added up."""
+        """Reduce the accumulated gradients of microbatches. torch's pipeline stages call this name on the root."""
         if self.own_root is not None:
             self.own_root.end_backward()
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """What the call that has sharded a module keeps of it; None if none has.
+    """Return the state of a module that fully_shard has sharded, or None.
 
     >>> state_of(nn.Linear(2, 2))
     """
     return module.__dict__.get(_STATE)
 
 
-def lender_of(param: ShardedParam) -> ModuleState:
-    found = None if param.unit_state is None else param.unit_state()
-    assert found is not None
-    return found
+def owner_of(param: ShardedParam) -> ModuleState:
+    state = None if param.unit_state is None else param.unit_state()
+    assert state is not None
+    return state
 
 
 def _name_parameters(group: DTensorGroup, names: dict[int, str]) -> None:
@@ -341,11 +346,11 @@ def _name_parameters(group: DTensorGroup, names: dict[int, str]) -> None:
     group.names = [param.name for param in group.params]
 
 
-def _refuse_lenders_elsewhere(unit: Unit[DTensorGroup], units: Sequence[Unit[Any]]) -> None:
-    for lender in unit.lenders:
-        if lender not in units:
+def _check_owners_in_model(unit: Unit[DTensorGroup], units: Sequence[Unit[Any]]) -> None:
+    for owner in unit.param_owners:
+        if owner not in units:
             raise ValueError(
-                f"{unit.name} has parameters that {lender.name} has sharded, which is in another model; use "
+                f"{unit.name} uses parameters of {owner.name}, which is part of another model; use "
                 "fully_shard([module_a, module_b]) to place them in the same FSDP group, or shard a module that "
                 "contains both"
             )

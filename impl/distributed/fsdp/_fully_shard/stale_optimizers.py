@@ -1,4 +1,4 @@
-"""Steps of optimizers that were made before `fully_shard`: their parameters are no longer in the model."""
+"""Steps of optimizers that were created before `fully_shard`: their parameters are no longer in the model."""
 
 from __future__ import annotations
 

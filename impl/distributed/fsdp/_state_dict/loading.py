@@ -1,9 +1,9 @@
-"""Loading a state dict into the units of a module: all of it on every rank, or nothing on any.
+"""Load of a state dict into the units of a module: all of it on every rank, or nothing on any rank.
 
-While `nn.Module.load_state_dict` walks through the modules it meets stand-ins, which have the parameters' shapes and
-keep what is copied into them. Neither a shard is written nor a collective issued meanwhile. Then the ranks agree
-whether all of them succeeded; only if so, what was kept is written. Buffers, and parameters that no unit manages, are
-written in the walk, and put back if it was in vain.
+While `nn.Module.load_state_dict` walks through the modules, they contain stand-ins. A stand-in has a parameter's shape
+and keeps the value that is copied into it. During the walk no shard is written and no collective is issued. Then the
+ranks agree whether all of them succeeded. Only then the values are written. Buffers, and parameters that no unit
+manages, are written during the walk, and restored if it fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_slots import Slot
 from impl.distributed.fsdp._params.managed import clean_name, is_managed
 from impl.distributed.fsdp._params.tensor_parallel import local_of, root_mesh_of
-from impl.distributed.fsdp._state_dict.agreeing import problem_of_any
+from impl.distributed.fsdp._state_dict.consensus import first_problem_on_any_rank
 from impl.distributed.fsdp._state_dict.packing import chunk_in, dtype_of, own_numel, rows_in, shape_of
-from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardChunk, chunk_of, laid_out_as
-from impl.distributed.fsdp._state_dict.saving import WRAPPED, bring_to_rest
+from impl.distributed.fsdp._state_dict.redistribution import (
+    Redistribution,
+    ShardChunk,
+    chunk_of,
+    in_flat_order,
+)
+from impl.distributed.fsdp._state_dict.saving import WRAPPED, write_back_and_reshard
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp.api import ShardedStateDictConfig, StateDictConfig, StateDictType
 
@@ -39,11 +44,11 @@ class LoadableWrapper(Wrapper):
 
 
 class StateDictLoading:
-    """One call of `load_state_dict`, as far as it concerns the units below and at a wrapper.
+    """Call of `load_state_dict` for the units at and below a wrapper.
 
     Args:
-        wrappers: these units' FullyShardedDataParallel, the outermost first.
-        errors: where a module around the outermost one was asked, what nn.Module will raise.
+        wrappers: the units' FullyShardedDataParallel, the outermost first.
+        errors: errors that nn.Module will raise, if an outer module was called.
     """
 
     def __init__(self, wrappers: Sequence[LoadableWrapper], errors: list[str] | None = None) -> None:
@@ -51,14 +56,14 @@ class StateDictLoading:
         self.errors = errors
         self._errors_before = 0 if errors is None else len(errors)
         self._units: dict[Wrapper, UnitLoading] = {}
-        self._plain = PlainStates(wrappers[0], [one._unit for one in wrappers])
+        self._plain = PlainStates(wrappers[0], [wrapper._unit for wrapper in wrappers])
 
     def begin(self) -> None:
-        for one in self.wrappers:
-            one._loading = self
+        for wrapper in self.wrappers:
+            wrapper._loading = self
 
     def is_walked_from(self, wrapper: Wrapper) -> bool:
-        """Whether the walk came to this wrapper, the outermost one, from a module around it."""
+        """Return whether the walk came to this wrapper, the outermost one, from an outer module."""
         return self.errors is not None and wrapper is self.wrappers[0]
 
     def enter(
@@ -69,78 +74,88 @@ class StateDictLoading:
         state_dict: dict[str, Any],
         prefix: str,
     ) -> list[str]:
-        """Show stand-ins to the modules of a unit; what its keys hold that no rank could load, in words.
+        """Register stand-ins in a unit's modules. Return the problems of its keys as text.
 
         Raises:
-            AssertionError: a key that has to be there is not, or does not hold what it has to.
+            AssertionError: a required key is missing or has a value of another type.
         """
         unit = self._units[wrapper] = UnitLoading(wrapper, kind, config)
         return unit.begin(state_dict, prefix)
 
     def leave(self, wrapper: Wrapper) -> None:
-        """Have the modules of a unit show what they did before."""
+        """Register what the unit's modules had before."""
         self._units[wrapper].end()
 
     def finish(self, problem: str) -> str:
-        """Write what was kept if no rank has a problem; else put back what was written. The problem, of any rank.
+        """Write the values if no rank has a problem, else restore what was written.
 
-        Collectives: all-reduces over the units' groups; and what writing takes.
+        Return the first problem of any rank.
+
+        Collectives: all-reduces over the units' groups, and those of writing.
         """
         self._end()
-        problem = problem or "\n\t".join(one for unit in self._units.values() for one in unit.unfit())
-        given = [one for wrapper in self.wrappers for one in self._given_to(wrapper)]
+        problem = problem or "\n\t".join(
+            problem_text for unit in self._units.values() for problem_text in unit.problems_of_sources()
+        )
+        sources = [source for wrapper in self.wrappers for source in self._sources_of(wrapper)]
         try:
-            verdict = problem_of_any(self.wrappers, problem, given)
+            verdict = first_problem_on_any_rank(self.wrappers, problem, sources)
         except BaseException:
-            self._plain.put_back()
+            self._plain.restore()
             raise
         if verdict:
-            self._plain.put_back()
+            self._plain.restore()
         else:
             for unit in self._units.values():
                 unit.write()
         return verdict
 
     def finish_for_outer_module(self) -> None:
-        """The same where nn.Module raises; what is missing or unexpected does not count, since it may be allowed to."""
+        """Do the same as `finish` where nn.Module raises.
+
+        Missing and unexpected keys do not count, because they may be allowed.
+        """
         assert self.errors is not None
-        mine = self.errors[self._errors_before :]
-        verdict = self.finish("\n\t".join(mine))
-        if verdict and not mine:
+        own_errors = self.errors[self._errors_before :]
+        verdict = self.finish("\n\t".join(own_errors))
+        if verdict and not own_errors:
             self.errors.append(verdict)
 
     def _end(self) -> None:
         for unit in self._units.values():
             unit.end()
-        for one in self.wrappers:
-            one._loading = None
+        for wrapper in self.wrappers:
+            wrapper._loading = None
 
-    def _given_to(self, wrapper: Wrapper) -> list[tuple[str, str]]:
-        """For each parameter what decides on what the ranks send each other."""
-        met = self._units.get(wrapper)
+    def _sources_of(self, wrapper: Wrapper) -> list[tuple[str, str]]:
+        """Return (key, source) of each parameter, which decide what the ranks send to each other."""
+        loading = self._units.get(wrapper)
         return [
-            (f"{slot.name} of {wrapper._unit.name}", met.part_given(handle, index) if met else "nothing")
+            (
+                f"{slot.name} of {wrapper._unit.name}",
+                loading.source_of(handle, index) if loading else "nothing",
+            )
             for handle in wrapper._unit.param_groups
             for index, slot in enumerate(handle.layout.slots)
         ]
 
     def abandon(self) -> None:
-        """Put everything back, without a word to the other ranks."""
+        """Restore everything without a collective."""
         self._end()
-        self._plain.put_back()
+        self._plain.restore()
 
 
 @dataclass(frozen=True)
-class KeptPart:
-    """What a rank keeps of a parameter that nobody holds."""
+class LoadedPiece:
+    """Values that a rank loads into its piece of a parameter."""
 
-    shape: torch.Size  # of all of it
-    values: Tensor | None  # [numel of the piece]; None: the rank has none of it
+    shape: torch.Size  # shape of the full parameter
+    values: Tensor | None  # [numel of the piece], or None if the rank has no piece
     is_meta = False
 
 
 class UnitLoading:
-    """One unit's part in it."""
+    """Load of one unit."""
 
     def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
         self._wrapper = wrapper
@@ -151,37 +166,38 @@ class UnitLoading:
         self._sources: dict[FlatParamGroup, list[Any]] = {}
 
     def begin(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        bring_to_rest(self._unit, self._kind)
+        write_back_and_reshard(self._unit, self._kind)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[prefix + WRAPPED + key.removeprefix(prefix)] = state_dict.pop(key)
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             return self._begin_local(state_dict, prefix)
         problems = []
         if self._kind is StateDictType.SHARDED_STATE_DICT:
-            problems = self._hide_parts(state_dict, prefix)
+            problems = self._hide_sharded(state_dict, prefix)
         for handle in self._unit.param_groups:
             self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
         return problems
 
     def end(self) -> None:
-        """Take what the stand-ins were given; a second time there is nothing to do."""
+        """Take the values of the stand-ins. A second call does nothing."""
         if not self._sources:
-            self._sources = {handle: _taken(handle) for handle in self._unit.param_groups}
+            self._sources = {handle: _loaded_values(handle) for handle in self._unit.param_groups}
         self._shown.close()
 
-    def unfit(self) -> list[str]:
-        """What was put in a parameter's place and cannot be copied from there, in words."""
+    def problems_of_sources(self) -> list[str]:
+        """Return the values that were assigned to a parameter and cannot be copied into it, as text."""
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             return []
         return [
-            f"{handle.layout.slots[index].name}: rank {self._wrapper.rank} was given {_form_of(source)}, but keeps "
+            f"{handle.layout.slots[index].name}: rank {self._wrapper.rank} got {_describe_source(source)}, but keeps "
             f"{expected}"
             for handle, sources in self._sources.items()
             for index, source in enumerate(sources)
-            if source is not None and _form_of(source) != (expected := self._expected_form(handle, index))
+            if source is not None
+            and _describe_source(source) != (expected := self._expected_source(handle, index))
         ]
 
-    def _expected_form(self, handle: FlatParamGroup, index: int) -> str:
+    def _expected_source(self, handle: FlatParamGroup, index: int) -> str:
         slot, parallel = handle.layout.slots[index], handle.param_infos[index].parallel
         if parallel or self._comes_over_whole_mesh():
             return f"a DTensor of shape {tuple(parallel.shape if parallel else slot.shape)}"
@@ -190,8 +206,9 @@ class UnitLoading:
             return f"a tensor of shape {chunk.shape}"
         return f"a tensor of shape {slot.shape}"
 
-    def part_given(self, handle: FlatParamGroup, index: int) -> str:
-        if self._kind is StateDictType.LOCAL_STATE_DICT:  # which has one part, of all parameters together
+    def source_of(self, handle: FlatParamGroup, index: int) -> str:
+        # This type has one part, of all parameters together.
+        if self._kind is StateDictType.LOCAL_STATE_DICT:
             return "nothing"
         source = self._sources[handle][index]
         if isinstance(source, DTensor):
@@ -201,7 +218,7 @@ class UnitLoading:
         return f"a part in {source.dtype}"
 
     def _comes_over_whole_mesh(self) -> bool:
-        """Whether parts are DTensors over a mesh that this unit's was cut out of."""
+        """Return whether the parts are DTensors over a mesh that contains this unit's mesh."""
         mesh = self._wrapper._device_mesh
         is_sharded = self._kind is StateDictType.SHARDED_STATE_DICT
         return is_sharded and mesh is not None and root_mesh_of(mesh) != mesh
@@ -209,32 +226,32 @@ class UnitLoading:
     @torch.no_grad()
     def write(self) -> None:
         for handle, sources in self._sources.items():
-            given = [index for index, source in enumerate(sources) if source is not None]
+            present = [index for index, source in enumerate(sources) if source is not None]
             match self._kind:
                 case StateDictType.LOCAL_STATE_DICT:
                     for source in sources:
                         handle.flat_param.detach()[: len(source)].copy_(source)
                 case StateDictType.SHARDED_STATE_DICT:
-                    self._write_chunks(handle, given, [sources[index] for index in given])
+                    self._write_chunks(handle, present, [sources[index] for index in present])
                 case _:
-                    for index in given:
+                    for index in present:
                         _write_unsharded(handle, index, sources[index])
             if self._unit.phase in SHOWN:
-                self._show_written(handle, given)
+                self._show_written(handle, present)
 
-    def part_of(self, unsharded: Tensor, name: str) -> KeptPart:
-        """To be kept for a parameter, by its name."""
+    def piece_of(self, unsharded: Tensor, name: str) -> LoadedPiece:
+        """Return a copy of this rank's piece of `unsharded`, which is loaded into the parameter `name`."""
         for handle in self._unit.param_groups:
             for index, slot in enumerate(handle.layout.slots):
                 if slot.name == name:
-                    values = _piece_of(handle, index, unsharded)
-                    return KeptPart(unsharded.shape, None if values is None else values.clone())
+                    values = _own_piece(handle, index, unsharded)
+                    return LoadedPiece(unsharded.shape, None if values is None else values.clone())
         raise AssertionError(name)
 
     # ShardedTensor and DTensor
 
-    def _hide_parts(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Put stand-ins for them into the dict, which nn.Module compares with those that the modules show."""
+    def _hide_sharded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Replace sharded values in the dict by stand-ins, which nn.Module compares with those in the modules."""
         problems: list[str] = []
         config = self._config
         uses_dtensor = isinstance(config, ShardedStateDictConfig) and config._use_dtensor
@@ -257,37 +274,37 @@ class UnitLoading:
         return problems
 
     def _problem_of(self, value: Any, chunk: Tensor | None, slot: Slot, shape: torch.Size) -> str:
-        groups, mine = (
+        groups, who = (
             self._wrapper._groups,
-            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given",
+            f"rank {self._wrapper.rank} of {self._wrapper.world_size} got",
         )
         if shape_of(value) != shape:
-            return f"{mine} {_form_of(value)} but the parameter has the shape {tuple(shape)}"
+            return f"{who} {_describe_source(value)} but the parameter has the shape {tuple(shape)}"
         if self._comes_over_whole_mesh():
             whole = root_mesh_of(self._wrapper._mesh)
             if value.device_mesh == whole:
                 return ""
             return (
-                f"{mine} a DTensor over {value.device_mesh} but keeps one over {whole}; what was saved over another "
-                "mesh is loaded by torch.distributed.checkpoint"
+                f"{who} a DTensor over {value.device_mesh} but keeps one over {whole}; load a state dict of another "
+                "mesh by torch.distributed.checkpoint"
             )
         expected = chunk_of(slot, groups.shard_rank, groups.shard_size).shape
         actual = (0, *slot.shape[1:]) if chunk is None else tuple(chunk.shape)
         if actual == expected:
             return ""
         return (
-            f"{mine} a part of shape {actual} but keeps {expected}; what another number of ranks has saved is loaded "
+            f"{who} a part of shape {actual} but keeps {expected}; load a state dict of another number of ranks "
             "by torch.distributed.checkpoint"
         )
 
-    def _write_chunks(self, handle: FlatParamGroup, given: Sequence[int], chunks: Sequence[Tensor]) -> None:
-        held = [
+    def _write_chunks(self, handle: FlatParamGroup, indices: Sequence[int], chunks: Sequence[Tensor]) -> None:
+        chunks_of_params = [
             ShardChunk(index, self._rows_in(handle, index, chunk))
-            for index, chunk in zip(given, chunks, strict=True)
+            for index, chunk in zip(indices, chunks, strict=True)
         ]
         redistribution = Redistribution(handle.layout, self._wrapper._groups, handle.device, self._unit.name)
         shard = handle.flat_param.detach()
-        for index, values in zip(given, redistribution.pieces_from(held), strict=True):
+        for index, values in zip(indices, redistribution.pieces_from(chunks_of_params), strict=True):
             piece = handle.pieces[index]
             if piece is not None:
                 shard.narrow(0, piece.offset, piece.numel).copy_(values)
@@ -302,7 +319,7 @@ class UnitLoading:
 
     def _begin_local(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         problems: list[str] = []
-        if self._wrapper._use_orig_params:  # torch's dicts have these beside the shards
+        if self._wrapper._use_orig_params:  # torch's dicts contain them beside the shards
             for _, _, name in self._names():
                 state_dict.pop(prefix + WRAPPED + name, None)
         for name, handle in self._wrapper._named_handles():
@@ -328,56 +345,58 @@ class UnitLoading:
         rank, layout = self._wrapper._groups.shard_rank, handle.layout
         shards = value.local_shards()
         actual = [
-            (one.metadata.shard_offsets[0], one.tensor.numel()) for one in shards if not one.tensor.is_meta
+            (shard.metadata.shard_offsets[0], shard.tensor.numel())
+            for shard in shards
+            if not shard.tensor.is_meta
         ]
         numel = own_numel(layout, rank)
         expected = [(rank * layout.shard_numel, numel)] if numel else []
-        found = shape_of(value).numel()
-        if actual == expected and found == layout.numel:
+        numel_of_all = shape_of(value).numel()
+        if actual == expected and numel_of_all == layout.numel:
             return "", shards[0].tensor if shards else handle.flat_param.detach()[:0]
         return (
-            f"rank {self._wrapper.rank} of {self._wrapper.world_size} was given (offset, elements) {actual} of "
-            f"{found} but keeps {expected} of {layout.numel}; LOCAL_STATE_DICT is loaded by as many "
-            "ranks, wrapped alike, as have saved it"
+            f"rank {self._wrapper.rank} of {self._wrapper.world_size} got (offset, elements) {actual} of "
+            f"{numel_of_all} but keeps {expected} of {layout.numel}; load LOCAL_STATE_DICT on as many ranks "
+            "as saved it, with the same wrapping"
         ), handle.flat_param.detach()[:0]
 
     # Both
 
     def _names(self) -> list[tuple[FlatParamGroup, int, str]]:
-        """Every name of every parameter, without what wrappers put in."""
+        """Return every name of every parameter, without prefixes of wrappers."""
         locations = {
             (location.module, location.attribute): (handle, index)
             for handle in self._unit.param_groups
-            for index, one in enumerate(handle.param_infos)
-            for location in one.locations
+            for index, info in enumerate(handle.param_infos)
+            for location in info.locations
         }
         modules = list(self._wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False))
         prefixes: dict[nn.Module, list[str]] = {}
         for name, module in modules:
             prefixes.setdefault(module, []).append(clean_name(f"{name}.") if name else "")
         return [
-            (*found, before + attribute)
-            for (module, attribute), found in locations.items()
+            (*place, before + attribute)
+            for (module, attribute), place in locations.items()
             for before in prefixes[module]
         ]
 
     def _stand_in(self, shape: torch.Size, dtype: torch.dtype, name: str, source: Any = None) -> StandIn:
         like = torch.empty(shape, dtype=dtype, device="meta")
-        return StandIn.made(like, name, device=self._wrapper.compute_device, owner=self, source=source)
+        return StandIn.create(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 
-    def _show_written(self, handle: FlatParamGroup, given: Sequence[int]) -> None:
-        """Inside `summon_full_params`, have the unsharded parameters be what was loaded."""
+    def _show_written(self, handle: FlatParamGroup, indices: Sequence[int]) -> None:
+        """Copy the loaded values into the unsharded parameters inside `summon_full_params`."""
         views = handle.views_of(handle.gather_like(handle.flat_param.detach(), self._unit.name))
         if self._unit.summoned or self._unit.phase in SHOWN_ON_ALL_RANKS:
             shown = dict(handle.registered())
-            for index in given:
+            for index in indices:
                 target = shown[index]
                 assert target is not None
                 local_of(target.detach()).copy_(views[index])
 
 
 class PlainStates:
-    """Buffers, parameters that no unit manages, and extra states: what nn.Module itself loads, as it was before."""
+    """Journal of buffers, parameters that no unit manages, and extra states, which nn.Module itself loads."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit[FlatParamGroup]]) -> None:
         summoned = {
@@ -389,13 +408,13 @@ class PlainStates:
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None and not is_managed(tensor) and tensor not in summoned:
-                        kept = (registry, name, tensor, tensor.detach().clone(), tensor._version)
-                        self._tensors.append(kept)
+                        entry = (registry, name, tensor, tensor.detach().clone(), tensor._version)
+                        self._tensors.append(entry)
             if _has_extra_state(module):
                 self._extras.append((module, copy.deepcopy(module.get_extra_state())))
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for registry, name, tensor, before, version in self._tensors:
             registry[name] = tensor
             if tensor._version != version:
@@ -412,38 +431,38 @@ def _has_extra_state(module: nn.Module) -> bool:
     )
 
 
-def _taken(handle: FlatParamGroup) -> list[Any]:
-    """For each parameter what is to be loaded into it: what its stand-in has taken, or what was put in its place."""
-    found: list[Any] = [None] * len(handle.layout.slots)
+def _loaded_values(handle: FlatParamGroup) -> list[Any]:
+    """Return the value to load for each parameter: that of its stand-in, or one that was assigned instead."""
+    values: list[Any] = [None] * len(handle.layout.slots)
     for index, shown in handle.registered():
         source = shown.source if isinstance(shown, StandIn) else shown
         if source is not None:
-            found[index] = source
-    return found
+            values[index] = source
+    return values
 
 
-def _form_of(source: Any) -> str:
+def _describe_source(source: Any) -> str:
     kind = f"a {type(source).__name__}" if isinstance(source, (ShardedTensor, DTensor)) else "a tensor"
     if not isinstance(source, ShardedTensor) and source.is_meta:
         kind = "a meta tensor"
     return f"{kind} of shape {tuple(shape_of(source))}"
 
 
-def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | KeptPart) -> None:
+def _write_unsharded(handle: FlatParamGroup, index: int, source: Tensor | LoadedPiece) -> None:
     """Copy this rank's piece of an unsharded parameter into the shard."""
     piece, parallel = handle.pieces[index], handle.param_infos[index].parallel
     if parallel is not None and isinstance(source, DTensor):
         source = parallel.local_part(source)
-    values = source.values if isinstance(source, KeptPart) else _piece_of(handle, index, source)
+    values = source.values if isinstance(source, LoadedPiece) else _own_piece(handle, index, source)
     if piece is not None and values is not None:
         handle.flat_param.detach().narrow(0, piece.offset, piece.numel).copy_(values)
 
 
-def _piece_of(handle: FlatParamGroup, index: int, unsharded: Tensor) -> Tensor | None:
-    """What of an unsharded parameter lies in this rank's shard, [numel of the piece]."""
+def _own_piece(handle: FlatParamGroup, index: int, unsharded: Tensor) -> Tensor | None:
+    """Return this rank's piece of an unsharded parameter, [numel of the piece], or None."""
     slot, piece = handle.layout.slots[index], handle.pieces[index]
     if piece is None:
         return None
-    dense = laid_out_as(unsharded.detach(), slot)
+    dense = in_flat_order(unsharded.detach(), slot)
     first = handle.rank * handle.layout.shard_numel + piece.offset - slot.start if handle.is_sharded else 0
     return dense.as_strided((slot.numel,), (1,)).narrow(0, first, piece.numel)

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel has of methods about state dicts of the model."""
+"""Methods of FullyShardedDataParallel about state dicts of the model."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ _INSTEAD_OF_LOADING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_st
 
 
 class StateDicts(LoadableWrapper):
-    """Saves and loads the parameters that a unit manages, by hooks around nn.Module's own walk.
+    """Saving and loading of the parameters that a unit manages, by hooks around nn.Module's own walk.
 
     So it makes no difference whether FullyShardedDataParallel or a module around it is asked for its state dict.
     """
 
     def _begin_state_dicts(self, module: nn.Module) -> None:
-        """To be called once in the constructor, when `module` has the buffers that it was wrapped with."""
+        """Initialize the mixin.
+
+        Call once in the constructor, when `module` has the buffers that it was wrapped with.
+        """
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config: StateDictConfig = FullStateDictConfig()
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
@@ -64,50 +67,50 @@ class StateDicts(LoadableWrapper):
         self.register_load_state_dict_post_hook(_after_loading)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state of the module as `state_dict_type` says; arguments as of any module.
+        """Return the module's state in the form of `state_dict_type`. The arguments are those of nn.Module.
 
-        FULL_STATE_DICT, the default, has unsharded parameters under the names they had before wrapping, as copies.
-        SHARDED_STATE_DICT has each rank's rows of them, as ShardedTensor, or DTensor where a device mesh was given.
-        LOCAL_STATE_DICT has what the rank keeps, as it is; it is loaded only where as many ranks are wrapped alike.
-        NO_SHARD has always FULL_STATE_DICT.
+        FULL_STATE_DICT, the default, contains copies of the unsharded parameters under the names before wrapping.
+        SHARDED_STATE_DICT contains each rank's rows, as ShardedTensor, or as DTensor if a device mesh was passed.
+        LOCAL_STATE_DICT contains the rank's shards. It can only be loaded by as many ranks with the same wrapping.
+        NO_SHARD always uses FULL_STATE_DICT.
 
         Raises:
-            AssertionError: in the middle of a forward or backward.
+            AssertionError: called during a forward or backward.
             RuntimeError: LOCAL_STATE_DICT with a device mesh, or inside `summon_full_params`.
-        Collectives: for each unit an all-gather, or of SHARDED_STATE_DICT an all-to-all of what each rank has to hold.
-        Source: torch's 2.13; differences: with `use_orig_params` too LOCAL_STATE_DICT has flat parameters alone. Of
-            SHARDED_STATE_DICT hooks of inner modules see no unsharded parameters.
+        Collectives: for each unit an all-gather, or for SHARDED_STATE_DICT an all-to-all of each rank's rows.
+        Source: torch's 2.13; differences: LOCAL_STATE_DICT contains flat parameters only, also with `use_orig_params`.
+            With SHARDED_STATE_DICT, hooks of inner modules see no unsharded parameters.
         """
         try:
             return super().state_dict(*args, **kwargs)
         except BaseException:
-            for one in wrappers_in(self):
-                if one._saving is not None:
-                    one._saving.abandon()
-                    one._saving = None
+            for wrapper in wrappers_in(self):
+                if wrapper._saving is not None:
+                    wrapper._saving.abandon()
+                    wrapper._saving = None
             raise
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what `state_dict` has made with the same `state_dict_type`; all of it on every rank, or nothing on any.
+        """Load a state dict of the same `state_dict_type`: all of it on every rank, or nothing on any rank.
 
         Args:
-            state_dict: of FULL_STATE_DICT the unsharded one on each rank.
-            strict: its keys have to be those that `state_dict` has.
-            assign: buffers, and parameters that no unit manages, become the dict's own tensors. The others are copied.
+            state_dict: for FULL_STATE_DICT the unsharded dict on each rank.
+            strict: require the same keys as `state_dict` returns.
+            assign: use the dict's own tensors for buffers and parameters that no unit manages. The others are copied.
 
         Returns:
             The missing and the unexpected keys.
 
         Raises:
             RuntimeError: a key is missing, unexpected or misshaped, on this rank or on another one.
-            AssertionError: a key does not hold what the state dict's type asks for.
-        Collectives: all-reduces of a number for each parameter; then of SHARDED_STATE_DICT an all-to-all a unit.
-        Source: torch's 2.13; differences: a load that fails leaves everything as it was; `assign` loads what units
-            manage; LOCAL_STATE_DICT is loaded with `use_orig_params` too. Modules that load in a way of their own may
-            copy into unsharded parameters, and cannot read them. If a module around this one is asked, what
-            is missing or unexpected is told after the rest was loaded.
+            AssertionError: a key has a value of another type than the state dict's type requires.
+        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all a unit.
+        Source: torch's 2.13; differences: a failed load leaves everything unchanged; `assign` loads parameters of
+            units too; LOCAL_STATE_DICT can be loaded with `use_orig_params` too. Modules with their own load function
+            may copy into unsharded parameters, and cannot read them. If an outer module is loaded, missing and
+            unexpected keys are reported after the rest was loaded.
         """
         loading = StateDictLoading(wrappers_in(self))
         loading.begin()
@@ -131,46 +134,46 @@ class StateDicts(LoadableWrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Say what `state_dict` and `load_state_dict` make and take, of every unit below and at `module`.
+        """Set the form that `state_dict` and `load_state_dict` use for every unit at and below `module`.
 
         Args:
             module: any module.
             state_dict_type: see `state_dict`.
-            state_dict_config: of that type; by default as it comes. `offload_to_cpu` has tensors on the CPU;
-                `rank0_only`, of FULL_STATE_DICT, has them on the group's first rank alone.
+            state_dict_config: config of that type, by default with its defaults. `offload_to_cpu` puts tensors on the
+                CPU. `rank0_only` of FULL_STATE_DICT returns them on the group's first rank only.
             optim_state_dict_config: the same for optimizers.
 
         Returns:
-            What was set before.
+            The previous settings.
 
         Raises:
-            RuntimeError: a configuration is of another type.
-            AssertionError: the units were set differently.
+            RuntimeError: a configuration has another type.
+            AssertionError: the units have different settings.
         """
         warnings.warn(_DEPRECATED, FutureWarning, stacklevel=2)
         return _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """What `set_state_dict_type` has set; None if there is no unit.
+        """Return the settings of `set_state_dict_type`, or None if there is no unit.
 
         Raises:
-            AssertionError: the units were set differently.
-            RuntimeError: LOCAL_STATE_DICT was set where a device mesh was given.
+            AssertionError: the units have different settings.
+            RuntimeError: LOCAL_STATE_DICT was set, and a device mesh was passed.
         """
-        found: StateDictSettings | None = None
-        for one in wrappers_in(module):
+        common: StateDictSettings | None = None
+        for wrapper in wrappers_in(module):
             settings = StateDictSettings(
-                one._state_dict_type, one._state_dict_config, one._optim_state_dict_config
+                wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
             )
-            if found is not None and settings != found:
+            if common is not None and settings != common:
                 raise AssertionError(
-                    f"All FSDP modules must have the same state dict settings.Got {settings} and {found}."
+                    f"All FSDP modules must have the same state dict settings.Got {settings} and {common}."
                 )
-            if one._device_mesh is not None:
-                _use_dtensor(one._state_dict_type, one._optim_state_dict_config)
-            found = found or settings
-        return found
+            if wrapper._device_mesh is not None:
+                _use_dtensor(wrapper._state_dict_type, wrapper._optim_state_dict_config)
+            common = common or settings
+        return common
 
     @staticmethod
     @contextlib.contextmanager
@@ -180,39 +183,38 @@ class StateDicts(LoadableWrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """Inside, what `set_state_dict_type` sets; afterwards, also after an error, what was set before.
+        """Context manager that sets the state dict type as `set_state_dict_type` does, and restores it at exit.
 
-        Source: torch's 2.13; differences: after an error it leaves what it has set.
+        Source: torch's 2.13; differences: torch does not restore the settings after an error.
         """
         warnings.warn(_DEPRECATED, FutureWarning, stacklevel=3)
         before = _set(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
         finally:
-            for one in wrappers_in(module):
-                one._state_dict_type = before.state_dict_type
-                one._state_dict_config = before.state_dict_config
-                one._optim_state_dict_config = before.optim_state_dict_config
+            for wrapper in wrappers_in(module):
+                wrapper._state_dict_type = before.state_dict_type
+                wrapper._state_dict_config = before.state_dict_config
+                wrapper._optim_state_dict_config = before.optim_state_dict_config
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Names that torch.distributed.checkpoint.state_dict, which asks every module, shall change: none.
+        """Return the names that torch.distributed.checkpoint.state_dict must change: none.
 
         Raises:
-            RuntimeError: this class does not stand there in the place of torch's, so that each rank's part would be
-                written as if it were all of it.
+            RuntimeError: this class does not replace torch's, so each rank's part would be written as the full tensor.
         """
         if isinstance(self, sys.modules["torch.distributed.checkpoint.state_dict"].FSDP):
             return {}
         raise RuntimeError(
-            "torch.distributed.checkpoint.state_dict takes impl's FullyShardedDataParallel for a module that every "
-            "rank has unsharded; call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
+            "torch.distributed.checkpoint.state_dict takes impl's FullyShardedDataParallel for an unsharded module; "
+            "call impl.drop_in.install() before, or use impl.distributed.fsdp.checkpoint"
         )
 
     def _kind_and_config(self, instead: str) -> tuple[StateDictType, StateDictConfig]:
-        """What is made or taken now; `instead` says so where it is not what was set.
+        """Return the current type and config. Warn with `instead` if the type is not the one that was set.
 
         Raises:
-            RuntimeError: LOCAL_STATE_DICT was set, and a device mesh given.
+            RuntimeError: LOCAL_STATE_DICT was set, and a device mesh was passed.
         """
         if self.sharding_strategy is ShardingStrategy.NO_SHARD:
             warnings.warn(instead, stacklevel=3)
@@ -223,8 +225,8 @@ class StateDicts(LoadableWrapper):
 
 
 def wrappers_in(module: nn.Module) -> list[StateDicts]:
-    """Every FullyShardedDataParallel at and below a module, the outermost first."""
-    return [one for one in module.modules() if isinstance(one, StateDicts)]
+    """Return every FullyShardedDataParallel at and below a module, the outermost first."""
+    return [child for child in module.modules() if isinstance(child, StateDicts)]
 
 
 def _set(
@@ -243,19 +245,21 @@ def _set(
             f"Expected optim_state_dict_config of type {optim_expected} but got {type(optim_config)}"
         )
     wrappers = wrappers_in(module)
-    if len({one._state_dict_type for one in wrappers}) > 1:
+    if len({wrapper._state_dict_type for wrapper in wrappers}) > 1:
         raise AssertionError("All FSDP modules should have the same state_dict_type.")
-    if len({type(one._state_dict_config) for one in wrappers}) > 1:
+    if len({type(wrapper._state_dict_config) for wrapper in wrappers}) > 1:
         raise AssertionError("All FSDP modules must have the same type of state_dict_config.")
-    if len({type(one._optim_state_dict_config) for one in wrappers}) > 1:
+    if len({type(wrapper._optim_state_dict_config) for wrapper in wrappers}) > 1:
         raise AssertionError("All FSDP modules must have the same type of optim_state_dict_config.")
     nothing: Any = None
     before = StateDictSettings(nothing, nothing, nothing)
-    for one in reversed(wrappers):
-        before = StateDictSettings(one._state_dict_type, one._state_dict_config, one._optim_state_dict_config)
-        one._state_dict_type = kind
-        one._state_dict_config = config
-        one._optim_state_dict_config = optim_config
+    for wrapper in reversed(wrappers):
+        before = StateDictSettings(
+            wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
+        )
+        wrapper._state_dict_type = kind
+        wrapper._state_dict_config = config
+        wrapper._optim_state_dict_config = optim_config
     return before
 
 
@@ -274,7 +278,7 @@ def _use_dtensor(kind: StateDictType, config: Any) -> None:
 def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
     del prefix, keep_vars
     assert isinstance(wrapper, StateDicts)
-    if wrapper._saving is not None:  # a walk that began at a module around it has raised
+    if wrapper._saving is not None:  # a walk from an outer module has raised
         wrapper._saving.abandon()
     kind, config = wrapper._kind_and_config(_INSTEAD_OF_SAVING)
     wrapper._find_root().handle_failed_backward()
@@ -310,7 +314,7 @@ def _before_loading(  # noqa: PLR0913  nn.Module's eight
     wrapper._find_root().handle_failed_backward()
     loading = wrapper._loading
     if loading is None or loading.is_walked_from(wrapper):
-        if loading is not None:  # the walk has raised
+        if loading is not None:  # the previous walk has raised
             loading.abandon()
         loading = StateDictLoading(wrappers_in(wrapper), error_msgs)
         loading.begin()

@@ -1,4 +1,4 @@
-"""What the parameters that an optimizer steps are called: in its own state dict, and in those that are saved."""
+"""Names of the parameters that an optimizer steps: in its own state dict, and in saved ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StateDict = dict[str, Any]
 
 
 class OptimStateKeyType(Enum):
-    """What an optimizer's state dict calls parameters: by their names in a model, or by their numbers."""
+    """Keys of parameters in an optimizer's state dict: their names in a model, or their numbers."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -30,10 +30,10 @@ class OptimStateKeyType(Enum):
 
 @dataclass(frozen=True, eq=False)
 class NamedHandle:
-    """A flat buffer, and what its parameters are called in the model whose optimizer it is."""
+    """Flat parameter with the names of its parameters in the model whose optimizer is saved."""
 
     handle: FlatParamGroup
-    wrapper: Wrapper  # the FullyShardedDataParallel whose it is
+    wrapper: Wrapper  # FullyShardedDataParallel of the flat parameter
     names: tuple[str, ...]
 
     @property
@@ -44,18 +44,18 @@ class NamedHandle:
         return Redistribution(self.handle.layout, self.wrapper._groups, self.handle.device, self.unit.name)
 
 
-def is_stepped_unsharded(one: NamedHandle) -> bool:
-    """Whether its parameters are stepped unsharded and by themselves, so that their state may have any shape."""
-    return one.handle.use_orig_params and not one.handle.is_sharded
+def is_stepped_unsharded(named: NamedHandle) -> bool:
+    """Return whether the parameters are stepped unsharded and one by one, so that their states may have any shape."""
+    return named.handle.use_orig_params and not named.handle.is_sharded
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """One parameter of an optimizer: of a flat one without `use_orig_params` all names, else one."""
+    """A parameter of an optimizer. A flat one without `use_orig_params` has several names, others have one."""
 
     names: tuple[str, ...]
-    within: NamedHandle | None  # None: no unit manages it
-    current: str  # what the model calls it now
+    within: NamedHandle | None  # absent if no unit manages the parameter
+    current: str  # current name in the model
 
     @property
     def name(self) -> str:
@@ -63,13 +63,13 @@ class Stepped:
 
     @property
     def index(self) -> int:
-        """Of the first name among the flat parameter's parameters."""
+        """Index of the first name among the flat parameter's parameters."""
         assert self.within is not None
         return self.within.names.index(self.name)
 
 
 class Names:
-    """The parameters of a model, in the order in which `named_modules` meets them, as they were called before wrapping.
+    """Parameters of a model in `named_modules` order, with their names before wrapping.
 
     Args:
         model: any module.
@@ -80,31 +80,33 @@ class Names:
         self._model = model
         prefixes = {module: clean_name(f"{name}.") if name else "" for name, module in model.named_modules()}
         self.handles = [
-            NamedHandle(handle, one, tuple(prefixes[one] + slot.name for slot in handle.layout.slots))
-            for one in wrappers
-            for handle in one._unit.param_groups
+            NamedHandle(handle, wrapper, tuple(prefixes[wrapper] + slot.name for slot in handle.layout.slots))
+            for wrapper in wrappers
+            for handle in wrapper._unit.param_groups
         ]
-        self.handle_of = {name: one for one in self.handles for name in one.names}
-        managed = {tensor: found for one in self.handles for tensor, found in _managed_by(one)}
+        self.handle_of = {name: named for named in self.handles for name in named.names}
+        managed = {tensor: entry for named in self.handles for tensor, entry in _managed_by(named)}
         self.stepped: dict[nn.Parameter, Stepped] = {}
         for name, tensor in model.named_parameters():
             parameter, names, within = managed.get(tensor, (tensor, (clean_name(name),), None))
             self.stepped.setdefault(parameter, Stepped(names, within, name))
 
     def of(self, parameter: nn.Parameter) -> Stepped:
-        """
+        """Return the names of a stepped parameter.
+
         Raises:
             KeyError: the model does not have the parameter.
         """
         if parameter not in self.stepped:
             raise KeyError(
-                f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that the model does not have; hand "
-                "over the model whose parameters the optimizer was made for, outside of summon_full_params()"
+                f"the optimizer steps a parameter of shape {tuple(parameter.shape)} that the model does not have; pass "
+                "the model whose parameters the optimizer was created with, outside of summon_full_params()"
             )
         return self.stepped[parameter]
 
-    def single(self) -> dict[nn.Parameter, str]:
-        """
+    def names_of_params(self) -> dict[nn.Parameter, str]:
+        """Return the name of each stepped parameter.
+
         Raises:
             RuntimeError: a flat parameter has several names.
         """
@@ -117,7 +119,7 @@ class Names:
         return {parameter: stepped.name for parameter, stepped in self.stepped.items()}
 
     def keyed(self, source: Source, is_named: bool = False) -> dict[Key, nn.Parameter]:
-        """What an optimizer steps by the keys of its state dict: numbers, or for one that is `is_named` names."""
+        """Return the stepped parameters by the keys of the optimizer's state dict: numbers, or names if `is_named`."""
         parameters = source.parameters(self._model)
         if is_named:
             return {self.of(parameter).current: parameter for parameter in parameters}
@@ -125,32 +127,33 @@ class Names:
 
 
 def _managed_by(
-    one: NamedHandle,
+    named: NamedHandle,
 ) -> Iterator[tuple[Tensor, tuple[nn.Parameter, tuple[str, ...], NamedHandle]]]:
-    """By what modules show: the parameter that an optimizer steps, and the names in it."""
-    handle = one.handle
+    """Yield each tensor that modules have, with the parameter that an optimizer steps and its names."""
+    handle = named.handle
     if not handle.use_orig_params:
-        yield handle.flat_param, (handle.flat_param, one.names, one)
+        yield handle.flat_param, (handle.flat_param, named.names, named)
         return
-    for parameter, name in zip(handle.parameters, one.names, strict=True):
-        yield parameter, (parameter, (name,), one)
+    for parameter, name in zip(handle.parameters, named.names, strict=True):
+        yield parameter, (parameter, (name,), named)
     for index, shown in handle.registered():
-        # While the unit is unsharded, a view.
+        # A view, while the unit is unsharded.
         if shown is not None:
-            yield shown, (handle.parameters[index], (one.names[index],), one)
+            yield shown, (handle.parameters[index], (named.names[index],), named)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where to read which parameters an optimizer steps, in order: the optimizer, or what it was made of."""
+    """Source of the parameters that an optimizer steps, in order: the optimizer, or the argument that created it."""
 
     optim: Optimizer | None
     optim_input: Any = None
 
     def parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """
+        """Return the parameters that the optimizer steps.
+
         Raises:
-            TypeError, ValueError: `optim_input` is not what an optimizer is made of.
+            TypeError, ValueError: `optim_input` is no valid argument of an optimizer.
         """
         if self.optim_input is None and self.optim is not None:
             return [parameter for group in self.optim.param_groups for parameter in group["params"]]
@@ -161,47 +164,49 @@ class Source:
 
 def _parameters_of_input(optim_input: Iterable[Any]) -> list[nn.Parameter]:
     try:
-        given: list[Any] = list(optim_input)
+        entries: list[Any] = list(optim_input)
     except TypeError as error:
         raise TypeError(
             f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
         ) from error
-    if not given:
+    if not entries:
         raise ValueError("Optimizer input should not be empty")
-    if all(isinstance(one, Tensor) for one in given):
-        return given
-    if not all(isinstance(one, dict) for one in given):
+    if all(isinstance(entry, Tensor) for entry in entries):
+        return entries
+    if not all(isinstance(entry, dict) for entry in entries):
         raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
-    if not all("params" in group for group in given):
+    if not all("params" in group for group in entries):
         raise AssertionError('A parameter group should map "params" to a list of the parameters in the group')
-    return [parameter for group in given for parameter in group["params"]]
+    return [parameter for group in entries for parameter in group["params"]]
 
 
 def is_keyed_by_name(state_dict: StateDict) -> bool:
-    """Whether it is of an optimizer whose own state dict has names for keys; one without state is taken not to be."""
+    """Return whether the optimizer's own state dict has names as keys. One without state counts as having numbers."""
     return any(isinstance(key, str) for key in [*(state_dict.get("state") or ())][:1])
 
 
-def rekeyed(
+def rekey(
     state_dict: StateDict, key_type: Any, model: nn.Module, wrappers: Sequence[Wrapper], source: Source
 ) -> StateDict:
-    """A state dict of an unwrapped model's optimizer by the other kind of keys; itself, if it has them already.
+    """Return a state dict of an unwrapped model's optimizer with the other type of keys.
+
+    A dict that has the requested keys is returned unchanged.
 
     Raises:
-        AssertionError: `key_type` is no `OptimStateKeyType`; torch's will do.
-        ValueError: it has keys of both kinds.
+        AssertionError: `key_type` is no `OptimStateKeyType` of Tandem or torch.
+        ValueError: the dict has keys of both types.
         RuntimeError: the model has flat parameters.
     """
     expected = getattr(key_type, "name", None)
     if expected not in OptimStateKeyType.__members__:
         raise AssertionError(f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {key_type}")
-    kinds = {type(key) for key in state_dict["state"]}
-    if len(kinds) > 1 and kinds & {int, str}:
+    types = {type(key) for key in state_dict["state"]}
+    if len(types) > 1 and types & {int, str}:
         raise ValueError(f"Invalid parameter keys: {state_dict['state'].keys()}")
-    if kinds <= {str if expected == OptimStateKeyType.PARAM_NAME.name else int}:
+    if types <= {str if expected == OptimStateKeyType.PARAM_NAME.name else int}:
         return state_dict
     names = Names(model, wrappers)
-    name_of = names.single()
+    name_of = names.names_of_params()
     keyed = names.keyed(source)
     if expected == OptimStateKeyType.PARAM_NAME.name:
         new_of: dict[Any, Any] = {key: name_of[parameter] for key, parameter in keyed.items()}
@@ -217,14 +222,14 @@ def rekeyed(
 
 
 def with_params(group: StateDict, params: list[Any]) -> StateDict:
-    """A copy of a parameter group that names other parameters."""
+    """Return a copy of a parameter group with other parameters."""
     return {key: params if key == "params" else copy.deepcopy(value) for key, value in group.items()}
 
 
 def unflattened_groups(
     groups: Iterable[StateDict], keyed: dict[Key, nn.Parameter], names: Names
 ) -> list[StateDict]:
-    """Parameter groups by names, as they are saved."""
+    """Return the parameter groups with names, as they are saved."""
     return [
         with_params(group, [name for key in group["params"] for name in names.of(keyed[key]).names])
         for group in groups
@@ -232,10 +237,10 @@ def unflattened_groups(
 
 
 def flattened_groups(groups: Sequence[StateDict], key_of: dict[str, Key]) -> list[StateDict]:
-    """Parameter groups by an optimizer's own keys, as it loads them.
+    """Return the parameter groups with an optimizer's own keys, as it loads them.
 
     Raises:
-        KeyError: a name is of no parameter that the optimizer steps.
+        KeyError: a name belongs to no parameter that the optimizer steps.
     """
     named = {name for group in groups for name in group["params"]}
     unknown = sorted(named - key_of.keys())

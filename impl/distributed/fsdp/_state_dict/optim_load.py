@@ -1,8 +1,7 @@
-"""An optimizer's state that was saved by names and in unsharded shapes, as the optimizer of a sharded model loads it.
+"""Conversion of a saved optimizer state, with names and unsharded shapes, for the optimizer of a sharded model.
 
-First everything is looked through, without its elements where another rank has them: what cannot be loaded raises on
-all ranks before anything moves. Then each flat parameter gets its rank's part. What is loaded shares no memory with
-what was given.
+First everything is checked, without the elements that other ranks have. Invalid input raises on all ranks before
+anything is communicated. Then each flat parameter gets its rank's shard. The result shares no memory with the input.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
-from impl.distributed.fsdp._state_dict.agreeing import reported_by_all
-from impl.distributed.fsdp._state_dict.optim_flat import TensorForm, form_of, own_copy
+from impl.distributed.fsdp._state_dict.consensus import gather_reports
+from impl.distributed.fsdp._state_dict.optim_flat import TensorMeta, describe_state_value, own_copy
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Key,
     NamedHandle,
@@ -37,30 +36,31 @@ from impl.distributed.fsdp._state_dict.optim_shard import (
     FlatParamLoad,
     Scatter,
     full_tensor_of,
-    is_in_parts,
+    has_rows_per_rank,
     unsharded_of,
 )
 from impl.distributed.fsdp._state_dict.packing import dtype_of, shape_of
 
 
 class OptimStateLoading:
-    """One state dict on its way into an optimizer, on one rank.
+    """Load of one state dict into an optimizer, on one rank.
 
     Args:
-        model: whose parameters the optimizer steps.
+        model: the model whose parameters the optimizer steps.
         wrappers: every FullyShardedDataParallel at and below it.
-        source: of what the optimizer steps.
-        given: the state dict; with `rank0_only` that of the group's first rank counts alone.
-        keeper: an optimizer whose state dict has names for keys, and states for parameters of which a rank has nothing.
-        agrees: tell other ranks what is wrong; without, they need not take part unless tensors move.
+        source: source of the stepped parameters.
+        state_dict: the state dict. With `rank0_only` only that of the group's first rank counts.
+        keeper: an optimizer whose state dict has names as keys, and states for parameters of which a rank has nothing.
+        agrees: report problems to other ranks. Without it, other ranks need not take part unless tensors are
+            exchanged.
     """
 
-    def __init__(  # noqa: PLR0913  what torch's functions take
+    def __init__(  # noqa: PLR0913  arguments of torch's functions
         self,
         model: nn.Module,
         wrappers: Sequence[Wrapper],
         source: Source,
-        given: Any,
+        state_dict: Any,
         *,
         rank0_only: bool = False,
         keeper: Optimizer | None = None,
@@ -74,19 +74,22 @@ class OptimStateLoading:
         self._group = group
         self._rank0_only = rank0_only
         self._agrees = agrees
-        self._given = given if not rank0_only or dist.get_rank(group) == 0 else {}
-        self._forms: Any = _announced(self._given, group) if rank0_only else self._given
+        self._state_dict = state_dict if not rank0_only or dist.get_rank(group) == 0 else {}
+        self._descriptions: Any = (
+            _broadcast_descriptions(self._state_dict, group) if rank0_only else self._state_dict
+        )
         self._flats: dict[NamedHandle, FlatParamLoad] = {}
         self._key_of: dict[nn.Parameter, Key] = {}
         self._groups: list[StateDict] | None = None
 
     @torch.no_grad()
     def run(self) -> StateDict:
-        """
+        """Return the state dict for the optimizer.
+
         Raises:
             ValueError, KeyError, RuntimeError: the state dict does not fit the model or the optimizer.
-        Collectives: over the group, if rank 0's counts alone or ranks agree, one of objects each; where tensors are on
-            other ranks, those that bring this rank's part.
+        Collectives: over the group, one of objects if only rank 0's dict counts, and one if ranks agree; and those
+            that bring this rank's shards if other ranks have the tensors.
         """
         problem: Exception | None = None
         try:
@@ -96,142 +99,149 @@ class OptimStateLoading:
         scatters: dict[NamedHandle, Scatter] = {}
         if self._agrees:
             moves = self._moves() if problem is None else []
-            reported = (moves, [one.handle.rank for one in self._names.handles])
-            by_rank = reported_by_all(problem, self._group, reported)
-            self._refuse_different_moves([moves for moves, _ in by_rank])
+            reported = (moves, [named.handle.rank for named in self._names.handles])
+            by_rank = gather_reports(problem, self._group, reported)
+            self._check_same_moves([moves for moves, _ in by_rank])
             if self._rank0_only:
                 owners = zip(*(owned for _, owned in by_rank), strict=True)
                 scatters = {
-                    one: Scatter(self._group, owned)
-                    for one, owned in zip(self._names.handles, owners, strict=True)
+                    named: Scatter(self._group, owned)
+                    for named, owned in zip(self._names.handles, owners, strict=True)
                 }
         elif problem is not None:
             raise problem
-        return self._loaded(scatters)
+        return self._assemble(scatters)
 
     def _check(self) -> None:
-        """Look through everything that may be wrong."""
-        if not self._rank0_only and "state" not in self._forms:
+        """Check everything that may be wrong."""
+        if not self._rank0_only and "state" not in self._descriptions:
             raise ValueError(
                 '`optim_state_dict` must have the keys "state"to be a valid optimizer state dict'
             )
-        state: dict[Any, Any] = self._forms["state"]
-        for one, by_index in self._states_of_handles().items():
-            if not one.handle.use_orig_params and not any(by_index.values()):
+        state: dict[Any, Any] = self._descriptions["state"]
+        for named, by_index in self._states_of_handles().items():
+            if not named.handle.use_orig_params and not any(by_index.values()):
                 raise RuntimeError(
-                    f"The state of {_as_torch_says(one.names)} is empty. This should happen when use_orig_params=True."
+                    f"The state of {_as_torch_says(named.names)} is empty. This should happen when "
+                    "use_orig_params=True."
                 )
-            self._flats[one] = FlatParamLoad(one, by_index)
-            self._flats[one].check()
+            self._flats[named] = FlatParamLoad(named, by_index)
+            self._flats[named].check()
         keyed = self._names.keyed(self._source, self._keeper is not None)
         self._key_of = {parameter: key for key, parameter in keyed.items()}
         if self._rank0_only and (moves := self._moves()):
             raise ValueError(
-                f"rank0_only loads what the first rank has unsharded, but it has rows of {moves[:2]}"
+                f"rank0_only loads unsharded tensors of the first rank, but it has rows of {moves[:2]}"
             )
         numbers = [key for key in state if not isinstance(key, str)]
         if numbers:
             raise ValueError(
                 f"the state has the keys {numbers[:3]}, but is loaded by parameters' names; "
-                "FullyShardedDataParallel.rekey_optim_state_dict(…, OptimStateKeyType.PARAM_NAME, …) makes names of "
-                "the numbers of an unwrapped model's optimizer"
+                "FullyShardedDataParallel.rekey_optim_state_dict(…, OptimStateKeyType.PARAM_NAME, …) converts the "
+                "numbers of an unwrapped model's optimizer to names"
             )
-        if "param_groups" in self._forms:
+        if "param_groups" in self._descriptions:
             keys = {
                 name: self._key_of[parameter]
                 for parameter, stepped in self._names.stepped.items()
                 if parameter in self._key_of
                 for name in stepped.names
             }
-            self._groups = flattened_groups(self._forms["param_groups"], keys)
+            self._groups = flattened_groups(self._descriptions["param_groups"], keys)
 
     def _states_of_handles(self) -> dict[NamedHandle, dict[int, StateDict]]:
-        """What is to be sharded over the ranks."""
-        found: dict[NamedHandle, dict[int, StateDict]] = {}
+        """Return the states that must be sharded over the ranks, by flat parameter and index."""
+        states: dict[NamedHandle, dict[int, StateDict]] = {}
         for stepped in self._names.stepped.values():
-            one = stepped.within
+            named = stepped.within
             for name in stepped.names:
-                if one is not None and not is_stepped_unsharded(one) and name in self._forms["state"]:
-                    found.setdefault(one, {})[one.names.index(name)] = self._values[name]
-        return found
+                if (
+                    named is not None
+                    and not is_stepped_unsharded(named)
+                    and name in self._descriptions["state"]
+                ):
+                    states.setdefault(named, {})[named.names.index(name)] = self._values[name]
+        return states
 
     @property
     def _values(self) -> dict[Any, Any]:
-        """The states with the elements of their tensors, where this rank has them."""
-        return self._given["state"] if self._given else self._forms["state"]
+        """States with the elements of their tensors, if this rank has them."""
+        return self._state_dict["state"] if self._state_dict else self._descriptions["state"]
 
     def _moves(self) -> list[Any]:
-        """What other ranks must have some rows of, too."""
+        """Return descriptions of the tensors of which other ranks must have rows too."""
         return sorted(
             (key, name, type(value).__name__, tuple(shape_of(value)), str(dtype_of(value)))
             for key, state in self._values.items()
             if isinstance(state, dict)
             for name, value in state.items()
-            if is_in_parts(value)
+            if has_rows_per_rank(value)
         )
 
-    def _refuse_different_moves(self, by_rank: Sequence[list[Any]]) -> None:
+    def _check_same_moves(self, by_rank: Sequence[list[Any]]) -> None:
         first = by_rank[0]
         for rank, moves in enumerate(by_rank):
             if moves != first:
-                lacked = [one for one in first if one not in moves]
-                added = [one for one in moves if one not in first]
+                lacked = [move for move in first if move not in moves]
+                added = [move for move in moves if move not in first]
                 raise RuntimeError(
                     f"the optimizer's state dicts differ between ranks: rank 0 has {lacked[:2]}, rank {rank} has "
-                    f"{added[:2]} in their place; load parts that were saved together. Nothing was changed on any rank"
+                    f"{added[:2]} instead; load parts that were saved together. Nothing was changed on any rank"
                 )
 
     # Assembling
 
-    def _loaded(self, scatters: dict[NamedHandle, Scatter]) -> StateDict:
-        sharded = {one: load.sharded(scatters.get(one)) for one, load in self._flats.items()}
-        state: dict[Any, Any] = self._forms["state"]
+    def _assemble(self, scatters: dict[NamedHandle, Scatter]) -> StateDict:
+        sharded = {named: load.shard(scatters.get(named)) for named, load in self._flats.items()}
+        state: dict[Any, Any] = self._descriptions["state"]
         result: dict[Any, Any] = {}
         known: set[str] = set()
         for parameter, stepped in self._names.stepped.items():
             if not any(name in state for name in stepped.names):
                 continue
             known.update(stepped.names)
-            found = self._state_of(parameter, stepped, sharded)
-            if found is not None:
-                result[self._key_of.get(parameter, stepped.names)] = found
-        for key, form in state.items():
+            loaded = self._state_of(parameter, stepped, sharded)
+            if loaded is not None:
+                result[self._key_of.get(parameter, stepped.names)] = loaded
+        for key, description in state.items():
             if key not in known:
-                result[key] = tree_map(self._fetched, form, self._values[key])
+                result[key] = tree_map(self._fetch, description, self._values[key])
         return {"state": result} if self._groups is None else {"state": result, "param_groups": self._groups}
 
     def _state_of(
         self, parameter: nn.Parameter, stepped: Stepped, sharded: dict[NamedHandle, dict[int, StateDict]]
     ) -> StateDict | None:
-        """None where nothing of the parameter is this rank's."""
-        one = stepped.within
-        if one is None or is_stepped_unsharded(one):
+        """Return the state of a parameter, or None if this rank owns no part of it."""
+        named = stepped.within
+        if named is None or is_stepped_unsharded(named):
             values = self._values[stepped.name]
-            if one is not None and one.handle.param_infos[stepped.index].parallel is not None:
-                values = tree_map_only(DTensor, partial(unsharded_of, one=one, index=stepped.index), values)
-            found = tree_map(self._fetched, self._forms["state"][stepped.name], values)
+            if named is not None and named.handle.param_infos[stepped.index].parallel is not None:
+                values = tree_map_only(
+                    DTensor, partial(unsharded_of, named=named, index=stepped.index), values
+                )
+            loaded = tree_map(self._fetch, self._descriptions["state"][stepped.name], values)
         else:
-            found = sharded[one].get(stepped.index)
-        if found or one is None:
-            return found
+            loaded = sharded[named].get(stepped.index)
+        if loaded or named is None:
+            return loaded
         if self._keeper is None:
             return None
-        kept = self._keeper.state.get(parameter)
-        if kept is None:
+        own_state = self._keeper.state.get(parameter)
+        if own_state is None:
             warnings.warn(
-                f"optim_state[{_as_torch_says(stepped.names)}] is not on rank{one.wrapper.rank}.",
+                f"optim_state[{_as_torch_says(stepped.names)}] is not on rank{named.wrapper.rank}.",
                 stacklevel=6,
             )
-        return copy.deepcopy(kept)
+        return copy.deepcopy(own_state)
 
-    def _fetched(self, form: Any, value: Any) -> Any:
-        """A value that each rank has all of, in memory of its own."""
-        if isinstance(form, TensorForm):
+    def _fetch(self, description: Any, value: Any) -> Any:
+        """Return a copy of a value that each rank has completely."""
+        if isinstance(description, TensorMeta):
             if not isinstance(value, Tensor):
-                value = torch.empty(form.shape, dtype=form.dtype, device=self._device)
-            mine = value.detach().to(self._device, copy=True)
-            dist.broadcast(mine, group=self._group, group_src=0)
-            return mine
+                value = torch.empty(description.shape, dtype=description.dtype, device=self._device)
+            copy = value.detach().to(self._device, copy=True)
+            dist.broadcast(copy, group=self._group, group_src=0)
+            return copy
         return own_copy(full_tensor_of(value, self._device)) if isinstance(value, Tensor) else value
 
 
@@ -239,23 +249,23 @@ def _as_torch_says(names: Sequence[str]) -> str:
     return f"_OptimStateKey(unflat_param_names={tuple(names)}, is_fsdp_managed=True)"
 
 
-def _announced(given: Any, group: dist.ProcessGroup | None) -> Any:
-    """What the group's first rank has, on all ranks, without the elements of tensors."""
-    announced = [tree_map(form_of, given)]
-    dist.broadcast_object_list(announced, group=group, group_src=0)
-    return announced[0]
+def _broadcast_descriptions(state_dict: Any, group: dist.ProcessGroup | None) -> Any:
+    """Broadcast the state dict of the group's first rank, without the elements of tensors."""
+    descriptions = [tree_map(describe_state_value, state_dict)]
+    dist.broadcast_object_list(descriptions, group=group, group_src=0)
+    return descriptions[0]
 
 
-def load_together(optim: Optimizer, state_dict: StateDict, group: dist.ProcessGroup | None) -> None:
-    """Have the optimizer load what was made for it, on all ranks or, if one raises, on none."""
-    kept = {"state": optim.state, "param_groups": optim.param_groups}
+def load_on_all_ranks(optim: Optimizer, state_dict: StateDict, group: dist.ProcessGroup | None) -> None:
+    """Load the state dict into the optimizer: on all ranks, or if one raises, on none."""
+    previous = {"state": optim.state, "param_groups": optim.param_groups}
     problem: Exception | None = None
     try:
         optim.load_state_dict(state_dict)
     except Exception as error:
         problem = error
     try:
-        reported_by_all(problem, group)
+        gather_reports(problem, group)
     except Exception:
-        vars(optim).update(kept)
+        vars(optim).update(previous)
         raise

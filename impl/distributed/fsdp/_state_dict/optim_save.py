@@ -1,8 +1,8 @@
-"""An optimizer's state as it is saved: by the names and in the shapes that parameters had before wrapping.
+"""Collection of an optimizer's state with the names and shapes that the parameters had before wrapping.
 
-What an optimizer keeps in the shape of what it steps is sharded over the ranks as that is; the rest, numbers and
-whatever else, every rank has all of. First all ranks tell each other what they have, by name, shape and dtype, so that
-all of them issue the same collectives, or raise the same error; then the tensors move.
+Tensors in the shape of a stepped parameter are sharded like it. Every rank has all other values, such as numbers.
+First all ranks exchange descriptions (name, shape and dtype), so that all of them issue the same collectives or raise
+the same error. Then the tensors are exchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from impl.distributed.fsdp._state_dict.optim_flat import (
     FlatParamState,
     OptimSaveOptions,
     RankStates,
-    forms_of,
+    describe_state,
     hides_tensors,
-    offloaded,
+    offload,
 )
 from impl.distributed.fsdp._state_dict.optim_keys import (
     Names,
@@ -42,7 +42,7 @@ _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optim
 
 
 @torch.no_grad()
-def saved(  # noqa: PLR0913  what torch's functions take
+def collect_state_dict(  # noqa: PLR0913  arguments of torch's functions
     model: nn.Module,
     wrappers: Sequence[Wrapper],
     source: Source,
@@ -50,35 +50,37 @@ def saved(  # noqa: PLR0913  what torch's functions take
     options: OptimSaveOptions,
     group: dist.ProcessGroup | None,
 ) -> StateDict:
-    """An optimizer's state dict as `options` say; empty on a rank that is to have none.
+    """Return an optimizer's state dict in the form of `options`, empty on ranks that get none.
 
     Raises:
-        RuntimeError: a rank lacks states that others have, or does something else than to ask for them.
-        ValueError: a tensor of a state is not shaped like what the optimizer steps. All of this is raised on all ranks.
-        AssertionError: ranks differ in a number that they should all have.
-    Collectives: one of objects over `group`; then for each flat parameter, as `options` say, a gather or an all-gather
-        for each of the tensors of a state, or one all-to-all for all of them.
+        RuntimeError: a rank lacks states that others have, or issues another collective.
+        ValueError: a tensor of a state has another shape than its stepped parameter. All ranks raise these errors.
+        AssertionError: ranks have different values of a number.
+    Collectives: one of objects over `group`; then for each flat parameter a gather or an all-gather for each tensor of
+        a state, or one all-to-all for all of them, depending on `options`.
     """
     names = Names(model, wrappers)
     keyed = names.keyed(source, is_keyed_by_name(state_dict))
-    given: dict[Any, StateDict] = state_dict["state"]
-    mine = {names.of(parameter): given[key] for key, parameter in keyed.items() if key in given}
-    _note_that_it_saves(wrappers[0], group)
-    reported = _states_of_all(mine, group)
+    states_by_key: dict[Any, StateDict] = state_dict["state"]
+    own_states = {
+        names.of(parameter): states_by_key[key] for key, parameter in keyed.items() if key in states_by_key
+    }
+    _record_save(wrappers[0], group)
+    reported = _states_of_all(own_states, group)
     merges = wrappers[0]._use_orig_params
     keys = _merged_keys(reported, names) if merges else _first_ranks_keys(reported)
     destination = dist.get_global_rank(group or _world(), 0)
-    is_kept = not (options.is_full and options.rank0_only) or dist.get_rank() == destination
+    is_returned = not (options.is_full and options.rank0_only) or dist.get_rank() == destination
     states: dict[str, StateDict] = {}
-    for one in dict.fromkeys(names.handle_of[key[0]] for key in keys if key[0] in names.handle_of):
-        states.update(FlatParamState(one, mine, reported).collected(options, destination))
-    for stepped, state in mine.items():
+    for named in dict.fromkeys(names.handle_of[key[0]] for key in keys if key[0] in names.handle_of):
+        states.update(FlatParamState(named, own_states, reported).collect(options, destination))
+    for stepped, state in own_states.items():
         if stepped.within is None:
-            states[stepped.name] = offloaded(state) if options.offloads else copy.copy(state)
-    if not is_kept:
+            states[stepped.name] = offload(state) if options.offloads else copy.copy(state)
+    if not is_returned:
         return {}
     result: StateDict = {"state": {name: states[name] for key in keys for name in key if name in states}}
-    for key, state in given.items():
+    for key, state in states_by_key.items():
         if key not in keyed and key not in states:
             _warn_of_unknown(key)
             result["state"][key] = state
@@ -87,13 +89,13 @@ def saved(  # noqa: PLR0913  what torch's functions take
     return result
 
 
-def _note_that_it_saves(wrapper: Wrapper, group: dist.ProcessGroup | None) -> None:
-    """To those groups of ranks that all take part: one replica may save alone."""
+def _record_save(wrapper: Wrapper, group: dist.ProcessGroup | None) -> None:
+    """Record the save in the groups whose ranks all take part. One replica may save on its own."""
     saving = {*named_ranks(group or _world())}
-    for one, order_checker in wrapper._groups.order_checkers.items():
-        if saving.issuperset(named_ranks(one)):
+    for rank_group, order_checker in wrapper._groups.order_checkers.items():
+        if saving.issuperset(named_ranks(rank_group)):
             entry = f"{GATHERED} the names {OF_STATES}"
-            order_checker.note(entry, one, wrapper.compute_device, awaits_all=True)
+            order_checker.note(entry, rank_group, wrapper.compute_device, awaits_all=True)
 
 
 def _world() -> dist.ProcessGroup:
@@ -111,72 +113,75 @@ def _warn_of_unknown(key: Any) -> None:
     )
 
 
-# What the ranks have, between them
+# Descriptions of all ranks' states
 
 
-def _states_of_all(mine: dict[Stepped, StateDict], group: dist.ProcessGroup | None) -> list[RankStates]:
-    """
+def _states_of_all(own_states: dict[Stepped, StateDict], group: dist.ProcessGroup | None) -> list[RankStates]:
+    """Return the descriptions of all ranks' states.
+
     Raises:
-        ValueError: a rank cannot save what it has.
+        ValueError: a rank has a state that cannot be saved.
     """
     reported = RankStates(
         dist.get_rank(),
-        {stepped.names: forms_of(state) for stepped, state in mine.items()},
-        [problem for stepped, state in mine.items() for problem in _problems_of(stepped, state)],
+        {stepped.names: describe_state(state) for stepped, state in own_states.items()},
+        [problem for stepped, state in own_states.items() for problem in _problems_of(stepped, state)],
     )
     by_rank: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, reported, group=group)
-    problems = [f"rank {one.rank}: {problem}" for one in by_rank for problem in one.problems]
+    problems = [f"rank {states.rank}: {problem}" for states in by_rank for problem in states.problems]
     if problems:
         raise ValueError("\n".join(problems))
     return by_rank
 
 
 def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
-    """Tensors that do not lie as the parameter does, in words."""
-    one = stepped.within
-    if one is None or is_stepped_unsharded(one):
+    """Yield the problems of tensors that are not sharded like their parameter, as text."""
+    named = stepped.within
+    if named is None or is_stepped_unsharded(named):
         return
-    piece = one.handle.pieces[stepped.index]
-    owned = (piece.numel if piece else 0) if one.handle.use_orig_params else one.handle.layout.shard_numel
+    piece = named.handle.pieces[stepped.index]
+    owned = (piece.numel if piece else 0) if named.handle.use_orig_params else named.handle.layout.shard_numel
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.numel() != owned:
             yield (
-                f"{name!r} of {', '.join(stepped.names)} has the shape {tuple(value.shape)}, but the part of the "
-                f"parameter that the rank steps has {owned} elements; state in another shape cannot be told apart by "
+                f"{name!r} of {', '.join(stepped.names)} has the shape {tuple(value.shape)}, but the piece of the "
+                f"parameter that the rank steps has {owned} elements; state of another shape cannot be assigned to "
                 f"parameters, {_CURE}"
             )
         elif hides_tensors(value):
             yield (
-                f"{name!r} of {', '.join(stepped.names)} is a {type(value).__name__} with tensors in it, which may be "
-                f"of the rank's part alone; keep each tensor under a name of its own, or {_CURE}"
+                f"{name!r} of {', '.join(stepped.names)} is a {type(value).__name__} with tensors in it, which may "
+                f"belong to the rank's shard only; keep each tensor under its own name, or {_CURE}"
             )
 
 
 def _merged_keys(reported: Sequence[RankStates], names: Names) -> list[_Key]:
-    """With `use_orig_params`: what any rank has, since one whose part of a parameter is empty has no state for it.
+    """Return the keys that any rank has.
 
-    Those that no unit manages come first, then unit by unit.
+    For `use_orig_params`: a rank with an empty piece of a parameter has no state.
+
+    Keys that no unit manages come first, then unit by unit.
 
     Raises:
-        RuntimeError: of the parameters of a unit that are trained some have a state and some have none.
+        RuntimeError: some trained parameters of a unit have a state, and some have none.
     """
-    found = sorted({key for one in reported for key in one.forms})
+    all_keys = sorted({key for states in reported for key in states.descriptions})
     by_unit: dict[Any, list[_Key]] = {}
-    for key in found:
+    for key in all_keys:
         if key[0] in names.handle_of:
             by_unit.setdefault(names.handle_of[key[0]].wrapper, []).append(key)
     for wrapper, keys in by_unit.items():
-        _refuse_missing(wrapper, {name for key in keys for name in key}, names)
+        _check_complete(wrapper, {name for key in keys for name in key}, names)
     managed = [key for keys in by_unit.values() for key in keys]
-    return [key for key in found if key[0] not in names.handle_of] + managed
+    return [key for key in all_keys if key[0] not in names.handle_of] + managed
 
 
-def _refuse_missing(wrapper: Wrapper, present: set[str], names: Names) -> None:
-    handles = [one for one in names.handles if one.wrapper is wrapper]
-    for one in handles:
-        for index, name in enumerate(one.names):
-            if one.handle.wants_grad(index) and name not in present:
+def _check_complete(wrapper: Wrapper, present: set[str], names: Names) -> None:
+    handles = [named for named in names.handles if named.wrapper is wrapper]
+    for named in handles:
+        for index, name in enumerate(named.names):
+            if named.handle.wants_grad(index) and name not in present:
                 raise RuntimeError(
                     f"{name} is not in the optimizer state. The FSDPParamInfo has the param keys "
                     f"{sorted(name for other in handles for name in other.names)} while the optimizer has the param "
@@ -185,13 +190,15 @@ def _refuse_missing(wrapper: Wrapper, present: set[str], names: Names) -> None:
 
 
 def _first_ranks_keys(reported: Sequence[RankStates]) -> list[_Key]:
-    """Without `use_orig_params`: what the first rank has; every rank steps a part of each flat parameter.
+    """Return the first rank's keys. Without `use_orig_params`, every rank steps a shard of each flat parameter.
 
     Raises:
-        RuntimeError: a rank lacks some of it.
+        RuntimeError: a rank lacks some of them.
     """
-    keys = [*reported[0].forms]
-    missing = {rank: [key for key in keys if key not in one.forms] for rank, one in enumerate(reported)}
+    keys = [*reported[0].descriptions]
+    missing = {
+        rank: [key for key in keys if key not in states.descriptions] for rank, states in enumerate(reported)
+    }
     if any(missing.values()):
         lines = "".join(
             f"\nRank {rank} is missing states for the parameters: {lacked}"

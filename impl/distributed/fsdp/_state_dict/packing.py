@@ -1,4 +1,4 @@
-"""ShardedTensor and DTensor around what one rank holds, made and opened without a word to the other ranks."""
+"""ShardedTensor and DTensor around a rank's rows, created and opened without collectives, unless noted."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from impl.distributed.fsdp._params.tensor_parallel import ParallelLayout, root_m
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of
 
 
-def chunked(chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:
-    """A ShardedTensor of a parameter's rows, of which `chunk` is this rank's."""
+def sharded_tensor_of_rows(
+    chunk: Tensor, slot: Slot, layout: FlatLayout, group: dist.ProcessGroup
+) -> ShardedTensor:
+    """Return a ShardedTensor of a parameter's rows. `chunk` contains this rank's rows."""
     chunks = [chunk_of(slot, rank, layout.world) for rank in range(layout.world)]
-    behind = [0] * (len(slot.shape) - 1)
-    parts = [([one.first_row, *behind], list(one.shape)) for one in chunks]
+    trailing = [0] * (len(slot.shape) - 1)
+    parts = [([rows.first_row, *trailing], list(rows.shape)) for rows in chunks]
     return _sharded(chunk.contiguous(), torch.Size(slot.shape), parts, group)
 
 
-def flattened(shard: Tensor, layout: FlatLayout, group: dist.ProcessGroup) -> ShardedTensor:
-    """A ShardedTensor of a flat parameter without its tail, over this rank's shard [shard_numel] of it."""
+def sharded_tensor_of_flat_param(
+    shard: Tensor, layout: FlatLayout, group: dist.ProcessGroup
+) -> ShardedTensor:
+    """Return a ShardedTensor of a flat parameter without its padding, over this rank's shard [shard_numel]."""
     width = layout.shard_numel
     lengths = [own_numel(layout, rank) for rank in range(layout.world)]
     parts = [([rank * width], [length]) for rank, length in enumerate(lengths)]
@@ -41,96 +45,113 @@ def flattened(shard: Tensor, layout: FlatLayout, group: dist.ProcessGroup) -> Sh
 
 
 def own_numel(layout: FlatLayout, rank: int) -> int:
-    """How long a rank's shard is without the tail that evens out the shards."""
+    """Return the length of a rank's shard without the padding at the end of the flat parameter."""
     return max(0, min(layout.numel - rank * layout.shard_numel, layout.shard_numel))
 
 
 def _sharded(
     local: Tensor, size: torch.Size, parts: Sequence[tuple[list[int], list[int]]], group: dist.ProcessGroup
 ) -> ShardedTensor:
-    """
+    """Return a ShardedTensor over this rank's `local` tensor.
+
     Args:
-        parts: for each rank of the group offsets and sizes; those of no elements count as none.
+        parts: offsets and sizes for each rank of the group. Empty parts are left out.
     """
     places = [
         ShardMetadata(offsets, sizes, _place_of(rank, local.device, group))
         for rank, (offsets, sizes) in enumerate(parts)
         if sizes[0]
     ]
-    mine = [Shard(local, ShardMetadata(*parts[group.rank()], _place_of(group.rank(), local.device, group)))]
+    own_shards = [
+        Shard(local, ShardMetadata(*parts[group.rank()], _place_of(group.rank(), local.device, group)))
+    ]
     properties = TensorProperties(
         dtype=local.dtype, requires_grad=local.requires_grad, memory_format=torch.contiguous_format
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        mine if parts[group.rank()][1][0] else [],
+        own_shards if parts[group.rank()][1][0] else [],
         sharded_tensor_metadata=ShardedTensorMetadata(places, size, properties),
         process_group=group,
     )
 
 
 def _place_of(rank: int, device: torch.device, group: dist.ProcessGroup) -> str:
-    """As torch writes it, which takes each rank's device from its number."""
+    """Return the placement text of a rank's shard as torch writes it, which derives the device from the rank."""
     place = f"rank:{dist.get_global_rank(group, rank)}/{device.type}"
     return place if device.type == "cpu" else f"{place}:{rank % torch.accelerator.device_count()}"
 
 
-def meshed(chunk: Tensor, slot: Slot, mesh: DeviceMesh, form: ParallelLayout | None = None) -> DTensor:
-    """A DTensor of a parameter, sharded by rows over the last dimension of `mesh`, of which `chunk` is this rank's.
+def dtensor_of_rows(
+    chunk: Tensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout | None = None
+) -> DTensor:
+    """Return a DTensor of a parameter, sharded by rows over the last dimension of `mesh`.
 
-    It lies over all of the mesh that `mesh` was cut out of, and in the other dimensions as `form` says.
+    `chunk` has this rank's rows.
 
-    Collectives: none, unless tensor parallelism cuts the rows as well: then those that bring them together, and apart
-        in the order that DTensors have, which every rank of the whole mesh has to call.
+    The DTensor is over the root mesh of `mesh`. In the other dimensions it has the placements of `layout`.
+
+    Collectives: none, unless tensor parallelism shards the rows too. Then the rows are gathered and sharded again in
+        the order of DTensors, which every rank of the root mesh has to call.
     """
     whole = root_mesh_of(mesh)
-    shape, stride = (form.shape, form.stride) if form else (torch.Size(slot.shape), slot.stride)
-    placements = placements_in(whole, mesh, form)
-    if form is None or not form.shards_rows:
+    shape, stride = (layout.shape, layout.stride) if layout else (torch.Size(slot.shape), slot.stride)
+    placements = placements_in(whole, mesh, layout)
+    if layout is None or not layout.shards_rows:
         return _from_local(chunk.contiguous(), whole, placements, shape, stride)
     shards = mesh if mesh.ndim == 1 else mesh[_names_of(mesh)[-1]]
     rows = _from_local(chunk.contiguous(), shards, [ShardOf(0)], torch.Size(slot.shape), slot.stride)
-    local = _from_local(rows.full_tensor(), whole, _unsharded(placements, whole, mesh), shape, stride)
+    local = _from_local(
+        rows.full_tensor(), whole, _without_data_sharding(placements, whole, mesh), shape, stride
+    )
     return local.redistribute(whole, placements)
 
 
-def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, form: ParallelLayout | None) -> Tensor:
-    """The rows of this rank of what the unit shards, out of a DTensor that is laid out in any way over the whole mesh.
+def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout | None) -> Tensor:
+    """Return this rank's rows of what the unit shards, from a DTensor of any placements over the root mesh.
 
-    Collectives: none of one that is as `meshed` makes it where tensor parallelism cuts no rows; else what
-        redistributes it, which every rank of the whole mesh has to call.
+    Collectives: none if the DTensor has the placements of `dtensor_of_rows` and tensor parallelism shards no rows;
+        else a redistribution, which every rank of the root mesh has to call.
     """
     whole = root_mesh_of(mesh)
-    placements = placements_in(whole, mesh, form)
-    if value.device_mesh == whole and [*value.placements] == placements and not (form and form.shards_rows):
+    placements = placements_in(whole, mesh, layout)
+    if (
+        value.device_mesh == whole
+        and [*value.placements] == placements
+        and not (layout and layout.shards_rows)
+    ):
         return value.to_local()
-    local = value.redistribute(whole, _unsharded(placements, whole, mesh)).to_local()
+    local = value.redistribute(whole, _without_data_sharding(placements, whole, mesh)).to_local()
     chunk = chunk_of(slot, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     return local[chunk.first_row : chunk.stop_row]
 
 
-def unsharded_in(value: DTensor, mesh: DeviceMesh, form: ParallelLayout) -> Tensor:
-    """All that the unit shards, out of a DTensor over the mesh of tensor parallelism or the whole one."""
-    if value.device_mesh == form.mesh:
-        return form.local_part(value)
+def unsharded_in(value: DTensor, mesh: DeviceMesh, layout: ParallelLayout) -> Tensor:
+    """Return all that the unit shards, from a DTensor over the mesh of tensor parallelism or the root mesh."""
+    if value.device_mesh == layout.mesh:
+        return layout.local_part(value)
     whole = root_mesh_of(mesh)
-    return value.redistribute(whole, _unsharded(placements_in(whole, mesh, form), whole, mesh)).to_local()
+    return value.redistribute(
+        whole, _without_data_sharding(placements_in(whole, mesh, layout), whole, mesh)
+    ).to_local()
 
 
-def placements_in(whole: DeviceMesh, mesh: DeviceMesh, form: ParallelLayout | None) -> list[Placement]:
+def placements_in(whole: DeviceMesh, mesh: DeviceMesh, layout: ParallelLayout | None) -> list[Placement]:
     placements: list[Placement] = [Replicate() for _ in range(whole.ndim)]
     placements[_dim_in(whole, mesh)] = ShardOf(0)
-    for name, placement in zip(_names_of(form.mesh), form.placements, strict=True) if form else ():
+    for name, placement in zip(_names_of(layout.mesh), layout.placements, strict=True) if layout else ():
         placements[_names_of(whole).index(name)] = placement
     return placements
 
 
-def _unsharded(placements: Sequence[Placement], whole: DeviceMesh, mesh: DeviceMesh) -> list[Placement]:
+def _without_data_sharding(
+    placements: Sequence[Placement], whole: DeviceMesh, mesh: DeviceMesh
+) -> list[Placement]:
     dim = _dim_in(whole, mesh)
-    return [Replicate() if place == dim else one for place, one in enumerate(placements)]
+    return [Replicate() if place == dim else placement for place, placement in enumerate(placements)]
 
 
 def _dim_in(whole: DeviceMesh, mesh: DeviceMesh) -> int:
-    """The dimension that parameters are sharded over: the last one of `mesh`."""
+    """Return the dimension that parameters are sharded over: the last one of `mesh`."""
     return whole.ndim - 1 if whole == mesh else _names_of(whole).index(_names_of(mesh)[-1])
 
 
@@ -149,20 +170,20 @@ def _from_local(
 
 
 def shape_of(value: Any) -> torch.Size:
-    """Of a tensor; a ShardedTensor is asked for what it tells, since torch warns whoever treats it as a tensor."""
+    """Return a tensor's shape. That of a ShardedTensor is read from its metadata, because torch warns otherwise."""
     return torch.Size(value.metadata().size) if isinstance(value, ShardedTensor) else value.shape
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """As `shape_of`."""
+    """Return a tensor's dtype, that of a ShardedTensor from its metadata."""
     return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
 def chunk_in(value: Any, expected: type, rank: int) -> Tensor | None:
-    """What this rank holds of a ShardedTensor or DTensor; None if that is nothing.
+    """Return this rank's part of a ShardedTensor or DTensor, or None if it has none.
 
     Raises:
-        AssertionError: it is not of the type expected, or holds more than one part.
+        AssertionError: the value has another type, or several local shards.
     """
     if type(value) is not expected:
         raise AssertionError(f"Expected {expected.__name__}, got {type(value)}")

@@ -1,7 +1,7 @@
-"""Two ways of sharding a parameter: by the piece of it in a rank's shard, and by the rows that `torch.chunk` gives.
+"""Exchange between two ways to shard a parameter: pieces of a flat parameter, and rows in `torch.chunk` order.
 
-Pieces are what units keep; chunks are what ShardedTensor and DTensor hold, and move between worlds by. Both sides of an
-exchange follow from the layout, so nothing is negotiated, and a rank receives the bytes of its chunks or pieces alone.
+Units keep pieces. ShardedTensor and DTensor contain chunks, which other numbers of ranks can load. Both sides of an
+exchange follow from the layout, so nothing is negotiated. A rank only receives the bytes of its chunks or pieces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from impl.distributed.fsdp._layout.sharded_param import rows_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rows that one rank holds of a parameter, or of anything in its shape; none for the last ranks of many."""
+    """Rows that one rank has of a parameter, or of a tensor in its shape. The last ranks of many have none."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +32,7 @@ class Chunk:
 
 
 def chunk_of(slot: Slot, rank: int, world: int) -> Chunk:
-    """What `torch.chunk` along the first dimension gives a rank; laid out in memory as the parameter is."""
+    """Return the rows that `torch.chunk` gives a rank along the first dimension, in the parameter's memory order."""
     rows = slot.shape[0]
     first, stop = rows_of(rows, rank, world)
     count = stop - first
@@ -43,15 +43,15 @@ def chunk_of(slot: Slot, rank: int, world: int) -> Chunk:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements that lie next to each other both in one rank's piece and in another's chunk."""
+    """Elements that are contiguous both in one rank's piece and in another's chunk."""
 
-    in_piece: int  # of the first one, counted in the piece
-    in_chunk: int  # and in the chunk's memory
+    in_piece: int  # position of the first element in the piece
+    in_chunk: int  # position of the first element in the chunk's memory
     numel: int
 
 
 def overlaps(layout: FlatLayout, slot: Slot, owner: int, holder: int) -> Iterator[Overlap]:
-    """What of `owner`'s piece of a parameter is in `holder`'s chunk of it, in ascending order."""
+    """Yield the overlaps of `owner`'s piece of a parameter with `holder`'s chunk of it, in ascending order."""
     piece = layout.piece(slot, owner)
     if piece is None:
         return
@@ -65,7 +65,7 @@ def overlaps(layout: FlatLayout, slot: Slot, owner: int, holder: int) -> Iterato
 
 
 def _runs(slot: Slot, chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """Where the chunk's elements lie in the parameter's memory: in several runs if its rows are not outermost."""
+    """Yield the runs of a chunk in the parameter's memory. There are several if the rows are not outermost."""
     rows, width = slot.shape[0], slot.stride[0]
     if chunk.shape[0] == rows:
         yield 0, slot.numel
@@ -77,31 +77,33 @@ def _runs(slot: Slot, chunk: Chunk) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """A rank's piece of a tensor in a parameter's shape: the parameter itself, or what an optimizer keeps for it."""
+    """A rank's piece of a tensor in a parameter's shape: the parameter itself, or a state of its optimizer."""
 
-    slot: int  # the parameter's number in the layout
+    slot: int  # index of the parameter in the layout
     dtype: torch.dtype
-    piece: Tensor | None  # without gaps; None if nothing of the parameter lies in this rank's shard
+    # A tensor without gaps, or None if the rank owns nothing of the parameter.
+    piece: Tensor | None
 
 
 @dataclass(frozen=True)
 class ShardChunk:
-    """A rank's chunk of such a tensor."""
+    """A rank's chunk of a tensor in a parameter's shape."""
 
     slot: int
-    chunk: Tensor  # [rows, ...], of any strides; without rows for the last ranks of many
+    # Tensor [rows, ...] of any strides, without rows for the last ranks of many.
+    chunk: Tensor
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes of one of the tensors that take part."""
+    """Range of bytes of one of the exchanged tensors."""
 
     index: int
     start: int
     length: int
 
 
-# For each rank what is sent to it, or received from it.
+# Ranges that are sent to, or received from, each rank.
 _Route = list[list[_Range]]
 
 
@@ -109,10 +111,10 @@ class Redistribution:
     """Exchanges within the group that a flat parameter is sharded over.
 
     Args:
-        layout: the flat parameter's.
-        groups: its unit's.
-        device: what is received lies there; the group's collectives can be run on it.
-        name: the unit's.
+        layout: layout of the flat parameter.
+        groups: groups of its unit.
+        device: device of the received tensors, on which the group's collectives can run.
+        name: name of the unit.
     """
 
     def __init__(self, layout: FlatLayout, groups: Groups, device: torch.device, name: str) -> None:
@@ -124,34 +126,37 @@ class Redistribution:
 
     @torch.no_grad()
     def chunks_from(self, tensors: Sequence[ShardPiece]) -> list[Tensor]:
-        """The rank's chunk of each tensor, in memory of its own; no rows for the last ranks of many.
+        """Return copies of the rank's chunk of each tensor. The last ranks of many get no rows.
 
         Args:
             tensors: on all ranks the same slots and dtypes, in the same order.
         Collectives: one all-to-all, in bytes; none if the flat parameter is not sharded.
         """
-        made = [self._chunk(one.slot) for one in tensors]
+        layouts = [self._chunk(tensor.slot) for tensor in tensors]
         chunks = [
-            torch.empty_strided(chunk.shape, chunk.stride, dtype=one.dtype, device=self._device)
-            for one, chunk in zip(tensors, made, strict=True)
+            torch.empty_strided(chunk.shape, chunk.stride, dtype=tensor.dtype, device=self._device)
+            for tensor, chunk in zip(tensors, layouts, strict=True)
         ]
-        sources = [None if one.piece is None else _bytes_of(one.piece.to(self._device)) for one in tensors]
-        owned, held = self._routes([(one.slot, one.dtype.itemsize) for one in tensors])
+        sources = [
+            None if tensor.piece is None else _bytes_of(tensor.piece.to(self._device)) for tensor in tensors
+        ]
+        owned, held = self._routes([(tensor.slot, tensor.dtype.itemsize) for tensor in tensors])
         self._exchange(sources, owned, [_bytes_of(chunk) for chunk in chunks], held)
         return chunks
 
     @torch.no_grad()
     def pieces_from(self, tensors: Sequence[ShardChunk]) -> list[Tensor]:
-        """The rank's piece of each tensor, 1-D, in memory of its own; as `chunks_from` in the other direction."""
-        found = [self._layout.piece(self._layout.slots[one.slot], self._rank) for one in tensors]
+        """Return copies of the rank's piece of each tensor, 1-D: the reverse of `chunks_from`."""
+        own_pieces = [self._layout.piece(self._layout.slots[tensor.slot], self._rank) for tensor in tensors]
         pieces = [
-            torch.empty(piece.numel if piece else 0, dtype=one.chunk.dtype, device=self._device)
-            for one, piece in zip(tensors, found, strict=True)
+            torch.empty(piece.numel if piece else 0, dtype=tensor.chunk.dtype, device=self._device)
+            for tensor, piece in zip(tensors, own_pieces, strict=True)
         ]
         sources = [
-            _bytes_of(laid_out_as(one.chunk.to(self._device), self._chunk(one.slot))) for one in tensors
+            _bytes_of(in_flat_order(tensor.chunk.to(self._device), self._chunk(tensor.slot)))
+            for tensor in tensors
         ]
-        owned, held = self._routes([(one.slot, one.chunk.dtype.itemsize) for one in tensors])
+        owned, held = self._routes([(tensor.slot, tensor.chunk.dtype.itemsize) for tensor in tensors])
         self._exchange(sources, held, [_bytes_of(piece) for piece in pieces], owned)
         return pieces
 
@@ -159,7 +164,10 @@ class Redistribution:
         return chunk_of(self._layout.slots[number], self._rank, self._layout.world)
 
     def _routes(self, items: Sequence[tuple[int, int]]) -> tuple[_Route, _Route]:
-        """For (slot, itemsize) of each tensor: the rank's pieces by who holds them, its chunks by who owns them."""
+        """Return the rank's pieces by the ranks that hold them as chunks, and its chunks by the ranks that own them.
+
+        `items` are (slot, itemsize) of each tensor.
+        """
         layout = self._layout
         owned: _Route = [[] for _ in range(layout.world)]
         held: _Route = [[] for _ in range(layout.world)]
@@ -167,11 +175,11 @@ class Redistribution:
             slot = layout.slots[number]
             owners = range(slot.start // layout.shard_numel, -(-slot.stop // layout.shard_numel))
             for peer in range(layout.world) if self._rank in owners else ():
-                for one in overlaps(layout, slot, self._rank, peer):
-                    owned[peer].append(_Range(index, one.in_piece * size, one.numel * size))
+                for overlap in overlaps(layout, slot, self._rank, peer):
+                    owned[peer].append(_Range(index, overlap.in_piece * size, overlap.numel * size))
             for peer in owners:
-                for one in overlaps(layout, slot, peer, self._rank):
-                    held[peer].append(_Range(index, one.in_chunk * size, one.numel * size))
+                for overlap in overlaps(layout, slot, peer, self._rank):
+                    held[peer].append(_Range(index, overlap.in_chunk * size, overlap.numel * size))
         return owned, held
 
     def _exchange(
@@ -179,19 +187,19 @@ class Redistribution:
     ) -> None:
         """Copy ranges of the sources, 1-D bytes, into ranges of the targets of all ranks.
 
-        What a rank has of its own goes from one to the other, and not through what is sent.
+        Ranges of this rank itself are copied directly.
         """
         stays, arrives = outgoing[self._rank], incoming[self._rank]
         if stays:
             torch._foreach_copy_(
-                [_narrowed(targets, one) for one in arrives], [_narrowed(sources, one) for one in stays]
+                [_bytes_in(targets, part) for part in arrives], [_bytes_in(sources, part) for part in stays]
             )
         group = self._groups.shard
         if group is None:
             return
         outgoing, incoming = (self._without_own(route) for route in (outgoing, incoming))
-        parts = [_narrowed(sources, one) for ranges in outgoing for one in ranges]
-        sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self._device)
+        pieces = [_bytes_in(sources, part) for ranges in outgoing for part in ranges]
+        sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=self._device)
         received = sent.new_empty(sum(_lengths(incoming)))
         self._groups.order_checkers[group].run(
             f"resharded '{self._name}'",
@@ -202,33 +210,33 @@ class Redistribution:
             _lengths(incoming),
             _lengths(outgoing),
         )
-        ranges = [one for ranges in incoming for one in ranges]
+        ranges = [part for ranges in incoming for part in ranges]
         if ranges:
-            arrived = received.split_with_sizes([one.length for one in ranges])
-            torch._foreach_copy_([_narrowed(targets, one) for one in ranges], arrived)
+            arrived = received.split_with_sizes([part.length for part in ranges])
+            torch._foreach_copy_([_bytes_in(targets, part) for part in ranges], arrived)
 
     def _without_own(self, route: _Route) -> _Route:
         return [[] if peer == self._rank else ranges for peer, ranges in enumerate(route)]
 
 
 def _lengths(route: _Route) -> list[int]:
-    return [sum(one.length for one in ranges) for ranges in route]
+    return [sum(part.length for part in ranges) for ranges in route]
 
 
-def _narrowed(tensors: Sequence[Tensor | None], one: _Range) -> Tensor:
-    tensor = tensors[one.index]
+def _bytes_in(tensors: Sequence[Tensor | None], part: _Range) -> Tensor:
+    tensor = tensors[part.index]
     assert tensor is not None
-    return tensor.narrow(0, one.start, one.length)
+    return tensor.narrow(0, part.start, part.length)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor without gaps, as bytes."""
+    """Return the memory of a tensor without gaps, as bytes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def laid_out_as(tensor: Tensor, like: Chunk | Slot) -> Tensor:
-    """The same elements in the order of memory in which a flat parameter has them; of no subclass of Tensor."""
+def in_flat_order(tensor: Tensor, like: Chunk | Slot) -> Tensor:
+    """Return the elements in the memory order of a flat parameter, as a plain tensor."""
     if type(tensor) is Tensor and tensor.stride() == like.stride:
         return tensor
-    laid_out = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
-    return laid_out.copy_(tensor)
+    dense = torch.empty_strided(like.shape, like.stride, dtype=tensor.dtype, device=tensor.device)
+    return dense.copy_(tensor)

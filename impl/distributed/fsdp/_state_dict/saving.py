@@ -1,8 +1,8 @@
 """A unit's part of a state dict, while `nn.Module.state_dict` walks through its modules.
 
-Before the walk the unit's values are made, one flat parameter after the other, and shown to the modules in the
-parameters' place; so they get their keys, and users' hooks see them, where nn.Module puts them. Where a rank is not to
-have a parameter unsharded, a stand-in is shown, and what it stands for takes its place after the walk.
+Before the walk the unit's values are created, one flat parameter after the other, and registered in the modules
+instead of the parameters. So nn.Module gives them their keys, and users' hooks see them. If a rank must not have a
+parameter unsharded, a stand-in is registered, and its value replaces it after the walk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.tensor_parallel import local_of
-from impl.distributed.fsdp._state_dict.packing import chunked, flattened, meshed
+from impl.distributed.fsdp._state_dict.packing import (
+    dtensor_of_rows,
+    sharded_tensor_of_flat_param,
+    sharded_tensor_of_rows,
+)
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution, ShardPiece, chunk_of
 from impl.distributed.fsdp._state_dict.stand_in import StandIn, stand_ins_for
 from impl.distributed.fsdp.api import (
@@ -35,11 +39,12 @@ WRAPPED = "_fsdp_wrapped_module."
 
 
 class StateDictSaving:
-    """
+    """Part of a state dict that belongs to one unit.
+
     Args:
         wrapper: the FullyShardedDataParallel.
-        kind: what is made of it; of what is not sharded, FULL_STATE_DICT.
-        config: of that kind.
+        kind: type of the state dict; FULL_STATE_DICT if nothing is sharded.
+        config: config of that type.
     """
 
     def __init__(self, wrapper: Wrapper, kind: StateDictType, config: StateDictConfig) -> None:
@@ -51,19 +56,20 @@ class StateDictSaving:
             isinstance(config, FullStateDictConfig) and config.rank0_only and wrapper.rank != 0
         )
         self._shown = ExitStack()
-        self._copies: dict[int, bool] = {}  # by their storages: whether a key has it already
+        self._copies: dict[int, bool] = {}  # storage -> whether a key has it already
         self._packed: set[int] = set()  # chunks that are in the dict
 
     @torch.no_grad()
     def begin(self) -> None:
-        """
+        """Register the unit's values in its modules.
+
         Raises:
-            AssertionError: the unit is in the middle of a forward or backward.
-            RuntimeError: LOCAL_STATE_DICT was asked for inside `summon_full_params`.
-        Collectives: for each flat parameter up to eight all-gathers, or of SHARDED_STATE_DICT one all-to-all; none of
-            LOCAL_STATE_DICT.
+            AssertionError: the unit is inside a forward or backward.
+            RuntimeError: LOCAL_STATE_DICT was requested inside `summon_full_params`.
+        Collectives: for each flat parameter up to eight all-gathers, or one all-to-all for SHARDED_STATE_DICT; none
+            for LOCAL_STATE_DICT.
         """
-        bring_to_rest(self._unit, self._kind)
+        write_back_and_reshard(self._unit, self._kind)
         for handle in self._unit.param_groups:
             if self._kind is not StateDictType.LOCAL_STATE_DICT:
                 self._shown.enter_context(handle.registering(self._values_of(handle)))
@@ -71,12 +77,12 @@ class StateDictSaving:
                 self._shown.enter_context(handle.registering(stand_ins_for(handle, self)))
 
     def abandon(self) -> None:
-        """Show what was shown before."""
+        """Register what the modules had before."""
         self._shown.close()
 
     @torch.no_grad()
     def end(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Bring what the walk has collected below the prefix into its final form, and under its name."""
+        """Convert the values that the walk has collected below the prefix, and give them their names."""
         self._shown.close()
         for key in [key for key in state_dict if key.startswith(prefix)]:
             value = state_dict[key]
@@ -96,14 +102,14 @@ class StateDictSaving:
         else:
             self._put_buffers(state_dict, prefix)
 
-    # What is shown
+    # Values in the modules
 
     def _values_of(self, handle: FlatParamGroup) -> Sequence[Tensor]:
         if self._kind is StateDictType.SHARDED_STATE_DICT:
             chunks = self._chunks_of(handle)
             sources = [(chunk, handle, index) for index, chunk in enumerate(chunks)]
             return stand_ins_for(handle, self, sources)
-        copies = self._unsharded_copies(handle)  # which takes every rank
+        copies = self._unsharded_copies(handle)  # takes every rank
         if self._is_left_out:
             return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
@@ -113,10 +119,15 @@ class StateDictSaving:
         ]
 
     def _unsharded_copies(self, handle: FlatParamGroup) -> list[Tensor]:
-        """None where this rank is left out. Beside them no rank has more than a part of the buffer at a time."""
-        is_shown = self._unit.phase in SHOWN_ON_ALL_RANKS
-        if is_shown or self._wrapper._groups.shard is None:
-            full_tensors = _summoned_tensors(handle) if is_shown else handle.views_of(handle.flat_param.data)
+        """Return copies of the unsharded parameters, or none on a rank that is left out.
+
+        Beyond the copies no rank has more than a run of the buffer at a time.
+        """
+        is_summoned = self._unit.phase in SHOWN_ON_ALL_RANKS
+        if is_summoned or self._wrapper._groups.shard is None:
+            full_tensors = (
+                _summoned_tensors(handle) if is_summoned else handle.views_of(handle.flat_param.data)
+            )
             return [] if self._is_left_out else [self._copy(unsharded) for unsharded in full_tensors]
         slots = () if self._is_left_out else handle.layout.slots
         memories = [torch.empty(slot.numel, dtype=handle.dtype, device=self._device) for slot in slots]
@@ -153,10 +164,10 @@ class StateDictSaving:
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.device == self._device else tensor.to(self._device)
 
-    # What becomes of it
+    # Values in the dict
 
     def _own(self, value: Any) -> Any:
-        """One of the copies: detached from autograd, and shared with no other key. Anything else as it is."""
+        """Return a copy that is detached from autograd and shared with no other key. Return other values unchanged."""
         storage = _storage_of(local_of(value)) if type(value) in (Tensor, nn.Parameter, DTensor) else 0
         if storage not in self._copies:
             return value
@@ -166,13 +177,13 @@ class StateDictSaving:
     def _pack(self, chunk: Tensor, handle: FlatParamGroup, index: int) -> Any:
         slot = handle.layout.slots[index]
         if id(chunk) in self._packed:
-            chunk = chunk.clone()  # of a parameter with another name
+            chunk = chunk.clone()  # the parameter has another name too
         self._packed.add(id(chunk))
         packed: Any
         if isinstance(self._config, ShardedStateDictConfig) and self._config._use_dtensor:
-            packed = meshed(chunk, slot, self._wrapper._mesh, handle.param_infos[index].parallel)
+            packed = dtensor_of_rows(chunk, slot, self._wrapper._mesh, handle.param_infos[index].parallel)
         else:
-            packed = chunked(chunk, slot, handle.layout, self._wrapper.process_group)
+            packed = sharded_tensor_of_rows(chunk, slot, handle.layout, self._wrapper.process_group)
         return packed.cpu() if self._config.offload_to_cpu else packed
 
     def _put_flat_params(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -180,14 +191,16 @@ class StateDictSaving:
             shard: Tensor = handle.flat_param
             if self._config.offload_to_cpu and not shard.is_cpu:
                 shard = shard.cpu().requires_grad_(shard.requires_grad)
-            state_dict[prefix + name] = flattened(shard, handle.layout, self._wrapper.process_group)
+            state_dict[prefix + name] = sharded_tensor_of_flat_param(
+                shard, handle.layout, self._wrapper.process_group
+            )
 
     def _put_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """In the dtype that they were wrapped in."""
+        """Convert buffers to the dtype that they were wrapped in."""
         casts = self._wrapper.mixed_precision.buffer_dtype is not None
         for name, dtype in self._wrapper._buffer_dtypes.items():
             key = prefix + name
-            if key not in state_dict:  # buffers need not be persistent
+            if key not in state_dict:  # not all buffers are persistent
                 continue
             if self._is_left_out:
                 del state_dict[key]
@@ -198,20 +211,20 @@ class StateDictSaving:
                 state_dict[key] = state_dict[key].to(dtype, copy=True)
 
 
-def bring_to_rest(unit: Unit[FlatParamGroup], kind: StateDictType) -> None:
-    """Have the shards hold what the parameters are, and the modules show nothing else, unless users are shown it.
+def write_back_and_reshard(unit: Unit[FlatParamGroup], kind: StateDictType) -> None:
+    """Write the user's changes into the shards and reshard the unit, unless its parameters are summoned.
 
     Raises:
-        AssertionError: the unit is in the middle of a forward or backward.
-        RuntimeError: its parameters are unsharded, and shards are asked for.
+        AssertionError: the unit is inside a forward or backward.
+        RuntimeError: its parameters are unsharded, and shards are requested.
     """
     if unit.phase not in (Phase.IDLE, *SHOWN):
         raise AssertionError(
-            f"the state of {unit.name} cannot be saved or loaded in the middle of its {unit.phase.value}"
+            f"the state of {unit.name} cannot be saved or loaded during its {unit.phase.value}"
         )
     if unit.phase in SHOWN and kind is StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
-            f"LOCAL_STATE_DICT is of shards, but the parameters of {unit.name} are unsharded inside "
+            f"LOCAL_STATE_DICT saves shards, but the parameters of {unit.name} are unsharded inside "
             "summon_full_params(); leave the context first"
         )
     if unit.phase is Phase.IDLE:
@@ -221,9 +234,9 @@ def bring_to_rest(unit: Unit[FlatParamGroup], kind: StateDictType) -> None:
 
 
 def _summoned_tensors(handle: FlatParamGroup) -> list[Tensor]:
-    """What the user sees as the unsharded parameters, and may have written to; of DTensors the local tensors."""
-    shown = dict(handle.registered())
-    return [local_of(cast("Tensor", shown[index]).detach()) for index in range(len(handle.layout.slots))]
+    """Return the unsharded parameters that the user sees and may have written to; local tensors for DTensors."""
+    registered = dict(handle.registered())
+    return [local_of(cast("Tensor", registered[index]).detach()) for index in range(len(handle.layout.slots))]
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What modules are shown for their parameters while their unit is saved or loaded."""
+"""Stand-ins that modules contain instead of their parameters while their unit is saved or loaded."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from impl.distributed.fsdp._params.tensor_parallel import ParallelLayout
 
 
 class StandIn(ShardedPlaceholder):
-    """Has a parameter's shape and no elements; what is copied into it, it keeps as its `source`."""
+    """Tensor with a parameter's shape and no elements. It keeps a value that is copied into it as its `source`."""
 
     source: Any
-    owner: Any  # who made it
-    parallel: ParallelLayout | None = None  # of a DTensor
+    owner: Any  # creator
+    parallel: ParallelLayout | None = None  # set for a DTensor
 
     @classmethod
-    def made(
+    def create(
         cls, like: Tensor, name: str, *, device: torch.device, owner: Any, source: Any = None
     ) -> StandIn:
-        """
+        """Return a stand-in.
+
         Args:
-            like: has the shape, the dtype and requires_grad; may be a meta tensor.
+            like: tensor with the shape, the dtype and requires_grad; may be a meta tensor.
         """
-        made = super().of(like, name, device=device)
-        made._is_param = True  # so that modules register it
-        made.owner = owner
-        made.source = source
-        return made
+        stand_in = super().of(like, name, device=device)
+        stand_in._is_param = True  # modules register it
+        stand_in.owner = owner
+        stand_in.source = source
+        return stand_in
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,42 +45,44 @@ class StandIn(ShardedPlaceholder):
             args[0].keep(args[1])
             return args[0]
         if func is Tensor.module_load and isinstance(args[0], StandIn):
-            return args[0]._exchanged_for(args[1])
+            return args[0]._swap_for(args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def _exchanged_for(self, given: Any) -> StandIn:
-        """Where modules swap tensors rather than copy: another one that has kept what is given."""
+    def _swap_for(self, value: Any) -> StandIn:
+        """Return another stand-in that keeps the value, for modules that swap tensors instead of copying."""
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        made = StandIn.made(like, self._name, device=self.device, owner=self.owner)
-        made.parallel = self.parallel
-        made.keep(given)
-        return made
+        stand_in = StandIn.create(like, self._name, device=self.device, owner=self.owner)
+        stand_in.parallel = self.parallel
+        stand_in.keep(value)
+        return stand_in
 
-    def keep(self, given: Any) -> None:
-        """Of what is no tensor and becomes one where one is needed, as lazy loaders hand out, the owner keeps a part.
+    def keep(self, value: Any) -> None:
+        """Keep the value as source. If it is no tensor, the owner converts it and keeps this rank's piece.
+
+        Lazy loaders pass such values.
 
         Raises:
-            TypeError: it is sharded over ranks, where an unsharded tensor is expected, or the other way round.
-            NotImplementedError: it has no values.
+            TypeError: the value is sharded over ranks and an unsharded tensor is expected, or the reverse.
+            NotImplementedError: the value is a meta tensor.
         """
-        if self.parallel is not None and not isinstance(given, (StandIn, DTensor)):
+        if self.parallel is not None and not isinstance(value, (StandIn, DTensor)):
             raise TypeError(
                 f"expected a DTensor for {self._name}, laid out over {self.parallel.mesh}, but got a "
-                f"{type(given).__name__}; torch.distributed.tensor.distribute_tensor makes one of an unsharded tensor"
+                f"{type(value).__name__}; convert an unsharded tensor by torch.distributed.tensor.distribute_tensor"
             )
-        if not isinstance(given, Tensor):
+        if not isinstance(value, Tensor):
             unsharded = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="cpu")
-            self.source = self.owner.part_of(unsharded.copy_(given), self._name)
+            self.source = self.owner.piece_of(unsharded.copy_(value), self._name)
             return
-        if isinstance(given, (ShardedTensor, DTensor)) and self.parallel is None:
+        if isinstance(value, (ShardedTensor, DTensor)) and self.parallel is None:
             raise TypeError(
-                f"expected an unsharded tensor for {self._name} but got a {type(given).__name__}; load it with "
+                f"expected an unsharded tensor for {self._name} but got a {type(value).__name__}; load it with "
                 "SHARDED_STATE_DICT"
             )
-        if given.is_meta and not isinstance(given, StandIn):
+        if value.is_meta and not isinstance(value, StandIn):
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        self.source = given.source if isinstance(given, StandIn) else given
+        self.source = value.source if isinstance(value, StandIn) else value
 
 
 _data: Any = Tensor.data
@@ -88,8 +91,8 @@ _WRITES = (Tensor.copy_, _data.__set__)
 
 
 def stand_ins_for(handle: FlatParamGroup, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
-    """One for each parameter of a flat parameter."""
-    made: list[StandIn] = []
+    """Return a stand-in for each parameter of a flat parameter."""
+    stand_ins: list[StandIn] = []
     for index, slot in enumerate(handle.layout.slots):
         parallel = handle.param_infos[index].parallel
         like = torch.empty_strided(
@@ -100,6 +103,6 @@ def stand_ins_for(handle: FlatParamGroup, owner: Any, sources: Sequence[Any] = (
             requires_grad=handle.wants_grad(index),
         )
         source = sources[index] if sources else None
-        made.append(StandIn.made(like, slot.name, device=handle.device, owner=owner, source=source))
-        made[-1].parallel = parallel
-    return made
+        stand_ins.append(StandIn.create(like, slot.name, device=handle.device, owner=owner, source=source))
+        stand_ins[-1].parallel = parallel
+    return stand_ins

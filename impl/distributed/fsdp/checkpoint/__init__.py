@@ -1,12 +1,12 @@
-"""Checkpoints of sharded training: complete or not there, on any number of ranks, and read without running anything.
+"""Checkpoints of sharded training: complete or absent, for any number of ranks, and loaded without running code.
 
-`save` writes the files of torch.distributed.checkpoint (DCP), each rank its rows, into a folder of another name, and
-renames it when all of them are on the disk. `load` reads them on as many ranks as there are now, and changes the
-model, its optimizer and whatever else was saved on all ranks or on none. `latest` finds the newest complete one.
+`save` writes the files of torch.distributed.checkpoint (DCP), each rank its rows, into a folder with another name, and
+renames it when all files are on the disk. `load` reads them on any number of ranks, and changes the model, its
+optimizer and other saved objects on all ranks or on none. `latest` finds the newest complete checkpoint.
 
-torch's own `dcp.load` reads such a folder too. It unpickles the metadata, and every value that is no tensor, with all
-that pickle can do: whoever wrote the files runs code in the process that loads them. `Reader` and `LoadPlanner` let
-pass what a checkpoint is made of and nothing else; give them to `dcp.load` for checkpoints that were saved otherwise:
+torch's own `dcp.load` reads such a folder too. It unpickles the metadata, and every value that is no tensor. So the
+author of the files can run code in the process that loads them. `Reader` and `LoadPlanner` only accept the classes of
+a checkpoint. Pass them to `dcp.load` for checkpoints that other programs saved:
 
     dcp.load(state_dict, storage_reader=Reader(path), planner=LoadPlanner())
 """

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: written under a name that nobody reads, then renamed, so that each is complete or not there.
+"""Folders of checkpoints: written under a temporary name, then renamed, so that each is complete or absent.
 
-Beside a checkpoint `step-10` there may be, after a save that was killed, `.step-10.<id>.writing`, incomplete, and
-`.step-10.<id>.replaced`: the one that was to be written over, which counts as long as there is no `step-10`. The next
-save of that name removes them. A link stands for what it leads to.
+After a save that was killed, there may be two folders beside a checkpoint `step-10`: `.step-10.<id>.writing`, which is
+incomplete, and `.step-10.<id>.replaced`, the previous checkpoint, which counts as long as there is no `step-10`. The
+next save of that name removes them. A link is followed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>writing|replaced)"
 
 
 def begin(path: Path) -> Path:
-    """Remove what killed saves have left beside `path`, and make a folder to write to; where it is.
+    """Remove what killed saves have left beside `path`. Create and return a folder to write to.
 
     Raises:
-        FileExistsError: `path` is there and is no checkpoint. It is left alone.
+        FileExistsError: `path` exists and is no checkpoint. It is not changed.
     """
     if path.exists() and not _is_complete(path):
-        raise FileExistsError(f"{path} is there and is no checkpoint; save to another place, or move it away")
-    path = _aim_of(path)
+        raise FileExistsError(f"{path} exists and is no checkpoint; save to another path, or move it away")
+    path = _target_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover, kind in _beside(path):
+    for leftover, kind in _leftovers(path):
         if kind == _WRITING or path.exists():
             _remove(leftover, path)
     folder = _hidden(path, _WRITING)
@@ -39,12 +39,12 @@ def begin(path: Path) -> Path:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Have what was written to `folder` stand at `path`, in the place of what stood there.
+    """Move the written `folder` to `path`, and replace what is there.
 
     Raises:
-        OSError: it could not be; what stood there still does.
+        OSError: the move failed. The previous checkpoint is unchanged.
     """
-    path = _aim_of(path)
+    path = _target_of(path)
     _synchronize(folder)
     replaced = _hidden(path, _REPLACED)
     if path.exists():
@@ -56,36 +56,36 @@ def commit(folder: Path, path: Path) -> None:
             replaced.rename(path)
         raise
     _synchronize(path.parent)
-    for leftover, _ in _beside(path):
+    for leftover, _ in _leftovers(path):
         _remove(leftover, path)
 
 
-def standing(path: Path) -> Path:
-    """Where the complete checkpoint is that counts as `path`.
+def resolve_checkpoint(path: Path) -> Path:
+    """Return the complete checkpoint that counts as `path`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no complete checkpoint.
     """
     if _is_complete(path):
         return path
-    for folder, kind in _beside(_aim_of(path)):
+    for folder, kind in _leftovers(_target_of(path)):
         if kind == _REPLACED and _is_complete(folder):
             return folder
     raise FileNotFoundError(f"there is no complete checkpoint at {path}")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder, to be given to `load`; None if there is none.
+    """Return the newest complete checkpoint in a folder, for `load`, or None.
 
-    The newest is the one whose name ends in the highest number, `step-1000`; of those that end in the same or in none
-    the one that was completed last.
+    The newest is the one whose name ends in the highest number, such as `step-1000`. If the numbers are equal or
+    absent, it is the one that was completed last.
     """
-    found = {_name_of(entry) for entry in Path(folder).iterdir()} if Path(folder).is_dir() else set()
+    names = {_name_of(entry) for entry in Path(folder).iterdir()} if Path(folder).is_dir() else set()
     complete: list[tuple[int, int, Path]] = []
-    for name in sorted(found - {""}):
+    for name in sorted(names - {""}):
         path = Path(folder) / name
         try:
-            completed = (standing(path) / _METADATA).stat().st_mtime_ns
+            completed = (resolve_checkpoint(path) / _METADATA).stat().st_mtime_ns
         except FileNotFoundError:
             continue
         number = re.search(r"\d+$", name)
@@ -94,7 +94,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _name_of(entry: Path) -> str:
-    """Of the checkpoint that an entry belongs to; empty if that is incomplete."""
+    """Return the name of the checkpoint that an entry belongs to, or "" if it is incomplete."""
     hidden = _HIDDEN.fullmatch(entry.name)
     if hidden is None:
         return entry.name
@@ -102,16 +102,16 @@ def _name_of(entry: Path) -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    # Path.is_file raises where nobody may look, as in a disk's lost+found.
+    # `Path.is_file` raises if the user may not read a folder, such as a disk's lost+found.
     return os.path.isfile(folder / _METADATA)
 
 
-def _aim_of(path: Path) -> Path:
+def _target_of(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _remove(leftover: Path, path: Path) -> None:
-    """Take away what an earlier save of this name has left; what cannot be removed counts as incomplete."""
+    """Remove what an earlier save of this name has left. What cannot be removed counts as incomplete."""
     with contextlib.suppress(OSError):
         unread = leftover.rename(_hidden(path, _WRITING))
         shutil.rmtree(unread, ignore_errors=True)
@@ -121,8 +121,8 @@ def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.{kind}")
 
 
-def _beside(path: Path) -> Iterator[tuple[Path, str]]:
-    """What earlier saves of this name have left, and of what kind that is."""
+def _leftovers(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folders that earlier saves of this name have left, with their kinds."""
     if not path.parent.is_dir():
         return
     for entry in sorted(path.parent.iterdir()):
@@ -132,7 +132,7 @@ def _beside(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _synchronize(folder: Path) -> None:
-    """Have the names in a folder reach the disk; where folders cannot be opened (Windows), the system sees to that."""
+    """Write the names in a folder to the disk. On Windows, where folders cannot be opened, the system does so."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

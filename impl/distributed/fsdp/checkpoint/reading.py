@@ -1,4 +1,4 @@
-"""Reads what DCP has written as data: a pickle in it may name the classes of a checkpoint and nothing else."""
+"""Reader of DCP's files. A pickle in them may only name the classes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ _RECORDS = (
 )
 
 
-class _AsksForMore(pickle.UnpicklingError):
-    """Metadata that is whole, and wants what no metadata is made of."""
+class _UnsupportedMetadata(pickle.UnpicklingError):
+    """Raised for valid metadata that names a class which no checkpoint contains."""
 
 
 def _member(of: Any, name: str) -> records._MEM_FORMAT_ENCODING:
-    """What Python 3.11.0 to 3.11.3 write for a member of an enumeration, by `getattr`, which may give more."""
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 write as a call of `getattr`."""
     if of is not records._MEM_FORMAT_ENCODING:
-        raise _AsksForMore(
-            f"the checkpoint's metadata asks for {name} of {of}, which no checkpoint does; nothing was run"
+        raise _UnsupportedMetadata(
+            f"the checkpoint's metadata refers to {name} of {of}, which checkpoints never contain; no code was executed"
         )
     return records._MEM_FORMAT_ENCODING[name]
 
 
-_ALLOWED: dict[tuple[str, str], Any] = {(one.__module__, one.__qualname__): one for one in _RECORDS} | {
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (record.__module__, record.__qualname__): record for record in _RECORDS
+} | {
     ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # A path is a name; what is read is checked for where it lies.
+    # A path is only a name. The place of a file that is read is checked.
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
@@ -58,24 +60,24 @@ class _Unpickler(pickle.Unpickler):
         allowed = _ALLOWED.get((module, name))
         dtype = getattr(torch, name, None) if module == "torch" else None
         if allowed is None and not isinstance(dtype, torch.dtype):
-            raise _AsksForMore(
-                f"the checkpoint's metadata asks for {module}.{name}, of which no checkpoint is made; nothing was run. "
-                "If you trust whoever wrote it, torch.distributed.checkpoint.load would run it"
+            raise _UnsupportedMetadata(
+                f"the checkpoint's metadata refers to {module}.{name}, which checkpoints never contain; no code was "
+                "executed. If you trust its author, torch.distributed.checkpoint.load would execute it"
             )
         return allowed or dtype
 
 
 class Reader(FileSystemReader):
-    """A StorageReader for a folder that DCP has written.
+    """StorageReader for a folder that DCP has written.
 
-    Raises, when it is read from:
-        pickle.UnpicklingError: the metadata is no metadata, or asks for more than the classes that it is made of.
-        ValueError: it points to a file outside the folder, or what is read has not the checksum that was written.
+    Raises, when it is read:
+        pickle.UnpicklingError: the metadata is invalid, or names other classes than those of metadata.
+        ValueError: the metadata refers to a file outside the folder, or a value has another checksum than was written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
-        self._intact: set[tuple[str, int]] = set()  # files and offsets of what was found so
+        self._intact: set[tuple[str, int]] = set()  # files and offsets that were found intact
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))
@@ -84,7 +86,7 @@ class Reader(FileSystemReader):
         for place in metadata.storage_data.values():
             name = pathlib.PurePath(place.relative_path)
             if name.is_absolute() or ".." in name.parts:
-                raise ValueError(f"{path} points to {name}, which lies outside the checkpoint")
+                raise ValueError(f"{path} refers to {name}, which is outside the checkpoint")
         metadata.storage_meta = metadata.storage_meta or records.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -101,7 +103,7 @@ class Reader(FileSystemReader):
 
 
 def _check_sums(value: io.BytesIO, place: str) -> None:
-    """Of what `torch.save` has written, which sums up what it writes; `torch.load` does not look at that."""
+    """Check the checksums that `torch.save` has written, which `torch.load` ignores."""
     try:
         with zipfile.ZipFile(value) as written:
             damaged = written.testzip()
@@ -115,7 +117,7 @@ def _check_sums(value: io.BytesIO, place: str) -> None:
 def _unpickled(data: bytes, path: Any) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-    except _AsksForMore:
+    except _UnsupportedMetadata:
         raise
     except Exception as error:  # pickle documents that damage may raise anything
         raise pickle.UnpicklingError(f"{path} is cut off or damaged: {error}") from error
@@ -125,10 +127,10 @@ def _unpickled(data: bytes, path: Any) -> Metadata:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own, but that values which are no tensors are loaded with `weights_only`.
+    """DCP's planner, which loads values other than tensors with `weights_only`.
 
-    Nor does a rank need rows of every ShardedTensor, as ranks beyond a parameter's rows have none: unless
-    `flatten_sharded_tensors` is set, which is for nested ones, and by which DCP loses those and misses other keys.
+    A rank may have no rows of a ShardedTensor, like ranks beyond a parameter's last row. With
+    `flatten_sharded_tensors`, which is for nested ShardedTensors, DCP loses these and misses other keys.
     """
 
     def __init__(
@@ -140,10 +142,12 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """
+        """Load a value other than a tensor.
+
         Raises:
-            pickle.UnpicklingError: the value asks for more than numbers, strings, tensors and containers of them.
+            pickle.UnpicklingError: the value contains more than numbers, strings, tensors and containers of them.
         """
-        torch.load(value, weights_only=True)  # refuses, before DCP loads the same bytes without asking
+        # Check the value first, because DCP loads the same bytes without a check.
+        torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint beside the model's tensors: data, which is read again without running anything."""
+"""Values of a checkpoint other than the model's tensors: data that is loaded without running code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 
 def as_data(value: Any) -> Any:
-    """The same value, in which numbers of numpy are Python's: learning rates often are, and not meant to be."""
+    """Convert numpy's numbers to Python's. Learning rates are often numpy numbers unintentionally."""
     return tree_map(_as_number, value)
 
 
@@ -24,17 +24,18 @@ def _as_number(value: Any) -> Any:
     return value.item() if is_numpys else value
 
 
-def refuse_unreadable(values: Mapping[str, Any]) -> None:
-    """
+def check_readable(values: Mapping[str, Any]) -> None:
+    """Check that `load` can read the values.
+
     Raises:
-        TypeError: `load` would refuse one of them, by whose name it is called.
+        TypeError: `load` would refuse one of them. The error has its name.
     """
     for name, value in values.items():
         written = io.BytesIO()
         try:
             torch.save(tree_map(_without_elements, value), written)
             torch.load(io.BytesIO(written.getvalue()), weights_only=True)
-        except Exception as error:  # whatever pickling an object of anybody's raises
+        except Exception as error:  # any error of pickling a user's object
             raise TypeError(
                 f"{name} cannot be loaded again: it holds {_culprit(error)}, and a checkpoint holds numbers, strings, "
                 "tensors and containers of them, whose loading runs nothing"
@@ -50,22 +51,22 @@ def _culprit(error: Exception) -> str:
     return named[1] if named else f"what cannot be pickled ({type(error).__name__}: {error})"
 
 
-def of_optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps beside tensors, its settings and its state, by names.
+def optimizer_values_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's settings and state other than tensors, by name.
 
     Raises:
-        TypeError: a state is called by what is no string.
+        TypeError: a key of the state is no string.
     """
     states = list(optimizer.state.values())
     numbered = [key for state in states for key in state if not isinstance(key, str)]
     if numbered:
         raise TypeError(
-            f"optimizer.state has the key {numbered[0]!r}, which is no string, and would be one when it is loaded"
+            f"optimizer.state has the key {numbered[0]!r}, which is no string, but would be loaded as one"
         )
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
-    beside = [
+    non_tensors = [
         {key: value for key, value in state.items() if not isinstance(value, Tensor)} for state in states
     ]
-    return {"optimizer.param_groups": groups, "optimizer.state": beside}
+    return {"optimizer.param_groups": groups, "optimizer.state": non_tensors}

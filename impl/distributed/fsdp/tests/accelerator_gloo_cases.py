@@ -20,7 +20,7 @@ ASTRAY = 1  # the rank that leaves out a block in the last step
 
 
 class _HostWork:
-    """A collective of gloo on the host; its result goes to the accelerator when somebody waits for it."""
+    """Collective of gloo on the host. Waiting for it copies the result to the accelerator."""
 
     def __init__(self, work: dist.Work, output: Tensor, result: Tensor) -> None:
         self._work = work
@@ -58,9 +58,9 @@ class AcceleratorGloo(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo._get_backend(torch.device("cpu"))
 
-    def all_gather_single(self, output: Tensor, mine: Tensor) -> Any:
+    def all_gather_single(self, output: Tensor, shard: Tensor) -> Any:
         result = torch.empty(output.shape, dtype=output.dtype)
-        return _HostWork(self._gloo._allgather_base(result, mine.cpu()), output, result)
+        return _HostWork(self._gloo._allgather_base(result, shard.cpu()), output, result)
 
     def reduce_scatter_single(self, shard: Tensor, buffer: Tensor) -> Any:
         result = torch.empty(shard.shape, dtype=shard.dtype)

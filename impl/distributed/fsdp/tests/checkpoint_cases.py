@@ -1,4 +1,4 @@
-"""What ranks do with impl.distributed.fsdp.checkpoint: train, save, load, and be killed."""
+"""Cases of impl.distributed.fsdp.checkpoint: ranks train, save, load, and are killed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class CheckpointedRun:
 
 
 def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, steps: int = 3) -> Any:
-    """What was saved, what came of training on, and how long saving took."""
+    """Return the saved state, the state after more training, and the time that saving took."""
     run = CheckpointedRun(rank, use_orig_params=use_orig_params)
     run.train(range(steps))
     began = time.monotonic()
@@ -97,23 +97,23 @@ def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, 
 
 
 def resumed(rank: Rank, *, paths: Sequence[Path], use_orig_params: bool = False, steps: int = 3) -> Any:
-    """For each checkpoint what is loaded into another run, and what comes of training it on."""
+    """Return for each checkpoint the state that another run has loaded, and its state after more training."""
     run = CheckpointedRun(rank, seed=1, use_orig_params=use_orig_params)
-    run.train(range(1))  # so that there is something to be overwritten
-    seen: list[Any] = []
+    run.train(range(1))  # creates a state to be overwritten
+    outcomes: list[Any] = []
     for path in paths:
         run.load(path)
         loaded = run.state()
         run.train(range(steps, steps + 2))
-        seen.append((loaded, run.state()))
-    return seen
+        outcomes.append((loaded, run.state()))
+    return outcomes
 
 
 def latest_loaded(rank: Rank, *, folder: Path) -> Any:
     run = CheckpointedRun(rank, seed=1)
-    found = checkpoint.latest(folder)
-    assert found is not None
-    run.load(found)
+    path = checkpoint.latest(folder)
+    assert path is not None
+    run.load(path)
     return run.state()
 
 
@@ -143,11 +143,11 @@ def _die(over: Path | None, after_s: float) -> None:
 
 
 def refused(rank: Rank, *, path: Path, width: int = 5, by_scaler: bool = False) -> Any:
-    """What a load raises on this rank, and whether everything is as before."""
+    """Return the error of a load on this rank, and the states before and after."""
     run = CheckpointedRun(rank, seed=1, width=width)
     run.train(range(1))
     before = run.state()
-    if by_scaler:  # behind the scheduler, which has loaded then
+    if by_scaler:  # loaded after the scheduler
         run.others["scaler"].load_state_dict = mock.Mock(side_effect=ValueError("the scaler refuses"))
     try:
         run.load(path)
@@ -157,11 +157,11 @@ def refused(rank: Rank, *, path: Path, width: int = 5, by_scaler: bool = False) 
 
 
 def kept_otherwise(rank: Rank, *, path: Path) -> Any:
-    """What was saved and what is loaded of names with dots and numbers for names, numpy's numbers, and a tensor."""
+    """Return the saved and loaded states with unusual names, numpy's numbers, and a tensor."""
     run, other = CheckpointedRun(rank), CheckpointedRun(rank, seed=1)
     run.others["tensor"], other.others["tensor"] = Kept(rank, torch.arange(3)), Kept(rank, None)
-    for one, milestones in ((run, [1, 3]), (other, [2])):
-        one.others["steps"] = torch.optim.lr_scheduler.MultiStepLR(one.optimizer, milestones)
+    for saved_run, milestones in ((run, [1, 3]), (other, [2])):
+        saved_run.others["steps"] = torch.optim.lr_scheduler.MultiStepLR(saved_run.optimizer, milestones)
     run.train(range(1))
     for parameter, state in run.optimizer.state.items():
         state["mean.of.rows"] = parameter.detach().clone()
@@ -173,7 +173,7 @@ def kept_otherwise(rank: Rank, *, path: Path) -> Any:
 
 
 class Kept:
-    """Has whatever state it was given, which is an error to be raised on the last rank."""
+    """Stateful object that returns any state, or raises an error on the last rank."""
 
     def __init__(self, rank: Rank, state: Any) -> None:
         self._rank = rank
@@ -190,14 +190,14 @@ class Kept:
         self._state = state_dict
 
 
-def refused_to_save(rank: Rank, *, path: Path, what: str) -> str | None:
-    """What saving raises on this rank of something that could not be loaded."""
+def refused_to_save(rank: Rank, *, path: Path, kind: str) -> str | None:
+    """Return the error of saving a value on this rank that could not be loaded."""
     run = CheckpointedRun(rank)
     run.train(range(1))
-    given = {"an error": KeyError("injected"), "an object": [path], "a function": {"key": print}}
-    if what in given:
-        run.others["mine"] = Kept(rank, given[what])
-    elif what == "a group":
+    values = {"an error": KeyError("injected"), "an object": [path], "a function": {"key": print}}
+    if kind in values:
+        run.others["mine"] = Kept(rank, values[kind])
+    elif kind == "a group":
         run.optimizer.param_groups[0]["of"] = Path("somewhere")
     else:
         next(iter(run.optimizer.state.values()))[0] = 1.0
@@ -226,11 +226,11 @@ def with_payload(data: bytes, file: Path) -> bytes:
 
 
 def taken_by_torch(rank: Rank, *, how: str, use_orig_params: bool) -> Any:
-    """What torch.distributed.checkpoint.state_dict gives of a sharded model and its optimizer, sharded and whole.
+    """Return the states that torch.distributed.checkpoint.state_dict returns of a sharded model, sharded and full.
 
-    It is set, in its turn, on a model that was trained further; that model's states are the last.
+    The states are then set on a model that was trained further. Its states are the last of the result.
     """
-    seen: list[Any] = []
+    states: list[Any] = []
     with drop_in.installed() if how == "dropped in" else contextlib.nullcontext():
         fsdp = FullyShardedDataParallel if how == "impl" else torch.distributed.fsdp.FullyShardedDataParallel
         torch.manual_seed(0)
@@ -248,18 +248,18 @@ def taken_by_torch(rank: Rank, *, how: str, use_orig_params: bool) -> Any:
         train()
         for options in (helpers.StateDictOptions(), helpers.StateDictOptions(full_state_dict=True)):
             states = helpers.get_state_dict(model, optimizer, options=options)
-            seen.append(_plain(states))
+            states.append(_plain(states))
             train()
             helpers.set_state_dict(
                 model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options
             )
         train()
-        seen.append(_plain(helpers.get_state_dict(model, optimizer)))
-    return seen
+        states.append(_plain(helpers.get_state_dict(model, optimizer)))
+    return states
 
 
 def _plain(states: Any) -> Any:
-    """The same with this rank's rows in the place of what is dealt by rows."""
+    """Return the states with this rank's rows instead of sharded tensors."""
 
     def rows(value: Any) -> Any:
         if isinstance(value, ShardedTensor):

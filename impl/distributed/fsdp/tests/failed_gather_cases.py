@@ -30,7 +30,7 @@ class FailsOnce:
 
 
 def gather_again(rank: Rank) -> list[float]:
-    """What a layer of ones comes to that keeps parts of its parameters, once it is written to and a gather fails."""
+    """Return outputs of a layer of ones that keeps shards after forward, once it was written to and a gather fails."""
     layer = nn.Linear(4, 4, bias=False)
     nn.init.ones_(layer.weight)
     mesh = DeviceMesh("cpu", torch.arange(rank.world_size))
@@ -46,4 +46,4 @@ def gather_again(rank: Rank) -> list[float]:
         gathers.fails = True
         with pytest.raises(OSError, match="a gather fails"):
             model(torch.ones(1, 4))
-        return [float(each) for out in (before, model(torch.ones(1, 4))) for each in out.unique()]
+        return [float(element) for out in (before, model(torch.ones(1, 4))) for element in out.unique()]

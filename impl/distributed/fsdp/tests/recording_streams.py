@@ -36,7 +36,7 @@ from conformance.distributed.fsdp.happens_before import (
 )
 from impl.distributed.fsdp._engine.streams import StreamRole
 
-# They describe memory, or ask for some, and touch none.
+# Operators that describe or allocate memory without access to it.
 _TOUCH_NOTHING = {
     "set_",
     "empty",
@@ -46,7 +46,7 @@ _TOUCH_NOTHING = {
     "new_empty_strided",
     "lift_fresh",
 }
-# Their schemas do not say that the first argument is written to.
+# Operators whose schemas do not say that the first argument is written to.
 _WRITES_FIRST = {
     "_allgather_base_",
     "_reduce_scatter_base_",
@@ -78,7 +78,7 @@ class RecordingStreams(TorchDispatchMode):
         self._memory: dict[int, _Memory] = {}
         self._patches = ExitStack()
 
-    # What the runtime calls
+    # Calls of the runtime
 
     @contextmanager
     def on(self, role: StreamRole) -> Generator[None]:
@@ -120,7 +120,7 @@ class RecordingStreams(TorchDispatchMode):
             yield
 
     def event(self) -> int:
-        """What a user has recorded on the stream that is current."""
+        """Return an event that a user has recorded on the current stream."""
         return self._recorded(self._streams[-1])
 
     @contextmanager
@@ -132,7 +132,7 @@ class RecordingStreams(TorchDispatchMode):
         finally:
             self._streams.pop()
 
-    # What is watched
+    # Observed work
 
     def __enter__(self) -> RecordingStreams:
         self._patches.enter_context(_storages_report_to(self))
@@ -145,7 +145,7 @@ class RecordingStreams(TorchDispatchMode):
 
     @contextmanager
     def steps_on_host(self) -> Generator[None]:
-        """Inside, optimizers step what lies in the host's memory, with the host's own reads and writes."""
+        """Context manager in which optimizer steps read and write memory of the host, on the host."""
         entered = ExitStack()
         hooks = (
             register_optimizer_step_pre_hook(lambda *_: entered.enter_context(self._in(HOST))),
@@ -161,15 +161,15 @@ class RecordingStreams(TorchDispatchMode):
         del types
         self._notice_freed()
         outputs = func(*args, **(kwargs or {}))
-        given = list(_arguments(func, args, kwargs or {}))
-        known = {self._numbered(tensor) for tensor, _ in given}
-        made = [t for t in _tensors(outputs) if _key(t) not in self._memory]
-        for tensor in made:
+        arguments = list(_arguments(func, args, kwargs or {}))
+        known = {self._numbered(tensor) for tensor, _ in arguments}
+        new_tensors = [t for t in _tensors(outputs) if _key(t) not in self._memory]
+        for tensor in new_tensors:
             self.log.append(Allocation(self._streams[-1], self._numbered(tensor)))
         if not (func.is_view or _short(func) in _TOUCH_NOTHING):
-            reads = {self._numbered(t) for t, is_written in given if t.numel() and not is_written}
-            writes = {self._numbered(t) for t, is_written in given if t.numel() and is_written}
-            writes |= {self._numbered(t) for t in made if t.numel()} - known
+            reads = {self._numbered(t) for t, is_written in arguments if t.numel() and not is_written}
+            writes = {self._numbered(t) for t, is_written in arguments if t.numel() and is_written}
+            writes |= {self._numbered(t) for t in new_tensors if t.numel()} - known
             self.log.append(
                 Operation(self._streams[-1], _described(func), tuple(sorted(reads)), tuple(sorted(writes)))
             )
@@ -191,11 +191,11 @@ class RecordingStreams(TorchDispatchMode):
         return self._known(tensor.untyped_storage()).number
 
     def _known(self, storage: UntypedStorage) -> _Memory:
-        found = self._memory.get(storage._cdata)
-        if found is None:
-            found = _Memory(next(self._numbers), StorageWeakRef(storage), storage.nbytes() > 0)
-            self._memory[storage._cdata] = found
-        return found
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = _Memory(next(self._numbers), StorageWeakRef(storage), storage.nbytes() > 0)
+            self._memory[storage._cdata] = memory
+        return memory
 
     def _notice_freed(self) -> None:
         for key, memory in [
@@ -221,7 +221,7 @@ def _storages_report_to(streams: RecordingStreams) -> Generator[None]:
     try:
         yield
     finally:
-        del UntypedStorage.resize_  # its base has it
+        del UntypedStorage.resize_  # the base class has the method
 
 
 def _key(tensor: Tensor) -> int:
@@ -249,11 +249,11 @@ def _described(func: OpOverload) -> str:
 def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
     """Each tensor, and whether it is written to."""
     for index, argument in enumerate(func._schema.arguments):
-        given = args[index] if index < len(args) else kwargs.get(argument.name)
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if _short(func) in _WRITES_FIRST:
             is_written = index == 0
-        for tensor in _tensors(given):
+        for tensor in _tensors(value):
             yield tensor, is_written
 
 
@@ -263,5 +263,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for entry in value:
+            yield from _tensors(entry)

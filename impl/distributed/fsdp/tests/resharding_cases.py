@@ -1,4 +1,4 @@
-"""What a rank makes of its pieces: chunks, and of these the pieces again; and how many bytes it received for it."""
+"""Case in which a rank converts its pieces to chunks and back, and counts the received bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._state_dict import redistribution
 
 
-def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype]) -> dict[str, Any]:
+def round_trip(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype]) -> dict[str, Any]:
     groups = Groups(dist.group.WORLD if rank.world_size > 1 else None, None)
     exchanges = redistribution.Redistribution(layout, groups, torch.device(rank.device), "tested")
     received = 0
@@ -45,12 +45,12 @@ def there_and_back(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype])
         "chunks": [chunk.clone() for chunk in chunks],
         "chunk_bytes": sum(chunk.nbytes for chunk in chunks),
         "received": received_for_chunks,
-        "returned": [torch.equal(one, piece) for one, piece in zip(again, pieces, strict=True)],
+        "returned": [torch.equal(returned, piece) for returned, piece in zip(again, pieces, strict=True)],
         "returned_bytes": received - received_for_chunks,
         "piece_bytes": sum(piece.nbytes for piece in pieces),
     }
 
 
 def in_memory(numel: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter's elements in the order in which they lie in memory: numbers that tell where they come from."""
+    """Return a parameter's elements in memory order. The numbers identify the parameter and the position."""
     return (torch.arange(numel) + 10 * number).to(dtype)

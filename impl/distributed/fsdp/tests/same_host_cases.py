@@ -1,4 +1,4 @@
-"""What ranks that read one another's memory exchange, and whether they do."""
+"""Cases of ranks that read one another's memory."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A gathered whole and a shard of a sum; None where ranks cannot read one another's memory.
 
-    Somebody has made another device the default one, on which what ranks tell each other would be lost.
+    The default device is meta, on which the numbers that ranks exchange would be lost.
     """
     whole = torch.full((rank.world_size * shard_numel,), float("nan")).to(dtype)
     shard = torch.full((shard_numel,), float("nan")).to(dtype)
-    mine, buffer = (given_by(rank.rank, numel, dtype) for numel in (shard_numel, whole.numel()))
-    with torch.device("meta"), _new_group() as (_, found):
-        if found is None:
+    shard_of_rank, buffer = (given_by(rank.rank, numel, dtype) for numel in (shard_numel, whole.numel()))
+    with torch.device("meta"), _new_group() as (_, peers):
+        if peers is None:
             return None
-        found.all_gather(whole, mine, issue_and_wait)
-        found.reduce_scatter(shard, buffer, issue_and_wait)
+        peers.all_gather(whole, shard_of_rank, issue_and_wait)
+        peers.reduce_scatter(shard, buffer, issue_and_wait)
     return whole, shard
 
 
@@ -54,20 +54,20 @@ def meet_one_that_cannot_read(rank: Rank, *, blind: int) -> bool:
     if rank.rank == blind:
         same_host._reader = lambda: None
     try:
-        with _new_group() as (_, found):
-            return found is not None
+        with _new_group() as (_, peers):
+            return peers is not None
     finally:
         same_host._reader = reader
 
 
 def offer_unequal_sizes(rank: Rank) -> str | None:
-    """What is raised; None where ranks cannot read one another's memory."""
-    with _new_group() as (_, found):
-        if found is None:
+    """Return the raised error, or None if ranks cannot read one another's memory."""
+    with _new_group() as (_, peers):
+        if peers is None:
             return None
         numel = 5 + rank.rank
         try:
-            found.all_gather(torch.empty(2 * numel), torch.zeros(numel), issue_and_wait)
+            peers.all_gather(torch.empty(2 * numel), torch.zeros(numel), issue_and_wait)
         except RuntimeError as error:
             return str(error)
     return ""
@@ -86,8 +86,8 @@ def unshard(rank: Rank, *, kind: str) -> list[bool]:
     """Whether parameters are unsharded as they were, and at last row by row."""
     filled: list[bool] = []
 
-    def noted(*given: Any) -> bool:
-        filled.append(choosing.fills_rows(*given))
+    def noted(*arguments: Any) -> bool:
+        filled.append(choosing.fills_rows(*arguments))
         return filled[-1]
 
     with (
@@ -108,7 +108,7 @@ def unshard(rank: Rank, *, kind: str) -> list[bool]:
 
         def compare(*_: object) -> None:
             pairs = zip(layer.parameters(), whole, strict=True)
-            same.append(all(torch.equal(mine, kept.to(mine.dtype)) for mine, kept in pairs))
+            same.append(all(torch.equal(param, expected.to(param.dtype)) for param, expected in pairs))
 
         layer.register_forward_pre_hook(compare)
         model.register_full_backward_pre_hook(lambda *_: layer.unshard())
@@ -121,7 +121,7 @@ def unshard(rank: Rank, *, kind: str) -> list[bool]:
 
 
 def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
-    """Kill one rank once it has told where its part lies, before the others read it; they raise."""
+    """Kill a rank after it has published its address, before the others read its memory. The others raise."""
     read = SameHostPeers._read
 
     def read_too_late(self: SameHostPeers, peer: int, address: int, into: torch.Tensor) -> None:
@@ -133,17 +133,17 @@ def lose_one_whose_memory_is_read(rank: Rank, *, victim: int) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with _new_group() as (group, found):
-        if found is None:
+    with _new_group() as (group, peers):
+        if peers is None:
             return
-        mine = torch.zeros(5)
+        shard = torch.zeros(5)
         whole = torch.empty(5 * rank.world_size)
         order_checker = order_checker_of(group)
         for late in (False, True):
             if late:
                 SameHostPeers._read = die if rank.rank == victim else read_too_late
             order_checker.exchange(
-                "gathered 'a'", group, mine.device, functools.partial(found.all_gather, whole, mine)
+                "gathered 'a'", group, shard.device, functools.partial(peers.all_gather, whole, shard)
             )
 
 

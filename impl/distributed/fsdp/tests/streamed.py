@@ -1,4 +1,4 @@
-"""What impl.distributed.fsdp does with streams, on one rank of a group without peers: programs, and faults."""
+"""Programs that use the streams of impl.distributed.fsdp on one rank of a fake group, and faults in them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Trains:
 
 @dataclass(frozen=True)
 class Offloads:
-    """What the optimizer steps lies in the host's memory."""
+    """Training whose optimizer steps memory of the host."""
 
     strategy: str
 
@@ -156,7 +156,7 @@ class Skips(nn.Module):
 
 
 def skipping_model(strategy: str) -> Any:
-    """It calls only some of its parts, so that others are gathered ahead in vain."""
+    """Return a model that calls only some of its units, so that others are prefetched but not used."""
     fsdp = Library("impl").distributed.fsdp
     make = functools.partial(
         fsdp.FullyShardedDataParallel,
@@ -221,8 +221,8 @@ class FullyShards:
         assert outcome.raised is None, outcome.raised
 
     def __str__(self) -> str:
-        given = [f"{name}={value}" for name, value in vars(self.sharding).items() if value]
-        return "-".join(["fully_shard", *given])
+        settings = [f"{name}={value}" for name, value in vars(self.sharding).items() if value]
+        return "-".join(["fully_shard", *settings])
 
 
 @dataclass
@@ -249,7 +249,7 @@ class OneStep:
 
 
 def optimizer_beside() -> None:
-    """It steps on a stream of its own, whose event is all that tells the next forward of it."""
+    """Step on a separate stream. Only an event orders it before the next forward."""
     model = sharded(RANK, Library("impl"), PLAIN.build(), Sharding())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for number in range(3):
@@ -313,7 +313,7 @@ class Faulty(RecordingStreams):
 
     drops: tuple[str, str] = ("", "")
     early: tuple[str, str] = ("", "")
-    asked: set[tuple[str, str]] = field(default_factory=set)
+    requested: set[tuple[str, str]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Faulty(RecordingStreams):
     def record(self, role: StreamRole) -> int:
         event = super().record(role)
         first = self._first.setdefault(role.value, event)
-        return first if (role.value, _asker()) == self.early else event
+        return first if (role.value, _requesting_function()) == self.early else event
 
     def wait(self, role: StreamRole, event: int | None) -> None:
         if self._is_kept(role.value):
@@ -333,14 +333,14 @@ class Faulty(RecordingStreams):
             super().block(event)
 
     def _is_kept(self, who: str) -> bool:
-        site = (who, _asker())
-        self.asked.add(site)
+        site = (who, _requesting_function())
+        self.requested.add(site)
         return site != self.drops
 
 
-def _asker() -> str:
+def _requesting_function() -> str:
     names = (frame.f_code.co_name for frame in _frames() if is_of_impl(frame))
-    return next(name for name in names if name != "shards_were_written")
+    return next(name for name in names if name != "make_gather_wait_for_compute")
 
 
 def _frames() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What sharded training of impl does after something raised: nothing of it may show later."""
+"""Sharded training of impl after an exception, which has no effect on later results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def raise_in_backward(model: Any) -> None:
         loss.backward()
 
 
-def test_the_step_after_a_backward_that_raised() -> None:
-    with world_of(1):  # where nothing is made up: the collectives of a fake group move nothing
+def test_step_after_failed_backward_matches_fresh_model() -> None:
+    with world_of(1):  # a real group, because a fake one moves no data
         expected = gradients_of_a_step(seeded_model())
     with world_of(1):
         model = seeded_model()
@@ -61,8 +61,8 @@ def test_the_step_after_a_backward_that_raised() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_forward_of_what_the_first_rank_alone_is_shown_is_refused() -> None:
-    """Other ranks would have to send what they are not asked for; torch waits for them."""
+def test_forward_inside_rank0_only_summoning_raises() -> None:
+    """Other ranks would have to issue collectives that they do not know of. torch waits for them."""
     with world_of(4):
         model = seeded_model()
         with (
@@ -74,8 +74,8 @@ def test_a_forward_of_what_the_first_rank_alone_is_shown_is_refused() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_backward_that_raised_inside_summon_full_params_changes_no_weight(use_orig_params: bool) -> None:
-    """What the forward computed with is in a lower precision, and is not what is written back."""
+def test_failed_backward_inside_summoning_changes_no_weight(use_orig_params: bool) -> None:
+    """The forward computes with a low-precision copy, which must not be written back."""
 
     def unsharded_of(model: Any) -> list[Tensor]:
         with type(model).summon_full_params(model, writeback=False):
@@ -99,12 +99,12 @@ def test_gradients_from_before_a_backward_that_raised_are_kept() -> None:
         before = gradients_of_a_step(model)
         raise_in_backward(model)
         assert model.training_state.name == "IDLE"
-        kept = [p.grad for p in model.parameters()]
-    assert len(kept) == len(before) > 0
-    assert all(grad is not None for grad in kept)
+        grads = [p.grad for p in model.parameters()]
+    assert len(grads) == len(before) > 0
+    assert all(grad is not None for grad in grads)
 
 
-def test_an_inner_module_is_called_after_a_backward_that_raised() -> None:
+def test_inner_module_runs_after_failed_backward() -> None:
     with world_of(1):
         model = seeded_model()
         x = torch.ones(2, model.head.in_features)
@@ -116,8 +116,8 @@ def test_an_inner_module_is_called_after_a_backward_that_raised() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_thread_that_looks_at_the_model_does_not_end_the_backward() -> None:
-    """Which it does not run itself, and which has not raised."""
+def test_reading_thread_does_not_end_backward() -> None:
+    """The thread does not run the backward, which has not raised."""
     with world_of(1):
         expected = gradients_of_a_step(seeded_model())
     refused: list[BaseException] = []
@@ -182,7 +182,7 @@ def test_no_garbage_is_collected_while_another_threads_frames_are_walked() -> No
 
 
 @pytest.mark.deadline(120)
-def test_behind_a_gather_that_raised_all_is_gathered_of_the_shards(ranks: Callable[..., RankPool]) -> None:
-    """Not of what was kept for a backward of parameters as they were before they were written to."""
-    seen = ranks(4).run(f"{failed_gather_cases.__name__}:gather_again")
-    assert seen == [[4.0, 8.0]] * 4
+def test_failed_gather_is_followed_by_gather_of_shards(ranks: Callable[..., RankPool]) -> None:
+    """Shards that were kept for a backward have older values than the parameters."""
+    outcomes = ranks(4).run(f"{failed_gather_cases.__name__}:gather_again")
+    assert outcomes == [[4.0, 8.0]] * 4

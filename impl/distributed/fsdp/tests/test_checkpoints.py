@@ -1,4 +1,4 @@
-"""Checkpoints of sharded training in impl: nothing is lost, whoever is killed, and no file has anything run."""
+"""Checkpoints of sharded training in impl: no kill loses data, and no file executes code."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from impl.distributed.fsdp.tests.checkpoint_cases import Payload, with_payload
 
 CASES = "impl.distributed.fsdp.tests.checkpoint_cases"
 WORLDS = [1, 2, 3, 4]
-# What is saved, over the old one or beside it, and who is killed meanwhile.
+# Name to save under, over the old checkpoint or beside it, and the ranks to kill.
 KILLS = [(name, victims) for victims in ((0,), (1,), (0, 1)) for name in ("step-3", "step-5")]
-WRITING = 0.15  # of the time that a save takes, about: from its first file to its renaming
+# Share of a save's time from its first file to its renaming, approximately.
+WRITING = 0.15
 
 
-def are_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype is other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(are_same, one, other))
-    return one == other
+def are_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(other, torch.Tensor) and value.dtype is other.dtype and torch.equal(value, other)
+    if isinstance(value, Mapping):
+        return value.keys() == other.keys() and all(
+            are_same(value, other[key]) for key, value in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(are_same, value, other))
+    return value == other
 
 
 class Saved:
@@ -48,7 +51,7 @@ class Saved:
         self._made: dict[int, tuple[Path, list[Any]]] = {}
 
     def by(self, pool: RankPool) -> tuple[Path, list[Any]]:
-        """Where it lies, and what its ranks saw."""
+        """Return the path, and the results of the ranks that saved it."""
         number = pool.world_size
         if number not in self._made:
             path = self._folder / f"by-{number}" / "step-3"
@@ -63,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture
 def copied(saved: Saved, ranks: Callable[..., RankPool], tmp_path: Path) -> Path:
-    """One of two ranks that a test may damage."""
+    """Return a copy of a checkpoint of two ranks, which a test may damage."""
     path, _ = saved.by(ranks(2))
     return Path(shutil.copytree(path, tmp_path / path.name))
 
@@ -75,7 +78,7 @@ def copied(saved: Saved, ranks: Callable[..., RankPool], tmp_path: Path) -> Path
 def test_training_resumed_is_training_not_interrupted(
     ranks: Callable[..., RankPool], saved: Saved, number: int
 ) -> None:
-    """With parameters of their own, too, where flat ones were saved."""
+    """Checkpoints of flat parameters can be loaded with `use_orig_params`, too."""
     pool = ranks(number)
     path, ends = saved.by(pool)
     again = pool.run(f"{CASES}:resumed", paths=[path], use_orig_params=True)
@@ -101,8 +104,8 @@ def test_another_number_of_ranks_loads_the_same(
     ranks: Callable[..., RankPool], saved: Saved, number: int
 ) -> None:
     others = [saved.by(ranks(other)) for other in WORLDS if other != number]
-    for seen in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
-        for (loaded, _), (_, ends) in zip(seen, others, strict=True):
+    for outcome in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
+        for (loaded, _), (_, ends) in zip(outcome, others, strict=True):
             assert are_same(loaded, ends[0][0])
 
 
@@ -122,12 +125,10 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("what", UNREADABLE)
-def test_what_could_not_be_loaded_is_not_saved(
-    ranks: Callable[..., RankPool], tmp_path: Path, what: str
-) -> None:
-    for text in ranks(2).run(f"{CASES}:refused_to_save", path=tmp_path / "step-1", what=what):
-        assert UNREADABLE[what] in str(text)
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_save_rejects_unloadable_values(ranks: Callable[..., RankPool], tmp_path: Path, kind: str) -> None:
+    for text in ranks(2).run(f"{CASES}:refused_to_save", path=tmp_path / "step-1", kind=kind):
+        assert UNREADABLE[kind] in str(text)
     assert not list(tmp_path.iterdir())
 
 
@@ -145,7 +146,7 @@ class Generations:
 
     def name_of(self, state: Any) -> str:
         both = {"old": self.old, "new": self.new}
-        return next((name for name, one in both.items() if are_same(one, state)), "neither")
+        return next((name for name, saved_state in both.items() if are_same(saved_state, state)), "neither")
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def generations(
         pytest.param(9 * KILLS, True, id="each nine times written", marks=pytest.mark.profile("deep")),
     ],
 )
-def test_the_last_complete_one_always_loads(
+def test_latest_complete_checkpoint_loads_after_kill(
     generations: Generations,
     ranks: Callable[..., RankPool],
     tmp_path: Path,
@@ -177,15 +178,15 @@ def test_the_last_complete_one_always_loads(
     kills: Sequence[tuple[str, tuple[int, ...]]],
     once_written: bool,
 ) -> None:
-    """Over an older one and beside it, whatever part of the time has passed that a save takes, or its writing."""
+    """The save is killed at any point of its time, with an older checkpoint of the same or another name."""
     within_s = generations.took_s * (WRITING if once_written else 1.0)
     for number, (name, victims) in enumerate(kills):
         folder = tmp_path / str(number)
         shutil.copytree(generations.path, folder / "step-3")
         kill_while_saving(folder, name, victims, within_s * (number + 0.5) / len(kills), once_written)
         record_property("left by a kill", " ".join(left_in(folder)))
-        found = ranks(2).run(f"{CASES}:latest_loaded", folder=folder)
-        assert {generations.name_of(state) for state in found} < {"old", "new"}, found
+        states = ranks(2).run(f"{CASES}:latest_loaded", folder=folder)
+        assert {generations.name_of(state) for state in states} < {"old", "new"}, states
 
 
 def left_in(folder: Path) -> list[str]:
@@ -207,7 +208,7 @@ def kill_while_saving(
         pool.run(f"{CASES}:killed_while_saving", **arguments)
 
 
-# What is refused
+# Refused checkpoints
 
 # By what is done to a checkpoint, a part of what every rank says of it.
 REFUSALS = {
@@ -224,13 +225,13 @@ REFUSALS = {
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("damage", REFUSALS)
-def test_what_cannot_be_loaded_changes_nothing(
+def test_failed_load_changes_nothing(
     ranks: Callable[..., RankPool], copied: Path, damage: str, number: int
 ) -> None:
     width = 6 if damage == "another model" else 5
     do_damage(copied, damage)
-    seen = ranks(number).run(f"{CASES}:refused", path=copied, width=width, by_scaler=damage == "none")
-    for text, before, after in seen:
+    outcomes = ranks(number).run(f"{CASES}:refused", path=copied, width=width, by_scaler=damage == "none")
+    for text, before, after in outcomes:
         assert text is not None
         assert REFUSALS[damage] in text
         assert are_same(before, after)
@@ -256,40 +257,40 @@ def do_damage(folder: Path, damage: str) -> None:
         case "no metadata":
             metadata.write_bytes(pickle.dumps({"not": "metadata"}))
         case "a name lost":
-            said = pickle.loads(metadata.read_bytes())
-            del said.state_dict_metadata["model.0.weight"]
-            metadata.write_bytes(pickle.dumps(said))
+            contents = pickle.loads(metadata.read_bytes())
+            del contents.state_dict_metadata["model.0.weight"]
+            metadata.write_bytes(pickle.dumps(contents))
 
 
 def first_element_in(saved: bytes) -> int:
-    """Where it lies in what `torch.save` has made of a tensor."""
+    """Return the offset of a tensor's first element in a file of `torch.save`."""
     with zipfile.ZipFile(io.BytesIO(saved)) as written:
         header = next(info for info in written.infolist() if info.filename.endswith("data/0")).header_offset
     name, extra = struct.unpack_from("<HH", saved, header + 26)
     return header + 30 + name + extra
 
 
-def written(path: Path, said: str) -> Path:
-    """A folder that is complete, as `commit` takes it."""
+def written(path: Path, text: str) -> Path:
+    """Return a complete folder, as `commit` takes it."""
     folder = folders.begin(path)
-    (folder / ".metadata").write_text(said)
+    (folder / ".metadata").write_text(text)
     return folder
 
 
 def has(path: Path) -> str:
-    return (folders.standing(path) / ".metadata").read_text()
+    return (folders.resolve_checkpoint(path) / ".metadata").read_text()
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_link_is_followed(tmp_path: Path, is_there: bool) -> None:
-    """To a checkpoint, or to where one shall lie: it stays a link, also when whoever renames is killed."""
+def test_save_follows_link(tmp_path: Path, is_there: bool) -> None:
+    """The link stays a link, to a checkpoint or to a missing path, also when the renaming rank is killed."""
     link, aim = tmp_path / "newest", tmp_path / "disk" / "step-1"
     link.symlink_to(aim)
     if is_there:
         folders.commit(written(aim, "old"), aim)
-    for said in ("new", "newer"):
-        folders.commit(written(link, said), link)
-        assert has(link) == has(aim) == said
+    for text in ("new", "newer"):
+        folders.commit(written(link, text), link)
+        assert has(link) == has(aim) == text
     assert link.is_symlink()
     assert [entry.name for entry in aim.parent.iterdir()] == ["step-1"]
     aim.rename(aim.with_name(f".step-1.{'0' * 32}.replaced"))
@@ -297,9 +298,7 @@ def test_a_link_is_followed(tmp_path: Path, is_there: bool) -> None:
     assert checkpoint.latest(tmp_path) == link
 
 
-def test_what_stood_there_stands_again_if_it_cannot_be_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_replacement_restores_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "step-1"
     folders.commit(written(path, "old"), path)
     folder, rename = written(path, "new"), Path.rename
@@ -316,7 +315,7 @@ def test_what_stood_there_stands_again_if_it_cannot_be_replaced(
     assert has(path) == "old"
 
 
-def test_what_cannot_be_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unremovable_folder_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save has succeeded; what is left of the old one is no checkpoint, and the next save removes it."""
     path, remove = tmp_path / "step-1", shutil.rmtree
 
@@ -339,7 +338,7 @@ def test_what_cannot_be_removed_does_not_count(tmp_path: Path, monkeypatch: pyte
 def test_folders_that_may_not_be_read_are_no_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As lost+found is none, in which all may find theirs who made a disk their own."""
+    """An example is lost+found, in which only the disk's owner may read."""
     (tmp_path / "lost+found-7").mkdir()
     folders.commit(written(tmp_path / "step-1", "one"), tmp_path / "step-1")
     stat = os.stat
@@ -361,7 +360,7 @@ def test_nothing_else_is_written_over(ranks: Callable[..., RankPool], tmp_path: 
     assert [entry.name for entry in tmp_path.rglob("*")] == ["thesis", "chapter"]
 
 
-# What is not run
+# Code that is not executed
 
 
 def test_metadata_that_carries_a_payload(
@@ -370,7 +369,7 @@ def test_metadata_that_carries_a_payload(
     metadata, witness = copied / ".metadata", tmp_path / "witness"
     metadata.write_bytes(with_payload(metadata.read_bytes(), witness))
     for text, before, after in ranks(2).run(f"{CASES}:refused", path=copied):
-        assert "of which no checkpoint is made; nothing was run" in text
+        assert "which checkpoints never contain; no code was executed" in text
         assert are_same(before, after)
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
         Reader(copied).read_metadata()
@@ -380,15 +379,15 @@ def test_metadata_that_carries_a_payload(
 
 
 class GetattrPickler(pickle.Pickler):
-    """Writes members of enumerations, and what it is told to, as attributes: so did Python 3.11.0 to 3.11.3."""
+    """Pickler that writes members of enumerations, and given attributes, as Python 3.11.0 to 3.11.3 did."""
 
     attributes: tuple[tuple[Any, str], ...] = ()
 
     def reducer_override(self, obj: Any) -> Any:
-        asked = [(of, name) for of, name in self.attributes if getattr(of, name) is obj]
+        owners = [(of, name) for of, name in self.attributes if getattr(of, name) is obj]
         if isinstance(obj, enum.Enum):
-            asked = [(type(obj), obj.name)]
-        return (getattr, asked[0]) if asked else NotImplemented
+            owners = [(type(obj), obj.name)]
+        return (getattr, owners[0]) if owners else NotImplemented
 
 
 def test_metadata_of_an_older_python(copied: Path) -> None:
@@ -406,7 +405,7 @@ def test_attributes_of_other_classes(copied: Path) -> None:
         pickler = GetattrPickler(file)
         pickler.attributes = ((torch.Size, "numel"),)
         pickler.dump(torch.Size.numel)
-    with pytest.raises(pickle.UnpicklingError, match=r"asks for numel of <class 'torch\.Size'>"):
+    with pytest.raises(pickle.UnpicklingError, match=r"refers to numel of <class 'torch\.Size'>"):
         Reader(copied).read_metadata()
 
 
@@ -414,28 +413,28 @@ def test_values_that_carry_a_payload(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     path = tmp_path / "one"
     dcp.save({"value": Payload(witness), "tensor": torch.ones(2)}, checkpoint_id=path, no_dist=True)
-    given: dict[str, Any] = {"value": 0, "tensor": torch.zeros(2)}
+    state: dict[str, Any] = {"value": 0, "tensor": torch.zeros(2)}
     with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
-        dcp.load(given, storage_reader=Reader(path), planner=LoadPlanner(), no_dist=True)
+        dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner(), no_dist=True)
     assert not witness.exists()
-    dcp.load(given, checkpoint_id=path, no_dist=True)
+    dcp.load(state, checkpoint_id=path, no_dist=True)
     assert witness.exists(), "torch's own load runs it no more: the documentation says it does"
 
 
 def test_plain_checkpoints_are_read(tmp_path: Path) -> None:
     saved = {"value": {"list": [1, 2.5, "three"]}, "tensor": torch.arange(6, dtype=torch.bfloat16).view(2, 3)}
     dcp.save(saved, checkpoint_id=tmp_path / "one", no_dist=True)
-    given: dict[str, Any] = {"value": {"list": None}, "tensor": torch.zeros(2, 3, dtype=torch.bfloat16)}
-    dcp.load(given, storage_reader=Reader(tmp_path / "one"), planner=LoadPlanner(), no_dist=True)
-    assert are_same(given, saved)
+    state: dict[str, Any] = {"value": {"list": None}, "tensor": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    dcp.load(state, storage_reader=Reader(tmp_path / "one"), planner=LoadPlanner(), no_dist=True)
+    assert are_same(state, saved)
 
 
 @pytest.mark.parametrize("place", ["../outside", "/etc/hostname"])
 def test_places_outside_the_folder(copied: Path, place: str) -> None:
     metadata = copied / ".metadata"
-    said = pickle.loads(metadata.read_bytes())
-    next(iter(said.storage_data.values())).relative_path = place
-    metadata.write_bytes(pickle.dumps(said))
+    contents = pickle.loads(metadata.read_bytes())
+    next(iter(contents.storage_data.values())).relative_path = place
+    metadata.write_bytes(pickle.dumps(contents))
     with pytest.raises(ValueError, match="outside the checkpoint"):
         Reader(copied).read_metadata()
 
@@ -447,9 +446,9 @@ def test_places_outside_the_folder(copied: Path, place: str) -> None:
 def test_torchs_helpers_know_the_class_that_is_dropped_in(
     ranks: Callable[..., RankPool], use_orig_params: bool
 ) -> None:
-    given = {"use_orig_params": use_orig_params}
-    expected = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **given)
-    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **given), expected)
+    options = {"use_orig_params": use_orig_params}
+    expected = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **options)
+    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **options), expected)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -458,7 +457,7 @@ def test_torchs_helpers_write_nothing_wrong_of_a_class_that_they_do_not_know(use
         pool.run(f"{CASES}:taken_by_torch", how="impl", use_orig_params=use_orig_params)
 
 
-# Which is the latest
+# Choice of the latest checkpoint
 
 
 def test_latest_goes_by_number(tmp_path: Path) -> None:
@@ -466,7 +465,7 @@ def test_latest_goes_by_number(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
     for name in ("step-10", "step-9", "last", "step-11"):
         (tmp_path / name).mkdir()
-        if name != "step-11":  # which is incomplete
+        if name != "step-11":  # step-11 is incomplete
             (tmp_path / name / ".metadata").write_bytes(b"")
     hidden = "0" * 32
     (tmp_path / f".step-12.{hidden}.writing").mkdir()

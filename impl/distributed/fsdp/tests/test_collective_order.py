@@ -1,4 +1,4 @@
-"""Ranks whose collectives differ are told before they hang, whatever device the tensors lie on."""
+"""Ranks with different collectives raise before they hang, on whatever device the tensors are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from impl.distributed.fsdp.tests import accelerator_gloo_cases
 from impl.distributed.fsdp.tests.accelerator_gloo_cases import STEPS
 
 CASE = f"{accelerator_gloo_cases.__name__}:train"
-TIMEOUT_S = 30.0  # of the group
+TIMEOUT_S = 30.0  # time-out of the group
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What ranks are told of collectives that differ: of two things that could, the one that does."""
+"""Error texts for different collectives of ranks name the actual difference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULT = "reduced 'blocks.1'{}"
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "told"),
+    ("entry", "other_entry", "expected"),
     [
         (_PRECISION.format(""), _DEFAULT.format(""), "have sharded a module differently"),
         (
@@ -36,7 +36,7 @@ _DEFAULT = "reduced 'blocks.1'{}"
         ),
     ],
 )
-def test_what_both_ranks_say_is_not_what_differs(ours: str, theirs: str, told: str) -> None:
-    for pair in ((ours, theirs), (theirs, ours)):
-        what, _ = describe_difference(*pair)
-        assert what == f"the ranks {told}"
+def test_difference_ignores_text_common_to_both_ranks(entry: str, other_entry: str, expected: str) -> None:
+    for pair in ((entry, other_entry), (other_entry, entry)):
+        problem, _ = describe_difference(*pair)
+        assert problem == f"the ranks {expected}"

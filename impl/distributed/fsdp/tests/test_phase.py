@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from impl.distributed.fsdp._engine.phase import _NEXT, _REFUSED, SHOWN, Move, Phase, advance
+from impl.distributed.fsdp._engine.phase import _NEXT, _REFUSED, SHOWN, Move, Phase, next_phase
 
 PAIRS = set(itertools.product(Phase, Move))
 
@@ -17,14 +17,14 @@ def test_table_and_refusals_cover_every_pair_once() -> None:
 
 
 @pytest.mark.parametrize("pair", sorted(PAIRS, key=str), ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_a_move_is_made_or_refused_by_name(pair: tuple[Phase, Move]) -> None:
+def test_move_changes_phase_or_raises_with_unit_name(pair: tuple[Phase, Move]) -> None:
     phase, move = pair
     if pair in _NEXT:
-        assert advance(phase, move, "blocks.1") is _NEXT[pair]
+        assert next_phase(phase, move, "blocks.1") is _NEXT[pair]
         return
     kind, sentence = _REFUSED[pair]
     with pytest.raises(kind) as raised:
-        advance(phase, move, "blocks.1")
+        next_phase(phase, move, "blocks.1")
     assert "{" not in str(raised.value)
     assert ("blocks.1" in str(raised.value)) == ("{name}" in sentence)
 
@@ -38,5 +38,5 @@ def test_every_phase_is_reached_and_left() -> None:
     assert {phase for phase, _ in _NEXT} == set(Phase)
 
 
-def test_what_is_shown_is_hidden_again() -> None:
+def test_end_of_summoning_returns_to_idle() -> None:
     assert {_NEXT[phase, Move.END_SUMMON] for phase in SHOWN} == {Phase.IDLE}

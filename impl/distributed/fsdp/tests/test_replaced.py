@@ -1,4 +1,4 @@
-"""Parameters of impl's sharded models that others have replaced: who takes their norms knows which ranks share them."""
+"""Replaced parameters of impl's sharded models keep their shard groups, which norms are taken over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from impl.distributed.fsdp.tests.streamed import world_of
 from impl.optim._shards import shard_group
 
 
-def test_a_flat_parameter_that_comes_back_from_the_meta_device() -> None:
+def test_flat_parameter_from_meta_device_keeps_shard_groups() -> None:
     with world_of(4):
         model = FullyShardedDataParallel(nn.Linear(8, 4))
         model.to("meta").to_empty(device="cpu")
@@ -20,7 +20,7 @@ def test_a_flat_parameter_that_comes_back_from_the_meta_device() -> None:
         assert shard_group(parameter) is model.process_group
 
 
-def test_an_original_parameter_in_whose_place_another_was_put() -> None:
+def test_replaced_original_parameter_keeps_shard_groups() -> None:
     with world_of(4):
         model = FullyShardedDataParallel(nn.Linear(8, 4), use_orig_params=True)
         model.module.weight = nn.Parameter(model.module.weight.detach().clone())

@@ -1,4 +1,4 @@
-"""From impl's shards to the rows that ShardedTensor and DTensor hold, and back: nothing lost, nothing sent twice."""
+"""Conversion of impl's shards to rows of ShardedTensor and DTensor, and back, without loss or double sends."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ def test_overlaps_are_what_chunks_are_made_of(layout: FlatLayout) -> None:
             for owner in ranks:
                 piece = layout.piece(slot, owner)
                 first = owner * layout.shard_numel + piece.offset - slot.start if piece else 0
-                for one in overlaps(layout, slot, owner, holder):
-                    at = first + one.in_piece
-                    memory[one.in_chunk : one.in_chunk + one.numel] = values[at : at + one.numel]
+                for overlap in overlaps(layout, slot, owner, holder):
+                    at = first + overlap.in_piece
+                    memory[overlap.in_chunk : overlap.in_chunk + overlap.numel] = values[
+                        at : at + overlap.numel
+                    ]
             actual = memory.as_strided(chunk.shape, chunk.stride)
             if holder < len(expected):
                 assert torch.equal(actual, expected[holder])
@@ -71,13 +73,13 @@ def test_overlaps_are_what_chunks_are_made_of(layout: FlatLayout) -> None:
 def test_each_element_of_a_piece_is_in_one_chunk(layout: FlatLayout) -> None:
     for slot, owner in itertools.product(layout.slots, range(layout.world)):
         piece = layout.piece(slot, owner)
-        seen = [
+        elements = [
             element
             for holder in range(layout.world)
-            for one in overlaps(layout, slot, owner, holder)
-            for element in range(one.in_piece, one.in_piece + one.numel)
+            for overlap in overlaps(layout, slot, owner, holder)
+            for element in range(overlap.in_piece, overlap.in_piece + overlap.numel)
         ]
-        assert sorted(seen) == list(range(piece.numel if piece else 0))
+        assert sorted(elements) == list(range(piece.numel if piece else 0))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -88,20 +90,20 @@ def test_ranks_exchange_what_they_are_to_hold_and_no_more(
 ) -> None:
     layout = data.draw(layouts(world))
     dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in layout.slots]
-    seen = ranks(world, "cpu").run(
-        f"{resharding_cases.__name__}:there_and_back", layout=layout, dtypes=dtypes
+    outcomes = ranks(world, "cpu").run(
+        f"{resharding_cases.__name__}:round_trip", layout=layout, dtypes=dtypes
     )
     for number, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
         memory = resharding_cases.in_memory(slot.numel, number, dtype)
         expected = unsharded(slot, memory).chunk(world)
-        for one, chunk in zip(seen, expected, strict=False):
-            assert torch.equal(one["chunks"][number], chunk)
-    for rank, one in enumerate(seen):
+        for outcome, chunk in zip(outcomes, expected, strict=False):
+            assert torch.equal(outcome["chunks"][number], chunk)
+    for rank, outcome in enumerate(outcomes):
         stays = sum(
             overlap.numel * dtype.itemsize
             for slot, dtype in zip(layout.slots, dtypes, strict=True)
             for overlap in overlaps(layout, slot, rank, rank)
         )
-        assert all(one["returned"])
-        assert one["received"] == one["chunk_bytes"] - stays
-        assert one["returned_bytes"] == one["piece_bytes"] - stays
+        assert all(outcome["returned"])
+        assert outcome["received"] == outcome["chunk_bytes"] - stays
+        assert outcome["returned_bytes"] == outcome["piece_bytes"] - stays

@@ -27,32 +27,32 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("chunks", "beyond"), [(1, -1), (3, 1)])
 @pytest.mark.parametrize("more_ranks", [2, 3])
-def test_what_is_read_is_what_is_there(
+def test_exchange_returns_other_ranks_values(
     ranks: Callable[..., RankPool], more_ranks: int, chunks: int, beyond: int, dtype: torch.dtype
 ) -> None:
     shard_numel = chunks * same_host._CHUNK_BYTES // dtype.itemsize + beyond
-    seen = ranks(more_ranks).run(f"{CASES}:exchange", shard_numel=shard_numel, dtype=dtype)
-    if seen == [None] * more_ranks:
+    outcomes = ranks(more_ranks).run(f"{CASES}:exchange", shard_numel=shard_numel, dtype=dtype)
+    if outcomes == [None] * more_ranks:
         unavailable(KEPT_APART)
     whole = torch.cat([given_by(rank, shard_numel, dtype) for rank in range(more_ranks)])
     total = torch.stack([given_by(rank, more_ranks * shard_numel, dtype) for rank in range(more_ranks)]).sum(
         0
     )
-    for (actual, shard), expected in zip(seen, total.split(shard_numel), strict=True):
+    for (actual, shard), expected in zip(outcomes, total.split(shard_numel), strict=True):
         assert torch.equal(actual, whole)
         assert torch.equal(shard, expected)
 
 
 @pytest.mark.parametrize("kind", same_host_cases.KINDS)
 def test_parameters_are_read_to_where_they_belong(ranks: Callable[..., RankPool], kind: str) -> None:
-    seen = ranks(4).run(f"{CASES}:unshard", kind=kind)
-    if not any(fills for _, fills in seen):
+    outcomes = ranks(4).run(f"{CASES}:unshard", kind=kind)
+    if not any(fills for _, fills in outcomes):
         unavailable(KEPT_APART)
-    assert seen == [[True, True]] * 4
+    assert outcomes == [[True, True]] * 4
 
 
 @pytest.mark.parametrize("blind", [0, 2])
-def test_where_one_cannot_read_none_does(ranks: Callable[..., RankPool], blind: int) -> None:
+def test_no_rank_reads_if_any_rank_cannot(ranks: Callable[..., RankPool], blind: int) -> None:
     assert ranks(3).run(f"{CASES}:meet_one_that_cannot_read", blind=blind) == [False] * 3
 
 
@@ -67,7 +67,7 @@ def test_unequal_sizes_are_refused_before_anything_is_read(ranks: Callable[..., 
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_one_that_is_lost_before_it_is_read_is_named_with_what_was_gathered(victim: int) -> None:
+def test_error_names_lost_rank_and_gathered_unit(victim: int) -> None:
     """The first rank serves the store."""
     with RankPool(3, grace_s=20.0) as pool:
         try:

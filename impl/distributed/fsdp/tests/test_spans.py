@@ -19,14 +19,14 @@ LABELS = (
 )
 
 
-def test_a_profile_names_every_unit_in_each_phase() -> None:
+def test_profile_names_every_unit_in_each_phase() -> None:
     with world_of(4):
         model = model_of()
         units = model.fsdp_modules(model)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             loss_of(call(model, PLAIN, PLAIN.batch(0, 0))).backward()
-        found = [re.fullmatch(r"(.*) \((.*)\)", event.name) for event in profiled.events()]
-        shown = {(one[1], one[2]) for one in found if one and one[1] in LABELS}
-        named = [one._unit.name for one in units if one._has_params]
+        matches = [re.fullmatch(r"(.*) \((.*)\)", event.name) for event in profiled.events()]
+        shown = {(match[1], match[2]) for match in matches if match and match[1] in LABELS}
+        named = [unit._unit.name for unit in units if unit._has_params]
     assert len(set(named)) == len(named) > 2
     assert shown >= {(label, name) for label in LABELS for name in named}

@@ -1,4 +1,4 @@
-"""What impl.distributed.fsdp issues to a device's streams is held together by waits, and each of these is needed."""
+"""Work that impl.distributed.fsdp issues to streams is ordered by waits, each of which is needed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,11 @@ def test_waits_hold_all_that_is_issued_together(program: Program) -> None:
 
 
 def named(operations: list[OrderedOperation], stream: str, name: str) -> list[OrderedOperation]:
-    return [one for one in operations if one.operation.stream == stream and name in one.operation.name]
+    return [
+        ordered
+        for ordered in operations
+        if ordered.operation.stream == stream and name in ordered.operation.name
+    ]
 
 
 BOTH_FACES = pytest.mark.parametrize("face", ["FSDP1", "fully_shard"])
@@ -114,9 +118,13 @@ BOTH_FACES = pytest.mark.parametrize("face", ["FSDP1", "fully_shard"])
 def test_first_gather_of_a_backward_does_not_wait_for_the_end_of_the_forward(face: str) -> None:
     step = OneStep(face, "FULL_SHARD")
     operations = ordered_operations(log_of(step, RecordingStreams()))
-    forward = [one for one in operations if one.index < step.backward_begins]
-    loss = [one for one in forward if one.operation.stream == "compute"][-1]
-    gathers = [one for one in named(operations, "gather", "allgather") if one.index > step.backward_begins]
+    forward = [ordered for ordered in operations if ordered.index < step.backward_begins]
+    loss = [ordered for ordered in forward if ordered.operation.stream == "compute"][-1]
+    gathers = [
+        ordered
+        for ordered in named(operations, "gather", "allgather")
+        if ordered.index > step.backward_begins
+    ]
     assert gathers
     assert not gathers[0].comes_after(loss)
 
@@ -133,11 +141,11 @@ def test_reduce_scatter_does_not_wait_for_the_all_reduce_before(face: str) -> No
         assert not following.comes_after(all_reduce)
 
 
-# Who is held up, and what asks for it; each wait of the runtime that keeps memory from being read or written too early.
+# Waits of the runtime that keep memory from being accessed too early: the waiting stream, and the function that waits.
 WAITS = (
     ("gather", "_begin_iteration"),
     ("gather", "_wait_for_writes"),
-    ("gather", "gather_ahead"),
+    ("gather", "gather_on_request"),
     ("gather", "gather"),
     ("gather", "summoned"),
     ("gather", "_free"),
@@ -155,7 +163,7 @@ WAITS = (
 # The host is held up for the sake of memory alone: no more than so many units are unsharded.
 BOUNDS_MEMORY = {(HOST, "admit")}
 # For what fully_shard gathers by hand before there is a root: its programs run on the simulated accelerator.
-SEEN_ELSEWHERE = {("gather", "gather_behind")}
+SEEN_ELSEWHERE = {("gather", "wait_for_earlier_gathers")}
 RECORDS = (
     ("gather", "gather"),
     ("compute", "_reduce_gradients"),
@@ -171,7 +179,7 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
     "resharded units are freed at once": ("note_resharded", lambda self, unit: unit.free()),
     "gathers wait for nothing": ("admit", lambda self, unit: None),
 }
-# What shows that each wait is needed, and that one that lacks is seen here, is tried at night.
+# A night run tests that each wait is needed, and that these programs detect a missing one.
 AT_NIGHT = pytest.mark.profile("full")
 # Few that together ask for every wait.
 HYBRID = TRAININGS[5 * STRATEGIES.index("HYBRID_SHARD") + 1]
@@ -182,23 +190,23 @@ def is_seen(make: Callable[[], RecordingStreams]) -> bool:
     return any(recorded(program, make()) for program in TELLING)
 
 
-def test_the_list_of_waits_is_complete() -> None:
-    asked = set[tuple[str, str]]()
+def test_list_of_waits_is_complete() -> None:
+    requested = set[tuple[str, str]]()
     for program in TELLING:
         recorded(program, streams := Faulty())
-        asked |= streams.asked
-    assert asked == {*WAITS, *BOUNDS_MEMORY, *SEEN_ELSEWHERE}
+        requested |= streams.requested
+    assert requested == {*WAITS, *BOUNDS_MEMORY, *SEEN_ELSEWHERE}
 
 
 @AT_NIGHT
 @pytest.mark.parametrize("wait", WAITS, ids="-".join)
-def test_a_wait_that_is_dropped_is_seen(wait: tuple[str, str]) -> None:
+def test_dropped_wait_is_detected(wait: tuple[str, str]) -> None:
     assert is_seen(functools.partial(Faulty, drops=wait))
 
 
 @AT_NIGHT
 @pytest.mark.parametrize("record", RECORDS, ids="-".join)
-def test_an_event_that_is_recorded_too_early_is_seen(record: tuple[str, str]) -> None:
+def test_early_event_is_detected(record: tuple[str, str]) -> None:
     assert is_seen(functools.partial(Faulty, early=record))
 
 
@@ -210,16 +218,16 @@ def test_memory_that_is_let_go_too_early_is_seen(fault: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_what_was_gathered_ahead_in_vain_is_gathered_anew_after_a_change(strategy: str) -> None:
+def test_unused_prefetch_is_gathered_again_after_change(strategy: str) -> None:
     with world_of(RANK.world_size), torch.no_grad():
         model, x = skipping_model(strategy), torch.ones(2, 4)
         for count in (3, 1):
             model(x, count)
         change(model)
-        seen = model(x, 3)
+        output = model(x, 3)
         fresh = skipping_model(strategy)
         change(fresh)
-        assert torch.equal(seen, fresh(x, 3))
+        assert torch.equal(output, fresh(x, 3))
 
 
 @share_of_examples(0.3)
