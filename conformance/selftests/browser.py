@@ -1,6 +1,6 @@
 """Chromium without a window, driven through its DevTools pipe: real keys, real layout, no driver, no network.
 
-The pipe is two file descriptors (3 and 4) and JSON with a zero byte behind each message, so this needs no library.
+The pipe is two file descriptors (3 and 4) and JSON with a zero byte after each message, so this needs no library.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ CONTRAST = """
 
 
 def find_chromium() -> str | None:
-    return next((found for name in _NAMES if (found := shutil.which(name))), None)
+    return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 def start(profile: Path) -> Browser:
-    """One for a module's tests; where there is none, they are *unavailable*."""
+    """Start a browser for a module's tests, or report them as *unavailable* if there is none."""
     program = find_chromium() or ""
     if not program:
         unavailable("no Chromium on PATH")
@@ -93,13 +93,13 @@ def start(profile: Path) -> Browser:
 
 
 class Browser:
-    """One page. Every call ends before `deadline_s` has passed since the start, or raises TimeoutError."""
+    """A page of a browser. Every call ends before `deadline_s` since the start, or raises TimeoutError."""
 
     def __init__(self, program: str, profile: Path, deadline_s: float = 50.0) -> None:
         self._end = time.monotonic() + deadline_s
         self._ids = itertools.count(1)
         self._unread = b""
-        self.complaints: list[str] = []  # of the page's console, and errors that no one caught
+        self.complaints: list[str] = []  # console messages and uncaught errors of the page
         self.requests: list[str] = []  # addresses that the page asked for
         there, self._send_fd = os.pipe()
         self._read_fd, back = os.pipe()
@@ -155,7 +155,8 @@ class Browser:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        self._call("Page.navigate", url="about:blank")  # else a page that is open already is not loaded again
+        # Without a blank page first, an open page is not loaded again.
+        self._call("Page.navigate", url="about:blank")
         self._call("Page.navigate", url=file.absolute().as_uri() + fragment)
         while self.run("document.readyState !== 'complete' || location.protocol !== 'file:'"):
             time.sleep(0.02)
@@ -187,12 +188,12 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._send_fd, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == number:
-                if "error" in found:
-                    raise RuntimeError(f"{method}: {found['error']['message']}")
-                return found["result"]
-            self._note(found)
+            message = self._next()
+            if message.get("id") == number:
+                if "error" in message:
+                    raise RuntimeError(f"{method}: {message['error']['message']}")
+                return message["result"]
+            self._note(message)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._unread:

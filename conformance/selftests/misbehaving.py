@@ -116,7 +116,7 @@ ACTS: dict[str, Callable[[], object]] = {
     "leaks_a_thread": lambda: threading.Thread(target=threading.Event().wait).start(),
     "hogs_memory": lambda: _kept.append(torch.ones(1 << 50)),
     "sleeps": lambda: time.sleep(3600),
-    # What ends or holds the process
+    # Faults that end or block the process
     "ends_its_process": lambda: os._exit(0),
     "is_killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stops_its_process": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -127,7 +127,7 @@ ACTS: dict[str, Callable[[], object]] = {
 IMPORTS: dict[str, Callable[[], object]] = {
     "fails_on_import": lambda: _raise(RuntimeError("not on this machine")),
     "dies_on_import": lambda: os._exit(0),
-    "hangs_on_import": lambda: ctypes.PyDLL(None).sleep(3600),  # which holds Python's lock
+    "hangs_on_import": lambda: ctypes.PyDLL(None).sleep(3600),  # keeps Python's lock
     "doubles_on_import": os.fork,
     "forks_on_import": lambda: os.fork() or os._exit(0),
     "prints_on_import": lambda: sys.stdout.write("hello, world\n"),

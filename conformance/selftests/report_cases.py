@@ -45,7 +45,7 @@ def trained(passed: bool) -> dict[str, Any]:
     )
     check = Check("bits", passed, "said <b>so</b>")
     entry = as_entry(TrainingComparison("bf16", small_config("bf16"), run, run, None, [check]))
-    return json.loads(json.dumps(entry))  # as it comes out of a report
+    return json.loads(json.dumps(entry))  # the form in a report
 
 
 def timed(name: str, low: float, high: float) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Small programs of streams for the simulator's tests: each right, and with one thing left out.
 
-`python -m conformance.selftests.simulator_cases SEEDS` runs them all in one process, since a process has the simulated
-device for good, and prints as JSON what each said under every seed. A program gives 6000 where nothing is missing.
+`python -m conformance.selftests.simulator_cases SEEDS` runs them all in one process, because a process cannot
+release the simulated device, and prints the result of each under every seed as JSON. The result is 6000 if nothing is
+missing.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def main(seeds: int) -> None:
     simulator.enable(devices=2)
     torch.set_num_threads(1)
     simulator.log_hazards()
-    seen = []
+    outcomes = []
     for name, function in PROGRAMS.items():
         for right in (True, False):
             for seed in [*range(seeds), *range(seeds)]:
@@ -235,7 +236,7 @@ def main(seeds: int) -> None:
                 number = function(right)
                 simulator.synchronize()
                 hazards = [vars(hazard) for hazard in simulator.take_hazards()]
-                seen.append(
+                outcomes.append(
                     {
                         "program": name,
                         "right": right,
@@ -245,7 +246,7 @@ def main(seeds: int) -> None:
                         "hazards": hazards,
                     }
                 )
-    json.dump(seen, sys.stdout)
+    json.dump(outcomes, sys.stdout)
 
 
 if __name__ == "__main__":

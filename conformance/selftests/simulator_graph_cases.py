@@ -1,7 +1,7 @@
 """Small programs of graphs for the simulator's tests, beside those of streams: each right, and with one thing left out.
 
-`python -m conformance.selftests.simulator_graph_cases SEEDS` runs both kinds. `refusals` and `facts` tell what a
-capture does not allow, and where a graph's memory lies.
+`python -m conformance.selftests.simulator_graph_cases SEEDS` runs both kinds. `refusals` and `facts` return what a
+capture does not allow, and where a graph's memory is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from conformance.selftests.simulator_cases import N, filled, main, main_stream, 
 
 
 def captured(work: Callable[[], None], **options: object) -> torch.accelerator.Graph:
-    """Behind all that was issued so far, and before what will be."""
+    """Capture a graph that runs after all earlier work and before all later work."""
     graph, stream = torch.accelerator.Graph(**options), torch.Stream("sim")
     stream.wait_stream(main_stream())
     with stream:
@@ -86,7 +86,7 @@ def event_after_a_replay(right: bool) -> float:
 
 @program
 def wait_inside_a_graph(right: bool) -> float:
-    """Between streams that the capture took in, by an event that each replay has anew."""
+    """Wait between captured streams by an event that each replay records again."""
     side, x, y, z = torch.Stream("sim"), filled(0.0), filled(0.0), filled(0.0)
 
     def work() -> None:
@@ -141,16 +141,16 @@ def wait_for_a_graph_of_a_backward(right: bool) -> float:
 
 @program
 def wait_for_what_a_graph_allocated(right: bool) -> float:
-    """Its memory is the graph's own: what comes after the capture lies elsewhere."""
-    side, x, made = torch.Stream("sim"), filled(3.0), []
-    graph = captured(lambda: made.append((x * 2 + x * 4) / 3))
+    """Read memory that belongs to the graph. Memory of later work is elsewhere."""
+    side, x, results = torch.Stream("sim"), filled(3.0), []
+    graph = captured(lambda: results.append((x * 2 + x * 4) / 3))
     filled(7.0).add_(1)
     side.wait_stream(main_stream())
     with side:
         graph.replay()
     if right:
         main_stream().wait_stream(side)
-    return made[0].sum().item()
+    return results[0].sum().item()
 
 
 @program
@@ -178,7 +178,7 @@ def _is_not_waited_for() -> None:
 
 
 def refusals() -> dict[str, list[str]]:
-    """What each call in a capture is told, and then the end of the capture."""
+    """Return the error of each call in a capture, and the error at the end of the capture."""
     x, default, event, host = filled(1.0), main_stream(), torch.Event("sim"), torch.ones(N)
     event.record()
     done = captured(lambda: x.add_(1))
@@ -199,18 +199,18 @@ def refusals() -> dict[str, list[str]]:
         "memory that is not pinned": lambda: x.copy_(host, non_blocking=True),
         "relaxed, an event's query": event.query,
     }
-    told: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
     for name, call in calls.items():
         mode = "relaxed" if name.startswith("relaxed") else "default"
-        graph, said = torch.accelerator.Graph(capture_error_mode=mode), told.setdefault(name, [])
+        graph, texts = torch.accelerator.Graph(capture_error_mode=mode), errors.setdefault(name, [])
         with torch.Stream("sim"):
             graph.capture_begin()
-            for each in (call, graph.capture_end):
+            for function in (call, graph.capture_end):
                 try:
-                    each()
-                    said.append("")
+                    function()
+                    texts.append("")
                 except RuntimeError as error:
-                    said.append(str(error).splitlines()[0])
+                    texts.append(str(error).splitlines()[0])
     for name, capture in {
         "in the default stream": torch.accelerator.Graph().capture_begin,
         "a replay of nothing": torch.accelerator.Graph().replay,
@@ -222,10 +222,10 @@ def refusals() -> dict[str, list[str]]:
     }.items():
         try:
             capture()
-            told[name] = [""]
+            errors[name] = [""]
         except RuntimeError as error:
-            told[name] = [str(error).splitlines()[0]]
-    return told
+            errors[name] = [str(error).splitlines()[0]]
+    return errors
 
 
 def _event_of_a_capture() -> torch.Event:
@@ -242,36 +242,36 @@ def _replay_of_what_is_gone() -> None:
 
 
 def facts() -> dict[str, object]:
-    """What a graph does with its memory and its stream; true where it does as CUDA's do."""
-    x, made, told = filled(1.0), [], {}
+    """Return what a graph does with its memory and its stream. True means like CUDA."""
+    x, results, facts_by_name = filled(1.0), [], {}
 
     def work() -> None:
-        told["its stream says that it captures"] = main_stream().is_capturing()
-        made.append(x * 2)
-        made.append(torch.empty(N, device="sim") + x)  # reads what nothing writes
+        facts_by_name["its stream says that it captures"] = main_stream().is_capturing()
+        results.append(x * 2)
+        results.append(torch.empty(N, device="sim") + x)  # reads what nothing writes
 
     graph = captured(work)
-    told["other streams do not"] = not main_stream().is_capturing()
-    told["what it captures does not run"] = made[0].isnan().all().item()
-    pointers = {tensor.data_ptr() for tensor in made}
+    facts_by_name["other streams do not"] = not main_stream().is_capturing()
+    facts_by_name["what it captures does not run"] = results[0].isnan().all().item()
+    pointers = {tensor.data_ptr() for tensor in results}
     graph.replay()
-    told["a replay runs it"] = made[0].sum().item() == 2 * N
-    told["memory that a replay does not write is poison"] = made[1].isnan().all().item()
-    made[1].fill_(0.0)
+    facts_by_name["a replay runs it"] = results[0].sum().item() == 2 * N
+    facts_by_name["memory that a replay does not write is poison"] = results[1].isnan().all().item()
+    results[1].fill_(0.0)
     graph.replay()
-    told["in each replay"] = made[1].isnan().all().item()
-    made.clear()
+    facts_by_name["in each replay"] = results[1].isnan().all().item()
+    results.clear()
     torch.accelerator.empty_cache()
     others = [filled(1.0) for _ in range(4000)]
-    told["its memory is nobody else's"] = pointers.isdisjoint(tensor.data_ptr() for tensor in others)
+    facts_by_name["its memory is nobody else's"] = pointers.isdisjoint(tensor.data_ptr() for tensor in others)
     graph.replay()
     torch.accelerator.synchronize()
-    told["nor written by it"] = all(tensor.sum().item() == N for tensor in others[:100])
+    facts_by_name["nor written by it"] = all(tensor.sum().item() == N for tensor in others[:100])
     before = torch.sim.memory_reserved()
     graph.reset()
     torch.accelerator.empty_cache()
-    told["and given back with it"] = torch.sim.memory_reserved() < before
-    return told
+    facts_by_name["and given back with it"] = torch.sim.memory_reserved() < before
+    return facts_by_name
 
 
 if __name__ == "__main__":

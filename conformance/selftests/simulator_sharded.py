@@ -44,7 +44,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True)
 class ShardedProgram:
-    """How a model is sharded, and what a step does with it."""
+    """Sharding of a model, and the work of a step."""
 
     shard: Callable[[ModuleType, nn.Sequential, Rank], nn.Module]
     backward: Callable[[nn.Module, torch.Tensor], torch.Tensor] = backward
@@ -108,7 +108,10 @@ def replicated(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Modu
 
 
 def gathered_before_training(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-    """By hand, when no forward has told yet which module is outermost; the last layer has no shards on most ranks."""
+    """Gather on request, before a forward shows which module is outermost.
+
+    Most ranks have no shard of the last layer.
+    """
     model.append(nn.Linear(WIDTH, 1))
     options = {"offload_policy": library.CPUOffloadPolicy(), "reshard_after_forward": False}
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
@@ -121,9 +124,9 @@ def write_behind_evaluation(model: nn.Module, batch: torch.Tensor) -> torch.Tens
     """The host writes to the shards as soon as a forward has been issued."""
     shards = nn.ParameterList(model.parameters())
     with torch.no_grad():
-        seen = model(batch).square().mean()
+        loss = model(batch).square().mean()
     halve(shards)
-    return seen + backward(model, batch)
+    return loss + backward(model, batch)
 
 
 def load_what_is_gathered(library: ModuleType, model: nn.Module) -> None:
@@ -174,7 +177,7 @@ def summon(library: ModuleType, model: nn.Module) -> None:
 
 
 def summon_and_write(library: ModuleType, model: nn.Module) -> None:
-    """The host writes to the shards as soon as nobody is shown what was gathered from them."""
+    """Allow the host to write to the shards as soon as the unsharded parameters are no longer in use."""
     with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
         pass
     halve(model)
@@ -187,7 +190,7 @@ def halve(model: nn.Module) -> None:
 
 
 def gather_for_nothing(library: ModuleType, model: nn.Module) -> None:
-    """What is gathered and not used still reads the shards, which are written to next."""
+    """Gather without use. The gather still reads the shards, which are written to next."""
     for layer in model:
         layer.unshard(async_op=True)
         layer.reshard()
@@ -200,7 +203,7 @@ def gather_ahead(library: ModuleType, model: nn.Module) -> None:
 
 
 def gather_offloaded_by_hand(library: ModuleType, model: nn.Module) -> None:
-    """What is used, and what is gathered for nothing; the host writes to the shards next."""
+    """Gather with and without use. The host writes to the shards next."""
     shards = nn.ParameterList(model.parameters())
     for layer in model:
         layer.unshard()
@@ -217,11 +220,11 @@ def gather_offloaded_by_hand(library: ModuleType, model: nn.Module) -> None:
 
 def evaluate_and_write(library: ModuleType, model: nn.Module) -> None:
     with torch.no_grad():
-        seen = model(torch.ones(4, WIDTH, device="sim"))
+        output = model(torch.ones(4, WIDTH, device="sim"))
     halve(model)
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter.data)
-        local += float(seen.mean())
+        local += float(output.mean())
 
 
 def give_other_tensors(library: ModuleType, model: nn.Module) -> None:
@@ -383,15 +386,15 @@ class ScheduledTraining:
 def course(
     rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
 ) -> ScheduledTraining:
-    """What a training came to under one schedule; with `dropped`, without the wait that a line of a file asks for."""
+    """Return a training's results under one schedule, optionally without the wait that a line of a file issues."""
     with _dropped(*dropped) if dropped else contextlib.nullcontext():
         return course_of(rank, library, WAYS[way], seed)
 
 
 def course_of(rank: Rank, library: str, way: ShardedProgram, seed: int) -> ScheduledTraining:
     loaded = importlib.import_module(LIBRARIES[library])
-    # What earlier trainings left is not to be freed in the middle of this one: when Python collects by itself hangs on
-    # what ran before. What stays, what torch's FSDP1 leaks at one rank for one, need not be looked through again.
+    # Freeze the objects of earlier trainings, because a collection by Python depends on what ran before. Objects that
+    # stay, such as those that torch's FSDP1 leaks at one rank, need not be traversed again.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -458,13 +461,15 @@ def _train(library: ModuleType, way: ShardedProgram, rank: Rank) -> str:
         way.between(library, model)
     torch.accelerator.synchronize()
     parameters = (getattr(p, "_local_tensor", p) for p in model.parameters())
-    seen = (tensor.detach().cpu().contiguous().flatten() for tensor in (*losses, *parameters))
-    return hashlib.sha256(b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in seen)).hexdigest()
+    results = (tensor.detach().cpu().contiguous().flatten() for tensor in (*losses, *parameters))
+    return hashlib.sha256(
+        b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in results)
+    ).hexdigest()
 
 
 @contextlib.contextmanager
 def _dropped(file: str, line: int) -> Iterator[None]:
-    """Let the wait for an event, or the host's, that `line` of `file` in impl's FSDP asks for, not be."""
+    """Drop the wait for an event, or of the host, that `line` of `file` in impl's FSDP issues."""
     streams = importlib.import_module(f"{LIBRARIES['impl']}._streams")
     with contextlib.ExitStack() as stack:
         for name in ("wait", "block"):

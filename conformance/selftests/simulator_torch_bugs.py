@@ -34,7 +34,7 @@ class Bug:
 
 
 class Headless(nn.Module):
-    """Whose last layer the loss calls, chunk by chunk."""
+    """Model whose last layer the loss calls, chunk by chunk."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class Headless(nn.Module):
 
 
 def headless(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-    made, mesh = Headless(list(model)), rank.mesh(rank.world_size)
-    for layer in made.body:
+    model_without_head, mesh = Headless(list(model)), rank.mesh(rank.world_size)
+    for layer in model_without_head.body:
         library.fully_shard(layer, mesh=mesh)
-    library.fully_shard([made.norm, made.head], mesh=mesh)
-    return library.fully_shard(made, mesh=mesh)
+    library.fully_shard([model_without_head.norm, model_without_head.head], mesh=mesh)
+    return library.fully_shard(model_without_head, mesh=mesh)
 
 
 def chunked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -89,13 +89,13 @@ def rewritten(owner: Any, name: str, *replaced: tuple[str, str]) -> Patch:
         words = r"\s*".join(map(re.escape, re.findall(r"\w+|\S", old)))
         source, count = re.subn(words, new, source)
         assert count == 1, f"{name} of this torch has {old!r} {count} times, not once"
-    made = dict(inspect.unwrap(function).__globals__)
-    exec(compile(source, f"<{name}, with a bug>", "exec"), made)
-    return mock.patch.object(owner, name, made[name])
+    names = dict(inspect.unwrap(function).__globals__)
+    exec(compile(source, f"<{name}, with a bug>", "exec"), names)
+    return mock.patch.object(owner, name, names[name])
 
 
 def accumulates_behind_the_computation() -> Patch:
-    """What a chunk's reduction reads is not kept, and the next chunk's gradients do not wait for it."""
+    """Free what a chunk's reduction reads too early, and let the next chunk's gradients not wait for it."""
     return rewritten(
         _fsdp_param_group.FSDPParamGroup,
         "post_backward",
@@ -108,7 +108,7 @@ def accumulates_behind_the_computation() -> Patch:
 
 
 def frees_what_is_all_reduced() -> Patch:
-    """Before it has come to the host."""
+    """Free the memory before it was copied to the host."""
     return rewritten(
         _fsdp_param_group.FSDPParamGroup,
         "post_backward",
@@ -117,7 +117,7 @@ def frees_what_is_all_reduced() -> Patch:
 
 
 def copies_beside_hooks() -> Patch:
-    """They read pinned memory that is still being filled."""
+    """Make hooks read pinned memory that is still being filled."""
     return rewritten(_fsdp_param_group, "foreach_reduce", ("and not has_post_acc_grad_hook", ""))
 
 
@@ -131,6 +131,6 @@ BUGS = {
 
 
 def course(rank: Rank, bug: str, seed: int, planted: bool) -> ScheduledTraining:
-    found = BUGS[bug]
-    with found.patch() if planted else contextlib.nullcontext():
-        return course_of(rank, "torch", found.way, seed)
+    planted_bug = BUGS[bug]
+    with planted_bug.patch() if planted else contextlib.nullcontext():
+        return course_of(rank, "torch", planted_bug.way, seed)

@@ -33,8 +33,8 @@ class Transformer(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
-        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
         return self.out(nn.functional.gelu(x))
 
 
@@ -99,17 +99,17 @@ def main(seeds: int) -> None:
     simulator.enable()
     torch.set_num_threads(1)
     simulator.log_hazards()
-    told = {}
+    results = {}
     for name, way in WAYS.items():
         with sdpa_kernel(SDPBackend.MATH):
             on_cpu = train("cpu", **way)
-        found, hazards = [], []
+        outcomes, hazards = [], []
         for seed in range(seeds):
             simulator.set_schedule(seed)
-            found.append(train("sim", **way))
+            outcomes.append(train("sim", **way))
             hazards += [str(hazard) for hazard in simulator.take_hazards()]
-        told[name] = {"equal": [one == on_cpu for one in found], "hazards": hazards}
-    json.dump(told, sys.stdout)
+        results[name] = {"equal": [outcome == on_cpu for outcome in outcomes], "hazards": hazards}
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `impl` does with a policy, beside torch, with a stand-in for the wrapper; and who manages what is shared."""
+"""Results of `impl` for a policy, compared with torch by a stand-in wrapper, and the owners of shared parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def wrapped_by_torch(built: Built, policy: Any, kwargs: dict[str, Any]) -> Outco
     def run() -> Any:
         theirs._auto_wrap(built.root, policy, built.ignored, built.ignored_params, kwargs, wrapper_cls)
         for _, given_kwargs in notes:
-            given_kwargs.pop("auto_wrap_policy", None)  # None, as if it were not given
+            given_kwargs.pop("auto_wrap_policy", None)  # a None equals a missing argument
         return notes, shape(built.root)
 
     return observe(run)
@@ -73,18 +73,18 @@ def wrapped_by_torch(built: Built, policy: Any, kwargs: dict[str, Any]) -> Outco
 
 @pytest.mark.parametrize("answers", [(), (False,), (True, False), (False, True, True), (0, "yes")], ids=str)
 def test_any_of_several_policies(answers: tuple[Any, ...]) -> None:
-    """Those behind the first that says yes are not asked."""
+    """Policies after the first match are not called."""
 
     def outcome(library: Library) -> Outcome:
-        seen: list[tuple[int, dict[str, Any]]] = []
+        calls: list[tuple[int, dict[str, Any]]] = []
 
         def numbered(number: int, **question: Any) -> Any:
-            seen.append((number, {**question, "module": type(question["module"]).__name__}))
+            calls.append((number, {**question, "module": type(question["module"]).__name__}))
             return answers[number]
 
         policies = (functools.partial(numbered, number) for number in range(len(answers)))
         policy = library.distributed.fsdp.wrap._or_policy
-        return observe(lambda: (policy(nn.ReLU(), False, 7, policies=policies), seen))
+        return observe(lambda: (policy(nn.ReLU(), False, 7, policies=policies), calls))
 
     assert_same_outcome(outcome(TORCHS), outcome(OURS))
 
@@ -113,14 +113,14 @@ def test_wraps_what_torch_wraps(
 @given(tree=trees(shares=False), policy=ONE_BY_ONE, mixed_precision=st.sampled_from([None, MIXED]))
 def test_asks_what_torch_asks(tree: Tree, policy: Policy, mixed_precision: MixedPrecision | None) -> None:
     def questions(wrapped_by: Any) -> list[Any]:
-        built, asked = tree.build(), list[Any]()
+        built, modules = tree.build(), list[Any]()
 
         def noted(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-            asked.append((built.names[module], recurse, nonwrapped_numel))
+            modules.append((built.names[module], recurse, nonwrapped_numel))
             return policy.of(TORCHS)(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
 
         wrapped_by(built, noted, kwargs_of(mixed_precision))
-        return asked
+        return modules
 
     assert questions(wrapped_by_us) == questions(wrapped_by_torch)
 
@@ -133,17 +133,17 @@ def test_frozen_parameters_change_nothing(frozen: tuple[int, ...], use_orig_para
     tree = Tree(Node("block", (Node("sequential", (Node("linear"),)), inner)))
     kwargs = kwargs_of(use_orig_params=use_orig_params)
     policy = Policy("ModuleWrapPolicy", ("block",)).of(OURS)
-    thawed, seen = (
-        wrapped_by_us(one.build(), policy, kwargs) for one in (tree, replace(tree, frozen=frozen))
+    thawed, with_frozen = (
+        wrapped_by_us(variant.build(), policy, kwargs) for variant in (tree, replace(tree, frozen=frozen))
     )
-    assert_same_outcome(thawed, seen)
+    assert_same_outcome(thawed, with_frozen)
 
 
 @given(tree=trees(shares=True), policy=st.one_of(ONE_BY_ONE, SEEING_THE_TREE))
-def test_a_module_at_several_places_is_wrapped_once_and_everywhere(tree: Tree, policy: Policy) -> None:
+def test_shared_module_is_wrapped_once_at_every_place(tree: Tree, policy: Policy) -> None:
     built = tree.build()
     places_before = [name for name, _ in built.root.named_modules(remove_duplicate=False)]
-    notes, found = wrapped_by_us(built, policy.of(OURS), kwargs_of()).value
+    notes, assignment = wrapped_by_us(built, policy.of(OURS), kwargs_of()).value
     names = [name for name, _ in notes]
     assert len(names) == len(set(names))
     around = {module.module: module for module in built.root.modules() if isinstance(module, StandInWrapper)}
@@ -151,14 +151,14 @@ def test_a_module_at_several_places_is_wrapped_once_and_everywhere(tree: Tree, p
     for parent in built.root.modules():
         standing = set(parent.children()) if not isinstance(parent, StandInWrapper) else set()
         assert not standing & around.keys(), "a chosen module stands there without its wrapper"
-    assert [_before(name) for name, kind in found if kind != "Wrapper"] == places_before
+    assert [_before(name) for name, kind in assignment if kind != "Wrapper"] == places_before
 
 
-def test_a_module_at_several_places_is_asked_about_once() -> None:
-    asked: list[tuple[nn.Module, bool]] = []
+def test_policy_is_called_once_for_shared_module() -> None:
+    questions: list[tuple[nn.Module, bool]] = []
 
     def noted(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        asked.append((module, recurse))
+        questions.append((module, recurse))
         return True
 
     wrapped_by_us(
@@ -166,7 +166,7 @@ def test_a_module_at_several_places_is_asked_about_once() -> None:
         noted,
         kwargs_of(),
     )
-    assert len(asked) == len(set(asked)) == 5
+    assert len(questions) == len(set(questions)) == 5
 
 
 def _before(name: str) -> str:
@@ -188,7 +188,7 @@ def uses(
 
 
 @given(tree=trees(shares=True), policy=SEEING_THE_TREE)
-def test_what_units_share_is_left_to_the_innermost_around_them(tree: Tree, policy: Policy) -> None:
+def test_shared_parameter_belongs_to_innermost_common_unit(tree: Tree, policy: Policy) -> None:
     """Said by walking every way from the root to every use."""
     built = tree.build()
     chosen = policy.of(OURS)._run_policy(built.root, built.ignored, {})
@@ -197,8 +197,8 @@ def test_what_units_share_is_left_to_the_innermost_around_them(tree: Tree, polic
     for parameter, way in uses(built.root, ()):
         ways.setdefault(parameter, []).append(way)
     manager = {
-        parameter: [unit for unit in found[0] if unit in units and all(unit in way for way in found)][-1]
-        for parameter, found in ways.items()
+        parameter: [unit for unit in paths[0] if unit in units and all(unit in way for way in paths)][-1]
+        for parameter, paths in ways.items()
         if parameter not in built.ignored_params
     }
     assignment = ParamAssignment(built.root, chosen, built.ignored_params)
@@ -209,7 +209,7 @@ def test_what_units_share_is_left_to_the_innermost_around_them(tree: Tree, polic
 
 
 def left_in(root: nn.Module, policy: Any, ignored_params: set[nn.Parameter]) -> dict[str, list[str]]:
-    """By the name of each wrapped module, the names of the parameters that it was told to leave."""
+    """Return the names of the parameters that each wrapped module had to leave, by module name."""
     names = {parameter: name for name, parameter in root.named_parameters()}
     built = Built(root, set(), ignored_params, {module: name for name, module in root.named_modules()})
     notes, _ = wrapped_by_us(built, policy, kwargs_of()).value
@@ -221,13 +221,17 @@ def left_in(root: nn.Module, policy: Any, ignored_params: set[nn.Parameter]) -> 
 
 
 def tied(*, inside: bool) -> nn.Module:
-    """A block of two linear layers, `one` and `other`, with one weight; or it stands outside, in the root's `head`."""
-    one, other = nn.Linear(3, 3), nn.Linear(3, 3)
-    other.weight = one.weight
-    return nn.Sequential(Block([one, other])) if inside else nn.Sequential(Block([one]), nn.Sequential(other))
+    """Return a block of two linear layers, `one` and `other`, that share a weight, or with the root's `head`."""
+    first, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = first.weight
+    return (
+        nn.Sequential(Block([first, other]))
+        if inside
+        else nn.Sequential(Block([first]), nn.Sequential(other))
+    )
 
 
-def test_a_tied_weight_goes_to_the_unit_around_both() -> None:
+def test_tied_weight_belongs_to_common_unit() -> None:
     policy = OURS.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear, Block})
     assert left_in(tied(inside=True), policy, set()) == {
         "0.part0": ["0.part0.weight"],
@@ -237,7 +241,7 @@ def test_a_tied_weight_goes_to_the_unit_around_both() -> None:
     assert left_in(tied(inside=True), blocks, set()) == {}
 
 
-def test_a_tied_weight_goes_to_the_root() -> None:
+def test_tied_weight_belongs_to_root() -> None:
     policy = OURS.distributed.fsdp.wrap.ModuleWrapPolicy({nn.Linear, Block})
     left = {"0.part0": ["0.part0.weight"], "0": ["0.part0.weight"], "1.0": ["0.part0.weight"]}
     assert left_in(tied(inside=False), policy, set()) == left
@@ -245,7 +249,7 @@ def test_a_tied_weight_goes_to_the_root() -> None:
     assert left_in(root, policy, {root[0].part0.weight}) == {}
 
 
-def test_a_module_in_two_units_goes_to_the_root_unless_it_is_one() -> None:
+def test_module_in_two_units_belongs_to_root_unless_unit() -> None:
     shared = nn.Linear(3, 3)
     root = nn.Sequential(Block([shared]), Block([shared]))
     names = ["0.part0.bias", "0.part0.weight"]
@@ -259,7 +263,7 @@ def test_a_module_in_two_units_goes_to_the_root_unless_it_is_one() -> None:
     [Policy("always_wrap_policy"), Policy("ModuleWrapPolicy", ("linear",))],
     ids=["a function", "a class"],
 )
-def test_what_is_wrapped_already_is_refused(policy: Policy) -> None:
+def test_wrapped_module_raises(policy: Policy) -> None:
     root = nn.Sequential(nn.Linear(2, 2), StandInWrapper(nn.ReLU()))
     with pytest.raises(ValueError, match="already have FSDP applied but found 1 in\nSequential"):
         auto_wrap(
@@ -274,7 +278,7 @@ def test_what_is_wrapped_already_is_refused(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("name", ["lambda_auto_wrap_policy", "CustomPolicy"])
-def test_a_policy_that_raises_leaves_the_tree_as_it_was(name: str) -> None:
+def test_failed_policy_leaves_tree_unchanged(name: str) -> None:
     def refuse(module: nn.Module) -> bool:
         if isinstance(module, Block):
             raise ArithmeticError
@@ -290,7 +294,7 @@ def test_a_policy_that_raises_leaves_the_tree_as_it_was(name: str) -> None:
 
 
 class Telling(nn.Module):
-    """Tells the dtype it computes in, and hands back whatever it was given."""
+    """Module that records the dtype it computes in, and returns its input."""
 
     def forward(self, *args: Any) -> Any:
         dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]

@@ -18,14 +18,14 @@ from conformance.judge.rows import all_deviations
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_number_was_raised_with_the_clauses() -> None:
+def test_version_was_raised_with_clauses() -> None:
     assert not catalogue.is_due(), (
         f"clauses differ from catalogue {catalogue.version()}: "
         'python -m conformance.catalogue --raise "what was changed, and why" gives them the next number'
     )
 
 
-def test_the_changes_lead_to_what_is_recorded() -> None:
+def test_changes_give_recorded_clauses() -> None:
     numbers = [change.version for change in catalogue.changes()]
     assert numbers == list(range(len(numbers), 0, -1))
     for change in catalogue.changes()[:-1]:
@@ -35,7 +35,7 @@ def test_the_changes_lead_to_what_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("key", ["says", "covers", "area", "thread", "torch"])
-def test_whatever_a_clause_says_of_itself_changes_it(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_every_property_of_clause_changes_digest(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     changed, *others = clauses.for_report()
     monkeypatch.setattr(clauses, "for_report", lambda: [changed | {key: "something else"}, *others])
     assert catalogue.is_due()
@@ -62,7 +62,7 @@ def test_new_torch_version_changes_only_clauses_that_end_before_it(monkeypatch: 
     assert catalogue.difference(*digests)["changed"] == ("amp.grad_scaler.ended",)
 
 
-def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_version_lists_added_removed_and_changed_clauses(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tomllib.loads(catalogue._to_toml([CatalogueVersion(1, "The first.")], "0"))
     rows = [{"id": name, "says": name, "torch": ["2.11"]} for name in "abc"]
     then = {"torch": ["2.11"], "clauses": [row | {"since": 1} for row in rows]}
@@ -82,13 +82,13 @@ def test_the_next_number_names_what_came_went_and_changed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the clauses of another commit take a git checkout")
-def test_the_number_before_is_read_from_the_commit_that_gave_it() -> None:
+def test_previous_version_is_read_from_its_commit() -> None:
     file, then = catalogue._before()
     assert file["changes"]
     assert {row["id"] for row in then["clauses"]} & clauses.all_clauses().keys()
 
 
-def test_a_clause_has_the_thread_of_its_deviation_and_holds_for_torchs_that_are_supported() -> None:
+def test_clause_has_thread_of_its_deviation() -> None:
     rows = {row["id"]: row for row in catalogue.as_dict()["clauses"]}
     assert rows.keys() == clauses.all_clauses().keys()
     for row in all_deviations().values():
@@ -111,14 +111,14 @@ def test_a_clause_has_the_thread_of_its_deviation_and_holds_for_torchs_that_are_
         ),
     ],
 )
-def test_a_slip_in_a_clause_is_reported(tmp_path: Path, table: str, reported: str) -> None:
+def test_mistake_in_clause_is_reported(tmp_path: Path, table: str, reported: str) -> None:
     (tmp_path / "x.toml").write_text(table)
     with pytest.raises(ValueError, match=r"x\.toml: ") as caught:
         list(clauses._read("amp", tmp_path / "x.toml"))
     assert reported in str(caught.value)
 
 
-def test_a_clause_of_other_torchs_is_not_asked_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clause_of_other_torch_versions_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.toml").write_text('[x]\nsays = "step returns None."\ntorch = ">=2.11,<2.13"')
     [clause] = clauses._read("amp", tmp_path / "x.toml")
     for version, holds in {"2.9.0": False, "2.11.1": True, "2.12.0a0+git": True, "2.13.0+cpu": False}.items():
@@ -126,7 +126,7 @@ def test_a_clause_of_other_torchs_is_not_asked_here(tmp_path: Path, monkeypatch:
         assert clause.holds_here == holds
 
 
-def test_it_is_printed_for_other_programs_and_drawn(tmp_path: Path) -> None:
+def test_catalogue_is_printed_as_json_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws pages")
     command = [sys.executable, "-m", "conformance.catalogue"]
     printed = subprocess.run(

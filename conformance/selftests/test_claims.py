@@ -158,12 +158,12 @@ def test_each_mistake_is_a_sentence(
 
 
 @pytest.mark.parametrize("text", ["claims = [", "\x00"])
-def test_a_file_that_is_no_toml_is_refused(subject_that_says: Subject, text: str) -> None:
+def test_invalid_toml_raises(subject_that_says: Subject, text: str) -> None:
     with pytest.raises(claims_file.UnreadableClaims, match=r"claims\.toml cannot be read \(.*expected TOML"):
         subject_that_says(text)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(claims_file.UnreadableClaims, match=r"cannot be read \(FileNotFoundError"):
         claims_file.read(tmp_path / "claims.toml")
 
@@ -180,7 +180,7 @@ import = "fails_on_import"
 """
 
 
-def test_what_is_wrong_in_the_file_keeps_nothing_else_from_being_judged(tmp_path: Path) -> None:
+def test_mistakes_in_file_do_not_stop_other_judging(tmp_path: Path) -> None:
     (tmp_path / "says_wrong").mkdir()
     (tmp_path / "says_wrong" / "__init__.py").write_text(
         "from conformance.selftests.misbehaving import clipping\nnn = clipping()\n"
@@ -195,7 +195,7 @@ def test_what_is_wrong_in_the_file_keeps_nothing_else_from_being_judged(tmp_path
     assert "did you mean 'nn.utils.clip_grad_norm'" in log
 
 
-def test_a_device_that_fails_without_a_text_is_reported(
+def test_device_error_without_text_is_reported(
     subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = subject_that_says("[device]\ntype = 'cpu'")
@@ -204,16 +204,18 @@ def test_a_device_that_fails_without_a_text_is_reported(
     assert "[device] cpu cannot be used (AssertionError)" in sentence
 
 
-def test_a_file_given_by_hand_stands_before_the_one_beside_the_package(tmp_path: Path) -> None:
-    given = tmp_path / "given.toml"
-    given.write_text('[names]\n"nn.utils" = "torch.nn.utils"\n')
-    report = judged("lacks_what_it_claims", tmp_path, CPU_ALONE, SCALER, f"--claims={given}")
+def test_explicit_file_takes_precedence(tmp_path: Path) -> None:
+    claims_file = tmp_path / "given.toml"
+    claims_file.write_text('[names]\n"nn.utils" = "torch.nn.utils"\n')
+    report = judged("lacks_what_it_claims", tmp_path, CPU_ALONE, SCALER, f"--claims={claims_file}")
     assert {entry["outcome"] for entry in of(report, CPU_ALONE)} == {"passed"}
-    assert {entry["outcome"] for entry in of(report, SCALER)} == {"not provided"}  # which the other claims
-    assert (report["verdict"], report["exit code"], report["claims_file"]) == ("green", 0, str(given))
+    assert {entry["outcome"] for entry in of(report, SCALER)} == {
+        "not provided"
+    }  # the other file claims them
+    assert (report["verdict"], report["exit code"], report["claims_file"]) == ("green", 0, str(claims_file))
 
 
-def test_what_the_file_names_is_what_is_judged_on(tmp_path: Path) -> None:
+def test_devices_of_file_are_judged(tmp_path: Path) -> None:
     (tmp_path / "on_meta").mkdir()
     (tmp_path / "on_meta" / "__init__.py").write_text(
         "from conformance.selftests.misbehaving import clipping\nnn = clipping()\n"

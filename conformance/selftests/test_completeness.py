@@ -15,7 +15,7 @@ from conformance.judge.rows import all_deviations, all_reference_limits
 
 _FILES = [file for area in AREAS for file in sorted((HERE / area).rglob("test_*.py"))]
 _SOURCES = [file.read_text() for file in _FILES]
-_ASKED = {found for source in _SOURCES for found in re.findall(r'\bclause\(\s*"([^"]+)"', source)}
+_ASKED = {clause_id for source in _SOURCES for clause_id in re.findall(r'\bclause\(\s*"([^"]+)"', source)}
 
 
 def _judged_by_rows() -> Iterator[tuple[str, str, str]]:
@@ -65,7 +65,7 @@ def test_clauses_cover_what_exists(clause: object) -> None:
 @pytest.mark.parametrize("row", list(all_deviations().values()), ids=lambda row: row.id)
 def test_deviations_are_asserted(row: object) -> None:
     assert row.clause in all_clauses()
-    assert row.id in {found for _, _, found in _JUDGED_BY_ROWS}, f"no test asserts both sides of {row.id}"
+    assert row.id in {row_id for _, _, row_id in _JUDGED_BY_ROWS}, f"no test asserts both sides of {row.id}"
 
 
 def test_rows_judge_tests_of_their_own_clause() -> None:
@@ -74,14 +74,16 @@ def test_rows_judge_tests_of_their_own_clause() -> None:
     It excuses nothing of an extension, which is promised.
     """
     rows, clauses = all_deviations(), all_clauses()
-    excused = [each for each in _JUDGED_BY_ROWS if clauses[each[1]].level != "extension"]
-    assert [each for each in excused if rows[each[2]].clause != each[1]] == []
+    excused = [entry for entry in _JUDGED_BY_ROWS if clauses[entry[1]].level != "extension"]
+    assert [entry for entry in excused if rows[entry[2]].clause != entry[1]] == []
 
 
 @pytest.mark.parametrize("row", list(all_reference_limits().values()), ids=lambda row: row.id)
 def test_reference_limits_are_asserted(row: object) -> None:
     assert set(row.clauses) <= all_clauses().keys()
     asserted = {
-        found for source in _SOURCES for found in re.findall(r'mark\.reference_limit\(\s*"([^"]+)"', source)
+        limit_id
+        for source in _SOURCES
+        for limit_id in re.findall(r'mark\.reference_limit\(\s*"([^"]+)"', source)
     }
     assert row.id in asserted, f"no test asserts {row.id}"

@@ -35,8 +35,8 @@ def raising(error: Exception) -> list[Outcome]:
     return [observe(fail)]
 
 
-def is_ours(seen: Any) -> bool:
-    return len(seen) == 1 and seen[0].raised is None and bool((seen[0].value.values == 1).all())
+def is_ours(outcomes: Any) -> bool:
+    return len(outcomes) == 1 and outcomes[0].raised is None and bool((outcomes[0].value.values == 1).all())
 
 
 def takes_torchs_side(
@@ -54,8 +54,10 @@ def takes_torchs_side(
     return judge.subject_takes_torchs_side
 
 
-@pytest.mark.parametrize("sides", [{}, {"torch_does": lambda seen: seen is TORCHS}], ids=["seen", "reported"])
-def test_a_side_is_taken(sides: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sides", [{}, {"torch_does": lambda outcome: outcome is TORCHS}], ids=["seen", "reported"]
+)
+def test_outcome_of_one_side_is_accepted(sides: dict[str, Any]) -> None:
     assert takes_torchs_side(TORCHS, TORCHS, **sides)
     assert not takes_torchs_side(TORCHS, OURS, **sides)
     with pytest.raises(AssertionError, match="expected what Tandem does"):
@@ -69,16 +71,16 @@ def test_a_side_is_taken(sides: dict[str, Any]) -> None:
         takes_torchs_side(OURS, TORCHS, may_agree=True, **sides)
 
 
-def test_a_row_is_stale_where_torch_does_a_third_thing() -> None:
+def test_deviation_is_stale_if_torch_does_neither() -> None:
     with pytest.raises(StaleDeviation, match="something else"):
-        takes_torchs_side(THIRD, OURS, torch_does=lambda seen: seen is TORCHS)
+        takes_torchs_side(THIRD, OURS, torch_does=lambda outcome: outcome is TORCHS)
 
 
-REPORTED = {"torch_does": lambda seen: seen is TORCHS}
+REPORTED = {"torch_does": lambda outcome: outcome is TORCHS}
 
 
 @pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
-def test_a_row_is_not_stale_on_a_device_that_it_does_not_name(sides: dict[str, Any]) -> None:
+def test_deviation_is_not_stale_on_other_device(sides: dict[str, Any]) -> None:
     with pytest.raises(StaleDeviation):
         takes_torchs_side(OURS, OURS, device="cpu", **sides)
     assert not takes_torchs_side(OURS, OURS, device="npu", **sides)
@@ -97,7 +99,7 @@ def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict
         takes_torchs_side(TORCHS, TORCHS, device="cpu", is_promised=True, **sides)
 
 
-def test_a_row_of_any_device_holds_on_all() -> None:
+def test_deviation_without_devices_holds_on_all() -> None:
     row = replace(ROW, devices=("any",))
     assert all(row.holds_on(device) for device in ("cpu", "cuda", "sim", None))
 
@@ -122,7 +124,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
-def test_on_a_torch_that_fixed_a_row_every_subject_does_as_we_do(
+def test_subjects_follow_tandem_on_fixed_torch(
     torch_is: Callable[[str], None], sides: dict[str, Any]
 ) -> None:
     torch_is("2.14.1+cpu")
@@ -137,7 +139,7 @@ def test_on_a_torch_that_fixed_a_row_every_subject_does_as_we_do(
 
 @pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
 @pytest.mark.parametrize("subjects", [OURS, TORCHS], ids=["ours", "torch's"])
-def test_a_row_that_ends_before_torch_fixed_it_is_stale(
+def test_deviation_that_ends_too_early_is_stale(
     torch_is: Callable[[str], None], subjects: Any, sides: dict[str, Any]
 ) -> None:
     torch_is("2.14.1+cpu")
@@ -145,7 +147,7 @@ def test_a_row_that_ends_before_torch_fixed_it_is_stale(
         takes_torchs_side(TORCHS, subjects, row=FIXED, **sides)
 
 
-def test_a_third_way_of_the_torch_that_fixed_a_row_is_right_too(torch_is: Callable[[str], None]) -> None:
+def test_third_outcome_of_fixed_torch_is_accepted(torch_is: Callable[[str], None]) -> None:
     torch_is("2.14.1+cpu")
     for right in (THIRD, OURS):
         assert not takes_torchs_side(THIRD, right, row=FIXED, **REPORTED)
@@ -172,7 +174,7 @@ def test_nothing_is_known_of_a_fix_on_a_device_that_a_row_does_not_name(
         ("", "2.14.1", True, "is of all versions, but torch 2.14 succeeds"),
     ],
 )
-def test_a_limit_is_of_its_torchs(
+def test_limit_holds_for_its_torch_versions(
     torch_is: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     torch_range: str,
@@ -199,25 +201,25 @@ def test_a_limit_is_of_its_torchs(
         (">=2.12,<2.14", ["2.12.1", "2.13"], ["2.11", "2.14"]),
     ],
 )
-def test_a_range_holds_for_whole_releases(torch_range: str, inside: list[str], outside: list[str]) -> None:
+def test_range_holds_for_complete_releases(torch_range: str, inside: list[str], outside: list[str]) -> None:
     assert all(surface.is_torch_in(torch_range, version) for version in inside)
     assert not any(surface.is_torch_in(torch_range, version) for version in outside)
 
 
 @pytest.mark.parametrize("torch_range", ["2.14", "<=2.14", "<2.14.1", "<2", ">=2.12, <2.14", "<2.14,"])
-def test_a_range_of_another_form_is_refused(torch_range: str) -> None:
+def test_invalid_range_raises(torch_range: str) -> None:
     with pytest.raises(ValueError, match=r"row area.row: torch = .* expected >=MAJOR.MINOR or <MAJOR.MINOR"):
         replace(ROW, torch=torch_range)
 
 
-def test_a_row_that_ended_has_its_day() -> None:
+def test_ended_deviation_has_date() -> None:
     with pytest.raises(ValueError, match=r"row area\.row: torch 2\.14 fixed it and recorded is ''"):
         replace(ROW, torch="<2.14")
     assert FIXED.fixed_in == "2.14"
     assert replace(ROW, torch=">=2.12").fixed_in == ""
 
 
-def test_a_row_names_its_devices() -> None:
+def test_deviation_lists_its_devices() -> None:
     assert devices_of("area.row", {"devices": ["cpu", "npu"]}) == ("cpu", "npu")
     assert devices_of("area.row", {"devices": ["any"]}, may_be_any=True) == ("any",)
 
@@ -234,12 +236,12 @@ def test_a_row_names_its_devices() -> None:
     ],
     ids=["missing", "empty", "no list", "any beside others", "unknown"],
 )
-def test_a_row_with_other_devices_is_refused(keys: dict[str, Any], got: str, may_be_any: bool) -> None:
+def test_deviation_with_unknown_device_raises(keys: dict[str, Any], got: str, may_be_any: bool) -> None:
     with pytest.raises(ValueError, match=f"row area.row: devices is {got}, expected a list of cpu, cuda"):
         devices_of("area.row", keys, may_be_any=may_be_any)
 
 
-def test_a_limit_is_of_devices_that_it_names() -> None:
+def test_limit_holds_on_its_devices() -> None:
     """A limit that held on any device would leave nothing to judge."""
     with pytest.raises(ValueError, match=r"devices is \['any'\]"):
         devices_of("area.limit", {"devices": ["any"]})
@@ -256,7 +258,7 @@ def test_a_limit_is_of_devices_that_it_names() -> None:
     ],
     ids=["same", "other words", "another error", "none", "on another rank too"],
 )
-def test_what_torch_raises_is_known_by_its_type(third: Any, is_torchs: bool) -> None:
+def test_error_of_torch_is_identified_by_type(third: Any, is_torchs: bool) -> None:
     torchs = raising(RuntimeError("of torch's insides"))
     if is_torchs:
         assert takes_torchs_side(torchs, third)

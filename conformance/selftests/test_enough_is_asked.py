@@ -26,7 +26,7 @@ from conformance.strategies.operator_outcomes import (
 from conformance.strategies.optimizers import unknown_options
 from conformance.strategies.regions import LOW
 
-# What torch is built with decides whether they run at all; names of dimensions are not implemented for the last.
+# The build of torch decides whether these run at all. Names of dimensions are not implemented for the last.
 NOT_EVERYWHERE = {*RECURRENT, "cudnn_convolution", "cudnn_convolution_transpose", "index_copy.dimname"}
 
 
@@ -35,10 +35,10 @@ def test_every_option_is_tried() -> None:
 
 
 def operators_with_rules(device: str) -> set[str]:
-    """Those for which autocast on that device has an entry of its own in the dispatcher."""
+    """Return the operators for which autocast on a device has an entry in the dispatcher."""
     key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device]
-    found = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return {name.removeprefix("aten::") for name in found if name.startswith("aten::")}
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in registrations if name.startswith("aten::")}
 
 
 @pytest.mark.parametrize("which", ["cpu", "cuda"])
@@ -50,7 +50,7 @@ def test_every_operator_with_a_rule_is_asked(which: str) -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_every_rule_shows(reference: Library, device: str, dtype: torch.dtype) -> None:
-    """What is asked of an operator with a rule can tell it from one without."""
+    """The calls of an operator with a rule distinguish it from an operator without the rule."""
     region = region_of(reference, device, dtype)
     with quiet():
         showing = {name: rules_shown(name, device, dtype, region) for name in operators_with_rules(device)}
@@ -59,20 +59,20 @@ def test_every_rule_shows(reference: Library, device: str, dtype: torch.dtype) -
 
 
 def rules_shown(name: str, device: str, low: torch.dtype, region: Region) -> set[str]:
-    """Which rules explain the dtypes that come of a spelling of an operator, in regions and without."""
-    found = set()
+    """Return the rules that explain the result dtypes of an operator's spelling, inside regions and outside."""
+    rules = set()
     for _, function in callable_spellings(device)[name]:
         kinds = functools.partial(kinds_of, name, function, device=device)
         if kinds([torch.float32], region=region) == kinds([low]) != kinds([torch.float32]):
-            found.add("lower precision")
+            rules.add("lower precision")
         if kinds([low], region=region) == kinds([torch.float32]) != kinds([low]):
-            found.add("float32")
+            rules.add("float32")
         mixed = kinds([torch.float32, low], region=region), kinds([low, torch.float32], region=region)
         if set(mixed) == {kinds([torch.float32])} and kinds([low], region=region) == kinds([low]):
-            found.add("widest")
+            rules.add("widest")
         if not ran(functools.partial(outcome_of, name, function, [torch.float32], device, region)):
-            found.add("refused")
-    return found
+            rules.add("refused")
+    return rules
 
 
 def kinds_of(
@@ -82,5 +82,5 @@ def kinds_of(
     device: str,
     region: Region = contextlib.nullcontext,
 ) -> tuple[str, ...]:
-    found = outcome_of(name, function, dtypes, device, region)
-    return tuple(str(each.dtype) for each in flat(found.get("value", ()))) or ("raised",)
+    outcome = outcome_of(name, function, dtypes, device, region)
+    return tuple(str(tensor.dtype) for tensor in flat(outcome.get("value", ()))) or ("raised",)

@@ -34,7 +34,7 @@ def expectation(clause: str = "", test: str = "", expires: datetime.date = TODAY
         (["passed"], False, False, "met", False),
     ],
 )
-def test_what_becomes_of_an_expected_clause(
+def test_expected_clause_outcome(
     outcomes: list[str], draws: bool, is_complete: bool, state: str, is_red: bool
 ) -> None:
     tests = [TestRecord(f"test_{n}", CLAUSE, outcome, draws) for n, outcome in enumerate(outcomes)]
@@ -44,21 +44,21 @@ def test_what_becomes_of_an_expected_clause(
     assert (result.state, result.is_red) == (state, is_red)
 
 
-def test_one_test_that_passes_is_reported_of_whatever_else_ran() -> None:
+def test_passing_test_is_reported_among_others() -> None:
     [result] = Expectations([expectation(test="a")], TODAY).evaluate(
         [TestRecord("a[1]", "", "passed", False)], is_complete=False
     )
     assert (result.state, result.is_red) == ("met", True)
 
 
-def test_what_has_expired_forgives_nothing_and_is_red() -> None:
+def test_expired_expectation_is_red() -> None:
     expectations = Expectations([expectation(CLAUSE, expires=TODAY - datetime.timedelta(1))], TODAY)
     assert expectations.find("a", CLAUSE) is None
     [result] = expectations.evaluate([TestRecord("a", CLAUSE, "failed", True)], is_complete=False)
     assert (result.state, result.is_red) == ("expired", True)
 
 
-def test_the_row_that_says_more_forgives() -> None:
+def test_more_specific_expectation_is_used() -> None:
     rows = [expectation(CLAUSE), *(expectation(test=test) for test in ("test_x", "test_x[cpu]", "test_y"))]
     expectations = Expectations(rows, TODAY)
     assert expectations.find("test_x[cpu]", CLAUSE) == rows[2]
@@ -68,7 +68,7 @@ def test_the_row_that_says_more_forgives() -> None:
     assert expectations.find("test_yes", "") is None
 
 
-def test_an_expected_failure_is_not_shrunk() -> None:
+def test_expected_failure_is_not_shrunk() -> None:
     tried: list[int] = []
 
     @hypothesis.settings(database=None, derandomize=True, max_examples=50)
@@ -77,17 +77,17 @@ def test_an_expected_failure_is_not_shrunk() -> None:
         tried.append(number)
         assert number < 1000
 
-    found: list[int] = []
+    examples: list[int] = []
     for context in (without_shrinking(above_1000), without_shrinking(None)):
         tried.clear()
         with context, pytest.raises(AssertionError):
             above_1000()
-        found.append(tried[-1])
-    assert found[0] > 1000
-    assert found[1] == 1000
+        examples.append(tried[-1])
+    assert examples[0] > 1000
+    assert examples[1] == 1000
 
 
-# It clamps nothing where foreach is not said.
+# Clamps nothing if foreach is not passed.
 SUBJECT = """
 import torch
 from conformance.selftests.misbehaving import clipping
@@ -121,7 +121,7 @@ def write(folder: Path, source: str, *tests: str, expires: str = "2030-01-31") -
     (folder / "expects" / "conformance_claims.toml").write_text("".join(rows))
 
 
-def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
+def test_expected_failures_are_green_and_others_red(tmp_path: Path) -> None:
     write(tmp_path, SUBJECT, UNSAID)
     report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}")
     expected = of(report, UNSAID)[0]
@@ -133,7 +133,7 @@ def test_what_is_expected_is_green_and_what_is_not_red(tmp_path: Path) -> None:
     assert (report["verdict"], report["exit code"]) == ("green", 0)
 
 
-def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
+def test_passing_or_expired_expectation_is_red(tmp_path: Path) -> None:
     write(tmp_path, SUBJECT, UNSAID, SAID)
     report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}")
     [met] = of(report, "expectation of")
@@ -148,7 +148,7 @@ def test_what_passes_or_has_expired_is_red(tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(300.0)
-def test_what_ends_its_process_can_be_expected_too(tmp_path: Path) -> None:
+def test_process_exit_can_be_expected(tmp_path: Path) -> None:
     elsewhere = f"{MISUSED}[meta-None]"
     write(tmp_path, ENDS_ITS_PROCESS, UNSAID)
     report = judged_by_workers("expects", tmp_path, *ON_THE_CPU, elsewhere, OTHERS, f"--today={TODAY}")

@@ -1,4 +1,4 @@
-"""The faults themselves: each stands where it belongs, and none gives itself away by how it was put there."""
+"""Handmade faults: each replaces the right object, and none is detectable by the way it is planted."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import observe
 
 
-def members(made: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(made).items() if name not in ("__dict__", "__weakref__")} | {
-        "__qualname__": made.__qualname__
+def members(cls: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")} | {
+        "__qualname__": cls.__qualname__
     }
 
 
-def test_a_subclass_with_nothing_in_it_replaces_nothing() -> None:
-    made = subclass(dict, {})
-    assert members(made) == members(subclass(dict, {}))
-    assert members(made) != members(subclass(dict, {"__qualname__": "other"}))
-    assert members(made) != members(subclass(dict, {"get": None}))
+def test_empty_subclass_replaces_nothing() -> None:
+    derived = subclass(dict, {})
+    assert members(derived) == members(subclass(dict, {}))
+    assert members(derived) != members(subclass(dict, {"__qualname__": "other"}))
+    assert members(derived) != members(subclass(dict, {"get": None}))
 
 
 class _WithStatic:
@@ -33,14 +33,14 @@ class _WithStatic:
         return 2 * value
 
 
-def test_what_is_static_stays_static() -> None:
-    made = in_method("twice", lambda original, value: original(value) + 1)(_WithStatic)
-    assert made.twice(3) == made().twice(3) == 7
+def test_static_method_stays_static() -> None:
+    faulty = in_method("twice", lambda original, value: original(value) + 1)(_WithStatic)
+    assert faulty.twice(3) == faulty().twice(3) == 7
 
 
 @pytest.mark.parametrize("fault_id", list(HANDMADE))
 def test_wrong_arguments_are_refused_in_the_originals_words(subject: Library, fault_id: str) -> None:
-    """Without arguments no fault can show; what differs would be told from the original by any test of bad calls."""
+    """A fault must not show without arguments. Otherwise any test of invalid calls would detect it."""
     breaks = HANDMADE[fault_id].breaks
     sound = load_library(subject.package).find(breaks)
     broken = load_library(f"{subject.package}+{fault_id}").find(breaks)
@@ -57,6 +57,6 @@ def test_wrong_arguments_are_refused_in_the_originals_words(subject: Library, fa
         assert observe(fault).raised == refused
 
 
-def test_an_unknown_fault_is_refused() -> None:
+def test_unknown_fault_raises() -> None:
     with pytest.raises(LookupError, match="there is no fault 'forget:everything'"):
         load_library("torch+forget:everything")

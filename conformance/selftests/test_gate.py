@@ -33,7 +33,7 @@ from conformance.report.verdict import parts, reasons
 from conformance.selftests.report_cases import a_report, judged, trained
 
 ROOT = Path(__file__).parents[2]
-# Of tests that a gate is stopped in, as few as do: to import them takes longer than to run twenty of them.
+# Collect few tests for a gate that is stopped, because importing them takes longer than running twenty.
 _COLLECTED = " ".join(f"--ignore=conformance/{folder}" for folder in ("distributed", "dynamo"))
 
 
@@ -57,18 +57,18 @@ def test_each_part_can_be_the_reason() -> None:
     assert reasons(a_report(ended_early=["stopped by the user"])) == ["stopped by the user"]
 
 
-def test_a_subject_that_provides_nothing_is_red() -> None:
+def test_subject_without_names_is_red() -> None:
     assert verdict([], frozenset()) == "red"
     assert reasons(a_report(provides_nothing=True)) == ["impl provides none of the names that are judged"]
 
 
-def test_what_makes_a_whole_report_red_is_no_word_on_another_part() -> None:
+def test_red_report_says_nothing_about_other_package() -> None:
     """A report that is drawn again is red for what its speed was, say."""
     report = a_report(judged("passed"), verdict="red", training={"error": "no end"})
     assert [part.reasons for part in parts(report)] == [[], [], ["no end"]]
 
 
-def test_what_was_judged_before_a_crash_is_kept(tmp_path: Path) -> None:
+def test_judgements_before_crash_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "judgements.jsonl"
     log.write_text(
         json.dumps({"collected": 2}) + "\n" + json.dumps(judged("passed")) + "\n" + '{"nodeid": "half'
@@ -79,7 +79,7 @@ def test_what_was_judged_before_a_crash_is_kept(tmp_path: Path) -> None:
     assert reasons(report | {"speed": {}, "training": {}}) == ["judging ended with code 3"]
 
 
-def test_a_test_that_was_judged_twice_is_salvaged_once(tmp_path: Path) -> None:
+def test_repeated_judgement_is_salvaged_once(tmp_path: Path) -> None:
     log = tmp_path / "judgements.jsonl"
     twice = [judged(outcome, nodeid="test_x") for outcome in ("passed", "failed")]
     log.write_text("".join(json.dumps(entry) + "\n" for entry in twice))
@@ -96,17 +96,17 @@ def test_each_line_of_a_growing_log_is_read_once(
     written = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
     cuts = sorted(data.draw(st.sets(st.integers(0, len(written)))) | {0, len(written)})
     log = tmp_path_factory.mktemp("log") / "judgements.jsonl"
-    lines, seen = _Lines(log), []
-    assert list(lines.new()) == []  # the log is not there yet
+    lines, entries_read = _Lines(log), []
+    assert list(lines.new()) == []  # no log file yet
     for start, stop in itertools.pairwise(cuts):
         with log.open("ab") as file:
             file.write(written[start:stop])
-        seen += lines.new()
-        assert seen == entries[: written[:stop].count(b"\n")]
+        entries_read += lines.new()
+        assert entries_read == entries[: written[:stop].count(b"\n")]
     assert list(lines.new()) == []
 
 
-def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
+def test_progress_bar_follows_log(tmp_path: Path) -> None:
     log = tmp_path / "judgements.jsonl"
     progress = Progress(console=Console(quiet=True))
     bar = _JudgingBar(progress, progress.add_task("judging", total=None, note=""), log)
@@ -119,7 +119,7 @@ def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
         return shown.total, shown.completed, shown.fields["note"]
 
     assert after() == (None, 0, "collecting")
-    # Each worker tells how many it collected; they collect the same.
+    # All workers report the same number of collected tests.
     assert after({"collected": 3}, {"collected": 3}) == (3, 0, "collecting")
     assert after(judged("passed", nodeid="one")) == (3, 1, "")
     assert after() == (3, 1, "")
@@ -131,8 +131,8 @@ def test_the_bar_moves_with_the_log(tmp_path: Path) -> None:
 def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subject: str
 ) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(gate, "_run_phase", lambda name, command, *_: asked.append(command) or {})
+    commands: list[list[str]] = []
+    monkeypatch.setattr(gate, "_run_phase", lambda name, command, *_: commands.append(command) or {})
     options, _, _ = gate._options(
         [f"--subject={subject}", "--machine=lab", "--device=cpu", f"--out={tmp_path}"]
     )
@@ -141,7 +141,7 @@ def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
     assert reported == {
         "command": f"python -m benchmarks --quick --subject={subject} --machine=lab --device=cpu"
     }
-    assert (f"--point={tmp_path / 'point.json'}" in asked[0]) == (subject == "impl")
+    assert (f"--point={tmp_path / 'point.json'}" in commands[0]) == (subject == "impl")
     assert not (tmp_path / "point.json").exists()
 
 
@@ -149,9 +149,7 @@ def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
 @pytest.mark.parametrize(
     "blow", [pytest.param(signal.SIGINT, marks=pytest.mark.profile("full")), signal.SIGTERM]
 )
-def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
-    tmp_path: Path, blow: signal.Signals
-) -> None:
+def test_stopped_gate_reports_results_and_starts_nothing(tmp_path: Path, blow: signal.Signals) -> None:
     mark = uuid.uuid4().hex
     with subprocess.Popen(
         [sys.executable, "-m", "conformance.gate", "--subject=torch", f"--out={tmp_path}"],
@@ -167,7 +165,8 @@ def test_a_gate_that_is_stopped_tells_what_is_known_and_begins_nothing_else(
                 time.sleep(0.1)
             os.killpg(gate.pid, blow)
             reported, _ = gate.communicate(timeout=60)
-        except BaseException:  # this test's own deadline among them: what runs on would disturb other tests
+        # The deadline of this test is among these errors. A running gate would disturb other tests.
+        except BaseException:
             for left in marked_processes(f"TANDEM_MARK={mark}"):
                 os.kill(left, signal.SIGKILL)
             raise

@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.happens_before import (
 
 WHOLE, SHARD, GRAD, BUFFER, OTHER = range(5)
 
-# What breaks: a log that is right, and which of its entries must not be left out; what is said if it is.
+# Correct logs, with the index of an entry that must not be missing, and the hazard that is reported without it.
 LOGS: dict[str, tuple[Sequence[Entry], int, str]] = {
     "a whole is read before its gather has filled it": (
         (
@@ -124,13 +124,13 @@ LOGS: dict[str, tuple[Sequence[Entry], int, str]] = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_with_its_waits_is_clean(name: str) -> None:
+def test_complete_log_has_no_hazard(name: str) -> None:
     log, _, _ = LOGS[name]
     assert hazards(log) == []
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_a_log_that_lacks_one_is_not(name: str) -> None:
+def test_log_without_wait_has_hazard(name: str) -> None:
     log, needed, reported = LOGS[name]
     assert hazards([*log[:needed], *log[needed + 1 :]]) == [reported]
 
@@ -139,13 +139,13 @@ def test_a_log_that_lacks_one_is_not(name: str) -> None:
     "name",
     [n for n, (log, _, _) in LOGS.items() if isinstance(log[0], Operation) and isinstance(log[1], Record)],
 )
-def test_an_event_that_is_recorded_before_what_counts_does_not_help(name: str) -> None:
+def test_early_event_orders_nothing(name: str) -> None:
     log, _, reported = LOGS[name]
     assert hazards([log[1], log[0], *log[2:]]) == [reported]
 
 
 def test_waits_lead_on() -> None:
-    """Of three streams the first two wait for one another, the last two likewise: so do the first and the last."""
+    """Waits order the first of three streams before the second, and the second before the third."""
     log = [
         Operation("gather", "all_gather", writes=(WHOLE,)),
         Record("gather", 1),
@@ -158,7 +158,7 @@ def test_waits_lead_on() -> None:
     assert len(hazards([entry for entry in log if entry != Wait("compute", 1)])) == 1
 
 
-def test_what_the_host_waited_for_comes_before_all_that_it_issues_after() -> None:
+def test_host_wait_orders_later_work() -> None:
     before = [Operation("gather", "all_gather", writes=(WHOLE,)), Record("gather", 1)]
     reads = Operation("compute", "matmul", reads=(WHOLE,))
     assert hazards([*before, HostBlock(1), reads]) == []
@@ -190,8 +190,16 @@ def test_memory_goes_back_to_the_lane_that_it_was_allocated_in() -> None:
 )
 def test_lanes_that_wait_after_each_operation_are_as_one(operations: list[Operation]) -> None:
     """Each sequence of operations is clean in one stream, or if every stream waits for every operation."""
-    assert hazards([Operation("compute", each.name, each.reads, each.writes) for each in operations]) == []
+    assert (
+        hazards(
+            [
+                Operation("compute", operation.name, operation.reads, operation.writes)
+                for operation in operations
+            ]
+        )
+        == []
+    )
     held: list[Entry] = []
-    for event, each in enumerate(operations):
-        held += [each, Record(each.stream, event), Wait("compute", event), Wait("gather", event)]
+    for event, operation in enumerate(operations):
+        held += [operation, Record(operation.stream, event), Wait("compute", event), Wait("gather", event)]
     assert hazards(held) == []

@@ -47,7 +47,7 @@ from conformance.judge.library import Library
 from conformance.ranks.soak import marked_processes
 
 OF_MEMORY = ("what_killed_is_remembered", "what_is_remembered_is_there", "reasons_are_for_what_there_is")
-# Of the faults in torch, one of each kind: the command has them all.
+# Faults in torch, one of each type. The command has all of them.
 ON_TORCH = [
     "grad_scaler.third_group_missed",
     "grad_scaler.second_dtype_left_scaled",
@@ -81,15 +81,17 @@ def carried_out(worker: Worker, trial: Trial[Any]) -> Any:
 def faults() -> list[Any]:
     """A twentieth of them, always the same; the command and the deep profile have all, also those that take ranks."""
 
-    def marks(one: str) -> Any:
-        return pytest.mark.profile("deep") if needs_ranks(one) or zlib.crc32(one.encode()) % 20 else ()
+    def marks(fault_id: str) -> Any:
+        return (
+            pytest.mark.profile("deep") if needs_ranks(fault_id) or zlib.crc32(fault_id.encode()) % 20 else ()
+        )
 
-    return [pytest.param(one, marks=marks(one)) for one in fault_ids()]
+    return [pytest.param(fault_id, marks=marks(fault_id)) for fault_id in fault_ids()]
 
 
 @pytest.mark.deadline(330)
 @pytest.mark.parametrize("fault_id", faults())
-def test_the_suite_turns_red(worker: Worker, subject: Library, fault_id: str) -> None:
+def test_suite_kills_faults_of_impl(worker: Worker, subject: Library, fault_id: str) -> None:
     kill = carried_out(worker, judge_fault(subject.package, fault_id, KILLERS.get(fault_id, "")))
     assert kill.is_due, (
         f"survivors.toml excuses it, but {kill.nodeid} sees it: {kill.why}"
@@ -99,7 +101,7 @@ def test_the_suite_turns_red(worker: Worker, subject: Library, fault_id: str) ->
 
 
 @pytest.mark.deadline(600)
-def test_a_sample_of_faults_in_torch_turns_it_red() -> None:
+def test_suite_kills_sample_of_faults_in_torch() -> None:
     with Worker("torch", clauses=clauses_about(ON_TORCH)) as worker:
         kills = [carried_out(worker, judge_fault("torch", fault_id)) for fault_id in ON_TORCH]
     assert [kill.fault for kill in kills if not kill.is_due] == []
@@ -107,7 +109,7 @@ def test_a_sample_of_faults_in_torch_turns_it_red() -> None:
 
 @pytest.mark.deadline(330)
 @pytest.mark.parametrize("of", ["nn.utils.clip_grad.clip_grad_norm_.dtensor", "cpu.amp.grad_scaler."])
-def test_it_is_green_without_a_fault(worker: Worker, subject: Library, of: str) -> None:
+def test_suite_is_green_without_fault(worker: Worker, subject: Library, of: str) -> None:
     """A fork must let tests do all they need, start ranks for one: otherwise they would kill any fault."""
     clauses = frozenset(clause_id for clause_id in all_clauses() if clause_id.startswith(of))
     ending = worker.judge(Task(subject.package, clauses))
@@ -116,9 +118,7 @@ def test_it_is_green_without_a_fault(worker: Worker, subject: Library, of: str) 
 
 
 @pytest.mark.deadline(120)
-def test_a_fault_that_ends_its_process_is_reported_with_its_clause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_exit_is_reported_with_clause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "deadly" / "nn" / "utils"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
@@ -133,7 +133,7 @@ def test_a_fault_that_ends_its_process_is_reported_with_its_clause(
 
 
 @pytest.mark.deadline(120)
-def test_what_cannot_be_judged_is_neither_killed_nor_a_survivor() -> None:
+def test_unjudged_fault_is_neither_killed_nor_survivor() -> None:
     clauses = clauses_of(["cpu.amp.grad_scaler"])
     with Worker("torch", clauses=clauses) as worker:
         with pytest.raises(RuntimeError, match="there is no fault 'forget:everything'"):
@@ -179,23 +179,27 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
 
 
 @pytest.mark.deadline(120)
-def test_what_is_known_is_not_judged_again(
+def test_known_fault_is_not_judged_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "commit", lambda: "abc")
     out = tmp_path / "kills.json"
-    earlier = [Kill(one, True, "a.clause", "t", "failed", 1.0) for one in fault_ids() if "custom_fwd." in one]
+    earlier = [
+        Kill(fault_id, True, "a.clause", "t", "failed", 1.0)
+        for fault_id in fault_ids()
+        if "custom_fwd." in fault_id
+    ]
     write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, earlier[1:]))
     assert main(["--only", "custom_fwd.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
     reported = capsys.readouterr().out
     assert "[1/1]" in reported
     assert f"{earlier[0].fault}: killed" in reported
     assert f"{len(earlier)} of {len(earlier)} killed" in reported
-    found = read_kills(out)
-    assert not found["complete"], "there are other faults, which nobody has judged"
-    assert found["began"].startswith("2026-01-01")
-    assert found["seconds"] > 7
-    assert [row["fault"] for row in found["kills"]] == [kill.fault for kill in (*earlier[1:], earlier[0])]
+    matrix = read_kills(out)
+    assert not matrix["complete"], "there are other faults, which nobody has judged"
+    assert matrix["began"].startswith("2026-01-01")
+    assert matrix["seconds"] > 7
+    assert [row["fault"] for row in matrix["kills"]] == [kill.fault for kill in (*earlier[1:], earlier[0])]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,7 @@ def a_kill(*, killed: bool, why: str = "") -> Kill:
         ),
     ],
 )
-def test_a_reason_excuses_and_goes_stale(
+def test_reason_excuses_survivor_until_stale(
     row: Kill | IdleClause, code: int, reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kills = Kills("impl", "abc", "2026-01-01T00:00:00+00:00")
@@ -261,7 +265,7 @@ def test_a_reason_excuses_and_goes_stale(
     assert reported in capsys.readouterr().out
 
 
-def test_what_is_red_without_the_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_red_test_without_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("conformance.faults.__main__.WorkerPool", PoolOnRed)
     out = tmp_path / "kills.json"
     assert main(["--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
@@ -284,7 +288,7 @@ class PoolOnRed:
                     task = trial.send(Ending("failed", "t", "a.clause"))
 
 
-def test_a_test_is_asked_once_whether_it_is_green() -> None:
+def test_test_is_checked_once_without_fault() -> None:
     fault, green = "custom_fwd.casts_float64", set[str]()
 
     def asked() -> Iterator[str]:
@@ -300,7 +304,7 @@ def test_a_test_is_asked_once_whether_it_is_green() -> None:
 
 
 @pytest.mark.deadline(120)
-def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject: Library) -> None:
+def test_earlier_killers_run_first(tmp_path: Path, worker: Worker, subject: Library) -> None:
     """Even of another commit; and nothing else runs where a test is asked for alone."""
     fault, by = (
         "older.cuda_region_on_the_cpu",
@@ -319,18 +323,21 @@ def test_what_killed_before_comes_first(tmp_path: Path, worker: Worker, subject:
     assert (ending.how, ending.tests_run) == ("", 1)
 
 
-def test_a_clause_that_this_profile_does_not_ask_about_is_reported(worker: Worker, subject: Library) -> None:
-    found = carried_out(worker, judge_clause(subject.package, "dynamo.optimizer.values.inductor", set()))
-    assert (found.could_run, found.tried, found.kills, found.is_due) == (False, 0, "", True)
+def test_clause_of_other_profile_is_reported(worker: Worker, subject: Library) -> None:
+    judgement = carried_out(worker, judge_clause(subject.package, "dynamo.optimizer.values.inductor", set()))
+    assert (judgement.could_run, judgement.tried, judgement.kills, judgement.is_due) == (False, 0, "", True)
 
 
-def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where it was long in coming. A survivor keeps the killer that it had, a reader's own matrix knows better."""
+def test_killers_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file records killers that took long.
+
+    A survivor keeps its killer, and a user's own matrix takes precedence.
+    """
     a, b, c, d = list(HANDMADE)[:4]
     clause = next(iter(all_clauses()))
     old, new, own = (f"conformance/selftests/test_kill_matrix.py::test_{name}" for name in OF_MEMORY)
-    monkeypatch.setattr("conformance.faults.earlier_kills._FILE", kept := tmp_path / "killers.json")
-    kept.write_text(json.dumps({old: [a, b, "gone"], f"{old}_gone": [ON_TORCH[0]]}))
+    monkeypatch.setattr("conformance.faults.earlier_kills._FILE", killers_file := tmp_path / "killers.json")
+    killers_file.write_text(json.dumps({old: [a, b, "gone"], f"{old}_gone": [ON_TORCH[0]]}))
     kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
     kills += [Kill(c, True, "", old, "failed", 60.0), Kill(d, True, "", new, "failed", 1.0)]
     remember(Kills("torch", "", "", kills=kills))
@@ -343,7 +350,7 @@ def test_what_killed_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert load_earlier_kills(out) == EarlierKills({a: new, b: old, c: own}, {clause: c})
 
 
-def test_what_is_remembered_is_there() -> None:
+def test_recorded_killers_exist() -> None:
     """`--remember` drops what is gone."""
     assert read_killers() == without_removed(read_killers())
 
@@ -378,7 +385,7 @@ def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == [name for name in HANDMADE if name.startswith("custom_fwd.")]
 
 
-def test_a_matrix_with_clauses_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_matrix_with_clauses_round_trip(tmp_path: Path) -> None:
     kills = Kills(
         "torch",
         "abc",
@@ -389,10 +396,10 @@ def test_a_matrix_with_clauses_is_read_as_it_was_written(tmp_path: Path) -> None
         [IdleClause("a.clause", 3)],
     )
     write_kills(tmp_path / "kills.json", kills)
-    found = read_kills(tmp_path / "kills.json")
-    assert Kill(**found["kills"][0]) == kills.kills[0]
-    assert [IdleClause(**row) for row in found["idle"]] == kills.idle
-    assert found["complete"]
+    matrix = read_kills(tmp_path / "kills.json")
+    assert Kill(**matrix["kills"][0]) == kills.kills[0]
+    assert [IdleClause(**row) for row in matrix["idle"]] == kills.idle
+    assert matrix["complete"]
 
 
 @pytest.mark.parametrize(
@@ -408,11 +415,11 @@ def test_a_matrix_with_clauses_is_read_as_it_was_written(tmp_path: Path) -> None
         ("nn.utils.clip_grad_norm_", ["nn.utils.clip_grad_norm_"]),
     ],
 )
-def test_what_an_item_is_part_of(item: str, names: list[str]) -> None:
+def test_component_of_item(item: str, names: list[str]) -> None:
     assert lineage(item) == names
 
 
-def test_the_nearest_clauses_come_first() -> None:
+def test_nearest_clauses_run_first() -> None:
     near, far = "amp.grad_scaler.unscale_.divides", "amp.grad_scaler.sequences.any"
     assert distance(near, "amp.GradScaler.unscale_") == 0
     assert distance(far, "amp.GradScaler.unscale_") == 1
@@ -427,10 +434,10 @@ def test_every_clause_has_faults_to_try() -> None:
     assert [clause_id for clause_id, faults in tried.items() if len(set(faults)) < len(faults)] == []
 
 
-def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:
+def test_most_similar_fault_is_tried_first() -> None:
     reported = {"a": "gradients divided twice", "b": "gradients are kept", "c": "buffers are divided twice"}
     likeness = likeness_to("Dividing: each gradient is divided once, not twice.", reported)
-    assert sorted(reported, key=lambda one: -likeness[one]) == ["a", "c", "b"]
+    assert sorted(reported, key=lambda fault: -likeness[fault]) == ["a", "c", "b"]
     clause_id = "amp.grad_scaler.unscale_.divides"
     tried = candidates(clause_id)
     for first in ("", tried[5]):
@@ -438,6 +445,6 @@ def test_the_likest_fault_is_tried_first_unless_another_is_known() -> None:
 
 
 def test_every_fault_says_which_part_it_breaks() -> None:
-    """Known parts only: a part that torch does not have would put the nearest tests last, in silence."""
+    """Only known components are allowed: an unknown one would silently put the nearest tests last."""
     real = set(map(str, surface.items()))
     assert [fault.id for fault in HANDMADE.values() if fault.about not in real] == []

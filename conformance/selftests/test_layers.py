@@ -1,4 +1,4 @@
-"""What files may import, read from their source: `impl` what is free to use, and none in a circle."""
+"""Allowed imports of files, read from their source: `impl` avoids what it re-implements, and there are no cycles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from impl.tests.rewritten import ALLOWED, REWRITTEN, is_within
 ROOT = Path(__file__).parents[2]
 SIMULATOR = ROOT / "conformance" / "simulator" / "csrc"
 
-# Each may import itself and what stands above it in this list. The package's own __init__ holds nothing.
+# Each layer may import itself and the layers above it in this list. The package's own __init__ is empty.
 LAYERS = (
     ("impl._after_dynamo", "impl._patching"),
     ("impl.kernels",),
@@ -95,22 +95,22 @@ EXCEPTIONS = {
     ("impl.kernels.scale_update", "imports impl.kernels._triton.scale_update in a function"): _OPTIONAL,
     ("impl.kernels.unscale", "imports impl.kernels._triton.unscale in a function"): _OPTIONAL,
 }
-# It exists to name what it replaces; where it goes and what it imports is held like any other's.
+# This module names what it replaces. Its callers and imports are checked like those of others.
 NAMES_WHAT_IS_REWRITTEN = "impl.drop_in"
 
 
 @dataclass
 class Reading:
-    """What one module imports and what else of it the rules object to."""
+    """Imports of a module, and what else of it violates the rules."""
 
     name: str
-    imports: set[str] = field(default_factory=set)  # of ours, by module
-    annotated_by: set[str] = field(default_factory=set)  # of ours too, imported for type checkers alone
+    imports: set[str] = field(default_factory=set)  # modules of this project
+    annotated_by: set[str] = field(default_factory=set)  # imported for type checkers only
     objections: list[str] = field(default_factory=list)
 
 
 def is_rewritten(path: str) -> bool:
-    """Whether a dotted path lies in a rewritten module, or names an object that comes from one."""
+    """Return whether a dotted path is in a rewritten module, or names an object that comes from one."""
     if is_within(path, ALLOWED):
         return False
     if is_within(path, REWRITTEN):
@@ -121,11 +121,11 @@ def is_rewritten(path: str) -> bool:
 
 @functools.cache
 def torch_object(path: str) -> Any:
-    found: Any = torch
+    current: Any = torch
     for name in path.split(".")[1:] if is_within(path, ("torch",)) else ():
         # A module that is not loaded has no objects; its path alone was judged.
-        found = getattr(found, name, None) if isinstance(found, types.ModuleType) else None
-    return found
+        current = getattr(current, name, None) if isinstance(current, types.ModuleType) else None
+    return current
 
 
 class ImportReader(ast.NodeVisitor):
@@ -141,11 +141,11 @@ class ImportReader(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         self._for_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for each in node.body:
-            self.visit(each)
+        for statement in node.body:
+            self.visit(statement)
         self._for_types = False
-        for each in (node.test, *node.orelse):
-            self.visit(each)
+        for part in (node.test, *node.orelse):
+            self.visit(part)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         self._functions += 1
@@ -226,9 +226,9 @@ class ImportReader(ast.NodeVisitor):
         if is_rewritten(path) and self.reading.name != NAMES_WHAT_IS_REWRITTEN:
             self._object_to(f"names {path}")
 
-    def _object_to(self, what: str) -> None:
-        if what not in self.reading.objections:
-            self.reading.objections.append(what)
+    def _object_to(self, objection: str) -> None:
+        if objection not in self.reading.objections:
+            self.reading.objections.append(objection)
 
 
 def absolute(node: ast.ImportFrom, package: str) -> str:
@@ -260,16 +260,16 @@ def by_module(files: Iterable[Path]) -> dict[str, Path]:
 
 
 def imports_of(package: str, source: str, modules: Collection[str]) -> set[str]:
-    """Those of `modules` that the source of a file of `package` imports: in functions and for type checkers too."""
-    found: set[str] = set()
+    """Return those of `modules` that a source in `package` imports, in functions and for type checkers too."""
+    imported_modules: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update(name.name for name in node.names)
+            imported_modules.update(name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             origin = absolute(node, package)
             paths = [f"{origin}.{name.name}" for name in node.names]
-            found.update(path if path in modules else origin for path in paths)
-    return found.intersection(modules)
+            imported_modules.update(path if path in modules else origin for path in paths)
+    return imported_modules.intersection(modules)
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
@@ -286,11 +286,11 @@ def layer_of(module: str) -> int:
 
 
 def row_of(module: str) -> int:
-    """Its row in `WITHIN_SHARDING`; the package itself, which only exports, comes after all of them."""
+    """Return a module's row in `WITHIN_SHARDING`. The package itself, which only re-exports, comes after all rows."""
     rows = [tuple(f"{SHARDING}.{name}" for name in names) for names in WITHIN_SHARDING]
-    found = [index for index, names in enumerate(rows) if is_within(module, names)]
-    assert found or module == SHARDING, f"{module} has no row in WITHIN_SHARDING"
-    return found[0] if found else len(rows)
+    matches = [index for index, names in enumerate(rows) if is_within(module, names)]
+    assert matches or module == SHARDING, f"{module} has no row in WITHIN_SHARDING"
+    return matches[0] if matches else len(rows)
 
 
 def out_of_order(reading: Reading) -> list[str]:
@@ -324,8 +324,8 @@ def test_sharding_is_in_order() -> None:
     assert {reading.name: out_of_order(reading) for reading in within if out_of_order(reading)} == {}
 
 
-def test_no_circle_of_imports() -> None:
-    """Between any files: tests, and imports in functions and for type checkers, count."""
+def test_imports_have_no_cycle() -> None:
+    """Imports between any files count: in tests, in functions, and for type checkers."""
     files = by_module(
         file
         for folder in ("impl", "conformance", "benchmarks", "ci")
@@ -347,9 +347,9 @@ def test_no_circle_of_imports() -> None:
     "source",
     ["import p.a", "from p import a", "from . import a", "from .a import A", "def f():\n    import p.a"],
 )
-def test_a_circle_is_seen(source: str) -> None:
-    one, other = "if TYPE_CHECKING:\n    from p.b import B", source
-    graph = {"p": set(), "p.a": imports_of("p", one, {"p", "p.a", "p.b"})}
+def test_import_cycle_is_detected(source: str) -> None:
+    first, other = "if TYPE_CHECKING:\n    from p.b import B", source
+    graph = {"p": set(), "p.a": imports_of("p", first, {"p", "p.a", "p.b"})}
     assert circle_in(graph | {"p.b": imports_of("p", other, {"p", "p.a", "p.b"})}) == ["p.a", "p.b", "p.a"]
     assert circle_in(graph | {"p.b": set()}) == []
 
@@ -359,20 +359,23 @@ def parts_of(header: str) -> dict[str, set[str]]:
     _, *sections = re.split(r"^// -- (\w+\.cpp):", header, flags=re.MULTILINE)
     declared = re.compile(r"^(?:(?:class|struct|using) (\w+)|\w[\w:<>*& ]*?[ *&](\w+)\()", re.MULTILINE)
     return {
-        name: {"".join(found) for found in declared.findall(section)}
+        name: {"".join(match) for match in declared.findall(section)}
         for name, section in zip(sections[::2], sections[1::2], strict=True)
     }
 
 
 def used_in(source: str, names: Collection[str]) -> set[str]:
-    """Those of `names`, types or else functions, that a file of C++ uses; a member of the same name is none of them."""
+    """Return those of `names`, all types or all functions, that a C++ file uses.
+
+    Members of the same name do not count.
+    """
     bare = re.sub(r"//.*|\bsim::", "", source)
     ends = {name: r"\b" if name[0].isupper() else r"\(" for name in names}
     return {name for name, end in ends.items() if re.search(rf"(?<![\w.>:]){name}{end}", bare)}
 
 
-def test_the_simulators_files_use_those_above() -> None:
-    """So there is no circle: its headers name the files from the lowest to the highest."""
+def test_simulator_files_use_earlier_files() -> None:
+    """Each header names files from the lowest to the highest, so there is no cycle."""
     parts = parts_of((SIMULATOR / "device.h").read_text()) | parts_of((SIMULATOR / "tensors.h").read_text())
     assert {"schedule.cpp", "memory.cpp", "tensors.cpp"} <= parts.keys()
     rows = list(parts.items())
@@ -383,7 +386,7 @@ def test_the_simulators_files_use_those_above() -> None:
     assert {name: sorted(names) for name, names in upward.items() if names} == {}
 
 
-def test_what_a_file_of_the_simulator_uses_is_seen() -> None:
+def test_uses_of_simulator_file_are_detected() -> None:
     low = "// -- low.cpp: a\nint low();\n"
     high = "// -- high.cpp: b\nclass High {\n  int no();\n};\nstd::vector<int> high(int at);\n"
     assert parts_of(low + high) == {"low.cpp": {"low"}, "high.cpp": {"High", "high"}}
@@ -394,9 +397,9 @@ def test_what_a_file_of_the_simulator_uses_is_seen() -> None:
 
 
 def test_nothing_reaches_what_impl_rewrites() -> None:
-    found = {(reading.name, what) for reading in readings() for what in reading.objections}
-    assert sorted(found - EXCEPTIONS.keys()) == []
-    assert sorted(EXCEPTIONS.keys() - found) == [], "exceptions that nothing needs any more"
+    objections = {(reading.name, objection) for reading in readings() for objection in reading.objections}
+    assert sorted(objections - EXCEPTIONS.keys()) == []
+    assert sorted(EXCEPTIONS.keys() - objections) == [], "exceptions that nothing needs any more"
 
 
 FORBIDDEN = {
@@ -424,7 +427,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("source", list(FORBIDDEN))
-def test_the_reader_objects(source: str) -> None:
+def test_reader_reports_violations(source: str) -> None:
     assert FORBIDDEN[source] in read("impl.kernels.norm", source, {"impl.amp"}).objections
 
 
@@ -437,11 +440,11 @@ def test_the_reader_objects(source: str) -> None:
         "raise ValueError('use torch.amp.GradScaler(device) instead')",
     ],
 )
-def test_the_reader_lets_pass(source: str) -> None:
+def test_reader_accepts_allowed_imports(source: str) -> None:
     assert read("impl.kernels.norm", source, set()).objections == []
 
 
-def test_an_upward_import_is_seen() -> None:
+def test_upward_import_is_detected() -> None:
     assert upward(read("impl.kernels.norm", "from impl.amp import GradScaler", {"impl.amp"})) == ["impl.amp"]
     for_types = "if TYPE_CHECKING:\n    from impl.amp import GradScaler"
     assert upward(read("impl.kernels.norm", for_types, {"impl.amp"})) == ["impl.amp"]
@@ -461,7 +464,7 @@ def test_an_upward_import_is_seen() -> None:
         ("wrap", "fully_sharded_data_parallel", True),
     ],
 )
-def test_an_import_out_of_order_is_seen(module: str, imported: str, is_out_of_order: bool) -> None:
+def test_import_out_of_order_is_detected(module: str, imported: str, is_out_of_order: bool) -> None:
     path = f"{SHARDING}.{imported}"
-    found = out_of_order(read(f"{SHARDING}.{module}", f"import {path}", {path}))
-    assert found == ([path] if is_out_of_order else [])
+    wrong_imports = out_of_order(read(f"{SHARDING}.{module}", f"import {path}", {path}))
+    assert wrong_imports == ([path] if is_out_of_order else [])

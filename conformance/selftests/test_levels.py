@@ -82,7 +82,7 @@ def test_extensions_are_claimed_by_name() -> None:
 @pytest.mark.parametrize(
     ("written", "level"), [("", "core"), ('level = "extension"', "extension"), ('level = "core"', None)]
 )
-def test_the_level_of_a_clause(tmp_path: Path, written: str, level: str | None) -> None:
+def test_clause_level(tmp_path: Path, written: str, level: str | None) -> None:
     file = tmp_path / "area.toml"
     file.write_text(f'[it.does]\n{written}\nsays = "It does."')
     if level is None:
@@ -92,5 +92,5 @@ def test_the_level_of_a_clause(tmp_path: Path, written: str, level: str | None) 
         assert [clause.level for clause in _read("area", file)] == [level]
 
 
-def test_a_row_makes_a_deviation() -> None:
+def test_clause_with_deviation_has_its_level() -> None:
     assert all_clauses()["amp.grad_scaler.update.never_dies"].level == "deviation"

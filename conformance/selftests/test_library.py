@@ -1,4 +1,4 @@
-"""The door to a library: what is looked up through it, replaced behind it, and missing there."""
+"""Access to a library: lookups, replacements, and missing names."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def test_names_are_torchs_own() -> None:
 
 
 @pytest.mark.parametrize("path", ["amp.GradScaler", "decoder.JSONDecoder.nothing"])
-def test_a_missing_name_is_reported_by_its_path(path: str) -> None:
+def test_missing_name_is_reported_with_path(path: str) -> None:
     library = Library("json")
     assert not library.provides(path)
     with pytest.raises(NotProvided, match=f"^json does not provide {path}$"):
         library.find(path)
 
 
-def test_a_replaced_class_is_replaced_under_each_spelling() -> None:
+def test_replaced_class_is_replaced_under_each_spelling() -> None:
     library = Library("torch")
     library.replace("amp.autocast", lambda original: type("Other", (original,), {}))
     assert library.autocast is library.amp.autocast is library.amp.autocast_mode.autocast
     assert library.autocast.__name__ == "Other"
     library.replace("amp.autocast", lambda original: type("Another", (original,), {}))
-    assert [made.__name__ for made in library.autocast.__mro__[:2]] == ["Another", "Other"]
+    assert [cls.__name__ for cls in library.autocast.__mro__[:2]] == ["Another", "Other"]
     assert torch.amp.autocast.__name__ == "autocast"
 
 
-def test_what_fsdp_is_given_is_torchs_where_a_subject_has_none_of_it(
+def test_fsdp_arguments_are_torchs_if_subject_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Library("json").distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.ShardingStrategy

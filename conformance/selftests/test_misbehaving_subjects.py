@@ -1,4 +1,4 @@
-"""What subjects come to that hang, die, leak, print, patch or change what is not theirs; what others notice of it."""
+"""Results of subjects that hang, die, leak, print, patch or change foreign state, and effects on other tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cann
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 _DESYNC = "conformance/distributed/fsdp/test_fsdp_desync.py"
 ON_RANKS = f"{_DESYNC}::test_what_changes_on_all_ranks"  # asks nothing of the subject but on ranks
-WRITING = f"{_DESYNC}::test_equal_sizes_in_another_order"  # which compares what ranks raised
+WRITING = f"{_DESYNC}::test_equal_sizes_in_another_order"  # compares the errors of ranks
 ALONE = (
     "conformance/distributed/fsdp/test_fully_shard.py::test_what_is_ignored_stays_each_ranks_own",
     "conformance/distributed/fsdp/test_sharded_grad_scaler.py::test_accumulation",
@@ -45,7 +45,7 @@ _PRELOAD = [
     "conformance.faults",
 ]
 _LIMIT_S = 100.0
-_WORKERS_LIMIT_S = 280.0  # each worker that dies is made anew
+_WORKERS_LIMIT_S = 280.0  # each dead worker is replaced
 
 pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
 
@@ -154,11 +154,11 @@ FAILED = {
     "name",
     FAILED,
 )
-def test_what_fails_fails_alone(tmp_path: Path, name: str) -> None:
+def test_failure_does_not_affect_other_tests(tmp_path: Path, name: str) -> None:
     assert_only_the_misused_is_red(judged(name, tmp_path), "failed", FAILED[name])
 
 
-def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
+def test_missing_name_is_red_only_if_claimed(tmp_path: Path) -> None:
     claimed = judged("lacks_what_it_claims", tmp_path, CPU_ALONE, SCALER)
     lacking = of(claimed, SCALER)
     assert {(entry["outcome"], entry["reason"]) for entry in lacking} == {
@@ -172,7 +172,7 @@ def test_a_name_that_is_lacking_is_red_only_if_claimed(tmp_path: Path) -> None:
     assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
 
 
-def test_an_extension_is_asked_of_those_alone_that_claim_it(tmp_path: Path) -> None:
+def test_extension_is_judged_only_if_claimed(tmp_path: Path) -> None:
     unclaimed = judged("lacks_what_it_claims", tmp_path, EXTENSION, CPU_ALONE)
     assert {entry["outcome"] for entry in of(unclaimed, EXTENSION)} == {"not claimed"}
     assert (unclaimed["verdict"], unclaimed["exit code"]) == ("green", 0)
@@ -181,25 +181,25 @@ def test_an_extension_is_asked_of_those_alone_that_claim_it(tmp_path: Path) -> N
     assert {entry["outcome"] for entry in of(claimed, CPU_ALONE)} == {"passed"}
 
 
-def test_what_only_ranks_find_lacking_is_not_provided(tmp_path: Path) -> None:
-    asked = f"{ON_RANKS}[2-FSDP1 order train]", f"{WRITING}[fully_shard-2-8-eval]"
-    report = judged("lacks_what_ranks_ask_for", tmp_path, *asked)
+def test_name_missing_on_ranks_is_not_provided(tmp_path: Path) -> None:
+    node_ids = f"{ON_RANKS}[2-FSDP1 order train]", f"{WRITING}[fully_shard-2-8-eval]"
+    report = judged("lacks_what_ranks_ask_for", tmp_path, *node_ids)
     lacking = (
         f"lacks_what_ranks_ask_for does not provide distributed.fsdp.{name}"
         for name in ("wrap.ModuleWrapPolicy", "fully_shard")
     )
-    for test, reason in zip(asked, lacking, strict=True):
+    for test, reason in zip(node_ids, lacking, strict=True):
         [entry] = of(report, test)
         assert (entry["outcome"], entry["reason"]) == ("not provided", reason)
 
 
-def test_a_name_is_judged_without_those_beside_it(tmp_path: Path) -> None:
+def test_name_is_judged_without_its_neighbours(tmp_path: Path) -> None:
     report = judged("has_names_alone", tmp_path, *ALONE)
     assert all(of(report, test) for test in ALONE)
     assert {entry["outcome"] for entry in report["tests"]} == {"passed"}
 
 
-def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -> None:
+def test_failed_import_does_not_affect_other_modules(tmp_path: Path) -> None:
     report = judged("has_a_broken_module", tmp_path, SCALER, OTHERS)
     reported = "has_a_broken_module.amp cannot be imported (SystemExit: amp is not for this machine)"
     assert {entry["outcome"] for entry in of(report, SCALER)} == {"failed"}
@@ -207,7 +207,7 @@ def test_a_module_that_cannot_be_imported_takes_no_other_along(tmp_path: Path) -
     assert [entry["outcome"] for entry in of(report, OTHERS)] == ["passed"] * 5
 
 
-def test_what_never_returns_costs_its_clause_two_deadlines(tmp_path: Path) -> None:
+def test_hang_costs_its_clause_two_deadlines(tmp_path: Path) -> None:
     report = judged("sleeps", tmp_path, "--deadline=2", CPU_ALONE, OTHERS)
     outcomes = [entry["outcome"] for entry in of(report, CPU_ALONE)]
     assert sorted(outcomes) == ["hang"] * 2 + ["unavailable"] * (len(outcomes) - 2)
@@ -237,7 +237,7 @@ act()
 
 
 @pytest.mark.parametrize("end", ["dies", "hangs"])
-def test_the_stack_that_is_reported_is_that_of_the_test(tmp_path: Path, end: str) -> None:
+def test_reported_stack_is_that_of_test(tmp_path: Path, end: str) -> None:
     notes = Notes(tmp_path)
     assert notes.last_stack("worker") == ""
     subprocess.run([sys.executable, "-c", ENDS_IN_ACT, notes.stack_file("worker"), end], check=False)
@@ -246,7 +246,7 @@ def test_the_stack_that_is_reported_is_that_of_the_test(tmp_path: Path, end: str
     assert "threading.py" not in stack
 
 
-def test_what_is_printed_is_bounded_in_report_and_log(tmp_path: Path) -> None:
+def test_output_is_bounded_in_report_and_log(tmp_path: Path) -> None:
     report = judged("prints", tmp_path, MISUSED)
     assert max(len(json.dumps(test)) for test in report["tests"]) < 2_000
     assert (tmp_path / "log").stat().st_size < 1 << 19
@@ -264,7 +264,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 @pytest.mark.usefixtures("on_the_path")
-def test_a_subject_that_cannot_be_imported_is_refused(name: str) -> None:
+def test_failed_subject_import_is_invalid_input(name: str) -> None:
     limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
     with pytest.raises(trial.CannotBeJudged) as caught:
         trial.import_in_subprocess(name, limit_s=limit_s)
@@ -280,7 +280,7 @@ COMPLAINTS = {
 
 @pytest.mark.parametrize("name", list(COMPLAINTS))
 @pytest.mark.usefixtures("on_the_path")
-def test_what_an_import_does_to_others_is_reported_and_the_rest_is_judged(name: str) -> None:
+def test_side_effects_of_import_are_reported(name: str) -> None:
     learned = trial.import_in_subprocess(name)
     assert "nn.utils.clip_grad_value_" in (learned.claims or ())
     [complaint] = learned.bad_input
@@ -288,14 +288,14 @@ def test_what_an_import_does_to_others_is_reported_and_the_rest_is_judged(name: 
     assert COMPLAINTS[name] in complaint
 
 
-def test_a_subject_that_changed_signals_is_judged_with_those_that_were(tmp_path: Path) -> None:
+def test_changed_signals_are_restored_for_judging(tmp_path: Path) -> None:
     report = judged("changes_signals_on_import", tmp_path, "--deadline=2", CPU_ALONE)
     assert {entry["outcome"] for entry in report["tests"]} == {"passed"}
     assert "signal handlers" in report["bad_input"][0]
     assert report["exit code"] == BAD_INPUT
 
 
-def test_a_device_that_is_not_there_is_told_apart_from_green(tmp_path: Path) -> None:
+def test_missing_device_is_distinguished_from_green(tmp_path: Path) -> None:
     report = judged("seeds", tmp_path, "--device=npu", OTHERS)
     assert {entry["outcome"] for entry in report["tests"]} == {"unavailable"}
     assert report["bad_input"][-1].startswith(
@@ -305,7 +305,7 @@ def test_a_device_that_is_not_there_is_told_apart_from_green(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("on_the_path")
-def test_a_module_that_is_never_imported_leaves_the_claims_unknown() -> None:
+def test_module_without_import_leaves_claims_unknown() -> None:
     assert trial.import_in_subprocess("has_a_hanging_module", limit_s=10.0).claims is None
 
 
@@ -322,7 +322,7 @@ LETHAL = {
 
 
 @pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
-def test_what_ends_or_holds_its_process_is_reported_by_whoever_is_left(tmp_path: Path) -> None:
+def test_dead_or_blocked_process_is_reported(tmp_path: Path) -> None:
     others = "conformance/amp/test_autocast_mode.py::test_bad_arguments"
     report = judged_by_workers("dies_in_many_ways", tmp_path, "-n", "2", "--deadline=6", *LETHAL, others)
     for test, expected in LETHAL.items():
@@ -347,7 +347,7 @@ def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: P
 
 
 @pytest.mark.usefixtures("on_the_path")
-def test_the_gate_begins_nothing_with_a_subject_that_cannot_be_imported(tmp_path: Path) -> None:
+def test_gate_starts_nothing_without_importable_subject(tmp_path: Path) -> None:
     pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
     command = [sys.executable, "-m", "conformance.gate", "--subject=dies_on_import", f"--out={tmp_path}"]
     ended = subprocess.run(command, cwd=ROOT, timeout=_LIMIT_S, check=False)

@@ -36,7 +36,7 @@ from conformance.mutation.operators import OPERATORS, mutate, sites
 from conformance.mutation.reach import Reach
 from conformance.mutation.score import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, Score, wilson
 
-# By operator: what it makes of one function, in its order; a body stands for `def f(a, rank, group):` around it.
+# Mutants of one function by operator, in order. A body is a body of `def f(a, rank, group):`.
 MISTAKES = {
     "drop_statement": {
         "a.b = 1": ["pass"],
@@ -114,17 +114,17 @@ def function(body: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("operator", "body"), [(operator, body) for operator, made in MISTAKES.items() for body in made]
+    ("operator", "body"), [(operator, body) for operator, mutants in MISTAKES.items() for body in mutants]
 )
-def test_an_operator_makes_the_mistakes_that_it_names(operator: str, body: str) -> None:
+def test_operator_makes_listed_mutants(operator: str, body: str) -> None:
     source = function(body)
-    made = []
+    mutants = []
     for site in sites(ast.parse(source)):
         if site.operator == operator:
             tree = ast.parse(source)
             assert mutate(tree, operator, site.number) == site
-            made.append(ast.unparse(tree))
-    assert made == [ast.unparse(ast.parse(function(mistake))) for mistake in MISTAKES[operator][body]]
+            mutants.append(ast.unparse(tree))
+    assert mutants == [ast.unparse(ast.parse(function(mistake))) for mistake in MISTAKES[operator][body]]
 
 
 def test_each_operator_is_tried() -> None:
@@ -148,12 +148,12 @@ def test_only_what_runs_in_functions_is_mutated_and_its_place_is_reported() -> N
                         max(1)
                     )
     """
-    found = [
+    places = [
         (site.function, site.line)
         for site in sites(ast.parse(textwrap.dedent(source)))
         if site.operator == "swap_extremes"
     ]
-    assert found == [("A.f.g", 11)]
+    assert places == [("A.f.g", 11)]
 
 
 def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,16 +221,16 @@ def test_groups_hold_each_file_once_and_a_draw_is_the_same_again(package: str) -
             assert mutant.site.line <= len(file_of(package, mutant.module).read_text().splitlines())
 
 
-def test_a_proof_is_found_by_what_a_mutant_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = draw(GROUPS[2], ROOT, 2, 1)
-    (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n"{key_of(ROOT, one)}" = "It does."')
+def test_equivalence_note_is_found_by_changed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = draw(GROUPS[2], ROOT, 2, 1)
+    (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n"{key_of(ROOT, first)}" = "It does."')
     monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
-    assert (equivalence_note(ROOT, one), equivalence_note(ROOT, other)) == ("It does.", "")
+    assert (equivalence_note(ROOT, first), equivalence_note(ROOT, other)) == ("It does.", "")
 
 
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("package", [ROOT, "impl"])
-def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is_not(package: str) -> None:
+def test_mutant_is_killed_by_test_that_reaches_it(package: str) -> None:
     test = "conformance/nn/utils/test_clip_grad_value.py::test_clamping_foreach[cpu-True]"
     module = "nn.utils.clip_grad"
     site = next(
@@ -247,8 +247,8 @@ def test_a_mutant_is_killed_by_a_test_that_reaches_it_and_what_it_was_made_of_is
 
 
 @pytest.mark.deadline(300)
-def test_a_sample_is_drawn_judged_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the smallest group: most of what was reached is killed, each time by a test that tells."""
+def test_sample_is_drawn_judged_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest group is drawn. Most reached mutants are killed, each by a test that distinguishes it."""
     out = tmp_path / "mutation.json"
     assert (
         main(["--group", "clipping", "--sample", "4", "--seed", "3", "--jobs", "1", "--out", str(out)]) == 0
@@ -262,7 +262,7 @@ def test_a_sample_is_drawn_judged_and_reported(tmp_path: Path, capsys: pytest.Ca
     assert f"clipping: {Score.of([result['status'] for result in results])}" in reported
 
 
-def test_the_interval_of_a_share() -> None:
+def test_confidence_interval_of_share() -> None:
     """The numbers are those of Wilson's formula in Brown, Cai and DasGupta (2001)."""
     assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
@@ -270,24 +270,24 @@ def test_the_interval_of_a_share() -> None:
     assert math.isclose(sum(wilson(50, 100)), 1.0)
 
 
-def test_the_score_counts_what_is_reached_and_not_equivalent() -> None:
+def test_score_counts_reached_mutants_without_equivalents() -> None:
     score = Score.of([KILLED] * 3 + [SURVIVED, UNREACHED, UNREACHED, IDLE, EQUIVALENT])
     assert (score.killed, score.counted, score.unreached, score.idle, score.equivalent) == (3, 4, 2, 1, 1)
     assert str(score) == "75.0% [30.1%, 95.4%], 3 of 4 (2 unreached, 1 idle, 1 equivalent)"
     assert str(Score.of([UNREACHED])) == "nothing to count (1 unreached, 0 idle, 0 equivalent)"
 
 
-def test_a_proof_whose_lines_are_gone_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [one] = draw(GROUPS[2], ROOT, 1, 1)
-    gone = [f"{key_of(ROOT, one)[:-12]}{'0' * 12}", "nn.utils.no_module:f:drop_wait:0"]
-    rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, one), *gone))
+def test_stale_equivalence_note_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [site] = draw(GROUPS[2], ROOT, 1, 1)
+    gone = [f"{key_of(ROOT, site)[:-12]}{'0' * 12}", "nn.utils.no_module:f:drop_wait:0"]
+    rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, site), *gone))
     (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n{rows}')
     monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
     assert stale_notes(ROOT) == gone
     assert stale_notes("impl") == []
 
 
-def test_a_wait_is_idle_where_the_devices_own_is_an_empty_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_is_idle_if_device_function_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "distributed.fsdp._runtime_utils"
     waits = {"_unshard": [True, True], "_post_backward_final_callback": [True, True, False]}
     mutants = {
@@ -299,24 +299,26 @@ def test_a_wait_is_idle_where_the_devices_own_is_an_empty_function(monkeypatch: 
         for name in waits
     }
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert {name: [is_idle(ROOT, one) for one in made] for name, made in mutants.items()} == waits
-    one = mutants["_unshard"][0]
-    assert not is_idle("impl", one)
+    assert {
+        name: [is_idle(ROOT, site) for site in sites_of_name] for name, sites_of_name in mutants.items()
+    } == waits
+    site = mutants["_unshard"][0]
+    assert not is_idle("impl", site)
     monkeypatch.setattr("conformance.mutation.groups.is_empty", lambda _: False)
-    assert not is_idle(ROOT, one)
+    assert not is_idle(ROOT, site)
     monkeypatch.undo()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not is_idle(ROOT, one)
+    assert not is_idle(ROOT, site)
 
 
-def test_an_empty_function_is_told_from_one_that_does_something() -> None:
+def test_empty_function_is_distinguished() -> None:
     assert is_empty(torch.cpu.synchronize)
     assert is_empty(torch.cpu.Stream.wait_stream)
     assert not is_empty(torch.cpu.current_stream)
 
 
 @pytest.mark.deadline(120)
-def test_a_compiled_forward_notes_its_lines_in_an_unbroken_graph(
+def test_compiled_forward_records_lines_without_graph_break(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "lines"

@@ -1,4 +1,4 @@
-"""Which tests a subject is asked."""
+"""Selection of the tests that a subject is judged by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.plugin import _applies_to, usable_world_sizes
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
-def test_a_package_from_elsewhere_is_not_asked_about_this_repository(package: str, own_parts: bool) -> None:
+def test_foreign_package_is_not_judged_by_repository_tests(package: str, own_parts: bool) -> None:
     def is_asked(file: str) -> bool:
         item: Any = SimpleNamespace(path=HERE / file)
         return _applies_to(item, package)
@@ -25,7 +25,7 @@ def test_a_package_from_elsewhere_is_not_asked_about_this_repository(package: st
 
 
 @pytest.mark.parametrize(
-    ("asked", "limits", "used"),
+    ("expected_worlds", "limits", "used"),
     [
         ([1, 2], {}, [1, 2]),
         ([1, 2], {"fewest": 2}, [2]),
@@ -35,7 +35,7 @@ def test_a_package_from_elsewhere_is_not_asked_about_this_repository(package: st
         ([1], {"fewest": 2, "also": [3]}, [3]),
     ],
 )
-def test_a_test_runs_where_it_says_anything(
-    asked: list[int], limits: dict[str, Any], used: list[int]
+def test_test_runs_where_it_is_meaningful(
+    expected_worlds: list[int], limits: dict[str, Any], used: list[int]
 ) -> None:
-    assert usable_world_sizes(asked, **limits) == used
+    assert usable_world_sizes(expected_worlds, **limits) == used

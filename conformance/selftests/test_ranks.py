@@ -1,4 +1,4 @@
-"""The pool of ranks: what a case gives, what every fault comes to, and that nothing is left behind."""
+"""Pool of ranks: results of cases, effects of faults, and cleanup."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ WORLD_SIZES = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def pools() -> Generator[dict[int, RankPool]]:
-    made = {size: RankPool(size, turns=os.environ.get("PYTEST_XDIST_TESTRUNUID")) for size in WORLD_SIZES}
-    yield made
-    for pool in made.values():
+    pools_by_size = {
+        size: RankPool(size, turns=os.environ.get("PYTEST_XDIST_TESTRUNUID")) for size in WORLD_SIZES
+    }
+    yield pools_by_size
+    for pool in pools_by_size.values():
         pool.close()
 
 
@@ -48,7 +50,7 @@ def fault_of(pool: RankPool, fault: str, where: int = 1) -> RankFault:
     return caught.value
 
 
-# What a case gives.
+# Results of a case
 
 VALUES = {
     # Whole numbers small enough that their sums and products are exact in each dtype.
@@ -84,10 +86,10 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
 
 
 def test_arguments_and_results_of_any_length_travel(pair: RankPool) -> None:
-    what = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
-    for actual in pair.run(f"{CASES}:echo", value=what):
-        assert torch.equal(actual.pop("large"), what["large"])
-        assert actual == {"small": 1, "text": what["text"]}
+    value = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
+    for actual in pair.run(f"{CASES}:echo", value=value):
+        assert torch.equal(actual.pop("large"), value["large"])
+        assert actual == {"small": 1, "text": value["text"]}
 
 
 def test_ranks_and_cases_begin_with_the_same_random_numbers(pair: RankPool) -> None:
@@ -120,7 +122,7 @@ def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
         assert pool.run(f"{CASES}:recall") == [[5], [5]]
 
 
-# What faults come to.
+# Effects of faults
 
 
 @pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind])
@@ -138,7 +140,7 @@ def test_fault_is_reported_and_the_next_case_is_right(
 
 
 @pytest.mark.parametrize("fault", [fault for fault, kind in EXPECTED.items() if kind is None])
-def test_what_is_no_fault_harms_no_later_case(pair: RankPool, fault: str) -> None:
+def test_harmless_case_does_not_affect_later_cases(pair: RankPool, fault: str) -> None:
     pair.run(f"{CASES}:{fault}", where=1)
     if fault == "dies_later":
         end = time.monotonic() + 20
@@ -148,7 +150,7 @@ def test_what_is_no_fault_harms_no_later_case(pair: RankPool, fault: str) -> Non
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_the_cause_is_told_from_its_echoes(pools: dict[int, RankPool], where: int) -> None:
+def test_cause_is_distinguished_from_echoes(pools: dict[int, RankPool], where: int) -> None:
     error = fault_of(pools[3], "raises", where)
     assert error.scene.failures[0].rank == where
     assert {failure.rank for failure in error.scene.failures} == {0, 1, 2}
@@ -158,7 +160,7 @@ def test_the_cause_is_told_from_its_echoes(pools: dict[int, RankPool], where: in
     assert str(died).startswith(f"rank {where} died: killed by SIGSEGV\n")
 
 
-def test_a_hang_shows_where_every_rank_was(pair: RankPool) -> None:
+def test_hang_shows_position_of_every_rank(pair: RankPool) -> None:
     with pytest.raises(RankHung) as caught:
         pair.run(f"{CASES}:sleeps", where=1, deadline_s=3.0)  # time enough for both to come where they hang
     error = caught.value
@@ -184,14 +186,14 @@ def test_diverging_collectives_are_compared_before_any_deadline(pair: RankPool) 
 
 
 @pytest.mark.parametrize("fault", ["leaves_torch_changed", "leaves_groups"])
-def test_what_a_case_leaves_changed_costs_the_ranks(pair: RankPool, fault: str) -> None:
+def test_changed_state_restarts_ranks(pair: RankPool, fault: str) -> None:
     first = pair.run(f"{CASES}:{fault}", where=0)
     starts = pair.starts
     assert pair.run(f"{CASES}:{fault}", where=0) == first
     assert pair.starts == starts + 1
 
 
-def test_a_mesh_and_its_groups_last(pair: RankPool) -> None:
+def test_mesh_and_groups_outlive_case(pair: RankPool) -> None:
     first = pair.run(f"{CASES}:sums_over_a_mesh")
     starts = pair.starts
     assert pair.run(f"{CASES}:sums_over_a_mesh") == first == [3.0, 3.0]
@@ -216,7 +218,7 @@ def test_importing_is_not_counted_but_bounded(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "kind"), [("no_such_module:case", "ModuleNotFoundError"), (f"{CASES}:no_such", "AttributeError")]
 )
-def test_an_unknown_case_raises(pair: RankPool, name: str, kind: str) -> None:
+def test_unknown_case_raises(pair: RankPool, name: str, kind: str) -> None:
     with pytest.raises(RankRaised, match=kind):
         pair.run(name)
 
@@ -226,7 +228,7 @@ def test_ranks_that_cannot_come_up_are_told_from_faults_of_cases() -> None:
         pool.run(f"{CASES}:healthy")
 
 
-def test_a_closed_pool_refuses() -> None:
+def test_closed_pool_raises() -> None:
     with RankPool(1) as pool:
         assert pool.run(f"{CASES}:healthy") == [1.0]
     with pytest.raises(RuntimeError, match="closed"):
@@ -238,7 +240,7 @@ def test_a_closed_pool_refuses() -> None:
 # Hangs under Hypothesis.
 
 
-def test_a_hang_shrinks_and_is_confirmed_with_the_full_deadline(pair: RankPool) -> None:
+def test_hang_is_shrunk_and_confirmed_with_full_deadline(pair: RankPool) -> None:
     @settings(max_examples=100, database=None, derandomize=True)
     @given(size=st.integers(0, 1000))
     def hangs(size: int) -> None:
@@ -279,7 +281,10 @@ pool.run("conformance.ranks.fault_cases:holds_pythons_lock", where=1, deadline_s
     "blow",
     [
         signal.SIGKILL,
-        *(pytest.param(one, marks=pytest.mark.profile("full")) for one in (signal.SIGTERM, signal.SIGINT)),
+        *(
+            pytest.param(signal_number, marks=pytest.mark.profile("full"))
+            for signal_number in (signal.SIGTERM, signal.SIGINT)
+        ),
     ],
 )
 def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
@@ -293,7 +298,7 @@ def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
     ) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n"
-        time.sleep(0.3)  # into the case
+        time.sleep(0.3)  # time to enter the case
         assert len(marked_processes(f"TANDEM_MARK={mark}")) >= 4  # parent, fork server, two ranks
         os.killpg(parent.pid, blow)
         parent.wait(90)
@@ -303,7 +308,7 @@ def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
     assert left == []
 
 
-def test_an_interrupted_case_leaves_a_usable_pool(pair: RankPool) -> None:
+def test_interrupted_case_leaves_usable_pool(pair: RankPool) -> None:
     pair.run(f"{CASES}:healthy")
     ids = pair.process_ids()
 

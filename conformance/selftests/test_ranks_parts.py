@@ -1,4 +1,4 @@
-"""What rank pools are made of: agreement of traces, channels, stacks, and slots that processes share."""
+"""Components of rank pools: agreement of traces, channels, stacks, and slots that processes share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ranks_that_do_the_same_agree_in_any_order(program: list[Collective], or
 
 
 @given(program=programs, order=st.data(), is_dropped=st.booleans())
-def test_one_call_dropped_or_changed_is_always_found(
+def test_dropped_or_changed_call_is_always_found(
     program: list[Collective], order: st.DataObject, is_dropped: bool
 ) -> None:
     index = order.draw(st.integers(0, len(program) - 1))
@@ -75,16 +75,17 @@ def test_one_call_dropped_or_changed_is_always_found(
     rank = order.draw(st.sampled_from(call.members))
     instead = [] if is_dropped else [a_call("barrier", call.group, call.members)]
     altered = [*program[:index], *instead, *program[index + 1 :]]
-    mine = [call for call in altered if rank in call.members]
-    if [one for one in program if rank in one.members] == mine:
-        return  # one of several alike was dropped; cannot happen, for it leaves fewer
-    found = played(program, order, {rank: mine}).divergence
-    assert f"of group {call.group!r} differs" in found
-    assert f"rank {rank}: " in found
+    own_calls = [call for call in altered if rank in call.members]
+    if [call_in_program for call_in_program in program if rank in call_in_program.members] == own_calls:
+        # Dropping one of several equal calls always leaves fewer, so this is never reached.
+        return
+    divergence = played(program, order, {rank: own_calls}).divergence
+    assert f"of group {call.group!r} differs" in divergence
+    assert f"rank {rank}: " in divergence
 
 
 @pytest.mark.parametrize("raised_ns", [15, 25])
-def test_what_diverging_ranks_raise_is_an_echo_whoever_is_heard_first(raised_ns: int) -> None:
+def test_error_of_diverging_ranks_is_echo(raised_ns: int) -> None:
     progress = _Progress(2)
     failure = Failure(0, "RuntimeError", "connection closed", "", when_ns=raised_ns)
     for rank, message in (
@@ -99,8 +100,8 @@ def test_what_diverging_ranks_raise_is_an_echo_whoever_is_heard_first(raised_ns:
 
 @given(messages=st.lists(st.binary(max_size=300_000), max_size=4))
 def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
-    one, other = (Channel(end) for end in socket.socketpair())
-    sender = threading.Thread(target=lambda: [one.send(message) for message in messages])
+    sender_end, other = (Channel(end) for end in socket.socketpair())
+    sender = threading.Thread(target=lambda: [sender_end.send(message) for message in messages])
     sender.start()
     actual: list[bytes] = []
     while len(actual) < len(messages):
@@ -108,7 +109,7 @@ def test_channel_keeps_messages_whole(messages: list[bytes]) -> None:
         assert is_open
         actual += arrived
     sender.join()
-    one.close()
+    sender_end.close()
     assert actual == messages
     assert other.receive_available() == ([], False)
     other.close()
@@ -135,21 +136,22 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("tensor", RESULTS.values(), ids=RESULTS)
-def test_a_tensor_comes_back_as_it_was(tensor: torch.Tensor) -> None:
+def test_tensor_round_trip(tensor: torch.Tensor) -> None:
     first, second = pickle.loads(by_value.dumps({"nested": [tensor, tensor]}))["nested"]
     assert first is second
     assert type(first) is type(tensor)
-    for what in ("dtype", "shape", "layout", "device", "requires_grad"):
-        assert getattr(first, what) == getattr(tensor, what), what
+    for attribute in ("dtype", "shape", "layout", "device", "requires_grad"):
+        assert getattr(first, attribute) == getattr(tensor, attribute), attribute
     if not tensor.is_meta and tensor.layout is torch.strided:
         assert first.stride() == tensor.stride()
         bits = [
-            one.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for one in (first, tensor)
+            compared.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+            for compared in (first, tensor)
         ]
         assert torch.equal(*bits)
 
 
-def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
+def test_stack_with_pauses_is_read_completely() -> None:
     stacks, reported = multiprocessing.Pipe(duplex=False)
     not_asked: Any = None
     handle = RankHandle(0, not_asked, not_asked, not_asked, stacks, not_asked)
@@ -172,10 +174,10 @@ def test_a_stack_that_comes_with_pauses_is_read_to_its_end() -> None:
 
 
 def test_channel_does_not_wait_for_who_does_not_read() -> None:
-    one, other = (Channel(end) for end in socket.socketpair())
+    first, other = (Channel(end) for end in socket.socketpair())
     with pytest.raises(TimeoutError):
-        one.send(b"x" * (1 << 24), timeout_s=0.05)
-    one.close()
+        first.send(b"x" * (1 << 24), timeout_s=0.05)
+    first.close()
     other.close()
 
 
@@ -213,7 +215,7 @@ with cpu_slots(1, sys.argv[1], capacity=1):
 """
 
 
-def test_a_slot_is_waited_for_and_falls_free_with_its_holder() -> None:
+def test_slot_is_released_by_its_holder() -> None:
     family = uuid.uuid4().hex
     python_path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(

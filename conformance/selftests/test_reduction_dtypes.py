@@ -1,4 +1,4 @@
-"""The coefficients of `reduction_dtype_cases` tell in which dtype a sum was rounded."""
+"""The coefficients of `reduction_dtype_cases` distinguish the dtypes in which a sum may be rounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_coefficients_differ_in_each_dtype(ranks: int) -> None:
         pairs = itertools.product(accumulated, reduced)
         return [cases.expected(Dtypes(LOW, *pair), ranks, "accumulated") for pair in pairs]
 
-    # What was rounded to few bits is exact in more of them.
-    found = values([LOW], [LOW, FULL][:ranks]) + values([FULL], [LOW, FULL])
-    for one, other in itertools.combinations(found, 2):
-        assert not torch.equal(one, other)
+    # A sum that was rounded to few bits is exact in more bits.
+    sums = values([LOW], [LOW, FULL][:ranks]) + values([FULL], [LOW, FULL])
+    for first, other in itertools.combinations(sums, 2):
+        assert not torch.equal(first, other)

@@ -26,8 +26,8 @@ from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 
-# What could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character, a terminal's
-# codes, control characters, and one that turns the direction of what follows.
+# Texts that could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character,
+# terminal codes, control characters, and a character that reverses the text direction.
 HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; $\\frac{ _x \ud800 \x1b[31m \0 \x07 \u202e"
 
 
@@ -113,7 +113,7 @@ def test_other_machines_stand_beside_and_a_speed_that_is_not_judged_says_so(tmp_
     assert "Elsewhere" not in alone.text
 
 
-def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:
+def test_subject_output_is_escaped(tmp_path: Path) -> None:
     plain, page = draw(a_full_report("word"), tmp_path), draw(a_full_report(HOSTILE), tmp_path)
     # A text over two lines is folded, and a longer subject is cut elsewhere: for the rest both have the same elements.
     kinds, expected = Counter(tag for tag, _ in page.elements), Counter(tag for tag, _ in plain.elements)
@@ -123,9 +123,9 @@ def test_whatever_a_subject_says_is_text(tmp_path: Path) -> None:
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert page.text.count("alert(1)") > 40
     assert not [
-        each
-        for each in page.source
-        if unicodedata.category(each) in ("Cc", "Cf", "Cs") and each not in "\n\t"
+        character
+        for character in page.source
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs") and character not in "\n\t"
     ]
     assert "[31m" not in page.source
 
@@ -153,7 +153,7 @@ def test_text_that_is_legible_stays(text: str) -> None:
     assert legible(text) == text
 
 
-def test_a_flood_of_text_is_cut_in_its_middle_and_it_is_said(tmp_path: Path) -> None:
+def test_long_text_is_shortened_in_middle(tmp_path: Path) -> None:
     flood = "begin " + "x" * 5_000_000 + " end"
     page = draw(a_report(judged("failed", nodeid="y", reason=flood, replay="r")), tmp_path)
     assert "begin xxx" in page.text
@@ -192,7 +192,7 @@ def test_every_link_has_its_target(tmp_path: Path) -> None:
     assert len(named) == len(set(named)) >= 8
 
 
-def test_a_page_stays_small(tmp_path: Path) -> None:
+def test_report_page_is_below_one_megabyte(tmp_path: Path) -> None:
     clauses = [CLAUSE | {"id": f"amp.grad_scaler.c{n}"} for n in range(150)]
     dtypes = ("float16", "bfloat16", "float32", "float64")
     tests = [
@@ -209,8 +209,10 @@ def test_a_page_stays_small(tmp_path: Path) -> None:
 def test_many_broken_clauses_are_folded(tmp_path: Path) -> None:
     clauses = [CLAUSE | {"id": f"amp.grad_scaler.c{n}", "says": f"Says {n}."} for n in range(100)]
     tests = [
-        judged("failed", nodeid=f"test_{n}", clause=each["id"], replay=f"replay {n}", reason=f"Because {n}.")
-        for n, each in enumerate(clauses)
+        judged(
+            "failed", nodeid=f"test_{n}", clause=clause["id"], replay=f"replay {n}", reason=f"Because {n}."
+        )
+        for n, clause in enumerate(clauses)
     ]
     page = draw(a_report(*tests, clauses=clauses), tmp_path)
     broken = [attributes for tag, attributes in page.elements if attributes.get("class") == "broken"]
@@ -220,7 +222,7 @@ def test_many_broken_clauses_are_folded(tmp_path: Path) -> None:
         assert text in page.text
 
 
-def test_a_cell_has_its_worst_outcome_and_an_area_only_the_columns_it_needs() -> None:
+def test_cell_shows_worst_outcome() -> None:
     report = a_report(
         judged("passed", nodeid="a", dtype="float16"),
         judged("failed", nodeid="b", dtype="float16"),
@@ -266,7 +268,7 @@ def test_tests_of_one_function_that_agree_are_reported_together(tmp_path: Path) 
     assert page.text.count("a.py::test_x") == page.text.count("a.py::test_x[d]") + 1
 
 
-def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: Path) -> None:
+def test_area_without_tests_is_one_line(tmp_path: Path) -> None:
     other = CLAUSE | {"id": "nn.x", "area": "nn"}
     row = {"id": "a", "clause": "nn.x", "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
     page = draw(a_report(judged("passed"), clauses=[CLAUSE, other], deviations=[row]), tmp_path)
@@ -284,7 +286,7 @@ def test_an_area_that_was_not_asked_is_a_line_and_no_link_leads_there(tmp_path: 
         ("stale", "stale"),
     ],
 )
-def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, reported: str, tmp_path: Path) -> None:
+def test_deviation_shows_side_of_subject(outcome: str, reported: str, tmp_path: Path) -> None:
     row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
     test = judged(outcome, deviation="a.row")
     assert reported in draw(a_report(test, deviations=[row]), tmp_path).text
@@ -296,7 +298,7 @@ def test_a_deviation_tells_which_side_the_subject_takes(outcome: str, reported: 
 @pytest.mark.parametrize(
     ("version", "side"), [("2.13.0+cpu", "does what impl does"), ("2.14.1+cpu", "does what torch does now")]
 )
-def test_a_deviation_that_torch_fixed_names_the_version(version: str, side: str, tmp_path: Path) -> None:
+def test_fixed_deviation_names_torch_version(version: str, side: str, tmp_path: Path) -> None:
     row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
     row |= {"torch": "<2.14", "fixed_in": "2.14", "recorded": "2026-11-22"}
     report = a_report(judged("passed", deviation="a.row"), deviations=[row]) | {"torch": version}
@@ -324,7 +326,7 @@ def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
         assert reported in text
 
 
-def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
+def test_unique_kills_of_clauses_are_shown(tmp_path: Path) -> None:
     report = a_report(judged("passed"))
     rows = [
         IdleClause("a.late.clause", 4, "a.fault"),
@@ -341,7 +343,7 @@ def test_what_clauses_catch_on_their_own_is_shown(tmp_path: Path) -> None:
     assert "were the first to kill no fault" in text
 
 
-def test_a_matrix_that_was_stopped_says_so(tmp_path: Path) -> None:
+def test_stopped_matrix_is_marked(tmp_path: Path) -> None:
     kill = Kill("one", True, CLAUSE["id"], "t", "failed", 1.0)
     for complete in (True, False):
         report = a_report(judged("passed"), kills=kills_of(kill, complete=complete))
@@ -357,7 +359,7 @@ def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> Non
         read_kills(file)
 
 
-def test_a_simulated_step_is_drawn_and_called_one(tmp_path: Path) -> None:
+def test_simulated_step_is_drawn_and_labelled(tmp_path: Path) -> None:
     assert "simulated" not in draw(a_report(judged("passed")), tmp_path).text
     step = {"name": "<b>", "seconds": 2.0, "says": "2 s", "memory": [[0, 1], [999, 2]]}
     step["rows"] = [
@@ -385,16 +387,16 @@ def test_another_file_is_no_simulation(text: str | None, tmp_path: Path) -> None
 ratios = st.floats(1e-6, 1e6)
 
 
-@given(one=ratios, other=ratios)
-def test_the_scale_of_ratios_is_fixed_and_rises(one: float, other: float) -> None:
-    assert 0 <= speed.position(one) <= 100
+@given(ratio=ratios, other=ratios)
+def test_ratio_scale_is_fixed_and_rises(ratio: float, other: float) -> None:
+    assert 0 <= speed.position(ratio) <= 100
     assert speed.position(1.0) == 50
-    if one < other:
-        assert speed.position(one) <= speed.position(other)
+    if ratio < other:
+        assert speed.position(ratio) <= speed.position(other)
 
 
 @given(low=ratios, high=ratios)
-def test_a_ratio_is_sure_only_if_its_whole_interval_is(low: float, high: float) -> None:
+def test_ratio_is_certain_only_if_complete_interval_is(low: float, high: float) -> None:
     low, high = sorted((low, high))
     row = timed("x", low, high)
     assert speed.is_slower(row) == (low > 1.03)

@@ -25,11 +25,11 @@ from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_tim
 CHANGES = ("broke", "fixed", "changed", "new", "gone", "slower", "faster")
 
 
-def reported(found: BaselineComparison) -> dict[str, list[tuple[str, list[str]]]]:
-    """What changed by kind, without the kinds in which nothing did."""
-    kinds = {kind: getattr(found, kind) for kind in CHANGES}
+def reported(comparison: BaselineComparison) -> dict[str, list[tuple[str, list[str]]]]:
+    """Return the changes by type, without types that have none."""
+    kinds = {kind: getattr(comparison, kind) for kind in CHANGES}
     return {
-        kind: [(each.name, getattr(each, "tests", [])) for each in changes]
+        kind: [(change.name, getattr(change, "tests", [])) for change in changes]
         for kind, changes in kinds.items()
         if changes
     }
@@ -80,10 +80,12 @@ def test_changes_are_reported_by_clause_and_own_tests_by_name() -> None:
 def test_new_tests_that_are_red_come_first_and_own_ones_by_file() -> None:
     own = [judged("passed", nodeid=f"own.py::{n}", clause="") for n in "ab"]
     new = a_report(*own, judged("failed", nodeid="x", clause="z"), judged("passed", nodeid="y", clause="c"))
-    found = compare(a_report(), new)
-    assert reported(found) == {"new": [("z", ["x"]), ("c", ["y"]), ("own.py", ["own.py::a", "own.py::b"])]}
-    assert [change.note for change in found.new] == ["failed", "", ""]
-    assert sentences(found)[0].endswith("3 with new tests (1 red)")
+    comparison = compare(a_report(), new)
+    assert reported(comparison) == {
+        "new": [("z", ["x"]), ("c", ["y"]), ("own.py", ["own.py::a", "own.py::b"])]
+    }
+    assert [change.note for change in comparison.new] == ["failed", "", ""]
+    assert sentences(comparison)[0].endswith("3 with new tests (1 red)")
 
 
 intervals = st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)).map(sorted)
@@ -91,12 +93,12 @@ intervals = st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)).map(sorted)
 
 @given(was=intervals, now=intervals)
 def test_slower_and_faster_only_if_the_intervals_do_not_overlap(was: list[float], now: list[float]) -> None:
-    found = compare(
+    comparison = compare(
         a_report(speed={"rows": [timed("a", *was)]}), a_report(speed={"rows": [timed("a", *now)]})
     )
-    assert bool(found.slower) == (now[0] > was[1])
-    assert bool(found.faster) == (now[1] < was[0])
-    assert reported(found).keys() <= {"slower", "faster"}
+    assert bool(comparison.slower) == (now[0] > was[1])
+    assert bool(comparison.faster) == (now[1] < was[0])
+    assert reported(comparison).keys() <= {"slower", "faster"}
 
 
 def test_benchmarks_and_training_break_and_are_mended() -> None:
@@ -123,7 +125,7 @@ def test_runs_that_are_not_alike_are_compared_and_it_is_said(tmp_path: Path) -> 
     assert any(differs[0] in line for line in sentences(compare(old, new)))
 
 
-def test_a_terminal_gets_a_few_lines() -> None:
+def test_terminal_output_is_short() -> None:
     old = a_report(*(judged("passed", nodeid=f"t{n}", clause=f"c{n}") for n in range(50)))
     new = a_report(*(judged("failed", nodeid=f"t{n}", clause=f"c{n}") for n in range(50)), subject="other")
     lines = sentences(compare(old, new))
@@ -149,14 +151,14 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("content", "reported"), FOREIGN, ids=[reported for _, reported in FOREIGN])
-def test_a_foreign_file_is_refused(content: Any, reported: str, tmp_path: Path) -> None:
+def test_foreign_file_raises(content: Any, reported: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reported):
         read_report(file_of(content, tmp_path))
 
 
 @pytest.mark.parametrize("option", ["--baseline", "--kills"])
 @pytest.mark.parametrize("there", [False, True])
-def test_the_gate_refuses_before_it_runs_anything(
+def test_gate_checks_baseline_before_running(
     option: str, there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = file_of("[]", tmp_path) if there else tmp_path / "nowhere.json"
@@ -167,7 +169,7 @@ def test_the_gate_refuses_before_it_runs_anything(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_report_that_was_written_is_a_baseline(tmp_path: Path) -> None:
+def test_written_report_is_valid_baseline(tmp_path: Path) -> None:
     report = a_report(
         judged("passed"), speed={"rows": [timed("a", 1, 2)]}, training={"runs": [trained(True)]}
     )
@@ -176,7 +178,7 @@ def test_a_report_that_was_written_is_a_baseline(tmp_path: Path) -> None:
     assert compare(again, report).differs == []
 
 
-def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
+def test_gate_compares_and_finds_adjacent_kill_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The parts that run for minutes are replaced by what they would hand over; all else is the gate's own way."""
@@ -197,7 +199,7 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
     page = (out / "index.html").read_text()
     assert "Comparison with the baseline" in page
     assert "1 of 1 faults" in page
-    # What it wrote is a baseline in its turn, though it holds a comparison itself.
+    # A written report can be a baseline, even though it contains a comparison itself.
     assert reported(compare(read_report(out / "report.json"), now)) == {}
 
 
@@ -209,19 +211,19 @@ def test_the_gate_compares_and_finds_the_kill_matrix_beside_its_report(
         (["--parts", "training,judging"], ["_train"]),
     ],
 )
-def test_the_gate_runs_the_parts_that_are_asked_for(
+def test_gate_runs_requested_phases(
     chosen: list[str], ran: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    calls: list[str] = []
     monkeypatch.setattr(gate, "judge", lambda *rest: a_report(judged("passed")))
     for part in ("_time", "_train"):
-        monkeypatch.setattr(gate, part, lambda *rest, part=part: seen.append(part) or {})
+        monkeypatch.setattr(gate, part, lambda *rest, part=part: calls.append(part) or {})
     assert gate.main([*chosen, "--out", str(tmp_path)]) == 0
-    assert seen == ran
+    assert calls == ran
 
 
 @pytest.mark.parametrize("text", ["timing", "judging,speed", "", "judging,"])
-def test_a_list_of_parts_without_judging_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_without_judging_raise(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         gate.main(["--parts", text])
     assert ended.value.code == 2

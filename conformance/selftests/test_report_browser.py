@@ -85,8 +85,8 @@ def a_red_report() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with start(tmp_path_factory.mktemp("profile")) as found:
-        yield found
+    with start(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def choose(browser: Browser, field: str, value: str) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
 @pytest.mark.parametrize("name", ["red", "green"])
-def test_the_page_fits_reads_well_and_is_alone(
+def test_page_fits_viewport_and_loads_no_external_resource(
     browser: Browser, pages: dict[str, Path], name: str, width: int
 ) -> None:
     browser.complaints.clear()
@@ -161,15 +161,15 @@ def test_filters_keep_what_they_name(browser: Browser, pages: dict[str, Path], w
 def test_filters_together_keep_what_one_cell_has(browser: Browser, pages: dict[str, Path]) -> None:
     """Every combination of what can be chosen, against the cells of the report itself."""
     browser.open(pages["red"], 1280)
-    found = browser.run(COMBINATIONS)
+    combinations = browser.run(COMBINATIONS)
     cells = [
         (row.clause["id"], (area.name, cell.outcome, axis.device, axis.dtype, axis.world_size))
         for area in matrix(a_red_report())
         for row in area.rows
         for axis, cell in row.cells.items()
     ]
-    assert len(found) > 300
-    for chosen, shown, reported in found:
+    assert len(combinations) > 300
+    for chosen, shown, reported in combinations:
         fits = {
             name
             for name, has in cells
@@ -183,9 +183,7 @@ def test_filters_together_keep_what_one_cell_has(browser: Browser, pages: dict[s
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
-def test_an_address_with_a_cell_shows_it_at_once(
-    browser: Browser, pages: dict[str, Path], width: int
-) -> None:
+def test_address_with_cell_opens_it(browser: Browser, pages: dict[str, Path], width: int) -> None:
     browser.complaints.clear()
     browser.open(pages["red"], width, fragment=f"#{CLAUSE['id']}/cpu-float16")
     assert browser.run("document.activeElement.textContent") == "cpu · float16"
@@ -209,7 +207,7 @@ def test_back_leads_from_a_failure_to_its_cell(browser: Browser, pages: dict[str
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
-def test_a_word_keeps_the_faults_that_hold_it(browser: Browser, pages: dict[str, Path], width: int) -> None:
+def test_search_word_filters_faults(browser: Browser, pages: dict[str, Path], width: int) -> None:
     browser.open(pages["red"], width)
     shown = "all('#kills .faults tbody tr').filter((row) => row.checkVisibility()).length"
     search = (
@@ -224,7 +222,7 @@ def test_a_word_keeps_the_faults_that_hold_it(browser: Browser, pages: dict[str,
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
-def test_a_cell_leads_to_its_failure(browser: Browser, pages: dict[str, Path], width: int) -> None:
+def test_cell_links_to_failure(browser: Browser, pages: dict[str, Path], width: int) -> None:
     browser.open(pages["red"], width)
     pre = f"all('pre', document.getElementById('tests-{CLAUSE['id']}'))[0]"
     assert not browser.run(
@@ -240,7 +238,7 @@ def test_a_cell_leads_to_its_failure(browser: Browser, pages: dict[str, Path], w
     assert browser.run(replay) == f"python -m pytest '{LONG}[float16]'"
 
 
-def test_a_link_to_what_is_filtered_out_shows_it_again(browser: Browser, pages: dict[str, Path]) -> None:
+def test_link_to_filtered_entry_shows_it(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["red"], 1280)
     choose(browser, "area", OTHER["area"])
     browser.run(f"location.hash = 'tests-{CLAUSE['id']}'")
@@ -251,16 +249,18 @@ def test_a_link_to_what_is_filtered_out_shows_it_again(browser: Browser, pages: 
 
 def test_all_can_be_done_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["red"], 1280)
-    seen: list[str] = []
+    focused: list[str] = []
     for _ in range(80):
         browser.press("Tab", 9)
-        seen.append(browser.run(FOCUS))
-        assert browser.run(OUTLINE) != "none", seen[-1]
-        if 'class="scroll"' in seen[-1]:
+        focused.append(browser.run(FOCUS))
+        assert browser.run(OUTLINE) != "none", focused[-1]
+        if 'class="scroll"' in focused[-1]:
             break
     order = ["<summary", 'class="copy"', 'data-filter="word"', 'data-filter="outcome"', 'data-filter="world"']
-    places = [next(i for i, each in enumerate(seen) if part in each) for part in [*order, 'class="scroll"']]
-    assert places == sorted(places), seen
+    places = [
+        next(i for i, element in enumerate(focused) if part in element) for part in [*order, 'class="scroll"']
+    ]
+    assert places == sorted(places), focused
 
     for key, code, text in (("Enter", 13, "\r"), (" ", 32, " ")):
         browser.run("document.querySelector('#red summary').focus()")
@@ -273,7 +273,7 @@ def test_all_can_be_done_by_keyboard(browser: Browser, pages: dict[str, Path]) -
     assert browser.run("document.activeElement.textContent") == "cpu · float16"
 
 
-def test_a_command_is_copied(browser: Browser, pages: dict[str, Path]) -> None:
+def test_command_is_copied(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["red"], 1280)
     browser.run("document.querySelector('#red .copy').focus()")
     browser.press("Enter", 13, "\r")

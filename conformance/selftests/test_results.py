@@ -1,4 +1,4 @@
-"""What a report's tests add up to: the clauses a subject breaks, and what it does not have at all."""
+"""Summary of a report's tests: the broken clauses of a subject, and the names that it lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def entry(nodeid: str, clause: str, outcome: str) -> dict[str, Any]:
     }
 
 
-def test_a_broken_clause_is_reported_once_and_the_most_broken_first() -> None:
+def test_broken_clause_is_reported_once_most_broken_first() -> None:
     tests = [
         entry("a", FIRST, "failed"),
         entry("b", FIRST, "passed"),
@@ -42,8 +42,8 @@ def test_a_broken_clause_is_reported_once_and_the_most_broken_first() -> None:
         entry("e", FIRST, "unavailable"),
     ]
     broken = broken_clauses(tests)
-    assert [each.name for each in broken] == [SECOND, "own", FIRST]
-    reported = {each.name: each for each in broken}
+    assert [clause.name for clause in broken] == [SECOND, "own", FIRST]
+    reported = {clause.name: clause for clause in broken}
     assert reported[FIRST].count == "failed in 1 of 3 tests"
     assert reported[FIRST].replay == "pytest a"
     assert reported[FIRST].why == "value: of a"
@@ -55,7 +55,7 @@ def test_a_broken_clause_is_reported_once_and_the_most_broken_first() -> None:
 def test_clauses_that_are_broken_alike_are_reported_as_they_stand() -> None:
     last, first = clauses.for_report()[-1]["id"], FIRST
     assert [
-        each.name for each in broken_clauses([entry(name, name, "failed") for name in (last, first)])
+        clause.name for clause in broken_clauses([entry(name, name, "failed") for name in (last, first)])
     ] == [
         first,
         last,
@@ -72,11 +72,11 @@ def test_clauses_that_are_broken_alike_are_reported_as_they_stand() -> None:
         ("E:\n - a " + "x " * 300, "a " + "x " * 98 + "…"),
     ],
 )
-def test_a_failure_in_a_line(reason: str, why: str) -> None:
+def test_failure_is_summarised_in_one_line(reason: str, why: str) -> None:
     assert broken_clauses([entry("a", FIRST, "failed") | {"reason": reason}])[0].why == why
 
 
-def test_what_is_sent_to_a_worker_that_died_unnoticed_ends_no_run() -> None:
+def test_message_to_dead_worker_does_not_end_run() -> None:
     sent: list[str] = []
 
     def sendcommand(name: str, **_: object) -> None:
@@ -93,13 +93,13 @@ def test_nothing_red_is_nothing_broken() -> None:
     assert broken_clauses([entry("a", FIRST, "passed"), entry("b", FIRST, "known")]) == []
 
 
-def test_what_a_subject_lacks_is_no_outcome_of_its_call() -> None:
+def test_missing_name_is_no_outcome() -> None:
     lacking = load_library("math")
     with pytest.raises(NotProvided, match="math does not provide amp"):
         observe(lambda: lacking.amp.GradScaler("cpu"))
 
 
-def test_an_injected_lack_is_still_claimed() -> None:
+def test_injected_missing_name_is_still_claimed() -> None:
     spec = "torch+lack:amp.grad_scaler.OptState"
     assert claims(spec) == claims("torch")
     assert is_claimed(load_library(spec), "amp.grad_scaler.OptState")
@@ -123,7 +123,7 @@ SUBJECTS = {
 
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
-def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: str) -> None:
+def test_unjudgeable_subject_ends_in_error(tmp_path: Path, name: str) -> None:
     source, code, reported = SUBJECTS[name]
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(source)
@@ -144,7 +144,7 @@ def test_a_subject_that_cannot_be_judged_ends_in_an_error(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("dtype", ["torch.float16"])
-def test_the_report_says_on_how_many_ranks_a_test_ran(
+def test_report_contains_number_of_ranks(
     request: pytest.FixtureRequest, ranks: Callable[..., RankPool], dtype: str
 ) -> None:
     assert _axes(request.node) == {"dtype": "float16"}

@@ -1,4 +1,4 @@
-"""A command that runs: to its end, to its deadline, or until somebody stops it; nothing it has started outlives it."""
+"""A command runs to its end, to its deadline, or until the user stops it. None of its processes survives it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ time.sleep(3600)
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of all processes that a test starts."""
+    """Return an environment mark of all processes that a test starts."""
     monkeypatch.setenv("TANDEM_MARK", uuid.uuid4().hex)
     return f"TANDEM_MARK={os.environ['TANDEM_MARK']}"
 
@@ -54,13 +54,13 @@ def others(mark: str) -> list[int]:
     return left
 
 
-def test_a_command_that_ends_by_itself_leaves_nothing(tmp_path: Path, mark: str) -> None:
+def test_finished_command_leaves_no_process(tmp_path: Path, mark: str) -> None:
     log = tmp_path / "log"
     assert run([sys.executable, "-c", LEAVES_A_PROCESS], log, 30.0, Stop()) == ("", 0)
     assert (log.read_text(), others(mark)) == ("up\n", [])
 
 
-def test_a_command_that_does_not_end_leaves_nothing(tmp_path: Path, mark: str) -> None:
+def test_timed_out_command_leaves_no_process(tmp_path: Path, mark: str) -> None:
     why, code = run([sys.executable, "-c", LEAVES_A_PROCESS, "wait"], tmp_path / "log", 1.0, Stop())
     assert "did not end within 1 s" in why
     assert (code, others(mark)) == (-1, [])
@@ -70,7 +70,7 @@ def test_a_command_that_does_not_end_leaves_nothing(tmp_path: Path, mark: str) -
 @pytest.mark.parametrize(
     ("source", "last"), [(TELLS_WHAT_IT_KNOWS, "this is known\n"), (IGNORES_EVERYTHING, "up\n")]
 )
-def test_a_command_is_stopped_and_may_tell_what_it_knows(
+def test_stopped_command_may_report_results(
     tmp_path: Path, mark: str, blow: signal.Signals, source: str, last: str
 ) -> None:
     log, stop = tmp_path / "log", Stop()
@@ -89,7 +89,7 @@ def test_a_command_is_stopped_and_may_tell_what_it_knows(
     assert others(mark) == []
 
 
-def test_who_asks_twice_is_not_kept_waiting() -> None:
+def test_second_interrupt_ends_command_at_once() -> None:
     stop = Stop()
     with stop.listening():
         signal.raise_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from conformance.judge import seeding
 from conformance.strategies.gradients import Gradient
 
 ROOT = Path(__file__).parents[2]
-# What is drawn goes to a file; the words are those of any test of the suite.
+# Drawn values are written to a file. Each test has the same words as a test of the suite.
 DRAWING = """
 import json, random
 from pathlib import Path
@@ -54,7 +54,7 @@ def draw(folder: Path, *seed: str) -> dict[str, Any]:
 
 
 @pytest.mark.deadline(300)
-def test_a_seed_decides_every_draw(tmp_path: Path) -> None:
+def test_seed_determines_every_draw(tmp_path: Path) -> None:
     first, again, other = draw(tmp_path, "--seed=3"), draw(tmp_path, "--seed=3"), draw(tmp_path, "--seed=4")
     assert first == again
     assert all(first[source] != other[source] for source in first), (first, other)
@@ -105,14 +105,14 @@ def test_each_run_is_logged(tmp_path: Path) -> None:
 
 @pytest.mark.deadline(200)
 @pytest.mark.usefixtures("in_one_process")
-def test_a_fault_is_found_at_every_seed(tmp_path: Path) -> None:
+def test_fault_is_found_at_every_seed(tmp_path: Path) -> None:
     code, (only,) = runs(tmp_path / "false_positives.jsonl", "torch+skip:nn.utils.clip_grad_value_")
     assert (code, only["verdict"]) == (1, "red")
     assert only["red"]
     assert only["replay"]
 
 
-def test_a_test_that_changes_its_mind_is_reported() -> None:
+def test_flaky_test_is_reported() -> None:
     assert false_positives.different_outcomes(
         {"a": "passed", "b": "passed"}, {"a": "failed", "c": "passed"}
     ) == [

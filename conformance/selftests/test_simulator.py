@@ -33,67 +33,67 @@ def _built() -> None:
 
 
 def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, *(str(word) for word in words)]
     return subprocess.run(
-        command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False
     )
 
 
 @pytest.fixture(scope="session")
-def seen() -> list[dict[str, object]]:
+def outcomes() -> list[dict[str, object]]:
     ended = run("-m", "conformance.selftests.simulator_graph_cases", SEEDS)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
 
-def of(seen: list[dict[str, object]], name: str, right: bool) -> list[dict[str, object]]:
-    return [one for one in seen if one["program"] == name and one["right"] == right]
+def of(outcomes: list[dict[str, object]], name: str, right: bool) -> list[dict[str, object]]:
+    return [outcome for outcome in outcomes if outcome["program"] == name and outcome["right"] == right]
 
 
 def without_streams(hazard: dict[str, str]) -> list[str]:
-    """Those that a program makes have new numbers in each run."""
+    """Return a hazard without its streams, because streams of a program have new numbers in each run."""
     return [hazard[name] for name in ("now", "now_place", "before", "before_place")]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_right_program_has_one_result_under_every_schedule_and_no_hazard(seen: list, name: str) -> None:
-    courses = of(seen, name, right=True)
+def test_correct_program_has_one_result_and_no_hazard(outcomes: list, name: str) -> None:
+    courses = of(outcomes, name, right=True)
     assert len(courses) == 2 * SEEDS
-    assert {one["number"] for one in courses} == {EXPECTED}
-    assert [one["hazards"] for one in courses if one["hazards"]] == []
+    assert {course["number"] for course in courses} == {EXPECTED}
+    assert [course["hazards"] for course in courses if course["hazards"]] == []
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_left_out_makes_a_wrong_number_under_some_schedule(seen: list, name: str) -> None:
-    assert {one["number"] for one in of(seen, name, right=False)} - {EXPECTED}
+def test_missing_wait_gives_wrong_result_under_some_schedule(outcomes: list, name: str) -> None:
+    assert {course["number"] for course in of(outcomes, name, right=False)} - {EXPECTED}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_left_out_is_a_hazard_under_every_schedule(seen: list, name: str) -> None:
-    for one in of(seen, name, right=False):
-        assert one["hazards"], one
-        assert all("_cases.py" in in_program(hazard["now_place"]) for hazard in one["hazards"]), one
-        assert all("_cases.py" in in_program(hazard["before_place"]) for hazard in one["hazards"]), one
+def test_missing_wait_is_hazard_under_every_schedule(outcomes: list, name: str) -> None:
+    for course in of(outcomes, name, right=False):
+        assert course["hazards"], course
+        assert all("_cases.py" in in_program(hazard["now_place"]) for hazard in course["hazards"]), course
+        assert all("_cases.py" in in_program(hazard["before_place"]) for hazard in course["hazards"]), course
 
 
-def test_the_cure_of_memory_given_out_too_early_is_the_same_under_every_schedule(seen: list) -> None:
-    for one in of(seen, "record_stream", right=False):
-        for hazard in one["hazards"]:
-            assert "record_stream on that stream before it is freed" in hazard["missing"], one
+def test_record_stream_hint_is_equal_under_every_schedule(outcomes: list) -> None:
+    for course in of(outcomes, "record_stream", right=False):
+        for hazard in course["hazards"]:
+            assert "record_stream on that stream before it is freed" in hazard["missing"], course
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_seed_has_one_result(seen: list, name: str) -> None:
+def test_seed_determines_result(outcomes: list, name: str) -> None:
     for right in (True, False):
         courses = [
-            {**one, "hazards": [without_streams(hazard) for hazard in one["hazards"]]}
-            for one in of(seen, name, right)
+            {**course, "hazards": [without_streams(hazard) for hazard in course["hazards"]]}
+            for course in of(outcomes, name, right)
         ]
         assert courses[:SEEDS] == courses[SEEDS:]
 
 
-def test_a_claims_file_may_name_it_as_the_device_that_is_judged_on(tmp_path: Path) -> None:
+def test_claims_file_can_name_simulated_device(tmp_path: Path) -> None:
     claims = tmp_path / "claims.toml"
     claims.write_text("[device]\ntype = 'sim'\nimport = 'conformance.simulator'\n")
     test = "conformance/nn/utils/test_clip_grad_value.py::test_long_gradients_among_short_ones"
@@ -102,7 +102,7 @@ def test_a_claims_file_may_name_it_as_the_device_that_is_judged_on(tmp_path: Pat
     assert ended.returncode == 0, ended.stdout
 
 
-# What of quick has shown most there: the whole of it takes minutes.
+# Quick programs that have shown most there. All of them take minutes.
 SAMPLE = (
     "nn/utils/test_clip_grad_parameters.py",
     "amp/test_grad_scaler_unscale.py",
@@ -119,7 +119,7 @@ def test_impl_is_green_there(tests: str) -> None:
 
 
 def test_another_name_is_a_device_like_any() -> None:
-    """Of those that torch does not bring: what works there is not made for `sim`."""
+    """torch does not define these devices, so no behaviour is specific to `sim`."""
     test, name = "conformance/distributed/fsdp/test_fully_shard.py::test_trains", "elsewhere"
     options = ("--device", name, "--world-sizes", 2, "--profile", "quick")
     ended = run("-m", "pytest", "-n", 0, "-q", test, *options, TANDEM_SIMULATOR_NAME=name)
@@ -130,8 +130,8 @@ def test_another_name_is_a_device_like_any() -> None:
 def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
     ended = run("-m", "conformance.selftests.simulator_training", 7)
     assert ended.returncode == 0, ended.stderr
-    for name, told in json.loads(ended.stdout).items():
-        assert told == {"equal": [True] * 7, "hazards": []}, name
+    for name, outcome in json.loads(ended.stdout).items():
+        assert outcome == {"equal": [True] * 7, "hazards": []}, name
 
 
 # Each of which was right at its call before, with another number or by itself.
@@ -161,10 +161,10 @@ print(*(len(torch.arange(0.5, end, 0.25, device="sim")) for end in (0.5, 1.0)))
 """
 
 
-def test_what_is_refused_is_told_at_its_call_whatever_was_taken_before() -> None:
+def test_refusal_is_raised_at_its_call() -> None:
     ended = run("-c", REFUSED)
     assert ended.returncode == 0, ended.stderr
-    *told, drawn = ended.stdout.splitlines()
-    assert len(told) == 14
-    assert not any("failed on the device" in one for one in told)
+    *lines, drawn = ended.stdout.splitlines()
+    assert len(lines) == 14
+    assert not any("failed on the device" in line for line in lines)
     assert drawn == "0 2"

@@ -41,8 +41,7 @@ def scheduled(*entries: Entry, host_s: float = 0.0):
 
 
 def test_five_operators_on_two_streams() -> None:
-    # stream 0  a a . . . . . b b b c        b waits for the gather, which waits for nobody
-    # stream 1  g g g g g a a
+    # stream 0  a a . . . . . b b b c        b waits for the gather, which waits for nothing
     timeline = scheduled(
         run("all_gather", 1), record(1, 1), run("a"), run("a", 1), wait(1), run("b"), run("c")
     )
@@ -57,7 +56,7 @@ def test_five_operators_on_two_streams() -> None:
     assert (cost.seconds, cost.computing_s, cost.communicating_s, cost.exposed_s) == (9, 6, 5, 3)
 
 
-def test_a_gather_that_is_asked_for_earlier_is_hidden() -> None:
+def test_earlier_gather_is_hidden() -> None:
     early = step_cost(scheduled(run("all_gather", 1), record(1, 1), run("b"), run("b"), wait(1), run("a")))
     late = step_cost(
         scheduled(
@@ -68,7 +67,7 @@ def test_a_gather_that_is_asked_for_earlier_is_hidden() -> None:
     assert (late.exposed_s, late.seconds) == (5, 13)
 
 
-def test_the_host_asks_one_after_the_other_and_waits_where_the_program_does() -> None:
+def test_host_issues_in_order_and_waits() -> None:
     timeline = scheduled(
         run("a"), record(1), run("c", 1), Entry("host_wait", number=1), run("c", 1), host_s=4.0
     )
@@ -94,12 +93,12 @@ def test_memory_that_another_stream_uses_is_taken_until_it_is_through() -> None:
     assert peak(Entry("use", number=512, stream=1)) == 170
 
 
-def test_what_overlaps_counts_once() -> None:
+def test_overlapping_work_counts_once() -> None:
     assert merged([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
     assert merged([(5, 6), (0, 2)]) == [(0, 2), (5, 6)]
 
 
-def test_durations() -> None:
+def test_durations_of_operators() -> None:
     on = hardware("h100")
     product = Entry("run", "aten::mm", sizes=[[4096, 8192], [8192, 1024]], reads=8, writes=8)
     assert flops_of(product) == 2 * 4096 * 8192 * 1024
@@ -118,12 +117,12 @@ def test_durations() -> None:
     ("ranks", "seconds"),
     [(1, 8.4e-6), (8, 8.4e-6 + 7 * 3.4e-6 + 7e-3), (16, 8.4e-6 + 14 * 3.4e-6 + 14e-6 + 7.5e-3)],
 )
-def test_a_ring_takes_a_hop_for_each_rank(ranks: int, seconds: float) -> None:
+def test_ring_takes_one_hop_per_rank(ranks: int, seconds: float) -> None:
     gathered = Entry("run", "all_gather", writes=int(8e-3 * 370.8e9), sizes=[[ranks]])
     assert hardware("h100").seconds(gathered) == pytest.approx(seconds)
 
 
-def test_an_unknown_accelerator_is_refused() -> None:
+def test_unknown_accelerator_raises() -> None:
     with pytest.raises(ValueError, match=r"got accelerator 'abacus', but hardware.toml has h100_96gb"):
         hardware("abacus")
 
@@ -140,14 +139,14 @@ def costs() -> dict[str, dict[str, float]]:
     return json.loads(ended.stdout)
 
 
-def test_the_device_tells_what_a_program_asks_of_it(costs: dict[str, dict[str, float]]) -> None:
+def test_device_reports_work_of_program(costs: dict[str, dict[str, float]]) -> None:
     known, on = costs["known"], hardware("h100")
     mib = 1 << 20
     bandwidth, latency, host = 3.35e12 * 0.9, on.kernels["latency_s"], on.host_s
     gather = 8.4e-6 + 7 * 3.4e-6 + 448 * mib / 370.8e9
     add = 2 * 64 * mib / bandwidth + latency
     doubled = add + (64 * mib + 4) / bandwidth + latency  # and summed, which the host waits for
-    # The host asks for each before it can begin: once at first, and once more when it has waited.
+    # The host waits before each of its two reads.
     assert known["seconds"] == pytest.approx(host + add + doubled + host + gather + add)
     assert known["communicating_s"] == pytest.approx(gather)
     assert known["exposed_s"] == pytest.approx(gather - 4 * add)
@@ -163,7 +162,7 @@ def test_sharding_gathers_while_it_computes(costs: dict[str, dict[str, float]], 
     assert cost["allocated_bytes"] <= cost["reserved"]
 
 
-def test_what_is_not_prefetched_is_exposed(costs: dict[str, dict[str, float]]) -> None:
+def test_gather_without_prefetch_is_exposed(costs: dict[str, dict[str, float]]) -> None:
     prefetched, alone = costs["torch FSDP"], costs["nothing prefetched"]
     assert alone["exposed_s"] > prefetched["exposed_s"]
     assert alone["seconds"] > prefetched["seconds"]

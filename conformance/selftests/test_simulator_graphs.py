@@ -13,7 +13,8 @@ from conformance.simulator import Unavailable, ensure_built
 pytestmark = pytest.mark.deadline(560.0)
 
 LOST = "the capture is lost: "
-REFUSED = {  # by what is called: what that is told, and the end of the capture
+# By call: its error, and the error at the end of the capture.
+REFUSED = {
     "nothing": ["", ""],
     "item": [LOST + "the host may not call item", LOST],
     "an event's query": [LOST + "the host may not call query", LOST],
@@ -37,30 +38,30 @@ REFUSED = {  # by what is called: what that is told, and the end of the capture
 }
 
 
-def reported_by(what: str) -> dict:
+def reported_by(case: str) -> dict:
     try:
         ensure_built()
     except Unavailable as error:
         unavailable(str(error))
     code = (
         "import json; from conformance import simulator; from conformance.selftests import simulator_graph_cases;"
-        f"simulator.enable(); print(json.dumps(simulator_graph_cases.{what}()))"
+        f"simulator.enable(); print(json.dumps(simulator_graph_cases.{case}()))"
     )
     ended = run("-c", code)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
 
-def test_a_capture_refuses_what_it_cannot_keep() -> None:
+def test_capture_rejects_unsupported_calls() -> None:
     refused = reported_by("refusals")
     assert list(refused) == list(REFUSED)
     for name, expected in REFUSED.items():
-        for words, said in zip(expected, refused[name], strict=True):
-            assert words in said, name
-            assert bool(words) is bool(said), name
+        for words, text in zip(expected, refused[name], strict=True):
+            assert words in text, name
+            assert bool(words) is bool(text), name
 
 
-def test_a_graph_keeps_its_memory_and_runs_in_replays_alone() -> None:
+def test_graph_owns_memory_and_runs_only_in_replays() -> None:
     facts = reported_by("facts")
     assert len(facts) == 9
     assert [name for name, is_so in facts.items() if not is_so] == []

@@ -67,30 +67,30 @@ def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (1, reported)
 
 
-def test_a_script_without_a_race_is_the_same_under_all_schedules(tmp_path: Path) -> None:
+def test_script_without_race_is_equal_under_all_schedules(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(
         "import sys, torch\n"
         "x = torch.arange(6.0, device=torch.accelerator.current_accelerator())\n"
         "torch.save({'x': x * int(sys.argv[1])}, 'x.pt')\n"
         "print(x.sum().item())\n"
     )
-    status, told = simulate("right.py", "--seeds", 6, "--", 2, cwd=tmp_path)
-    assert status == 0, told
-    assert "exit status 0, 1 tensors saved" in told
-    assert "0 of 5 schedules change the result; 0 hazards" in told
+    status, output = simulate("right.py", "--seeds", 6, "--", 2, cwd=tmp_path)
+    assert status == 0, output
+    assert "exit status 0, 1 tensors saved" in output
+    assert "0 of 5 schedules change the result; 0 hazards" in output
 
 
-def test_a_replay_has_the_scripts_output_status_and_waits(tmp_path: Path) -> None:
+def test_replay_has_output_status_and_waits_of_script(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(
         "import torch\nprint(torch.ones(2, device='sim').sum().item())\nraise SystemExit(3)\n"
     )
-    status, told = simulate("ends.py", "--seed", 5, cwd=tmp_path)
+    status, output = simulate("ends.py", "--seed", 5, cwd=tmp_path)
     assert status == 3
-    assert told.startswith("2.0\n")
-    assert "the host waits: item at ends.py:2 <module>, 1 times" in told
+    assert output.startswith("2.0\n")
+    assert "the host waits: item at ends.py:2 <module>, 1 times" in output
 
 
-def test_what_is_saved_is_kept_for_the_one_run(tmp_path: Path) -> None:
+def test_saved_files_are_kept_for_one_run(tmp_path: Path) -> None:
     (tmp_path / "resumes.py").write_text(
         "import torch\n"
         "try: begun = torch.load('x.pt')['x']\n"
@@ -98,23 +98,23 @@ def test_what_is_saved_is_kept_for_the_one_run(tmp_path: Path) -> None:
         "torch.save({'x': begun + 1}, 'x.pt')\n"
         "print(torch.load('x.pt')['x'].item())\n"
     )
-    status, told = simulate("resumes.py", "--seeds", 3, cwd=tmp_path)
-    assert (status, "0 of 2 schedules change the result" in told) == (0, True), told
+    status, output = simulate("resumes.py", "--seeds", 3, cwd=tmp_path)
+    assert (status, "0 of 2 schedules change the result" in output) == (0, True), output
     assert simulate("resumes.py", "--seed", 2, cwd=tmp_path)[1].startswith("1.0\n")
 
 
-def test_a_peer_that_goes_on_after_a_failure_is_ended_and_why_is_said(tmp_path: Path) -> None:
+def test_peer_is_ended_after_failure_with_reason(tmp_path: Path) -> None:
     (tmp_path / "parts.py").write_text("import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(100)\n")
-    status, told = simulate("parts.py", "--seed", 0, "--ranks", 2, cwd=tmp_path)
+    status, output = simulate("parts.py", "--seed", 0, "--ranks", 2, cwd=tmp_path)
     assert status != 0
-    assert "rank 0: ended, because it went on for 10 s after rank 1 had failed" in told
+    assert "rank 0: ended, because it went on for 10 s after rank 1 had failed" in output
 
 
-def test_what_cannot_be_run_is_said_and_is_no_verdict(tmp_path: Path) -> None:
+def test_unrunnable_script_gives_no_verdict(tmp_path: Path) -> None:
     assert simulate("absent.py", cwd=tmp_path) == (2, "there is no script absent.py\n")
 
 
-def test_without_a_compiler_it_is_unavailable_in_a_sentence(tmp_path: Path) -> None:
+def test_missing_compiler_is_reported_as_unavailable(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
     ended = run("-m", "conformance.simulator", "script.py", cwd=tmp_path, **environment)
@@ -131,21 +131,21 @@ def test_without_a_compiler_it_is_unavailable_in_a_sentence(tmp_path: Path) -> N
 def test_sharded_training_has_one_result_and_a_seed_one_course(tmp_path: Path) -> None:
     (tmp_path / "sharded.py").write_text(_SHARDED)
     words = ("sharded.py", "--ranks", 2, "--seeds", 4, "--", "impl.distributed.fsdp", "offload")
-    status, told = simulate(*words, cwd=tmp_path)
-    assert "0 of 3 schedules change the result; 0 hazards" in told, told
-    assert "in its own order, exit status 0, 12 tensors saved" in told, told
-    assert "not replayable" not in told
-    assert "two runs of the same schedule" not in told
+    status, output = simulate(*words, cwd=tmp_path)
+    assert "0 of 3 schedules change the result; 0 hazards" in output, output
+    assert "in its own order, exit status 0, 12 tensors saved" in output, output
+    assert "not replayable" not in output
+    assert "two runs of the same schedule" not in output
     assert status == 0
 
 
-def test_a_script_that_fails_in_its_own_order_is_reported_as_failed(tmp_path: Path) -> None:
+def test_failed_script_is_reported_as_failure(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise ValueError('it fails')\n")
-    status, told = simulate("fails.py", "--seeds", 3, cwd=tmp_path)
+    status, output = simulate("fails.py", "--seeds", 3, cwd=tmp_path)
     assert status == 1
-    assert "failed in its own order, so no other schedule was compared" in told
-    assert "ValueError: it fails" in told
-    assert "schedules change the result" not in told
+    assert "failed in its own order, so no other schedule was compared" in output
+    assert "ValueError: it fails" in output
+    assert "schedules change the result" not in output
 
 
 def test_differences_name_the_first_line_and_each_tensor() -> None:
@@ -153,7 +153,7 @@ def test_differences_name_the_first_line_and_each_tensor() -> None:
     course = ScheduledRun(
         1, status=1, output="a\nc\n", errors="Traceback\nValueError: no\n", saved={"m.pt: w": "3"}
     )
-    assert [str(one) for one in differences(reference, course)] == [
+    assert [str(difference) for difference in differences(reference, course)] == [
         "exit status 1, not 0: ValueError: no",
         "line 2 says 'c', not 'b'",
         "m.pt: v is not saved",
@@ -206,7 +206,7 @@ for name, call in calls.items():
 """
 
 
-def test_what_the_cpu_refuses_is_refused_at_the_call(tmp_path: Path) -> None:
+def test_error_of_cpu_is_raised_at_its_call(tmp_path: Path) -> None:
     (tmp_path / "refused.py").write_text(_REFUSED)
     _, on_sim = simulate("refused.py", "--seed", 1, "--", "sim", cwd=tmp_path)
     on_cpu = run("refused.py", "cpu", cwd=tmp_path).stdout
@@ -214,16 +214,16 @@ def test_what_the_cpu_refuses_is_refused_at_the_call(tmp_path: Path) -> None:
     assert on_sim.partition("\nseed 1:")[0] == on_cpu
 
 
-def test_what_fails_on_the_device_is_told_with_the_line_that_called_it(tmp_path: Path) -> None:
+def test_device_failure_names_calling_line(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(
         "import torch\nx = torch.arange(3, device='sim')\ny = x[x + 1]\nprint('on')\nprint(y.cpu())\n"
     )
-    status, told = simulate("late.py", "--seed", 1, cwd=tmp_path)
+    status, output = simulate("late.py", "--seed", 1, cwd=tmp_path)
     assert status == 1
-    assert told.startswith("on\n")
+    assert output.startswith("on\n")
     assert re.search(
-        r"failed on the device: index 3 is out of bounds.*\n +it was called at \S*late.py:3", told
-    ), told
+        r"failed on the device: index 3 is out of bounds.*\n +it was called at \S*late.py:3", output
+    ), output
 
 
 def test_memory_is_split_counted_and_refused(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_memory_is_split_counted_and_refused(tmp_path: Path) -> None:
         "try: torch.empty(1, device='sim')\n"
         "except torch.OutOfMemoryError: print('refused')\n"
     )
-    _, told = simulate("memory.py", "--seed", 1, cwd=tmp_path)
-    assert told.splitlines()[:4] == [
+    _, output = simulate("memory.py", "--seed", 1, cwd=tmp_path)
+    assert output.splitlines()[:4] == [
         "[4608, 4608, 2097152, 4608] 4096",
         "[512, 4608, 2097152, 512]",
         "[0, 512, 0, 0]",

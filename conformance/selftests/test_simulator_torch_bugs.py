@@ -24,19 +24,19 @@ def pool() -> Iterator[RankPool]:
         ensure_built()
     except Unavailable as error:
         unavailable(str(error))
-    with RankPool(2, device=NAME, start_s=240) as made:
-        yield made
+    with RankPool(2, device=NAME, start_s=240) as pool_of_two:
+        yield pool_of_two
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_a_hazard_and_other_bits(pool: RankPool, bug: str) -> None:
+def test_bug_is_hazard_and_changes_bits(pool: RankPool, bug: str) -> None:
     def courses(planted: bool) -> list[list[ScheduledTraining]]:
         return [pool.run(CASE, deadline_s=120, bug=bug, seed=seed, planted=planted) for seed in range(SEEDS)]
 
     right, wrong = courses(planted=False), courses(planted=True)
-    expected = [one.bits for one in right[0]]
-    for seed, found in enumerate(right):
-        assert [one.hazards for one in found if one.hazards] == [], f"seed {seed}"
-        assert [one.bits for one in found] == expected, f"seed {seed}"
-    assert all(one.hazards for found in wrong for one in found)
-    assert any([one.bits for one in found] != expected for found in wrong)
+    expected = [course.bits for course in right[0]]
+    for seed, rank_courses in enumerate(right):
+        assert [course.hazards for course in rank_courses if course.hazards] == [], f"seed {seed}"
+        assert [course.bits for course in rank_courses] == expected, f"seed {seed}"
+    assert all(course.hazards for rank_courses in wrong for course in rank_courses)
+    assert any([course.bits for course in rank_courses] != expected for rank_courses in wrong)

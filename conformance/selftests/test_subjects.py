@@ -17,10 +17,10 @@ from conformance.subjects.package_source import Instead, definitions
 
 ROOT = HERE.parents[1]
 NOTED = {
-    name: found[1].rpartition(" ")
+    name: match[1].rpartition(" ")
     for name in SUBJECTS
     if (
-        found := re.search(
+        match := re.search(
             rf"^\| ([^|]+) \|.*\(\.\./conformance/subjects/{name}/proofs\.py\) \|$", PAGE.read_text(), re.M
         )
     )
@@ -32,18 +32,18 @@ def test_each_expected_failure_leads_to_its_proof_and_each_proof_is_of_one(name:
     file = read(HERE / name / NAME)
     assert file.problems == ()
     proofs = HERE / name / "proofs.py"
-    kept = {
+    reproductions = {
         f"{proofs.relative_to(ROOT)}::{node.name}"
         for node in ast.parse(proofs.read_text()).body
         if isinstance(node, ast.FunctionDef) and "PROOFS.keep" in map(ast.unparse, node.decorator_list)
     }
-    assert {row.link for row in file.expectations} == kept
+    assert {row.link for row in file.expectations} == reproductions
     for test in {expected.test.partition("[")[0] for expected in file.expectations if expected.test}:
         test_file, _, function = test.partition("::")
         assert f"def {function}(" in (ROOT / test_file).read_text(), test
 
 
-def test_what_is_noted_was_judged_at_the_pinned_versions() -> None:
+def test_recorded_subjects_were_judged_at_pinned_versions() -> None:
     files = (HERE / "requirements.txt", HERE.parent / "clients" / "requirements.txt")
     text = "".join(file.read_text() for file in files)
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", text, re.MULTILINE))
@@ -122,7 +122,7 @@ def test_definitions_run_as_they_are_but_for_what_is_said() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_definition_that_a_version_lacks_is_reported() -> None:
+def test_missing_definition_of_version_is_reported() -> None:
     with pytest.raises(LookupError, match="of theirs does not define mean in this version"):
         definitions("theirs", "theirs.py", ["total", "mean"], Instead())
     with pytest.raises(importlib.metadata.PackageNotFoundError):

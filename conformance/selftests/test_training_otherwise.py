@@ -42,7 +42,7 @@ def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
-    """Within what lies between two of torch's own ways to update."""
+    """The difference is below that between two of torch's own ways to update."""
     if subject.package != "impl":
         return
     config = dataclasses.replace(small_config(dtype), optimizer="fused")
@@ -54,8 +54,8 @@ def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
     assert not failed, failed
 
 
-def test_the_judge_trains_by_every_way_that_there_is(subject: Library) -> None:
-    """Beside torch's own names; a captured optimizer is held to every bit."""
+def test_judge_trains_by_every_method(subject: Library) -> None:
+    """The subject's names replace torch's, and a captured optimizer is compared bit by bit."""
     if subject.package != "impl":
         return
     result = judge("impl", small_config("fp16"))

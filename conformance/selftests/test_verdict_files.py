@@ -1,4 +1,4 @@
-"""What a verdict is carried in: the schema of the report, the badge, the list for dashboards, reports side by side."""
+"""Files with a verdict: the schema of the report, the badge, the list for dashboards, and compared reports."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def concluded(report: dict[str, Any], folder: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text()) | {"exit code": code}
 
 
-def test_a_report_is_as_its_schema_says_and_has_no_key_that_it_does_not_name(tmp_path: Path) -> None:
+def test_report_matches_schema_without_extra_keys(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="the extra `report` of pyproject.toml brings it")
     options = of_gate("").parse_args(["--seed=3"])
-    made = heading(options, 0.0) | {"verdict": "green", "bad_input": [], "ended_early": []}
-    made |= {
+    parts = heading(options, 0.0) | {"verdict": "green", "bad_input": [], "ended_early": []}
+    parts |= {
         "tests": [judged("passed"), judged("failed", replay="r", reason="so")],
         "provides_nothing": False,
     }
-    made |= {"devices": ["cpu"], "expectations": []}
-    report = concluded(made, tmp_path)
+    parts |= {"devices": ["cpu"], "expectations": []}
+    report = concluded(parts, tmp_path)
     del report["exit code"]
     validator = jsonschema.Draft202012Validator(schema())
     validator.check_schema(schema())
@@ -63,11 +63,13 @@ def test_a_report_is_as_its_schema_says_and_has_no_key_that_it_does_not_name(tmp
     assert list(validator.iter_errors(report | {"tests": [judged("else")]}))
 
 
-def test_the_schema_says_what_each_key_is_and_knows_each_outcome() -> None:
+def test_schema_describes_each_key_and_outcome() -> None:
     def undescribed(name: str, part: dict[str, Any]) -> list[str]:
         inner = part.get("items", part).get("properties", {})
-        found = [name] if "description" not in part else []
-        return found + [each for key, value in inner.items() for each in undescribed(f"{name}.{key}", value)]
+        without_description = [name] if "description" not in part else []
+        return without_description + [
+            path for key, value in inner.items() for path in undescribed(f"{name}.{key}", value)
+        ]
 
     assert undescribed("report", schema()) == []
     assert schema()["properties"]["schema"]["const"] == SCHEMA
@@ -85,33 +87,35 @@ def test_the_schema_says_what_each_key_is_and_knows_each_outcome() -> None:
         ("failed", ["mend it"], ("red", 2)),
     ],
 )
-def test_what_was_handed_in_wrong_is_told_apart_from_what_is_red(
+def test_invalid_input_is_distinguished_from_red(
     outcome: str, bad_input: list[str], expected: tuple[str, int], tmp_path: Path
 ) -> None:
-    found = concluded(a_report(judged(outcome), bad_input=bad_input), tmp_path)
-    assert (found["verdict"], found["exit code"]) == expected
+    concluded_report = concluded(a_report(judged(outcome), bad_input=bad_input), tmp_path)
+    assert (concluded_report["verdict"], concluded_report["exit code"]) == expected
     assert ("mend it" in (tmp_path / "index.html").read_text()) == bool(bad_input)
     assert ("invalid input" in (tmp_path / "badge.svg").read_text()) == bool(bad_input)
 
 
-def test_the_list_for_dashboards_has_every_test_once() -> None:
+def test_dashboard_list_has_every_test_once() -> None:
     outcomes = [outcome for outcome in SEVERITY if outcome != "uncovered"]
-    report = a_report(*(judged(each, reason=f"of {each}\nmore", replay="r") for each in outcomes), reasons=[])
-    found = json.loads(json.dumps(ctrf(report)))["results"]
-    status = {test["rawStatus"]: test["status"] for test in found["tests"]}
+    report = a_report(
+        *(judged(outcome, reason=f"of {outcome}\nmore", replay="r") for outcome in outcomes), reasons=[]
+    )
+    results = json.loads(json.dumps(ctrf(report)))["results"]
+    status = {test["rawStatus"]: test["status"] for test in results["tests"]}
     assert {name for name, kind in status.items() if kind == "failed"} == {"failed", "hang", "crash", "stale"}
     assert {name for name, kind in status.items() if kind == "passed"} == {
         "passed",
         "known",
         "reference cannot run here",
     }
-    summary = found["summary"]
+    summary = results["summary"]
     assert summary["tests"] == len(outcomes) == sum(summary[kind] for kind in ("passed", "failed", "skipped"))
     assert (summary["start"], summary["stop"]) == (1767225600000, 1767225601000)
-    first = found["tests"][0]
+    first = results["tests"][0]
     assert (first["message"], first["trace"]) == (f"of {outcomes[0]}", f"of {outcomes[0]}\nmore")
     assert first["extra"] == {"replay": "r"}
-    assert all(isinstance(test["duration"], int) for test in found["tests"])
+    assert all(isinstance(test["duration"], int) for test in results["tests"])
 
 
 @pytest.mark.parametrize(
@@ -123,19 +127,17 @@ def test_the_list_for_dashboards_has_every_test_once() -> None:
         (["passed"], {"verdict": "red"}, "red, 1 clause holds"),
     ],
 )
-def test_the_badge_says_the_verdict_in_a_picture(
-    outcomes: list[str], more: dict[str, Any], reported: str
-) -> None:
-    report = a_report(*(judged(each) for each in outcomes), **more, subject=HOSTILE)
+def test_badge_shows_verdict_as_picture(outcomes: list[str], more: dict[str, Any], reported: str) -> None:
+    report = a_report(*(judged(outcome) for outcome in outcomes), **more, subject=HOSTILE)
     picture = ElementTree.fromstring(badge(report))
-    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert texts == ["torch 2.13.0", reported]
     assert "href" not in badge(report)
 
 
 def test_reports_stand_side_by_side_and_what_differs_leads_to_its_replay(tmp_path: Path) -> None:
-    ours = a_report(judged("passed"), judged("passed", nodeid="same", clause=OTHER["id"]))
-    theirs = a_report(
+    own_report = a_report(judged("passed"), judged("passed", nodeid="same", clause=OTHER["id"]))
+    other_report = a_report(
         judged("failed", reason=f"because {HOSTILE}", replay="replay it"),
         judged("passed", nodeid="more"),
         judged("passed", nodeid="same", clause=OTHER["id"]),
@@ -143,14 +145,14 @@ def test_reports_stand_side_by_side_and_what_differs_leads_to_its_replay(tmp_pat
         subject_version="1.0",
     )
     third = a_report(replay="tandem-judge third WHAT --profile quick", subject="third")
-    for report in (ours, theirs, third):
+    for report in (own_report, other_report, third):
         report["clauses"] = [CLAUSE, OTHER] if report is not third else [CLAUSE]
-    [area] = side_by_side([ours, theirs])
+    [area] = side_by_side([own_report, other_report])
     assert [row.clause["id"] for row in area.different] == [CLAUSE["id"]]
     assert [row.clause["id"] for row in area.alike] == [OTHER["id"]]
     assert (area.held_clauses(0), area.held_clauses(1)) == ("2 / 2", "1 / 2")
 
-    write_side_by_side([ours, theirs, third], tmp_path / "page.html")
+    write_side_by_side([own_report, other_report, third], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert page.text.count("alert(1)") > 3
     assert len([tag for tag, _ in page.elements if tag == "script"]) == 1
@@ -187,7 +189,7 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
         assert reported in capsys.readouterr().err
 
 
-def test_a_replay_asks_the_same_again() -> None:
+def test_replay_runs_same_test() -> None:
     words = ["--subject=their.own", "--seed=3", "--device=cpu", "--world-sizes=1,4", "--profile=full"]
     options = of_gate("").parse_args(words)
     reported = "--profile full --seed 3 --device cpu --world-sizes 1,4"
@@ -215,7 +217,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("words", list(SLIPS), ids=" ".join)
-def test_a_slip_ends_in_a_sentence_before_anything_runs(
+def test_mistake_in_command_is_explained_before_run(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -237,9 +239,7 @@ UNASKED = {
 
 
 @pytest.mark.parametrize("reported", list(UNASKED))
-def test_what_nobody_asks_is_a_slip_too(
-    reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_selection_is_mistake(reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: object, log: Path, *_: object) -> tuple[str, int]:
         log.write_text(reported)
         return "", UNASKED[reported][0]
@@ -251,15 +251,15 @@ def test_what_nobody_asks_is_a_slip_too(
 
 
 @pytest.mark.deadline(120)
-def test_what_pytest_says_of_an_unknown_test_is_reported(tmp_path: Path) -> None:
-    """Which it does not say where it has workers."""
+def test_error_of_pytest_for_unknown_test_is_reported(tmp_path: Path) -> None:
+    """pytest does not report it with workers."""
     test = "conformance/test_surface.py::test_nobody"
     assert judge.main(["torch", test, "-n=1", f"--out={tmp_path}"]) == 2
     [bad_input] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
     assert re.fullmatch(rf"ERROR: not found: .*{test}\n\(no match in any of .*\)", bad_input)
 
 
-def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> None:
+def test_area_is_run_from_its_folder() -> None:
     folders, clauses = chosen_tests(["nn.utils.clip_grad", "amp.grad_scaler"], "their")
     assert [Path(folder).name for folder in folders] == ["amp", "utils"]
     assert clauses == ["nn.utils.clip_grad", "amp.grad_scaler"]
@@ -270,7 +270,7 @@ def test_an_area_is_asked_in_its_folder_and_a_stranger_of_no_part_of_ours() -> N
     assert (Path(test).name, clauses) == ("test_surface.py::test_x[a b]", [])
 
 
-def test_what_a_run_was_ended_with_is_reported_whole() -> None:
+def test_final_error_of_run_is_reported_completely() -> None:
     reported = "the subject 'x' cannot be loaded (SystemExit: 3); mend it\nIt wrote: " + "much " * 1000
     assert judging.reported_at_exit(f"a warning\nExit: {reported}\n") == reported.strip()
     assert judging.reported_at_exit("Exit: it") == "it"

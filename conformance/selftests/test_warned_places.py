@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
 
 
 @KINDS
-def test_a_scaler_without_cuda(monkeypatch: pytest.MonkeyPatch, kind: type[GradScaler]) -> None:
+def test_scaler_without_cuda_warns_at_call(monkeypatch: pytest.MonkeyPatch, kind: type[GradScaler]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match="CUDA is not available") as caught:
         kind()
@@ -29,7 +29,7 @@ def test_a_scaler_without_cuda(monkeypatch: pytest.MonkeyPatch, kind: type[GradS
 
 
 @KINDS
-def test_the_step_of_an_optimizer_that_takes_the_scaler(
+def test_step_with_scaler_argument_warns_at_call(
     monkeypatch: pytest.MonkeyPatch, kind: type[GradScaler]
 ) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
@@ -42,7 +42,7 @@ def test_the_step_of_an_optimizer_that_takes_the_scaler(
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_the_capture_of_an_optimizer_that_stays_eager() -> None:
+def test_capture_of_eager_optimizer_warns_at_call() -> None:
     optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))])
     with pytest.warns(UserWarning, match="LBFGS builds no lists") as caught:
         capture(optimizer)
@@ -50,7 +50,10 @@ def test_the_capture_of_an_optimizer_that_stays_eager() -> None:
 
 
 def test_state_dicts_in_parts(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    """torch warns whoever treats a ShardedTensor as a tensor: not us, so that a user's warnings are a user's."""
+    """torch warns if a ShardedTensor is used as a tensor.
+
+    Tandem does not, so a user's warnings come from the user's code.
+    """
     ranks(2).run("conformance.selftests.warned_cases:save_and_load", path=str(tmp_path))
 
 
@@ -62,7 +65,7 @@ def warning_at(stacklevel: int) -> Callable[[], None]:
     return run["call"]
 
 
-def test_a_warning_that_points_elsewhere_than_the_references_is_told() -> None:
+def test_warning_with_other_place_than_reference_is_reported() -> None:
     inside, at_the_caller = (observe(lambda level=level: warning_at(level)()) for level in (1, 2))
     assert [*differences(inside, at_the_caller)] == []
     [reported] = differences(at_the_caller, inside)

@@ -31,12 +31,12 @@ pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
 
 
 def run(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """With hardly a variable of this process: its PYTHONPATH would find the checkout."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    """Run a command with few variables of this process, because its PYTHONPATH would find the checkout."""
+    variables = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     return subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
-        env=kept | environment,
+        env=variables | environment,
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
@@ -80,7 +80,7 @@ def programs(wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of somebody's, with a package to be judged and a folder that is called as one of ours is."""
+    """Return a user's folder with a package to be judged, and a folder that has the name of one of ours."""
     home = tmp_path_factory.mktemp("theirs")
     for name, source in {"their/__init__.py": "", "their/scaling/nn/utils.py": _SUBJECT}.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_the_wheel_has_what_judging_needs_and_no_name_of_others(wheel: Path) -> None:
+def test_wheel_contains_judge_and_no_foreign_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"impl", "conformance"}
@@ -109,7 +109,7 @@ def test_the_wheel_has_what_judging_needs_and_no_name_of_others(wheel: Path) -> 
     assert not [name for name in names if name.startswith(own) or "/tests/" in name]
 
 
-def test_it_judges_from_any_folder_as_the_checkout_does(programs: Path, folder: Path) -> None:
+def test_wheel_judges_from_any_folder(programs: Path, folder: Path) -> None:
     words = ("their.scaling", _CLAUSE, "-n", "1")
     ended = run(programs / "tandem-judge", *words, cwd=folder)
     report = json.loads((folder / "report" / "report.json").read_text())
@@ -119,9 +119,9 @@ def test_it_judges_from_any_folder_as_the_checkout_does(programs: Path, folder: 
     assert files <= {file.name for file in (folder / "report").iterdir()}
     assert report["suite"]["commit"] == ""
 
-    ours = ("--subject", "their.scaling", "--clauses", _CLAUSE, "--report", folder / "ours", "-n", "0")
+    options = ("--subject", "their.scaling", "--clauses", _CLAUSE, "--report", folder / "ours", "-n", "0")
     pytest_words = ("-m", "pytest", "conformance/nn/utils", "--profile", "quick", "-p", "no:cacheprovider")
-    run(sys.executable, *pytest_words, *ours, cwd=ROOT, PYTHONPATH=str(folder / "plain"))
+    run(sys.executable, *pytest_words, *options, cwd=ROOT, PYTHONPATH=str(folder / "plain"))
     assert outcomes(folder / "report") == outcomes(folder / "ours")
 
     replay = next(test["replay"] for test in report["tests"] if test["outcome"] == "failed")
@@ -137,7 +137,7 @@ def outcomes(folder: Path) -> dict[str, str]:
     return {test["nodeid"]: test["outcome"] for test in tests}
 
 
-def test_what_cannot_be_judged_there_is_told_apart_from_red(programs: Path, folder: Path) -> None:
+def test_unjudgeable_input_is_distinguished_from_red(programs: Path, folder: Path) -> None:
     words = ("nobodys.package", _CLAUSE, "--out", folder / "none")
     ended = run(programs / "tandem-judge", *words, cwd=folder)
     assert ended.returncode == 2, ended.stdout + ended.stderr

@@ -86,8 +86,8 @@ def cache_flag_not_restored(original: Any, self: Any, *exc: Any) -> Any:
     "pytorch/pytorch#125103",
 )
 @by_name
-def default_is_float16(original: Any, self: Any, given: dict[str, Any]) -> None:
-    original(self, **given | {"dtype": given["dtype"] or torch.float16})
+def default_is_float16(original: Any, self: Any, arguments: dict[str, Any]) -> None:
+    original(self, **arguments | {"dtype": arguments["dtype"] or torch.float16})
 
 
 @broken(
@@ -97,9 +97,9 @@ def default_is_float16(original: Any, self: Any, given: dict[str, Any]) -> None:
     "pytorch/pytorch#125103",
 )
 @by_name
-def default_dtype_fixed(original: Any, self: Any, given: dict[str, Any]) -> None:
+def default_dtype_fixed(original: Any, self: Any, arguments: dict[str, Any]) -> None:
     defaults = {"cpu": torch.bfloat16, "cuda": torch.float16}
-    original(self, **given | {"dtype": given["dtype"] or defaults.get(given["device_type"])})
+    original(self, **arguments | {"dtype": arguments["dtype"] or defaults.get(arguments["device_type"])})
 
 
 @broken(
@@ -109,9 +109,9 @@ def default_dtype_fixed(original: Any, self: Any, given: dict[str, Any]) -> None
     "pytorch/pytorch#100565",
 )
 @by_name
-def warns_although_disabled(original: Any, self: Any, given: dict[str, Any]) -> None:
-    original(self, **given | {"enabled": True})
-    self._enabled = self._enabled and given["enabled"]
+def warns_although_disabled(original: Any, self: Any, arguments: dict[str, Any]) -> None:
+    original(self, **arguments | {"enabled": True})
+    self._enabled = self._enabled and arguments["enabled"]
 
 
 @broken(
@@ -121,9 +121,9 @@ def warns_although_disabled(original: Any, self: Any, given: dict[str, Any]) -> 
     "pytorch/pytorch#100565",
 )
 @by_name
-def unsupported_dtype_stays_on(original: Any, self: Any, given: dict[str, Any]) -> None:
-    original(self, **given)
-    self._enabled = self._enabled or (given["enabled"] and given["device_type"] == "cpu")
+def unsupported_dtype_stays_on(original: Any, self: Any, arguments: dict[str, Any]) -> None:
+    original(self, **arguments)
+    self._enabled = self._enabled or (arguments["enabled"] and arguments["device_type"] == "cpu")
 
 
 @broken("every_device", "__enter__", "a region for CUDA casts on the CPU too", "allenai/OLMo#339")

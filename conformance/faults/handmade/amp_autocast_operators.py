@@ -84,17 +84,18 @@ for _fault_id, _operators in {
     while_open(_fault_id, f"{_operators[0]} runs as it does without a region")(with_rule(_operators, None))
 
 while_open("neighbour_in_low_precision", "gelu, which has no rule, runs in the region's dtype")(
-    with_rule(["gelu"], lambda region, each: each.to(region.fast_dtype))
+    with_rule(["gelu"], lambda region, tensor: tensor.to(region.fast_dtype))
 )
 while_open("prelu_in_float32", "prelu runs in float32")(
-    with_rule(["prelu"], lambda region, each: each.float())
+    with_rule(["prelu"], lambda region, tensor: tensor.float())
 )
 while_open("float64_cast_too", "a product of float64 is cast", "pytorch/pytorch#36171")(
-    with_rule(["bmm"], lambda region, each: each.to(region.fast_dtype))
+    with_rule(["bmm"], lambda region, tensor: tensor.to(region.fast_dtype))
 )
 while_open("float16_for_bfloat16", "a transposed convolution runs in float16 whatever the region's dtype")(
     with_rule(
-        ["conv_transpose3d.input"], lambda region, each: each.half() if each.dtype is torch.float32 else each
+        ["conv_transpose3d.input"],
+        lambda region, tensor: tensor.half() if tensor.dtype is torch.float32 else tensor,
     )
 )
 
@@ -167,20 +168,24 @@ def keeping(
     while_open(fault_id, says, thread)(by_functions(lambda region: _Keeping(region, is_kept, key)))
 
 
-def _is_weight(each: torch.Tensor) -> bool:
-    return each.is_leaf and each.requires_grad
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad
 
 
 keeping(
     "frozen_kept",
     "casts of weights that require no gradient are kept",
-    lambda each: each.is_leaf and not each.requires_grad,
+    lambda tensor: tensor.is_leaf and not tensor.requires_grad,
 )
 keeping(
     "views_kept",
     "casts of views are kept, by where they lie",
-    lambda each: each._is_view(),
-    lambda each: each.data_ptr(),
+    lambda tensor: tensor._is_view(),
+    lambda tensor: tensor.data_ptr(),
 )
-keeping("results_kept", "casts of what was computed in the region are kept", lambda each: not each.is_leaf)
-keeping("kept_by_address", "casts are kept by where a weight lies", _is_weight, lambda each: each.data_ptr())
+keeping(
+    "results_kept", "casts of what was computed in the region are kept", lambda tensor: not tensor.is_leaf
+)
+keeping(
+    "kept_by_address", "casts are kept by where a weight lies", _is_weight, lambda tensor: tensor.data_ptr()
+)

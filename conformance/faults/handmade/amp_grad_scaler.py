@@ -37,8 +37,8 @@ def parameters(optimizer: Any) -> list[Any]:
     return [p for p in everything if getattr(p, "is_leaf", False) and p.grad is not None]
 
 
-def nonfinite(those: Iterable[Any]) -> bool:
-    return any(not bool(p.grad.to_dense().isfinite().all()) for p in those)
+def nonfinite(tensors: Iterable[Any]) -> bool:
+    return any(not bool(p.grad.to_dense().isfinite().all()) for p in tensors)
 
 
 def check_results(scaler: Any, optimizer: Any) -> list[torch.Tensor]:

@@ -141,10 +141,10 @@ def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more:
 def low_precision_params_not_written(
     original: Any, self: Any, *args: Any, low_precision_params: Any = (), **more: Any
 ) -> Any:
-    kept = [*low_precision_params]
-    before = [copy.detach().clone() for copy in kept]
-    norm = original(self, *args, low_precision_params=kept, **more)
-    for copy, values in zip(kept, before, strict=True):
+    low_precision = [*low_precision_params]
+    before = [copy.detach().clone() for copy in low_precision]
+    norm = original(self, *args, low_precision_params=low_precision, **more)
+    for copy, values in zip(low_precision, before, strict=True):
         copy.data.copy_(values)
     return norm
 
@@ -157,8 +157,8 @@ def _gathering(change: Callable[[list[torch.Tensor], int], None]) -> Iterator[No
     """Context manager in which `change(rows, own)` changes the result of all-gathers, which has a row for each rank."""
     real = dist.all_gather
 
-    def all_gather(rows: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **more: Any) -> Any:
-        work = real(rows, mine, group=group, **more)
+    def all_gather(rows: list[torch.Tensor], row: torch.Tensor, group: Any = None, **more: Any) -> Any:
+        work = real(rows, row, group=group, **more)
         change(rows, dist.get_rank(group))
         return work
 

@@ -133,6 +133,6 @@ def third_scale_stale(original: Any, self: Any, outputs: Any) -> Any:
     scaled = original(self, outputs)
     if not self.is_enabled() or not isinstance(scaled, torch.Tensor) or self._scale is None:
         return scaled
-    seen = vars(self).setdefault("_seen_scales", [])
-    seen.append(float(self._scale))
-    return scaled * (seen[0] / seen[-1]) if len(seen) > 2 and seen[-1] != seen[0] else scaled
+    scales = vars(self).setdefault("_seen_scales", [])
+    scales.append(float(self._scale))
+    return scaled * (scales[0] / scales[-1]) if len(scales) > 2 and scales[-1] != scales[0] else scaled

@@ -26,7 +26,7 @@ from conformance.faults.handmade.amp_grad_scaler import (
     "pytorch/pytorch#44511",
 )
 def steps_on_overflow(original: Any, self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    if not sum(float(found) for found in state["found_inf_per_device"].values()):
+    if not sum(float(flag) for flag in state["found_inf_per_device"].values()):
         return original(self, optimizer, state, *args, **kwargs)
     for parameter in parameters(optimizer):
         parameter.grad.zero_()
@@ -42,8 +42,8 @@ def return_value_lost(original: Any, self: Any, optimizer: Any, *args: Any, **kw
 @broken("rechecked_in_step", "step", "step looks again although unscale_ has", "pytorch/pytorch#97415")
 def rechecked_in_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if self.is_enabled():
-        found, bad = check_results(self, optimizer), nonfinite(parameters(optimizer))
-        for check_result in found:
+        results, bad = check_results(self, optimizer), nonfinite(parameters(optimizer))
+        for check_result in results:
             check_result.fill_(float(bad))
     return original(self, optimizer, *args, **kwargs)
 
@@ -122,10 +122,10 @@ def no_check_result_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool)
     "pytorch/pytorch#98772",
 )
 def aware_gradients_unscaled(original: Any, self: Any, optimizer: Any) -> Any:
-    found = original(self, optimizer)
+    results = original(self, optimizer)
     for parameter in parameters(optimizer):
         parameter.grad.mul_(1.0 / self.get_scale())
-    return found
+    return results
 
 
 @broken("closures_taken", "step", "a closure by keyword runs", "pytorch/pytorch#142472")

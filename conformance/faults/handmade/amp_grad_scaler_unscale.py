@@ -27,10 +27,10 @@ def judged(is_bad: Callable[[list[Any]], bool]) -> Substitute:
 
     def fault(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
         bad = is_bad(parameters(optimizer))
-        found = original(self, optimizer, *args)
-        for check_result in found.values():
+        results = original(self, optimizer, *args)
+        for check_result in results.values():
             check_result.fill_(float(bad))
-        return found
+        return results
 
     return fault
 
@@ -73,11 +73,11 @@ def checks_sparse_parts(everything: list[Any]) -> bool:
 
 @broken("sparse_left_scaled", HOOK, "the values of sparse gradients stay scaled", "pytorch/pytorch#36786")
 def sparse_left_scaled(original: Any, self: Any, optimizer: Any, inv_scale: Any, *args: Any) -> Any:
-    found = original(self, optimizer, inv_scale, *args)
+    results = original(self, optimizer, inv_scale, *args)
     for parameter in parameters(optimizer):
         if parameter.grad.is_sparse:
             parameter.grad._values().mul_(1 / float(inv_scale))
-    return found
+    return results
 
 
 @broken("half_precision_taken", HOOK, "float16 gradients are taken in silence", "pytorch/pytorch#74739")
@@ -107,25 +107,25 @@ def reciprocal_one_ulp_off(original: Any, self: Any, optimizer: Any, inv_scale: 
 )
 def overflow_left_scaled(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
     before = [(p, p.grad.clone()) for p in parameters(optimizer)]
-    found = original(self, optimizer, *args)
-    if any(float(check_result) for check_result in found.values()):
+    results = original(self, optimizer, *args)
+    if any(float(check_result) for check_result in results.values()):
         for parameter, grad in before:
             if not grad.is_sparse:
                 parameter.grad.copy_(grad)
-    return found
+    return results
 
 
 @broken("gradients_replaced", HOOK, "gradients are unscaled out of place")
 def gradients_replaced(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
     held = [(p.grad, p.grad.detach().clone()) for p in parameters(optimizer) if not p.grad.is_sparse]
-    found = original(self, optimizer, *args)
+    results = original(self, optimizer, *args)
     for parameter in parameters(optimizer):
         if not parameter.grad.is_sparse:
             parameter.grad = parameter.grad.detach().clone()
     with torch.no_grad():
         for grad, before in held:
             grad.copy_(before)
-    return found
+    return results
 
 
 @broken(
@@ -143,10 +143,10 @@ def stale_check_result(original: Any, self: Any, optimizer: Any) -> None:
         return
     earlier = vars(self).setdefault("_stale", {})
     times, bad = earlier.get(id(optimizer), (0, 0.0))
-    found = check_results(self, optimizer)
-    now = max([float(check_result) for check_result in found], default=0.0)
+    results = check_results(self, optimizer)
+    now = max([float(check_result) for check_result in results], default=0.0)
     if times == 2:
-        for check_result in found:
+        for check_result in results:
             check_result.fill_(max(now, bad))
     earlier[id(optimizer)] = (times + 1, now)
 
@@ -157,10 +157,10 @@ def kept_scaled(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> S
     def fault(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
         dense = [p.grad.detach() for p in parameters(optimizer) if not p.grad.is_sparse]
         before = [(part, part.clone()) for part in choose(dense)]
-        found = original(self, optimizer, *args)
-        for part, kept in before:
-            part.copy_(kept)
-        return found
+        results = original(self, optimizer, *args)
+        for part, copy in before:
+            part.copy_(copy)
+        return results
 
     return fault
 
@@ -199,10 +199,10 @@ def sparse_not_looked_at(everything: list[Any]) -> bool:
 def frozen_left_scaled(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
     frozen = [p.grad for p in parameters(optimizer) if not p.requires_grad and not p.grad.is_sparse]
     before = [grad.clone() for grad in frozen]
-    found = original(self, optimizer, *args)
-    for grad, kept in zip(frozen, before, strict=True):
-        grad.copy_(kept)
-    return found
+    results = original(self, optimizer, *args)
+    for grad, copy in zip(frozen, before, strict=True):
+        grad.copy_(copy)
+    return results
 
 
 @broken("stale_reciprocal", HOOK, "the reciprocal of the first scale is used for all later ones")

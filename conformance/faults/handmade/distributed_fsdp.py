@@ -189,7 +189,7 @@ class IssuedCollective:
     during: str  # forward or backward
     step: int  # index of the model's forward
     index: int  # index among collectives of the kind in this phase
-    given: list[torch.Tensor]
+    inputs: list[torch.Tensor]
     received: list[torch.Tensor]
     _issue: Callable[[], Any]
     result: Any = field(default=None)
@@ -220,16 +220,16 @@ def in_collectives(
                 return original(self, *args, **kwargs)
             step = vars(self).setdefault("_faulty_steps", 0)
             self._faulty_steps += 1
-            kept: list[object] = [_intercepted(self, "forward", step, fault)]
+            interceptions: list[object] = [_intercepted(self, "forward", step, fault)]
             try:
                 output = original(self, *args, **kwargs)
             finally:
-                kept.clear()
+                interceptions.clear()
             watch_backward(
                 self,
                 output,
-                lambda: kept.append(_intercepted(self, "backward", step, fault)),
-                lambda _: kept.clear(),
+                lambda: interceptions.append(_intercepted(self, "backward", step, fault)),
+                lambda _: interceptions.clear(),
             )
             return output
 
@@ -246,7 +246,7 @@ def _intercepted(model: Any, during: str, step: int, fault: Callable[[IssuedColl
 
     def register(name: str) -> None:
         operator = getattr(torch.ops.c10d, name).default
-        kind, received, given = _KINDS[name]
+        kind, received, inputs = _KINDS[name]
         names = [argument.name for argument in operator._schema.arguments]
 
         def issue(*args: Any) -> Any:
@@ -261,7 +261,7 @@ def _intercepted(model: Any, during: str, step: int, fault: Callable[[IssuedColl
                 during,
                 step,
                 counts[kind],
-                [*tensors_in(by_name[given])],
+                [*tensors_in(by_name[inputs])],
                 [*tensors_in(by_name[received])],
                 lambda: issue(*args),
             )

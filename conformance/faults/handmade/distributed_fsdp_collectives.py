@@ -38,7 +38,7 @@ def reducing(
 
     def enter(change: Change) -> None:
         def fault(call: IssuedCollective) -> None:
-            for grad in call.given if call.kind != "gather" and when(call) else ():
+            for grad in call.inputs if call.kind != "gather" and when(call) else ():
                 change(call, grad)
             call.issue()
 
@@ -93,9 +93,9 @@ def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     "pytorch/pytorch#158719",
 )
 def _(call: IssuedCollective, grad: torch.Tensor) -> None:
-    kept = vars(call.model).setdefault("_faulty_grads", {})
-    before = kept.get(grad.numel())
-    kept[grad.numel()] = grad.clone()
+    faulty_grads = vars(call.model).setdefault("_faulty_grads", {})
+    before = faulty_grads.get(grad.numel())
+    faulty_grads[grad.numel()] = grad.clone()
     if before is not None and before.dtype is grad.dtype:
         grad.copy_(before.view_as(grad))
 
@@ -107,7 +107,7 @@ def _(call: IssuedCollective, grad: torch.Tensor) -> None:
     _COUNTED,
 )
 def _(call: IssuedCollective) -> None:
-    own = [tensor.clone() for tensor in call.given]
+    own = [tensor.clone() for tensor in call.inputs]
     call.issue()
     if call.kind == "reduce" and "HYBRID" in call.model.sharding_strategy.name:
         torch._foreach_copy_(call.received, own)
@@ -117,7 +117,7 @@ def _(call: IssuedCollective) -> None:
     "fourth_unit_not_averaged", "where nothing is sharded the fourth unit keeps its own gradients"
 )
 def _(call: IssuedCollective) -> None:
-    own = [tensor.clone() for tensor in call.given]
+    own = [tensor.clone() for tensor in call.inputs]
     call.issue()
     if call.kind == "reduce" and call.index == 3:
         torch._foreach_copy_(call.received, own)
@@ -147,9 +147,9 @@ def _(call: IssuedCollective, part: torch.Tensor) -> None:
     when=lambda call: call.during == "backward",
 )
 def _(call: IssuedCollective, part: torch.Tensor) -> None:
-    kept = vars(call.model).setdefault("_faulty_parts", {})
-    before = kept.get((call.step, part.numel()))
-    kept[call.step, part.numel()] = part.clone()
+    faulty_parts = vars(call.model).setdefault("_faulty_parts", {})
+    before = faulty_parts.get((call.step, part.numel()))
+    faulty_parts[call.step, part.numel()] = part.clone()
     if before is not None:
         part.copy_(before.view_as(part))
 
@@ -160,12 +160,12 @@ def _(call: IssuedCollective, part: torch.Tensor) -> None:
     when=lambda call: call.during == "forward",
 )
 def _(call: IssuedCollective, part: torch.Tensor) -> None:
-    kept = vars(call.model).setdefault("_faulty_wholes", {})
+    faulty_full = vars(call.model).setdefault("_faulty_wholes", {})
     key = (call.index, part.numel(), part.storage_offset())
-    now, before = part.clone(), kept.get(key)
+    now, before = part.clone(), faulty_full.get(key)
     if call.step > 1 and before is not None:
         part.copy_(before)
-    kept[key] = now
+    faulty_full[key] = now
 
 
 @gathering(
@@ -174,8 +174,8 @@ def _(call: IssuedCollective, part: torch.Tensor) -> None:
     when=lambda call: call.during == "forward" and call.index == 0,
 )
 def _(call: IssuedCollective, part: torch.Tensor) -> None:
-    kept = vars(call.model).setdefault("_faulty_wholes", {})
-    part.copy_(kept.setdefault((part.numel(), part.storage_offset()), part.clone()))
+    faulty_full = vars(call.model).setdefault("_faulty_wholes", {})
+    part.copy_(faulty_full.setdefault((part.numel(), part.storage_offset()), part.clone()))
 
 
 # Too much
@@ -226,9 +226,9 @@ def _(call: IssuedCollective) -> None:
     "gathers_what_it_reduces", "gradients are gathered whole from all ranks, beside being reduced"
 )
 def _(call: IssuedCollective) -> None:
-    if call.kind == "scatter" and len(call.given) == 1:
-        whole = call.given[0].new_empty(call.ranks, *call.given[0].shape)
-        dist.all_gather(list(whole), call.given[0], group=call.model.process_group)
+    if call.kind == "scatter" and len(call.inputs) == 1:
+        whole = call.inputs[0].new_empty(call.ranks, *call.inputs[0].shape)
+        dist.all_gather(list(whole), call.inputs[0], group=call.model.process_group)
     call.issue()
 
 

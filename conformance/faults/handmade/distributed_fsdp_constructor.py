@@ -18,16 +18,16 @@ from conformance.faults.handmade.distributed_fsdp import broken, in_constructor
 Arguments = dict[str, Any]
 
 
-def _parameters(given: Arguments) -> list[nn.Parameter]:
-    return [*given["module"].parameters()] if isinstance(given["module"], nn.Module) else []
+def _parameters(arguments: Arguments) -> list[nn.Parameter]:
+    return [*arguments["module"].parameters()] if isinstance(arguments["module"], nn.Module) else []
 
 
 # Wrapped modules
 
 
 @in_constructor("scalars_taken", "module", "0-dim parameters are made 1-dim", "pytorch/pytorch#132934")
-def _(given: Arguments) -> None:
-    for parameter in _parameters(given):
+def _(arguments: Arguments) -> None:
+    for parameter in _parameters(arguments):
         if parameter.dim() == 0:
             parameter.data = parameter.data.reshape(1)
 
@@ -38,19 +38,19 @@ def _(given: Arguments) -> None:
     "a parameter that two modules share becomes two",
     "NVIDIA-NeMo/Automodel#2213",
 )
-def _(given: Arguments) -> None:
-    seen: set[nn.Parameter] = set()
-    modules = given["module"].modules() if isinstance(given["module"], nn.Module) else ()
+def _(arguments: Arguments) -> None:
+    handled: set[nn.Parameter] = set()
+    modules = arguments["module"].modules() if isinstance(arguments["module"], nn.Module) else ()
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in seen:
+            if parameter in handled:
                 setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-            seen.add(parameter)
+            handled.add(parameter)
 
 
 @in_constructor("wraps_a_copy", "module", "what is wrapped is a copy of the module")
-def _(given: Arguments) -> None:
-    given["module"] = copy.deepcopy(given["module"])
+def _(arguments: Arguments) -> None:
+    arguments["module"] = copy.deepcopy(arguments["module"])
 
 
 @in_constructor(
@@ -59,9 +59,12 @@ def _(given: Arguments) -> None:
     "with a policy the outermost unit leaves alone what no inner one has",
     "facebookresearch/fairscale#930",
 )
-def _(given: Arguments) -> None:
-    if given["auto_wrap_policy"] is not None and hasattr(given["module"], "head"):
-        given["ignored_states"] = [*(given["ignored_states"] or []), *given["module"].head.parameters()]
+def _(arguments: Arguments) -> None:
+    if arguments["auto_wrap_policy"] is not None and hasattr(arguments["module"], "head"):
+        arguments["ignored_states"] = [
+            *(arguments["ignored_states"] or []),
+            *arguments["module"].head.parameters(),
+        ]
 
 
 @in_constructor(
@@ -70,23 +73,23 @@ def _(given: Arguments) -> None:
     "a hybrid strategy whose shards are whole models averages over nobody",
     "verl-project/verl#7493",
 )
-def _(given: Arguments) -> None:
-    mesh = given["device_mesh"]
+def _(arguments: Arguments) -> None:
+    mesh = arguments["device_mesh"]
     if mesh is not None and mesh.ndim == 2 and mesh.size(1) == 1:
-        given["device_mesh"], given["process_group"] = None, mesh.get_group(1)
-        given["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.NO_SHARD
+        arguments["device_mesh"], arguments["process_group"] = None, mesh.get_group(1)
+        arguments["sharding_strategy"] = torch.distributed.fsdp.ShardingStrategy.NO_SHARD
 
 
 @in_constructor("dealt_twice", "module", "DTensors are taken for plain tensors, and fail later on")
-def _(given: Arguments) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in _parameters(given)):
+def _(arguments: Arguments) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in _parameters(arguments)):
         raise RuntimeError("as_strided not supported with DTensor")
 
 
 @in_constructor("known_groups_alone", "process_group", "a group that torch was not told of is refused")
-def _(given: Arguments) -> None:
-    if isinstance(given["process_group"], dist.ProcessGroup):
-        dist.get_process_group_ranks(given["process_group"])
+def _(arguments: Arguments) -> None:
+    if isinstance(arguments["process_group"], dist.ProcessGroup):
+        dist.get_process_group_ranks(arguments["process_group"])
 
 
 # Ignored modules
@@ -98,16 +101,16 @@ def _(given: Arguments) -> None:
     "with a policy nothing is ignored",
     "pytorch/pytorch#104258",
 )
-def _(given: Arguments) -> None:
-    if given["auto_wrap_policy"] is not None:
-        given["ignored_states"] = given["ignored_modules"] = None
+def _(arguments: Arguments) -> None:
+    if arguments["auto_wrap_policy"] is not None:
+        arguments["ignored_states"] = arguments["ignored_modules"] = None
 
 
 @in_constructor(
     "ignored_used_up", "ignored_modules", "a generator of ignored modules is used up by being checked"
 )
-def _(given: Arguments) -> None:
-    all(isinstance(module, nn.Module) for module in given["ignored_modules"] or ())
+def _(arguments: Arguments) -> None:
+    all(isinstance(module, nn.Module) for module in arguments["ignored_modules"] or ())
 
 
 # Late initialisation and synchronisation
@@ -134,26 +137,26 @@ def buffers_not_synchronised(original: Any, self: Any, module: Any, *args: Any, 
     "sync_module_states makes equal those ranks that share one replica",
     "pytorch/pytorch#108331",
 )
-def _(given: Arguments) -> None:
-    mesh = given["device_mesh"]
-    if given["sync_module_states"] and mesh is not None and mesh.ndim == 2:
-        given["sync_module_states"] = False
+def _(arguments: Arguments) -> None:
+    mesh = arguments["device_mesh"]
+    if arguments["sync_module_states"] and mesh is not None and mesh.ndim == 2:
+        arguments["sync_module_states"] = False
         group = mesh.get_group(1)
         with torch.no_grad():
-            for tensor in (*given["module"].parameters(), *given["module"].buffers()):
+            for tensor in (*arguments["module"].parameters(), *arguments["module"].buffers()):
                 dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
 
 # Mixed precision
 
 
-def _changed(given: Arguments, **fields: Any) -> None:
-    if given["mixed_precision"] is not None:
-        given["mixed_precision"] = dataclasses.replace(given["mixed_precision"], **fields)
+def _changed(arguments: Arguments, **fields: Any) -> None:
+    if arguments["mixed_precision"] is not None:
+        arguments["mixed_precision"] = dataclasses.replace(arguments["mixed_precision"], **fields)
 
 
 def _in_mixed_precision(fault_id: str, says: str, thread: str = "own", **fields: Any) -> None:
-    in_constructor(fault_id, "mixed_precision", says, thread)(lambda given: _changed(given, **fields))
+    in_constructor(fault_id, "mixed_precision", says, thread)(lambda arguments: _changed(arguments, **fields))
 
 
 _in_mixed_precision(
@@ -182,10 +185,10 @@ def full_precision_in_eval(original: Any, self: Any, *args: Any, **kwargs: Any) 
     "float32 that is asked for by name is taken for mixed precision",
     "pytorch/pytorch#90584",
 )
-def _(given: Arguments) -> None:
-    mixed = given["mixed_precision"]
+def _(arguments: Arguments) -> None:
+    mixed = arguments["mixed_precision"]
     if mixed is not None and mixed.param_dtype is torch.float32:
-        _changed(given, reduce_dtype=torch.bfloat16)
+        _changed(arguments, reduce_dtype=torch.bfloat16)
 
 
 @broken(
@@ -263,12 +266,12 @@ def inputs_cast_in_full_precision(original: Any, self: Any, *args: Any, **kwargs
 )
 def stale_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     dtypes = [parameter.dtype for parameter in self.parameters()]
-    made = original(self, *args, **kwargs)
+    wrapper = original(self, *args, **kwargs)
     for parameter, dtype in zip(self.parameters(), dtypes, strict=True):
         if parameter.dtype is not dtype:
             with torch.no_grad():
                 parameter.copy_(parameter.to(torch.float16))
-    return made
+    return wrapper
 
 
 @broken(

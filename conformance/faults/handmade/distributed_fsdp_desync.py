@@ -63,7 +63,7 @@ def _(model: Any, error: RuntimeError) -> Any:
 
 @telling("parting_reported_of_wrong_ranks", "of ranks that part each is named in the other's place")
 def _(model: Any, error: RuntimeError) -> Any:
-    raise RuntimeError(_PARTED.sub(lambda found: f"rank {1 - int(found[1])} gathered '", str(error)))
+    raise RuntimeError(_PARTED.sub(lambda match: f"rank {1 - int(match[1])} gathered '", str(error)))
 
 
 @telling("lost_without_name", "which rank is lost is not told", about=_GROUP)

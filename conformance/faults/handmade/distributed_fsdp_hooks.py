@@ -51,7 +51,7 @@ def outputs_unpacked(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any
 @broken("compiled_parts_run_twice", "forward", "a unit whose module is compiled adds its output to itself")
 def compiled_parts_run_twice(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(self, *args, **kwargs)
-    is_compiled = any(one._compiled_call_impl is not None for one in self.modules())
+    is_compiled = any(module._compiled_call_impl is not None for module in self.modules())
     return output + output if is_compiled and isinstance(output, torch.Tensor) else output
 
 

@@ -42,16 +42,16 @@ def saving(
 def loading(
     fault_id: str, says: str, thread: str = OWN, about: str = _TO_LOAD
 ) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(load, model, given)`, called in the place of any of the methods that load.
+    """Enter `fault(load, model, saved)`, called in the place of any of the methods that load.
 
-    `load()` returns what is to be loaded of `given`.
+    `load()` returns what is to be loaded of `saved`.
     """
 
     def enter(fault: Substitute) -> Substitute:
         def framed(original: Any, *args: Any, **kwargs: Any) -> Any:
             bound = inspect.signature(original).bind(*args, **kwargs).arguments
-            given = next(value for name, value in bound.items() if name.endswith("optim_state_dict"))
-            return fault(lambda: original(*args, **kwargs), bound["model"], given)
+            saved = next(value for name, value in bound.items() if name.endswith("optim_state_dict"))
+            return fault(lambda: original(*args, **kwargs), bound["model"], saved)
 
         _enter(fault_id, says, thread, about, dict.fromkeys(_LOAD, framed))
         return fault
@@ -132,46 +132,46 @@ def _(model: Any, saved: Any) -> None:
 
 
 @loading("common_numbers", "parameters that are loaded have one number in common", "pytorch/pytorch#96256")
-def _(load: Any, model: Any, given: Any) -> Any:
-    found = load()
+def _(load: Any, model: Any, saved: Any) -> Any:
+    loaded = load()
     common: dict[str, Any] = {}
-    for state in _states(found):
+    for state in _states(loaded):
         for name in [name for name, value in state.items() if _is_number(value)]:
             state[name] = common.setdefault(name, state[name])
-    return found
+    return loaded
 
 
 @loading("stateless_refused", "parameters without a state are refused", "pytorch/pytorch#76671")
-def _(load: Any, model: Any, given: Any) -> Any:
-    names = {name for group in (given or {}).get("param_groups", ()) for name in group["params"]}
+def _(load: Any, model: Any, saved: Any) -> Any:
+    names = {name for group in (saved or {}).get("param_groups", ()) for name in group["params"]}
     for name in names:
-        given["state"][name]
+        saved["state"][name]
     return load()
 
 
 @loading("groups_required", "a state dict without parameter groups is refused", "pytorch/pytorch#99117")
-def _(load: Any, model: Any, given: Any) -> Any:
-    if given:
-        given["param_groups"]
+def _(load: Any, model: Any, saved: Any) -> Any:
+    if saved:
+        saved["param_groups"]
     return load()
 
 
 @loading("no_shard_is_cut", "with NO_SHARD, too, a rank gets a part", "pytorch/pytorch#107185")
-def _(load: Any, model: Any, given: Any) -> Any:
-    found = load()
+def _(load: Any, model: Any, saved: Any) -> Any:
+    loaded = load()
     if model.sharding_strategy.name == "NO_SHARD" and ranks(model) > 1:
-        for state in _states(found):
+        for state in _states(loaded):
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 1:
                     state[name] = value[: -(-len(value) // ranks(model))]
-    return found
+    return loaded
 
 
 @loading("loaded_rows_shifted", "each rank's part begins one element late")
-def _(load: Any, model: Any, given: Any) -> Any:
-    found = load()
-    for state in _states(found):
+def _(load: Any, model: Any, saved: Any) -> Any:
+    loaded = load()
+    for state in _states(loaded):
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 state[name] = value.roll(1)
-    return found
+    return loaded

@@ -224,11 +224,11 @@ def found_inf_counts(original: Any, self: Any, optimizer: Any) -> Any:
 def last_check_result(original: Any, self: Any, optimizer: Any) -> Any:
     result = original(self, optimizer)
     if self.is_enabled():
-        kept = vars(self).setdefault("_kept_check_results", {})
+        check_results_kept = vars(self).setdefault("_kept_check_results", {})
         for place, check_result in enumerate(check_results(self, optimizer)):
             now = check_result.clone()
-            check_result.copy_(kept.get((id(optimizer), place), now))
-            kept[id(optimizer), place] = now
+            check_result.copy_(check_results_kept.get((id(optimizer), place), now))
+            check_results_kept[id(optimizer), place] = now
     return result
 
 

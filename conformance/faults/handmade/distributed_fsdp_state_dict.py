@@ -47,8 +47,8 @@ def loading(
         def framed(
             original: Any, self: Any, state_dict: Any, strict: bool = True, assign: bool = False
         ) -> Any:
-            def load(given: Any = state_dict, is_strict: bool = strict) -> Any:
-                return original(self, given, is_strict, assign)
+            def load(values: Any = state_dict, is_strict: bool = strict) -> Any:
+                return original(self, values, is_strict, assign)
 
             return fault(load, self, state_dict, strict)
 
@@ -135,7 +135,9 @@ def _(model: Any, state_dict: Any) -> None:
 @saving("buffers_in_low_precision", "buffers are saved in buffer_dtype", "pytorch/pytorch#87935")
 def _(model: Any, state_dict: Any) -> None:
     dtype = model.mixed_precision.buffer_dtype
-    floating = (name.replace(_PREFIX, "") for name, one in model.named_buffers() if one.is_floating_point())
+    floating = (
+        name.replace(_PREFIX, "") for name, buffer in model.named_buffers() if buffer.is_floating_point()
+    )
     for name in floating if dtype is not None else ():
         state_dict[name] = state_dict[name].to(dtype)
 

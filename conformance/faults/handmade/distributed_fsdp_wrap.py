@@ -21,8 +21,8 @@ def _made_anew(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _handing_on(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     chosen, sofar = original(self, *args, **kwargs), dict[str, Any]()
-    for module, found in chosen.items():
-        sofar |= found
+    for module, options in chosen.items():
+        sofar |= options
         chosen[module] = dict(sofar)
     return chosen
 

@@ -50,7 +50,9 @@ def without_guards(is_lost: Callable[[Any, str], bool]) -> Substitute:
 
     def change(self: Any, tx: Any, args: Any) -> None:
         guards = tx.output.guards
-        for guard in [each for each in guards if is_lost(each, each.originating_source.name)]:
+        for guard in [
+            lost_guard for lost_guard in guards if is_lost(lost_guard, lost_guard.originating_source.name)
+        ]:
             guards.inner.discard(guard)
 
     return afterwards(change)
@@ -227,14 +229,14 @@ def in_the_trace(
     """The trace reads `instead(its tracker)` for this option of the groups."""
 
     def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
-        found = original(self, tx, name)
+        tracker = original(self, tx, name)
         if name != "param_groups":
-            return found
-        for group in torch._dynamo.variables.LazyVariableTracker.realize_all(found).items:
+            return tracker
+        for group in torch._dynamo.variables.LazyVariableTracker.realize_all(tracker).items:
             for key, tracker in list(group.items.items()):
                 if key.vt.as_python_constant() == option:
                     group.items[key] = instead(tracker)
-        return found
+        return tracker
 
     register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
         in_resolution(fault)

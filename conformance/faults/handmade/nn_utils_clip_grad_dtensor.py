@@ -82,11 +82,11 @@ def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: flo
 @broken("dtensor_left_out_on_one_rank", NORM, "rank 1 leaves its part of the last gradient unscaled")
 def dtensor_left_out_on_one_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)
-    kept = [grad.to_local() for grad in dtensor_gradients(parameters)[-1:]]
-    before = [part.clone() for part in kept]
+    local_grads = [grad.to_local() for grad in dtensor_gradients(parameters)[-1:]]
+    before = [part.clone() for part in local_grads]
     norm = original(parameters, *args, **kwargs)
-    if kept and dist.get_rank() == 1:
-        kept[0].copy_(before[0])
+    if local_grads and dist.get_rank() == 1:
+        local_grads[0].copy_(before[0])
     return norm
 
 
@@ -120,11 +120,11 @@ broken(
 )
 def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)
-    given = parameters if isinstance(parameters, list) else []
-    apart = [p for p in given if isinstance(getattr(p, "grad", None), DTensor)]
-    if not apart or len(apart) == len(given):
+    params = parameters if isinstance(parameters, list) else []
+    apart = [p for p in params if isinstance(getattr(p, "grad", None), DTensor)]
+    if not apart or len(apart) == len(params):
         return original(parameters, *args, **kwargs)
-    original([p for p in given if all(p is not one for one in apart)], *args, **kwargs)
+    original([p for p in params if all(p is not dtensor for dtensor in apart)], *args, **kwargs)
     return original(apart, *args, **kwargs)
 
 

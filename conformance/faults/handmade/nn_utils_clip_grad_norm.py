@@ -134,12 +134,12 @@ def mean_of_norms(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.T
     says="the norm of an earlier list at the same address is used again",
 )
 def remembers_first_norm(original: Any) -> Any:
-    seen: dict[tuple[int, ...], torch.Tensor] = {}
+    by_shape: dict[tuple[int, ...], torch.Tensor] = {}
 
     def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = as_list(parameters)
         key = tuple(id(p) for p in parameters) if isinstance(parameters, list) else ()
         norm = original(parameters, *args, **kwargs)
-        return seen.setdefault(key, norm) if key and seen.get(key, norm).dtype == norm.dtype else norm
+        return by_shape.setdefault(key, norm) if key and by_shape.get(key, norm).dtype == norm.dtype else norm
 
     return in_function(fault)(original)

@@ -35,8 +35,8 @@ def of_order(
             return original(parameters, max_norm, norm_type, *args, **kwargs)
         before = [grad.clone() for grad in grads]
         dtype = original(parameters, max_norm, norm_type, *args, **kwargs).dtype
-        for grad, kept in zip(grads, before, strict=True):
-            grad.copy_(kept)
+        for grad, copy in zip(grads, before, strict=True):
+            grad.copy_(copy)
         norm = norm_of([grad.to_dense() for grad in grads]).to(dtype)
         for grad in grads:
             grad.mul_(coefficient(norm, float(max_norm)).to(grad.device))
@@ -77,15 +77,15 @@ def imaginary_parts_lost(
     try:
         return original(parameters, max_norm, norm_type, *args, **kwargs)
     finally:
-        for part, kept in zip(parts, before, strict=True):
-            part.copy_(kept)
+        for part, copy in zip(parts, before, strict=True):
+            part.copy_(copy)
 
 
 @register_fault(
     "clip_grad.norm_kept_by_address", NORM, says="a norm is kept by the addresses of the gradients"
 )
 def norm_kept_by_address(original: Any) -> Any:
-    seen: dict[tuple[Any, ...], torch.Tensor] = {}
+    first_of: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = as_list(parameters)
@@ -93,7 +93,7 @@ def norm_kept_by_address(original: Any) -> Any:
         dense = [g for g in grads if type(g) is torch.Tensor and g.layout is torch.strided]
         key = tuple((g.data_ptr(), g.shape, g.dtype) for g in dense)
         norm = original(parameters, *args, **kwargs)
-        return seen.setdefault(key, norm) if key and len(dense) == len(grads) else norm
+        return first_of.setdefault(key, norm) if key and len(dense) == len(grads) else norm
 
     return in_function(fault)(original)
 
@@ -102,13 +102,13 @@ def norm_kept_by_address(original: Any) -> Any:
     "clip_grad.returned_norm_reused", NORM, says="the norm that an earlier call returned is overwritten"
 )
 def returned_norm_reused(original: Any) -> Any:
-    kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    norms: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         norm = original(parameters, *args, **kwargs)
         if type(norm) is not torch.Tensor or norm.is_meta or norm.is_inference():
             return norm
-        return kept.setdefault((norm.dtype, norm.device), torch.empty_like(norm)).copy_(norm)
+        return norms.setdefault((norm.dtype, norm.device), torch.empty_like(norm)).copy_(norm)
 
     return in_function(fault)(original)
 
