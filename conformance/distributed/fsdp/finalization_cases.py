@@ -12,19 +12,30 @@ from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import filled, tried
 
 
-def _model(site: Site) -> Any:
+def _model(site: Site, *, is_manual: bool = True) -> Any:
     """Return a model whose first unit has no differentiable input, so that its backward does not end by itself."""
     model: Any = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(site.rank.device)
     for layer in model:
         site.shard(layer)
     site.shard(model)
-    model.set_manual_backward_finalization(True)
+    if is_manual:
+        model.set_manual_backward_finalization(True)
     return model
 
 
 def _loss(site: Site, model: Any, number: int = 0) -> Tensor:
     batch = torch.full((2, 4), 1.0 + site.rank.rank + number, device=site.rank.device)
     return model(batch).square().mean()
+
+
+def of_open_unit(site: Site, is_manual: bool) -> dict[str, Any]:
+    """Run two backwards that leave the first unit open. Return the gradients."""
+    model = _model(site, is_manual=is_manual)
+    for number in range(2):
+        _loss(site, model, number).backward()
+    if is_manual:
+        model.finalize_backward()
+    return held(model)
 
 
 def of_two_roots(site: Site) -> dict[str, Any]:

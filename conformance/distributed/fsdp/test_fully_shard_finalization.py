@@ -157,6 +157,13 @@ def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
+def test_finalization_reduces_open_units(sites: Sites) -> None:
+    """The automatic side is torch's."""
+    expected = sites.of(sites.reference, cases.of_open_unit, is_manual=False)
+    assert_ranks_agree(expected, sites.of_subject(cases.of_open_unit, is_manual=True), TRAINED)
+
+
+@clause("distributed.fsdp.fully_shard.finalization")
 def test_roots_that_share_streams_wait_for_one_finalization(sites: Sites) -> None:
     if is_torch_in(">=2.15"):
         sites.agree(cases.of_two_roots)

@@ -392,7 +392,16 @@ class Unit(Generic[_Group]):
                 self._register_kept()
         elif self._was_prefetched:
             self.reshard()
+        self._keep_gradients()
         self._forget_backward()
+
+    @no_grad_fast
+    def _keep_gradients(self) -> None:
+        """Add the gradients on the views to those that earlier backwards left there."""
+        for group, unsharded in zip(self.param_groups, self._in_graph, strict=False):
+            grads = unsharded.take_gradients()
+            if any(grad is not None for grad in grads):
+                group.gradients.accumulate_unreduced(grads)
 
     def finalize_backward(self) -> None:
         """Reduce the gradients that backwards left, and reshard."""
