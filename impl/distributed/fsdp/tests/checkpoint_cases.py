@@ -230,7 +230,7 @@ def taken_by_torch(rank: Rank, *, how: str, use_orig_params: bool) -> Any:
 
     The states are then set on a model that was trained further. Its states are the last of the result.
     """
-    states: list[Any] = []
+    collected: list[Any] = []
     with drop_in.installed() if how == "dropped in" else contextlib.nullcontext():
         fsdp = FullyShardedDataParallel if how == "impl" else torch.distributed.fsdp.FullyShardedDataParallel
         torch.manual_seed(0)
@@ -248,14 +248,14 @@ def taken_by_torch(rank: Rank, *, how: str, use_orig_params: bool) -> Any:
         train()
         for options in (helpers.StateDictOptions(), helpers.StateDictOptions(full_state_dict=True)):
             states = helpers.get_state_dict(model, optimizer, options=options)
-            states.append(_plain(states))
+            collected.append(_plain(states))
             train()
             helpers.set_state_dict(
                 model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options
             )
         train()
-        states.append(_plain(helpers.get_state_dict(model, optimizer)))
-    return states
+        collected.append(_plain(helpers.get_state_dict(model, optimizer)))
+    return collected
 
 
 def _plain(states: Any) -> Any:
