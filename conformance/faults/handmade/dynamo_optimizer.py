@@ -229,14 +229,14 @@ def in_the_trace(
     """The trace reads `instead(its tracker)` for this option of the groups."""
 
     def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
-        tracker = original(self, tx, name)
+        result = original(self, tx, name)
         if name != "param_groups":
-            return tracker
-        for group in torch._dynamo.variables.LazyVariableTracker.realize_all(tracker).items:
+            return result
+        for group in torch._dynamo.variables.LazyVariableTracker.realize_all(result).items:
             for key, tracker in list(group.items.items()):
                 if key.vt.as_python_constant() == option:
                     group.items[key] = instead(tracker)
-        return tracker
+        return result
 
     register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
         in_resolution(fault)
