@@ -242,6 +242,18 @@ def _fully_shard(device: str) -> Call:
     return call
 
 
+def _finalized_backward(device: str) -> Call:
+    module = fsdp.fully_shard(nn.Linear(64, 64, device=device), mesh=init_device_mesh(device, (WORLD_SIZE,)))
+    module.set_manual_backward_finalization(True)
+    x = torch.randn(8, 64, device=device)
+
+    def call() -> None:
+        module(x).sum().backward()
+        module.finalize_backward(async_op=True).wait()
+
+    return call
+
+
 def _clip_of_fsdp(device: str) -> Call:
     at = torch.device(device, 0) if device == "cuda" else torch.device(device)
     model = fsdp.FullyShardedDataParallel(nn.Linear(64, 64), device_id=at)
@@ -319,6 +331,12 @@ CASES = [
         "fully_shard",
         _methods("distributed.fsdp", "fully_shard", "param_precisions", "set_detect_unsynchronized_step"),
         _fully_shard,
+        needs_group=True,
+    ),
+    WaitCase(
+        "finalize_backward",
+        ("distributed.fsdp.FSDPModule.finalize_backward", "distributed.fsdp.GradientReductionHandle.wait"),
+        _finalized_backward,
         needs_group=True,
     ),
     WaitCase(

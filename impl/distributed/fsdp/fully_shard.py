@@ -17,11 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fully_shard.cures import add_cure, add_names_of_whole, check_loaded_params
-from impl.distributed.fsdp._fully_shard.finalization import (
-    GradientReductionHandle,
-    finalize,
-    set_manual_finalization,
-)
+from impl.distributed.fsdp._fully_shard.finalization import finalize, set_manual_finalization
 from impl.distributed.fsdp._fully_shard.group_settings import (
     check_all_sharded,
     check_bool,
@@ -47,6 +43,7 @@ from impl.distributed.fsdp._fully_shard.init import (
     split_already_sharded,
 )
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
+from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
 from impl.distributed.fsdp._fully_shard.stale_optimizers import note_sharding
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup

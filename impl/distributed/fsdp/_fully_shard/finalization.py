@@ -1,57 +1,20 @@
-"""Backwards whose end the user decides: what may be called when, and handles of asynchronous finalizations."""
+"""Backwards whose end the user decides: what may be called when."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-from impl.distributed.fsdp._engine.root import Root, StepSettings
+from impl.distributed.fsdp._engine.root import Root
+from impl.distributed.fsdp._fully_shard.module_state import ModuleState
+from impl.distributed.fsdp._fully_shard.reduction_handle import (
+    ROOT_ALONE,
+    GradientReductionHandle,
+    PendingReduction,
+)
 from impl.distributed.fsdp._params.autograd import runs_backward
-
-if TYPE_CHECKING:
-    from impl.distributed.fsdp._fully_shard.module_state import CommContext, ModuleState
-
-_ROOT_ALONE = "set_manual_backward_finalization must be called on the root FSDP module"
-
-
-class GradientReductionHandle:
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns.
-
-    Source: torch.distributed.fsdp.GradientReductionHandle 2.15; differences: none.
-
-    >>> GradientReductionHandle().wait()
-    """
-
-    def wait(self) -> None:
-        """Make the current stream wait for the gradients, and allow the next forward.
-
-        Raises:
-            RuntimeError: `reset_iter_state` was called since.
-        Sync: none. Collectives: none.
-        """
-
-
-class PendingReduction(GradientReductionHandle):
-    """A finalization of `root` that roots with the same `comm` have to wait for."""
-
-    def __init__(self, root: Root, comm: CommContext) -> None:
-        self.root = root
-        self._comm = comm
-        self._is_done = False
-
-    def wait(self) -> None:
-        if self._is_done:
-            return
-        if self._comm.reduction is not self:
-            raise RuntimeError("This gradient reduction handle was invalidated")
-        self._comm.reduction = None
-        self._is_done = True
-        self.root.wait_for_gradients()
 
 
 def set_manual_finalization(state: ModuleState, enabled: bool) -> None:
     if state.is_root is False:
-        raise RuntimeError(_ROOT_ALONE)
+        raise RuntimeError(ROOT_ALONE)
     if enabled != state.settings.is_finalized_by_user and runs_backward():
         raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
     root = state.own_root
@@ -115,21 +78,3 @@ def _check_replicas(root: Root) -> None:
                 f"FSDP manual backward finalization requires all-reduce for parameter group {name!r}. Call "
                 "set_requires_all_reduce(True) before finalization"
             )
-
-
-def check_settings(inner: Iterable[StepSettings]) -> None:
-    """Raise RuntimeError if a module inside a root is to finalize backwards."""
-    if any(settings.is_finalized_by_user for settings in inner):
-        raise RuntimeError(_ROOT_ALONE)
-
-
-def check_waited(comm: CommContext) -> None:
-    """Raise RuntimeError in a forward after an asynchronous finalization that was not waited for."""
-    if comm.reduction is None:
-        return
-    error = RuntimeError("The previous gradient reduction must be waited on before forward")
-    error.add_note(
-        "Call wait() of the handle that finalize_backward(async_op=True) has returned, or reset_iter_state() of the "
-        "root if the handle was lost."
-    )
-    raise error

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Phase
 from impl.distributed.fsdp._engine.root import Root, StepSettings
-from impl.distributed.fsdp._engine.streams import Streams
 from impl.distributed.fsdp._engine.unit import Unit
-from impl.distributed.fsdp._fully_shard.finalization import PendingReduction, check_settings, check_waited
+from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext, check_settings, check_waited
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.nested import cast_floats, map_tensors, tensors_in
@@ -24,14 +23,6 @@ from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.kernels import dynamo_disable
 
 _STATE = "_tandem_fsdp_state"  # attribute of a module
-
-
-@dataclass
-class CommContext:
-    """Streams that roots may share, and the one finalization that they may have to wait for."""
-
-    streams: Streams | None = None
-    reduction: PendingReduction | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Handles of asynchronous finalizations, and what roots with the same streams share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from impl.distributed.fsdp._engine.root import Root, StepSettings
+from impl.distributed.fsdp._engine.streams import Streams
+
+ROOT_ALONE = "set_manual_backward_finalization must be called on the root FSDP module"
+
+
+@dataclass
+class CommContext:
+    """Streams that roots may share, and the one finalization that they may have to wait for."""
+
+    streams: Streams | None = None
+    reduction: PendingReduction | None = None
+
+
+class GradientReductionHandle:
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns.
+
+    Source: torch.distributed.fsdp.GradientReductionHandle 2.15; differences: none.
+
+    >>> GradientReductionHandle().wait()
+    """
+
+    def wait(self) -> None:
+        """Make the current stream wait for the gradients, and allow the next forward.
+
+        Raises:
+            RuntimeError: `reset_iter_state` was called since.
+        Sync: none. Collectives: none.
+        """
+
+
+class PendingReduction(GradientReductionHandle):
+    """A finalization of `root` that roots with the same `comm` have to wait for."""
+
+    def __init__(self, root: Root, comm: CommContext) -> None:
+        self.root = root
+        self._comm = comm
+        self._is_done = False
+
+    def wait(self) -> None:
+        if self._is_done:
+            return
+        if self._comm.reduction is not self:
+            raise RuntimeError("This gradient reduction handle was invalidated")
+        self._comm.reduction = None
+        self._is_done = True
+        self.root.wait_for_gradients()
+
+
+def check_settings(inner: Iterable[StepSettings]) -> None:
+    """Raise RuntimeError if a module inside a root is to finalize backwards."""
+    if any(settings.is_finalized_by_user for settings in inner):
+        raise RuntimeError(ROOT_ALONE)
+
+
+def check_waited(comm: CommContext) -> None:
+    """Raise RuntimeError in a forward after an asynchronous finalization that was not waited for."""
+    if comm.reduction is None:
+        return
+    error = RuntimeError("The previous gradient reduction must be waited on before forward")
+    error.add_note(
+        "Call wait() of the handle that finalize_backward(async_op=True) has returned, or reset_iter_state() of the "
+        "root if the handle was lost."
+    )
+    raise error
