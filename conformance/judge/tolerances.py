@@ -126,6 +126,7 @@ def stored_updates(steps: int, dtype: torch.dtype) -> Tolerance:
 
 
 EXACT = Tolerance(0, "a move, a copy or one rounding, which must be the same on both sides")
+SAME_BITS = Tolerance(0, "the same operators, and sums over at most two ranks, which have one order")
 
 
 def norm_of(

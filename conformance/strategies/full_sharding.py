@@ -10,22 +10,23 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall
 from conformance.distributed.fsdp.fully_shard_calls import UNITS as UNITS_IN_A_ROW
 from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining, Sharding
-from conformance.distributed.fsdp.module_trees import FORMS
+from conformance.distributed.fsdp.module_trees import FORMS, INPUT_FORMS
 from conformance.judge.surface import torch_version
 from conformance.strategies.modules import KINDS, module_trees
 from conformance.strategies.sharding import steps, without_stale_gradients
 
 UNITS = ("root", "leaves", "groups", "nested", "list")
-_FREEZING = ("", "eval", "no_grad", "freeze", "thaw")
+_BEFORES = ("", "eval", "no_grad", "freeze", "thaw")
 _ORDERS = ("in turn", "together", "no_sync", "unfinished")
 # What has no parameters is a unit as well.
 _KINDS = (*KINDS, "bare", "counted")
 # fully_shard of torch 2.11 finds no tensors in dataclasses, and so leaves a unit that returns one out of a backward.
-_FORMS = tuple(form for form in FORMS if form != "dataclass" or torch_version() != "2.11")
+_UNSEEN_FORMS = ("dataclass",) if torch_version() == "2.11" else ()
+_FORMS, _INPUT_FORMS = (
+    tuple(form for form in forms if form not in _UNSEEN_FORMS) for forms in (FORMS, INPUT_FORMS)
+)
 # Until 2.13 torch leaves several modules that are one unit open where a part of them runs again.
 _CLOSES_LISTS = torch_version() not in ("2.11", "2.12")
-# Without statistics over a batch, which need more than low precision has.
-KINDS_IN_LOW_PRECISION = ("affine", "linear", "lookup", "scaled", "tied", "idle", "bare")
 
 
 @st.composite
@@ -48,15 +49,22 @@ def sharded_trainings(
     *,
     dtype: torch.dtype = torch.float64,
     tree: dict[str, Any] | None = None,
+    befores: tuple[str, ...] = _BEFORES,
     **sharding: Any,
 ) -> ShardedTraining:
     drawn = draw(shardings(**sharding))
     frozen = ("none", "none", "first", "all")
-    given = {"frozen": frozen, "kinds": _KINDS, "forms": _FORMS, **(tree or {})}
-    trees = module_trees(dtype=dtype, **given)
+    options = {
+        "frozen": frozen,
+        "kinds": _KINDS,
+        "forms": _FORMS,
+        "input_forms": _INPUT_FORMS,
+        **(tree or {}),
+    }
+    trees = module_trees(dtype=dtype, **options)
     if drawn.units == "list" and not _CLOSES_LISTS:
         trees = trees.filter(lambda tree: all(group.calls == 1 for group in tree.body.groups()))
-    schedule = st.lists(steps(_ORDERS, _FREEZING), min_size=2, max_size=3)
+    schedule = st.lists(steps(_ORDERS, befores), min_size=2, max_size=3)
     return ShardedTraining(draw(trees), drawn, without_stale_gradients(draw(schedule)))
 
 
@@ -121,14 +129,13 @@ def _gathers_for_use(calls: list[UnitCall]) -> bool:
 
 
 def policies() -> st.SearchStrategy[dict[str, Any]]:
-    """What MixedPrecisionPolicy is made of; left out means the default."""
-    dtypes = st.sampled_from([torch.bfloat16, torch.float32])
+    """Return arguments of MixedPrecisionPolicy, low precision and casts most often."""
+    low, full = torch.bfloat16, torch.float32
     return st.fixed_dictionaries(
-        {},
-        optional={
-            "param_dtype": dtypes,
-            "reduce_dtype": dtypes,
-            "output_dtype": dtypes,
-            "cast_forward_inputs": st.booleans(),
-        },
+        {
+            "param_dtype": st.sampled_from([low, low, full, None]),
+            "reduce_dtype": st.sampled_from([None, full, low]),
+            "output_dtype": st.sampled_from([None, full, low]),
+            "cast_forward_inputs": st.sampled_from([True, True, False]),
+        }
     )

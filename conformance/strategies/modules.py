@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.module_trees import FORMS, Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.module_trees import FORMS, INPUT_FORMS, Leaf, ModuleGroup, ModuleTree
 
 KINDS = ("affine", "linear", "normed", "batched", "lookup", "scaled", "tied", "idle")
 CHECKPOINTING = ("none", "none", "plain")
@@ -38,14 +38,17 @@ def module_trees(
     kinds: tuple[str, ...] = KINDS,
     checkpointing: tuple[str, ...] = CHECKPOINTING,
     forms: tuple[str, ...] = FORMS,
+    input_forms: tuple[str, ...] = INPUT_FORMS,
+    heads: tuple[str, ...] = ("trained",),
     dtype: torch.dtype = torch.float64,
 ) -> ModuleTree:
     leaf = leaves(frozen=frozen, kinds=kinds)
     inner = groups(leaf, checkpointing, forms)
     return ModuleTree(
         body=draw(groups(st.one_of(leaf, leaf, inner), checkpointing, forms)),
-        takes=draw(st.sampled_from(forms)),
+        takes=draw(st.sampled_from(input_forms)),
         returns=draw(st.sampled_from(forms)),
         dtype=dtype,
         seed=draw(st.integers(0, 50)),
+        head=draw(st.sampled_from(heads)),
     )

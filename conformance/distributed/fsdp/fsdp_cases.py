@@ -72,7 +72,9 @@ class Step:
         "in turn"  # `together`: all forwards, then one backward; `no_sync`: all backwards but the last in it;
         # `unfinished`: all backwards but the last are told that they are not (fully_shard)
     )
-    before: str = ""  # eval, no_grad: a forward of that kind; freeze, thaw: the first part of the body
+    # eval, no_grad: a forward of that kind; write: a forward without gradients, a write to all parameters, and another
+    # such forward; freeze, thaw: the first part of the body
+    before: str = ""
     set_to_none: bool = True
 
 
@@ -146,7 +148,13 @@ class Progress:
     def __init__(self, case: Training, rank: int, device: torch.device = CPU) -> None:
         self.tree, self.rank, self.setup, self.device = case.tree, rank, case.setup, device
         self.forwards = 0
-        self.seen: dict[str, list[Any]] = {"outputs": [], "forms": [], "losses": [], "input_gradients": []}
+        self.seen: dict[str, list[Any]] = {
+            "outputs": [],
+            "forms": [],
+            "losses": [],
+            "input_gradients": [],
+            "written": [],
+        }
 
     def accumulate(self, model: nn.Module, step: Step) -> None:
         """Whatever comes before the optimizer's step."""
@@ -154,6 +162,10 @@ class Progress:
             for name, parameter in model.named_parameters():
                 if clean(name).startswith("body.parts.0."):
                     parameter.requires_grad_(step.before == "thaw")
+        elif step.before == "write":
+            self._look(model, "no_grad")
+            self._write(model)
+            self._look(model, "no_grad")
         elif step.before:
             self._look(model, step.before)
         if step.order == "together":
@@ -170,6 +182,14 @@ class Progress:
         with torch.no_grad():
             self._forward(model)
         model.train()
+
+    def _write(self, model: Any) -> None:
+        """Scale the parameters, which are gathered for it if the model can do that."""
+        is_wrapped = hasattr(model, "summon_full_params")
+        with model.summon_full_params(model) if is_wrapped else contextlib.nullcontext(), torch.no_grad():
+            for name, parameter in model.named_parameters():
+                self.seen["written"].append((clean(name), str(parameter.dtype)))
+                parameter.mul_(0.75)
 
     def _train(self, model: nn.Module, forwards: int) -> None:
         ran = [self._forward(model) for _ in range(forwards)]

@@ -116,14 +116,24 @@ class _ShardedProgress(Progress):
 
     def _look(self, model: nn.Module, kind: str) -> None:
         super()._look(model, kind)
-        for module in model.modules() if self._reshards_after_evaluations else ():
-            if hasattr(module, "reshard"):
-                module.reshard()
+        if self._reshards_after_evaluations:
+            _reshard_all(model)
+
+    def _write(self, model: nn.Module) -> None:
+        # Deviation fully_shard.written_after_evaluation: torch's forward reads what units kept after an evaluation.
+        _reshard_all(model)
+        super()._write(model)
 
     def _forward(self, model: nn.Module) -> Any:
         made = super()._forward(model)
         self.seen["registered"].append(registered(model))
         return made
+
+
+def _reshard_all(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 # -- sharding

@@ -20,6 +20,7 @@ ROWS = 3  # of each rank's data, at each forward
 WIDTH = 3  # of the model's input
 LOOKUPS = 5  # rows of a lookup's table
 FORMS = ("tensor", "tuple", "list", "dict", "dataclass")
+INPUT_FORMS = (*FORMS, "keyword")
 
 
 @dataclass
@@ -282,7 +283,7 @@ class ModuleTree:
     """A whole model: `body`, and a head of its own parameters behind it, unless it is to have none."""
 
     body: ModuleGroup
-    takes: str = "tensor"  # form of the input
+    takes: str = "tensor"  # form of the input, a member of INPUT_FORMS
     returns: str = "tensor"  # form of the output
     dtype: torch.dtype = torch.float64
     seed: int = 0
@@ -329,6 +330,8 @@ class Model(nn.Module):
 
 
 def call(model: nn.Module, tree: ModuleTree, batch: Batch) -> Any:
+    if tree.takes == "keyword":
+        return model(given=batch.x, ids=batch.ids)
     return model(in_form(batch.x, tree.takes), ids=batch.ids)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,33 +12,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import precision_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup, Training
+from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.lab import SIMPLE, TREE
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
+    Seen,
     Twins,
     Wrapping,
     each_strategy,
     each_wrapping,
     leaf_by_leaf,
+    raises,
 )
 from conformance.judge.clauses import clause
-from conformance.judge.tolerances import TRAINED, Tolerance
-from conformance.strategies.sharding import WRAPS, steps, trainings
+from conformance.judge.deviations import does_as
+from conformance.judge.library import Library
+from conformance.judge.tolerances import SAME_BITS, TRAINED, Tolerance
+from conformance.strategies.modules import CHECKPOINTING, KINDS
+from conformance.strategies.sharding import steps, trainings
 
 LOW = (torch.bfloat16, torch.float16)
 HOLLOW = ModuleTree(
     ModuleGroup((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
 )
-WITHOUT_STATISTICS = ("affine", "linear", "normed", "lookup", "scaled", "tied", "idle")
 
 
 def _keeps_what_it_can(policy: dict[str, Any]) -> bool:
     """torch fails on gradients that are to be kept in another dtype than the parameters are computed with."""
-    dtypes = {policy[name] for name in ("param_dtype", "reduce_dtype") if name in policy}
-    return not policy.get("keep_low_precision_grads") or len(dtypes) == 1
+    dtypes = {policy["param_dtype"], policy["reduce_dtype"]} - {None}
+    return not policy["keep_low_precision_grads"] or len(dtypes) == 1
 
 
 def _shows_low_precision_twice(training: Training) -> bool:
@@ -48,16 +53,27 @@ def _shows_low_precision_twice(training: Training) -> bool:
     return is_tied and training.setup.uses_orig_params and bool(keeps or accumulates)
 
 
+def _adds_in_one_order(training: Training, world_size: int) -> bool:
+    """Return whether nothing but dtypes decides how gradients are rounded.
+
+    Without sharding, torch rounds the sum of several backwards to reduce_dtype, and Tandem the gradient of each. The
+    gradients of a unit that is called twice may be added to those of earlier backwards one by one or together.
+    """
+    is_whole = training.setup.strategy == "NO_SHARD" or world_size == 1
+    adds_whole = is_whole and any(step.forwards > 1 for step in training.steps)
+    return not adds_whole and all(group.calls == 1 for group in training.tree.body.groups())
+
+
+# Low precision and casts are likely: what differs between dtypes shows with them.
 policies = st.fixed_dictionaries(
-    {},
-    optional={
-        "param_dtype": st.sampled_from([*LOW, torch.float32]),
-        "reduce_dtype": st.sampled_from([*LOW, torch.float32]),
-        "buffer_dtype": st.sampled_from([*LOW, torch.float32]),
-        "keep_low_precision_grads": st.booleans(),
+    {
+        "param_dtype": st.sampled_from([*LOW, *LOW, torch.float32, None]),
+        "reduce_dtype": st.sampled_from([None, torch.float32, *LOW]),
+        "buffer_dtype": st.sampled_from([None, torch.float32, *LOW]),
+        "keep_low_precision_grads": st.sampled_from([False, False, True]),
         "cast_forward_inputs": st.booleans(),
-        "cast_root_forward_inputs": st.booleans(),
-    },
+        "cast_root_forward_inputs": st.sampled_from([True, True, False]),
+    }
 ).filter(_keeps_what_it_can)
 
 
@@ -77,18 +93,51 @@ def tolerance_of(policy: dict[str, Any]) -> Tolerance:
 def test_trains_in_mixed_precision(
     twins: Twins, strategy: str, data: st.DataObject, policy: dict[str, Any]
 ) -> None:
+    """Compare bit by bit, because a tolerance hides in which dtype gradients are accumulated, reduced and averaged."""
+    ignored = data.draw(st.sampled_from(["", "ignored_modules"]))
     training = data.draw(
         trainings(
             strategy=strategy,
             dtype=torch.float32,
-            schedule=steps(orders=("in turn", "no_sync")),
-            tree={"kinds": WITHOUT_STATISTICS},
-            wraps=tuple(wrap for wrap in WRAPS if wrap != "size"),
+            schedule=steps(orders=("in turn", "no_sync"), befores=("", "eval", "no_grad", "write")),
+            tree={
+                "kinds": (*KINDS, "bare", "counted"),
+                "heads": ("trained", "trained", "none"),
+                # Deviation fsdp.recomputed_without_cast.
+                "checkpointing": ("none",) if policy["cast_forward_inputs"] else CHECKPOINTING,
+            },
+            wraps=("root", "leaves") if ignored else ("root", "leaves", "groups", "manual"),
             mixed_precision=policy,
+            ignored=ignored,
         ).filter(lambda drawn: not (drawn.mixes_frozen_with_trained or _shows_low_precision_twice(drawn)))
     )
     seen = [twins.trained(library, training) for library in (twins.reference, twins.subject)]
-    assert_ranks_agree(*seen, tolerance_of(policy))
+    has_one_order = twins.world_size <= 2 and _adds_in_one_order(training, twins.world_size)
+    assert_ranks_agree(*seen, SAME_BITS if has_one_order else tolerance_of(policy))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.recomputed")
+@pytest.mark.deviation("fsdp.recomputed_without_cast")
+@each_strategy
+def test_recomputed_forward_casts_inputs(twins: Twins, strategy: str) -> None:
+    precision = {
+        "param_dtype": torch.bfloat16,
+        "cast_forward_inputs": True,
+        "cast_root_forward_inputs": False,
+    }
+    setup = leaf_by_leaf(strategy, mixed_precision=precision)
+
+    def train(library: Library, checkpointing: str) -> Seen:
+        body = ModuleGroup((Leaf("affine", 2),), checkpointing=checkpointing)
+        tree = ModuleTree(body, dtype=torch.float32, head="none")
+        return twins.trained(library, Training(tree, setup, (Step(),)))
+
+    expected = train(twins.reference, "none")
+    twins.judge(
+        lambda library: train(library, "plain"),
+        torch_does=raises(RuntimeError, "must have the same dtype"),
+        we_do=partial(does_as, expected),
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.explicit_full_precision")

@@ -258,6 +258,31 @@ def inputs_cast_in_full_precision(original: Any, self: Any, *args: Any, **kwargs
     return original(self, *cast, **kwargs)
 
 
+@broken(
+    "keyword_inputs_not_cast",
+    "forward",
+    "inputs that are given by keyword are not cast",
+    about="(mixed_precision)",
+)
+def keyword_inputs_not_cast(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    hook = self.module.register_forward_pre_hook(lambda module, cast, _: (cast, kwargs), with_kwargs=True)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        hook.remove()
+
+
+@in_constructor(
+    "ignored_buffers_cast", "mixed_precision", "buffers of ignored modules are cast to buffer_dtype"
+)
+def _(arguments: Arguments) -> None:
+    if arguments["mixed_precision"] is None or arguments["mixed_precision"].buffer_dtype is None:
+        return
+    for buffer in (buffer for module in arguments["ignored_modules"] or () for buffer in module.buffers()):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(arguments["mixed_precision"].buffer_dtype)
+
+
 # Afterwards
 
 
