@@ -25,7 +25,7 @@ from conformance.judge import surface
 from conformance.judge.rows import all_deviations
 
 HERE = Path(__file__).parents[1]
-TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14")  # supported by this package
+TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # supported by this package
 # Folders whose tests judge a subject. The other folders test this repository.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
 LEVELS = ("core", "deviation", "extension")
