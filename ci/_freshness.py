@@ -11,6 +11,7 @@ from pathlib import Path
 
 import _differences
 import _picture
+import _runs
 from _environment import ROOT, git, project
 
 sys.path.insert(0, str(ROOT))
@@ -22,6 +23,7 @@ DOCUMENTS = tuple(
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/differences.md": _differences.page,
     "docs/results.svg": _picture.picture,
+    _runs.PAGE: _runs.page,
 }
 MOST_NEWER_COMMITS = 10
 
