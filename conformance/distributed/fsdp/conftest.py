@@ -25,7 +25,7 @@ def twins_of(
 
 @pytest.fixture
 def twins(twins_of: TwinsOf, world_size: int, device: str) -> Twins:
-    """On the world size and the device that the test runs with."""
+    """Rank comparison in the world size and on the device of the test."""
     return twins_of(world_size, device)
 
 
@@ -36,18 +36,18 @@ def sites_of(twins_of: TwinsOf) -> TwinsOf:
 
 @pytest.fixture
 def sites(sites_of: TwinsOf, world_size: int, device: str) -> Sites:
-    """On the world size and the device that the test runs with."""
+    """Rank comparison of `fully_shard` probes, in the world size and on the device of the test."""
     return sites_of(world_size, device)
 
 
 @pytest.fixture
 def cpu_twins(twins_of: TwinsOf, world_size: int) -> Twins:
-    """On the world size that the test runs with."""
+    """Rank comparison in the world size of the test, on the CPU."""
     return twins_of(world_size)
 
 
 @pytest.fixture
 def torch_cannot(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return `assert_limit` for the row that the test's mark `reference_limit` names."""
+    """Return `assert_limit` for the row of `reference_limits.toml` that the test's mark `reference_limit` names."""
     row = all_reference_limits()[request.node.get_closest_marker("reference_limit").args[0]]
     return functools.partial(assert_limit, row)

@@ -1,4 +1,4 @@
-"""Calls of what fully_shard has made, one behind the other, and what a rank sees behind each of them."""
+"""Sequences of calls on a model sharded by `fully_shard`, and what a rank observes after each call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
-# Four units in a row and the root; the second has fewer elements than three ranks, the last a part that is not called.
+# Four units in a sequence, and the root. The second unit has fewer elements than three ranks, and the last one contains
+# a module that is never called.
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("scaled"), Leaf("affine", 2), Leaf("idle"))))
 UNITS = 4
 ROOT = UNITS
@@ -26,7 +27,11 @@ ROOT = UNITS
 
 @dataclass(frozen=True)
 class UnitCall:
-    """`name` is a method of a unit, numbered as they run (the last is the root), or one of `_OF_THE_SCENE`."""
+    """A call of a unit's method or of a function in `_OF_THE_SCENE`.
+
+    `name` is the method or the key in `_OF_THE_SCENE`. Units are numbered in the order in which they run, and the last
+    number is the root.
+    """
 
     name: str
     unit: int = ROOT
@@ -39,9 +44,9 @@ class UnitCall:
 def play(
     rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[UnitCall], tree: ModuleTree = TREE
 ) -> Outcome:
-    """Make the calls; the value is what was seen behind each, and what this rank holds in the end.
+    """Run the calls. Return what the rank observed after each call, and what it holds at the end.
 
-    The ranks meet in front of each call, and wherever a unit begins to compute.
+    The ranks wait for each other before every call, and before every unit computes.
     """
     found, model = load_library(library), tree.build()
 
@@ -53,16 +58,18 @@ def play(
 
 
 class CallScene:
-    """A sharded model, and what calls leave for later calls."""
+    """A sharded model, and the state that calls leave for later calls."""
 
     def __init__(self, rank: Rank, library: Library, model: Any, tree: ModuleTree) -> None:
         self.rank, self.library, self.model, self.tree = rank, library, model, tree
         self.units = [*reversed(units_of(model, "leaves")), model]
-        self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5, foreach=True)  # as on a device
+        # foreach is torch's default on an accelerator.
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5, foreach=True)
         inner = {id(p): number for number, unit in enumerate(self.units[:ROOT]) for p in unit.parameters()}
         self.unit_of = {id(p): inner.get(id(p), ROOT) for p in model.parameters()}
-        self.unsynchronised: set[int] = set()  # units that are told not to synchronise
-        self.waiting: set[int] = set()  # those whose gradients may wait for it
+        self.unsynchronised: set[int] = set()  # units with gradient synchronisation switched off
+        # Units whose gradients may be unreduced.
+        self.waiting: set[int] = set()
         self.losses: list[torch.Tensor] = []
         self.handles: list[Any] = []
         self.reported: list[Any] = []
@@ -79,9 +86,9 @@ class CallScene:
         return {
             "call": str(one),
             "made": made,
-            "reported": sorted(self.reported, key=str),  # gathers and reductions may overtake each other
+            "reported": sorted(self.reported, key=str),  # the order of gathers and reductions may vary
             "keeps the event": self.event() is not None,
-            # Behind an exception anything may be there, until it is reset.
+            # After an exception, what is registered is undefined until the state is reset.
             "registered": {} if one.name in _FAILING else registered(self.model),
         }
 
@@ -105,7 +112,7 @@ class CallScene:
         return None
 
     def _real(self, value: Any) -> Any:
-        """Units for their numbers, objects for their names."""
+        """Replace unit numbers by units, and names by the objects that they stand for."""
         if isinstance(value, list):
             return [self.units[number] if isinstance(number, int) else number for number in value]
         return _OBJECTS[value](self) if isinstance(value, str) and value in _OBJECTS else value
@@ -129,7 +136,7 @@ def _meet_in_backward(unit: nn.Module, inputs: Any, output: torch.Tensor) -> Non
         output.register_hook(lambda grad: dist.barrier())
 
 
-# -- calls that are no methods
+# -- calls that are not methods
 
 
 def _forward(scene: CallScene, one: UnitCall) -> torch.Tensor:
@@ -143,7 +150,7 @@ def _look(scene: CallScene, one: UnitCall) -> torch.Tensor:
 
 
 def _backward(scene: CallScene, one: UnitCall) -> int:
-    """Of all losses that are there."""
+    """Run backward of the sum of all losses so far."""
     losses, scene.losses = scene.losses, []
     if losses:
         scene.waiting = set(scene.unsynchronised)
@@ -152,7 +159,7 @@ def _backward(scene: CallScene, one: UnitCall) -> int:
 
 
 def _failing_forward(scene: CallScene, one: UnitCall) -> None:
-    """Raises inside a unit."""
+    """Run a forward in which a unit's pre-forward hook raises."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("in a forward")
@@ -180,7 +187,7 @@ def _hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
 
 def _step(scene: CallScene, one: UnitCall) -> None:
-    """Of parameters whose gradients do not wait: failures.waiting_step asks about the others."""
+    """Step only the parameters whose gradients are reduced. The clause `failures.waiting_step` covers the others."""
     group = scene.optimizer.param_groups[0]
     parameters = group["params"]
     group["params"] = [p for p in parameters if scene.unit_of[id(p)] not in scene.waiting]
@@ -192,8 +199,10 @@ def _step(scene: CallScene, one: UnitCall) -> None:
 
 
 def _step_of_shards(scene: CallScene, one: UnitCall) -> bool:
-    """With nothing unsharded, of which torch would go on with the weights before; not between a forward and its
-    backward, whose weights no library has then.
+    """Reshard all units, then step.
+
+    While units are unsharded, torch would continue with the weights from before the step. Do nothing between a forward
+    and its backward, because no library has the forward's weights then.
     """
     if scene.losses:
         return False
@@ -206,7 +215,10 @@ def _step_of_shards(scene: CallScene, one: UnitCall) -> bool:
 
 
 def _step_beside(scene: CallScene, one: UnitCall) -> None:
-    """On a stream of its own, where there are some; its event is all that the next forward is told of it."""
+    """Step on a separate stream, if the device has streams.
+
+    The model gets only the event of the step, by `set_post_optim_event`.
+    """
     event: Any = _event(scene)
     if scene.rank.device.type == "cpu":
         scene.optimizer.step()
@@ -232,7 +244,7 @@ def _state_dict(scene: CallScene, one: UnitCall) -> list[str]:
 
 
 def _load(scene: CallScene, one: UnitCall) -> str:
-    """Doubled parameters."""
+    """Load a state dict with doubled parameters."""
     doubled = {name: value.detach() * 2 for name, value in scene.model.state_dict().items()}
     return str(scene.model.load_state_dict(doubled, **one.arguments))
 
@@ -242,7 +254,7 @@ def _convert(scene: CallScene, one: UnitCall) -> None:
 
 
 def _skip_a_unit(scene: CallScene, one: UnitCall) -> torch.Tensor:
-    """A forward and backward without one of the units on the ranks that `by` names, or on every one."""
+    """Run a forward and backward without one unit, on the ranks in `by` or on every rank."""
     unit, by = scene.units[one.unit], one.arguments.get("by")
     skips = by is None or scene.rank.rank in by
     original, unit.forward = unit.forward, (lambda x, *, ids: x * 1) if skips else unit.forward
@@ -272,11 +284,11 @@ _OF_THE_SCENE: dict[str, Callable[[CallScene, UnitCall], Any]] = {
 }
 
 
-# -- objects that methods are handed
+# -- objects that are passed to methods
 
 
 class _Reporting:
-    """Communication of our own: does what the default does, and says before it what it was asked for."""
+    """User-defined communication that reports its arguments and then does what the default does."""
 
     def __init__(self, report: Callable[[list[Any]], object]) -> None:
         self._report = report
@@ -322,7 +334,10 @@ class _DeviceEvent(torch.Event): ...
 
 
 def _event(scene: CallScene) -> Any:
-    """Recorded behind an optimizer's step; a reference to it tells whether somebody still has it."""
+    """Return an event for `set_post_optim_event`.
+
+    The scene keeps only a weak reference, which shows whether the library still holds the event.
+    """
     made = _CpuEvent() if scene.rank.device.type == "cpu" else _DeviceEvent(scene.rank.device)
     scene.event = weakref.ref(made)
     return made

@@ -1,4 +1,4 @@
-"""Probes of `fully_shard`, functions of a `Site`, on the ranks of both libraries: compared, or judged by a row."""
+"""Comparison of `fully_shard` probes, which are functions of a `Site`, on the ranks of both libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.judge.tolerances import TRAINED
 
 
 class Sites(Twins):
-    """The fixtures `sites` and `sites_of`: twins whose programs are given a `Site`, which no setup has wrapped."""
+    """The fixtures `sites` and `sites_of`: a rank comparison whose programs get a `Site` instead of a wrapped model."""
 
     tolerance = TRAINED
 
@@ -22,5 +22,5 @@ class Sites(Twins):
         return outcomes(self.pool, library, "fully_shard_construct_cases:probe", asks=program, **arguments)
 
     def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
-        """By a row: we do on every rank as one process does without sharding."""
+        """Judge a deviation: every rank of the subject must do what one process does without sharding."""
         self.deviate(program, we_do=lambda seen: all(does_as(expected, each) for each in seen), **arguments)

@@ -1,12 +1,13 @@
-"""What surely runs before what, worked out from a log of what the host issued to streams; and what is left open.
+"""Happens-before analysis of a log of the operations that a host issued to streams.
 
-A stream runs what it is given one after the other, beside the other streams and the host. What holds streams
-together: nothing runs before it was issued; a wait for an event comes after all that its stream was given before the
-event was recorded; a host that blocks on an event issues the rest after it.
+The operations of one stream run in order, concurrently with the other streams and the host. Three rules order
+operations of different streams. No operation runs before it was issued. A wait for an event ends after everything that
+was issued to the event's stream before the event was recorded. A host that blocks on an event issues its next
+operations after the event.
 
-Two uses of a buffer, one of which writes, must be ordered. So must the uses of a buffer that was freed and whatever is
-put into its memory: an allocator gives memory back to the stream it was allocated in, for the next allocation there,
-and asks no other stream whether it has finished with it.
+Two uses of a buffer must be ordered if one of them writes. The uses of a freed buffer must also be ordered with the
+uses of the next buffer in its memory. A caching allocator reuses the memory for the next allocation on the same stream,
+and does not check whether other streams still use it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 # The stream of the host's own reads and writes.
 HOST = "host"
-# That of buffers which the log does not see allocated.
+# The home stream of buffers whose allocation is not in the log.
 COMPUTE = "compute"
 
 
@@ -37,7 +38,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Free:
-    """The host gave the buffer's memory back; streams may have work left that uses it."""
+    """The host freed the buffer. Streams may still have pending work that uses it."""
 
     buffer: int
 
@@ -56,28 +57,28 @@ class Wait:
 
 @dataclass(frozen=True)
 class HostBlock:
-    """The host went on after the event."""
+    """The host blocked until the event."""
 
     event: int
 
 
 Entry = Operation | Allocation | Free | Record | Wait | HostBlock
-# How much of each stream is surely done.
+# For each stream, how many of its operations are certainly complete.
 Clock = dict[str, int]
 
 
 def hazards(log: Iterable[Entry]) -> list[str]:
-    """A sentence for each pair of uses that nothing holds apart, in the order of the log."""
+    """Return one sentence for each unordered pair of uses of the same memory, in the order of the log."""
     return _replayed(log).found
 
 
 @dataclass(frozen=True)
 class OrderedOperation:
-    """An operation of a log with all that surely runs before it."""
+    """An operation of a log, with everything that certainly runs before it."""
 
-    index: int  # in the log
+    index: int  # position in the log
     operation: Operation
-    tick: int  # of its stream
+    tick: int  # position in the operation's stream
     clock: Clock
 
     def comes_after(self, other: OrderedOperation) -> bool:
@@ -114,7 +115,7 @@ class _Use:
 class _Buffer:
     home: str = COMPUTE
     is_freed: bool = False
-    # The last of each stream's, which comes after all others of the stream.
+    # The last use on each stream. All earlier uses on the stream run before it.
     reads: dict[str, _Use] = field(default_factory=dict)
     writes: dict[str, _Use] = field(default_factory=dict)
 

@@ -1,6 +1,7 @@
-"""What programs for ranks are given: a rank with a library, and one small model that is wrapped with it.
+"""The environment of test programs on ranks: a rank, a library, and a small model that the library wraps.
 
-A program is a function `program(lab, **arguments)` of a `*_cases` module; what a rank saw comes back as an `Outcome`.
+A program is a function `program(lab, **arguments)` in a `*_cases` module. The parent process gets an `Outcome` from
+each rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from conformance.judge.library import Library, LookupFailed, NotProvided, load_l
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
-# Wrapped leaf by leaf: units within a chain that is none, buffers, and a unit with fewer elements than three ranks.
+# Wrapped leaf by leaf, the model has units in a chain that is not a unit, buffers, and a unit with fewer elements than
+# three ranks.
 _LOOKED_UP = Leaf("lookup", 3)
 TREE = ModuleTree(
     ModuleGroup(
@@ -28,7 +30,7 @@ TREE = ModuleTree(
     dtype=torch.float32,
     seed=3,
 )
-# The same without statistics over a batch, which need more than low precision has.
+# The same without batch statistics, which need more precision than low-precision dtypes have.
 SIMPLE = replace(
     TREE, body=ModuleGroup((Leaf("affine", 4), ModuleGroup((_LOOKED_UP,), form="tuple"), Leaf("scaled")))
 )
@@ -38,7 +40,7 @@ ONE_UNIT = Setup()
 
 
 class Lab:
-    """A rank with a library, and a model of `tree`: `plain` as it is built, `model` as `setup` wraps it."""
+    """A rank with a library and a model of `tree`: `plain` is the model as built, `model` is wrapped by `setup`."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Lab:
         return wrapped(self.rank, self.library, model, setup or self.setup)
 
     def wrap(self, module: Any, *, strategy: str = "", units: Collection[type] = (), **arguments: Any) -> Any:
-        """By the constructor itself; `units` are classes whose modules become units inside."""
+        """Wrap `module` by calling the constructor. Submodules of the classes in `units` become units."""
         arguments.setdefault("device_id", self.rank.device)
         if strategy:
             arguments["sharding_strategy"] = self.api.ShardingStrategy[strategy]
@@ -86,7 +88,8 @@ class Lab:
 
     def forward(self, number: int = 0) -> Any:
         batch = self.tree.batch(number, self.rank.rank)
-        if self.tree.takes == "dataclass":  # into which no root looks for tensors to move
+        # The root moves no tensors of user objects to the device.
+        if self.tree.takes == "dataclass":
             batch = batch.on(self.rank.device)
         return call(self.model, self.tree, batch)
 
@@ -111,13 +114,16 @@ def run(
     tree: ModuleTree,
     arguments: Mapping[str, Any],
 ) -> Outcome:
-    """What comes of a program on this rank."""
+    """Run a program on this rank. Return its outcome."""
     lab = Lab(rank, load_library(library), setup, tree)
     return observe(lambda: program(lab, **arguments))
 
 
 def tried(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the type and text of what it raises: for calls after which the program goes on."""
+    """Return the result of `call`, or the type and text of the error that it raised.
+
+    For calls after which the program continues.
+    """
     try:
         return call()
     except (NotProvided, LookupFailed):
@@ -131,7 +137,7 @@ def named(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def filled(module: nn.Module) -> Any:
-    """With numbers from -1 to 1, other ones for each parameter."""
+    """Fill the parameters with numbers from -1 to 1, with different values for each parameter."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             values = torch.linspace(-1, 1, parameter.numel() + number, dtype=torch.float64)[number:]

@@ -1,4 +1,4 @@
-"""Judges of the state dicts of optimizers of sharded models."""
+"""Checks of optimizer state dicts of sharded models."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from conformance.judge.tolerances import ONE_STEP
 
 
 def unwrapped(optimized: Optimized, tree: ModuleTree = TREE) -> dict[str, Any]:
-    """The state dict of an optimizer of the same model that was never wrapped, by names."""
+    """Return the optimizer state dict of the same model without wrapping, by parameter names."""
     model = tree.build()
     return cases.by_name(model, optimized.stepped(model))
 
 
 def as_tensors(value: Any) -> Any:
-    """What a rank saw, as it was there."""
+    """Replace each `TensorState` that a rank reported by its tensor."""
     return tree_map(lambda one: one.values if isinstance(one, TensorState) else one, value)
 
 
 def assert_close_states(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
-    """Of parameters by names: those of one process, and those that a rank saw."""
+    """Compare states by parameter names: `expected` of one process, `actual` as a rank reported them."""
     assert expected.keys() == actual.keys(), f"parameters {sorted(actual)}, expected {sorted(expected)}"
     for name, state in expected.items():
         assert state.keys() == actual[name].keys(), (
@@ -41,7 +41,10 @@ def assert_close_states(expected: Mapping[str, Any], actual: Mapping[str, Any]) 
 
 
 def assert_same_states(expected: Mapping[Any, Any], actual: Mapping[Any, Any]) -> None:
-    """Of what a rank steps: a state without elements may be missing, since it is made anew."""
+    """Compare two states of a rank's own optimizer.
+
+    A state whose tensors have no elements on this rank may be missing, because the optimizer creates it again.
+    """
     for key, state in expected.items():
         if key not in actual:
             parts = [value for value in state.values() if value.shape]

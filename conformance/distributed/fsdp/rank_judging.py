@@ -1,4 +1,4 @@
-"""Judges of what ranks saw: against torch's ranks, and against the same model unsharded."""
+"""Comparison of outcomes on ranks, with torch's ranks and with the same model unsharded."""
 
 from __future__ import annotations
 
@@ -22,27 +22,31 @@ _TO_TORCH_ITSELF = (
     "we are deprecating ShardedTensor",
     "_get_pg_default_device",
     "Multiple backends are registered",
-    "Dynamo does not know how to trace the builtin",  # where it looks into the runtime
+    # torch reports this builtin when Dynamo traces into the runtime.
+    "Dynamo does not know how to trace the builtin",
 )
 _OF_FROZEN_PARTS = (
-    "has both parameters with requires_grad=True and False"  # row fsdp.frozen_in_part_by_policy
+    "has both parameters with requires_grad=True and False"  # deviation fsdp.frozen_in_part_by_policy
 )
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
 
 
 def share_of_examples(share: float) -> settings:
-    """A share of the profile's examples, for those that cost a second each."""
+    """Return settings with a share of the profile's examples, for tests whose examples take about a second each."""
     return settings(max_examples=max(2, round(settings.default.max_examples * share)))
 
 
 def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
-    """What every rank saw. Which warnings came counts, not how often: that is how many units there are."""
+    """Run a case on all ranks. Return the outcomes, with each warning once.
+
+    How often a warning is given depends on the number of units, so it is not compared.
+    """
     seen = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
     return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in seen]
 
 
 def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Each once; without what is true of torch alone, or meant for those who wrote its sharding."""
+    """Return each warning once, without the warnings about torch itself and those for its sharding developers."""
     of_torch = (*_TO_TORCH_ITSELF, _OF_FROZEN_PARTS)
     return tuple(sorted(one for one in set(warned) if not any(text in one[1] for text in of_torch)))
 
@@ -58,7 +62,7 @@ def assert_ranks_agree(
 
 
 def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, torch.Tensor]:
-    """Those of one step of the probes' module."""
+    """Return the unsharded gradients of one training step of the default model."""
     return train_unsharded(Training(TREE, setup, (Step(),)), world_size)[rank]["whole_gradients"]
 
 
@@ -69,7 +73,7 @@ def assert_close_gradients(
 
 
 def without_layout(outcome: Outcome) -> Outcome:
-    """Which rank has which element of a unit that is frozen in part is the library's own affair."""
+    """Remove the layout of shards, because each library may lay out partly frozen units differently."""
     if outcome.raised is not None:
         return outcome
     names = [[*shards] for shards in outcome.value["shards"]]
@@ -100,7 +104,7 @@ def trains_like_unsharded(
 
 
 def assert_all_close(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
-    """Judges what a rank saw, tensors by name or one behind the other, by what there is unsharded."""
+    """Compare the tensors that a rank reported, by name or by position, with the unsharded ones."""
     named = dict(expected) if isinstance(expected, dict) else dict(enumerate(expected))
     found = dict(actual) if isinstance(actual, dict) else dict(enumerate(actual))
     assert named.keys() == found.keys(), f"{what}: {list(found)}, unsharded {list(named)}"

@@ -1,4 +1,4 @@
-"""What the parent makes of a plan that ranks played: comparison rank by rank, and plain answers."""
+"""Comparison of scaler programs that ranks ran, rank by rank, and properties of their outcomes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from conformance.ranks.collective_traces import Collective
 
 CASES = "conformance.distributed.fsdp.scaler_cases"
 
-# Of each rank, the outcome of each call.
+# For each rank, the outcome of each call.
 Seen = Sequence[Sequence[Outcome]]
 
 
 def on_ranks(twins: Twins, library: Library, case: str, **arguments: Any) -> list[Any]:
-    """What a case gave on every rank."""
-    library.find(SCALER)  # missing here rather than on the ranks, which is reported as such
+    """Run a case on every rank. Return one result per rank."""
+    # A missing scaler is detected here, so that it is reported as not provided.
+    library.find(SCALER)
     return twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
 
 
 def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) -> Seen:
-    """By the subject's ranks unless it is said."""
+    """Run the plan on the ranks of `library`, by default the subject."""
     return on_ranks(twins, library or twins.subject, "play", plan=plan)
 
 
 def assert_same(twins: Twins, plan: ScalerProgram) -> Seen:
-    """Both libraries' ranks play the plan; each call on each rank must have the same outcome. Gives the subject's."""
+    """Run the plan on the ranks of both libraries and compare the outcome of every call.
+
+    Return the subject's outcomes.
+    """
     expected, actual = played(twins, plan, twins.reference), played(twins, plan)
     for rank, (one, other) in enumerate(zip(expected, actual, strict=True)):
         for call, outcome, theirs in zip(plan.calls, other, one, strict=True):
@@ -47,12 +51,15 @@ def assert_same(twins: Twins, plan: ScalerProgram) -> Seen:
 
 
 def scales(seen: Seen) -> list[float]:
-    """Each rank's scale after the last call."""
+    """Return each rank's scale after the last call."""
     return [calls[-1].watched["scaler"]["scale"] for calls in seen]
 
 
 def stepped(seen: Seen, plan: ScalerProgram) -> list[list[bool]]:
-    """For each rank, whether its parameters moved in each `step` of the plan; only where all have gradients."""
+    """Return, for each rank, whether each `step` of the plan moved the parameters.
+
+    Every parameter must have a gradient.
+    """
     moved: list[list[bool]] = []
     for calls in seen:
         weights = [_weights(outcome) for outcome in calls]
@@ -72,5 +79,5 @@ def _weights(outcome: Outcome) -> list[torch.Tensor]:
 
 
 def issued(twins: Twins) -> list[list[Collective]]:
-    """By rank, the collectives of the case that was run last."""
+    """Return the collectives of the last case, for each rank."""
     return [list(trace) for trace in twins.pool.traces]

@@ -1,7 +1,7 @@
-"""What ranks send each other in training: counted between the barriers that `fsdp_cases` puts around each step.
+"""Traffic between ranks in training, counted between the barriers that `fsdp_cases` puts around each step.
 
-Operators that do the same count as the same: a gather into a list of tensors or into one, a sum scattered from either
-or from an all-to-all, whose receivers add up what they are sent.
+Operators with the same effect count as one kind: a gather into a list of tensors or into one tensor; a reduce-scatter
+or an all-to-all whose receivers add up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KINDS = {
     "scatter": re.compile("_?reduce_scatter|alltoall_base"),
     "reduce": re.compile("allreduce"),
 }
-# Whose described tensors are one rank's part of the whole.
+# Operators whose traced tensors are one rank's shard of the result.
 _OF_PARTS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
 
 
@@ -28,13 +28,13 @@ def kind(call: Collective) -> str:
 
 
 def moved_bytes(call: Collective) -> int:
-    """The bytes of the whole that is gathered, scattered or reduced."""
+    """Return the size in bytes of the full buffer that is gathered, scattered or reduced."""
     parts = len(call.members) if call.name in _OF_PARTS else 1
     return parts * sum(getattr(torch, dtype).itemsize * numel for dtype, numel in call.tensors)
 
 
 def steps_of(trace: Sequence[Collective]) -> list[list[Collective]]:
-    """What a rank issued within each step, from before its first forward to after its last backward."""
+    """Split a rank's trace into steps. A step lasts from before its first forward to after its last backward."""
     steps: list[list[Collective]] = [[]]
     for call in trace:
         if call.name == "barrier":
@@ -61,7 +61,7 @@ def gathers_before_barriers(trace: Sequence[Collective]) -> list[int]:
 
 
 def are_at_most(traces: Sequence[Sequence[Collective]], most: Sequence[Sequence[Collective]]) -> bool:
-    """Return whether no trace has more collectives or bytes of a kind than its bound."""
+    """Return whether no trace has more collectives or bytes of any kind than its bound."""
     return all(
         counts(trace) <= counts(bound) and bytes_by_kind(trace) <= bytes_by_kind(bound)
         for trace, bound in zip(traces, most, strict=True)

@@ -1,4 +1,4 @@
-"""One program on the ranks of both libraries: what each rank saw, compared with its twin's or judged by a row.
+"""Run one program on the ranks of both libraries, and compare what the ranks report or judge a deviation.
 
 def test_apply_shows_whole_parameters(twins: Twins, strategy: str) -> None:
     twins.agree(construct_cases.applied, leaf_by_leaf(strategy))
@@ -34,7 +34,7 @@ FULL = pytest.mark.profile("full")
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])
 
-Wrapping = dict[str, Any]  # a strategy and a kind of parameters
+Wrapping = dict[str, Any]  # strategy and use_orig_params
 each_wrapping = pytest.mark.parametrize(
     "wrapping",
     [
@@ -44,14 +44,14 @@ each_wrapping = pytest.mark.parametrize(
     ],
 )
 
-Seen = list[Outcome]  # by rank
+Seen = list[Outcome]  # outcomes by rank
 
 
 def leaf_by_leaf(strategy: str = "FULL_SHARD", use_orig_params: bool = False, **more: Any) -> Setup:
     return Setup(strategy, wrap="leaves", arguments={"use_orig_params": use_orig_params}, **more)
 
 
-# By the setup, where it is all that a test needs of it.
+# Parametrization by the setup, for tests that need nothing else.
 FLAT, ORIGINALS = leaf_by_leaf(), leaf_by_leaf(use_orig_params=True)
 flat_or_originals = pytest.mark.parametrize("setup", [FLAT, ORIGINALS], ids=["flat", "originals"])
 
@@ -59,7 +59,7 @@ flat_or_originals = pytest.mark.parametrize("setup", [FLAT, ORIGINALS], ids=["fl
 class Twins:
     """The fixtures `twins`, `cpu_twins` and `twins_of`: both libraries on the ranks of one world."""
 
-    tolerance = ONE_STEP  # of what agrees, unless said
+    tolerance = ONE_STEP  # default for comparisons
 
     def __init__(
         self, reference: Library, subject: Library, pool: RankPool, deviation: DeviationJudge | None = None
@@ -68,7 +68,7 @@ class Twins:
         self._deviation = deviation
 
     def judging(self, subject: Library) -> Twins:
-        """With another subject, on the same ranks."""
+        """Return a comparison with another subject on the same ranks."""
         return type(self)(self.reference, subject, self.pool, self._deviation)
 
     def __repr__(self) -> str:
@@ -80,11 +80,14 @@ class Twins:
 
     @property
     def is_alone(self) -> bool:
-        """A rank alone shards nothing, and so knows few of torch's faults."""
+        """Whether there is only one rank, which shards nothing, so that few of torch's faults occur."""
         return self.world_size == 1
 
     def of(self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
-        """What every rank of a library saw of a program; `arguments` are its own, but for the model's `tree`."""
+        """Run the program on every rank of a library.
+
+        `arguments` are those of the program, besides the model's `tree` and the limit `deadline_s`.
+        """
         limits = {name: arguments.pop(name) for name in ("deadline_s",) if name in arguments}
         asked = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}
         return outcomes(self.pool, library, "lab:run", arguments=arguments, **asked, **limits)
@@ -98,7 +101,7 @@ class Twins:
         return self.of(self.subject, program, setup, **arguments)
 
     def values(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> list[Any]:
-        """What the program returned on every rank of the subject."""
+        """Return the program's result on every rank of the subject."""
         return values_of(self.of_subject(program, setup, **arguments))
 
     def agree(
@@ -110,7 +113,7 @@ class Twins:
         may_raise: bool = False,
         **arguments: Any,
     ) -> Seen:
-        """Judge rank by rank; gives what the subject's saw."""
+        """Compare both libraries rank by rank. Return the subject's outcomes."""
         expected, actual = self.of_both(program, setup, **arguments)
         assert_ranks_agree(expected, actual, tolerance or self.tolerance)
         if not may_raise:
@@ -128,7 +131,7 @@ class Twins:
         may_fault: bool = False,
         **arguments: Any,
     ) -> None:
-        """Judge by the row that the test names, as `DeviationJudge.judge` does."""
+        """Judge the deviation that the test names, like `DeviationJudge.judge`."""
 
         def seen(library: Library) -> Seen | RankFault:
             try:
@@ -148,7 +151,10 @@ class Twins:
         return outcomes(self.pool, library, "fsdp_cases:train", training=training, **limits)
 
     def train(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
-        """Judge twice: rank by rank as torch does, and as one process does unsharded; `limits` are the pool's."""
+        """Compare the training twice: rank by rank with torch, and with one unsharded process.
+
+        `limits` are arguments of the pool.
+        """
         seen = [self.trained(library, training, **limits) for library in (self.reference, self.subject)]
         if training.mixes_frozen_with_trained:
             seen = [[without_layout(outcome) for outcome in ranks] for ranks in seen]
@@ -164,7 +170,7 @@ class Twins:
 
 @dataclass(frozen=True)
 class TwinsOf:
-    """The fixtures `twins_of` and `sites_of`: `twins_of(world_size, device="cpu")`, in whatever world is asked for."""
+    """The fixtures `twins_of` and `sites_of`: `twins_of(world_size, device="cpu")` for any world size and device."""
 
     reference: Library
     subject: Library
@@ -180,7 +186,7 @@ class TwinsOf:
 
 
 def assert_limit(row: ReferenceLimit, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> None:
-    """Assert that torch fails on two ranks if a row of `reference_limits.toml` is of this version, else succeeds."""
+    """Assert that torch fails on two ranks if this row of `reference_limits.toml` applies to it, else succeeds."""
     if _torch_can(program, setup, **arguments) == row.is_of_this_torch:
         versions = f"torch {row.torch}" if row.torch else "all versions"
         does = "succeeds" if row.is_of_this_torch else "fails"
@@ -191,7 +197,8 @@ def assert_limit(row: ReferenceLimit, program: Program, setup: Setup = ONE_UNIT,
 
 def _torch_can(program: Program, setup: Setup, **arguments: Any) -> bool:
     torch = Library("torch")
-    with RankPool(2) as pool:  # thrown away: ranks may have been left hanging
+    # The pool is not reused, because its ranks may hang.
+    with RankPool(2) as pool:
         try:
             seen = Twins(torch, torch, pool).of_subject(program, setup, **arguments)
         except RankFault:
@@ -206,7 +213,7 @@ def values_of(seen: Sequence[Outcome]) -> list[Any]:
 
 
 def each(holds: Callable[[Any], bool]) -> Callable[[Seen | RankFault], bool]:
-    """Whether no rank raised, and it holds of what every one saw."""
+    """Return a check whether no rank raised and `holds` is true of every rank's value."""
 
     def do(seen: Seen | RankFault) -> bool:
         return not isinstance(seen, RankFault) and all(
@@ -217,14 +224,14 @@ def each(holds: Callable[[Any], bool]) -> Callable[[Seen | RankFault], bool]:
 
 
 def raises(kind: type[Exception], text: str = "") -> Callable[[Seen], bool]:
-    """Whether every rank raised this."""
+    """Return a check whether every rank raised an error of this type with this text."""
     return lambda seen: all(
         one.raised is not None and one.raised.kind is kind and text in one.raised.text for one in seen
     )
 
 
 def holds(check: Callable[..., Any], *arguments: Any, **more: Any) -> bool:
-    """Whether an assertion holds."""
+    """Return whether the assertion `check` passes."""
     try:
         check(*arguments, **more)
     except AssertionError:
