@@ -1,4 +1,4 @@
-"""Training goes on behind an exception that was caught, in either face, or says that it cannot."""
+"""Training with either API continues correctly after a caught exception, or raises."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_gradients_of_earlier_backwards_count(twins: Twins, face: Face, accumula
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @each_face
 def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, face: Face) -> None:
-    """Which is in the midst of the backward that raised."""
+    """The model's `zero_grad` clears gradients even if the model is still in the backward that raised."""
     _judge(twins, face, fails="inside unit", accumulates="synchronised", clears="model")
 
 
@@ -105,7 +105,7 @@ def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, f
 def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Face, clears: bool) -> None:
     how = {"fails": "first unit", "accumulates": "throughout", "clears": clears}
     if clears:
-        # reset_iter_state of torch 2.15 drops the gradients of the failed backward.
+        # In torch 2.15, reset_iter_state drops the gradients of the failed backward.
         _judge(twins, face, **how, may_agree=face.name == "fully_shard" and is_torch_in(">=2.15"))
         return
     twins.judge(
@@ -124,7 +124,7 @@ def test_a_step_by_gradients_that_wait(twins: Twins, strategy: str) -> None:
         what = re.compile(r"inner\.\w+ of 'body\.parts\.\d'.* wait to be synchronised")
         return raises(RuntimeError)(seen) and all(one.raised and what.search(one.raised.text) for one in seen)
 
-    # torch steps each rank by its own gradients, or by none.
+    # torch steps with each rank's own gradients, or without any.
     is_moved = strategy == "NO_SHARD"
     twins.deviate(torch_does=each(lambda seen: seen["is moved"] == is_moved), we_do=is_named, **step)
     assert [one["is moved"] for one in twins.values(clears=True, **step)] == [False] * twins.world_size
@@ -153,7 +153,7 @@ def _of(strategy: str) -> dict[str, Any]:
 def _judge(
     twins: Twins, face: Face, *, checkpointing: str = "none", may_agree: bool = False, **how: Any
 ) -> None:
-    """We train on as torch does where nothing fails."""
+    """Judge a training with a failure: the subject must train on as torch does without the failure."""
     without = {name: value for name, value in how.items() if name != "fails"}
     expected = face.trains(twins, twins.reference, checkpointing, **without)
     assert all(one.raised is None for one in expected), expected

@@ -1,4 +1,4 @@
-"""Activation checkpointing, of both kinds, inside units and around them."""
+"""Reentrant and non-reentrant activation checkpointing, inside units and around them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_with_reentrance(twins: Twins, wrapping: Wrapping) -> None:
 @share_of_examples(0.25)
 @given(data=st.data())
 def test_with_reentrance_whatever_the_module(twins: Twins, strategy: str, data: st.DataObject) -> None:
-    """torch goes wrong on some of these, in silence or by an error: modules called twice, regions in regions."""
+    """torch trains wrongly or raises in some of these cases: modules that are called twice, and nested regions."""
     kinds = {"checkpointing": ("reentrant", "none")}
     training = data.draw(trainings(strategy=strategy, tree=kinds, schedule=plain_steps))
 

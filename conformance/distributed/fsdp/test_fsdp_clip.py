@@ -1,4 +1,4 @@
-"""clip_grad_norm_: the norm over all ranks' shards, and what is made of it."""
+"""clip_grad_norm_: the norm over the shards of all ranks, and the clipped gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often ranks talk, and how much they send: the least that a strategy needs, and never more than torch."""
+"""The number and size of collectives: the minimum for each strategy, and never more than torch's."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from conformance.judge.library import Library
 from conformance.ranks.collective_traces import Collective
 from conformance.strategies.sharding import trainings
 
-# Wrapped leaf by leaf that is four units, with the root, which has the head.
+# Wrapped leaf by leaf, the model has four units, including the root, which holds the head.
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))))
 UNITS = 4
 PLAIN = (Step(), Step(), Step())
 IN_NO_SYNC = (Step(forwards=3, order="no_sync"),) * 2
 IN_TURN = (Step(forwards=2),) * 2
 LOOKS = ("eval", "no_grad")
-# Gathers, scatters and reductions of a step. The root keeps what its forward has gathered for its backward.
+# Gathers, scatters and reductions of a step. The root stays unsharded from its forward to its backward.
 LEAST = {
     ("FULL_SHARD", PLAIN): (2 * UNITS - 1, UNITS, 0),
     ("SHARD_GRAD_OP", PLAIN): (UNITS, UNITS, 0),
     ("NO_SHARD", PLAIN): (0, 0, UNITS),
     ("FULL_SHARD", IN_NO_SYNC): (3 * (2 * UNITS - 1), UNITS, 0),
-    # What was gathered stays until gradients are reduced.
+    # Unsharded parameters stay until gradients are reduced.
     ("SHARD_GRAD_OP", IN_NO_SYNC): (UNITS, UNITS, 0),
     ("NO_SHARD", IN_NO_SYNC): (0, 0, UNITS),
     ("FULL_SHARD", IN_TURN): (2 * (2 * UNITS - 1), 2 * UNITS, 0),
@@ -51,7 +51,7 @@ LEAST = {
 def steps_of_all(
     twins: Twins, training: Training, library: Library | None = None
 ) -> list[list[list[Collective]]]:
-    """What each rank issued in each step, of the subject unless it is said."""
+    """Return what each rank issued in each step of the training. The library is the subject by default."""
     values_of(twins.trained(library or twins.subject, training))
     return [steps_of(trace) for trace in twins.pool.traces]
 
@@ -87,7 +87,7 @@ def test_each_step_talks_the_least(
 def test_a_forward_without_gradients_gathers_each_unit_once(
     cpu_twins: Twins, strategy: str, before: str
 ) -> None:
-    """At most: torch keeps some of them, by row fsdp.written_behind_counters."""
+    """The bound is loose, because torch keeps some units unsharded: deviation fsdp.written_behind_counters."""
     training = Training(TREE, Setup(strategy, wrap="leaves"), (Step(before=before),) * 2)
     gathers, scatters, reductions = LEAST[strategy, PLAIN]
     most = expected_counts(gathers + (UNITS if gathers else 0), scatters, reductions)
@@ -115,7 +115,7 @@ def test_replicas_reduce_what_they_have_scattered(twins_of: TwinsOf, strategy: s
 def test_units_are_gathered_before_the_one_before_computes(
     cpu_twins: Twins, backward_prefetch: str | None, forward_prefetch: bool
 ) -> None:
-    """Of five units the root, which has been gathered first, stays so for backward."""
+    """The model has five units. The root is gathered first and stays unsharded for its backward."""
     arguments = {"forward_prefetch": forward_prefetch}
     setup = Setup(wrap="leaves", arguments=arguments, backward_prefetch=backward_prefetch)
     cpu_twins.values(hook_cases.barriers_where_units_compute, setup)
@@ -139,7 +139,7 @@ def test_units_are_gathered_before_the_one_before_computes(
 def test_as_many_units_are_gathered_before_a_reduction_as_were_asked_for(
     cpu_twins: Twins, backward_prefetch: str | None, backward: str
 ) -> None:
-    """Of four units the root, which was gathered first, stays so for its backward."""
+    """The model has four units. The root is gathered first and stays unsharded for its backward."""
     setup = Setup(wrap="leaves", backward_prefetch=backward_prefetch)
     for rank, steps in enumerate(steps_of_all(cpu_twins, Training(TREE, setup, PLAIN))):
         for step in steps:
@@ -149,7 +149,7 @@ def test_as_many_units_are_gathered_before_a_reduction_as_were_asked_for(
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
 @pytest.mark.world_sizes(fewest=2)
 def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(cpu_twins: Twins) -> None:
-    """Two units that run twice each in forward and are whole once in backward; the root stays whole."""
+    """Two units run twice in each forward and are unsharded once in backward. The root stays unsharded."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
     seen = steps_of_all(cpu_twins, Training(tree, setup, PLAIN))
@@ -160,7 +160,10 @@ def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(cpu_twins:
 @each_strategy
 @pytest.mark.world_sizes(fewest=2)
 def test_each_parameter_travels_once_a_collective(cpu_twins: Twins, strategy: str) -> None:
-    """The units' 16, 12, 15 and 20 numbers fill whole shards of two ranks but for one; what does not is padded."""
+    """Count the bytes of each collective.
+
+    The units have 16, 12, 15 and 20 elements. On two ranks, only one of them needs padding.
+    """
     setup = Setup(strategy, wrap="leaves")
     seen = steps_of_all(cpu_twins, Training(TREE, setup, PLAIN))
     units = [_padded(numel, cpu_twins.world_size) * 8 for numel in unit_numels()]
@@ -200,11 +203,11 @@ def _padded(numel: int, ranks: int) -> int:
 @share_of_examples(0.3)
 @given(data=st.data())
 def test_never_talks_more_than_torch(twins: Twins, strategy: str, data: st.DataObject) -> None:
-    # A unit that is frozen in part may be gathered in two halves, so that one of them needs no gradients.
+    # Tandem may gather a partly frozen unit in two halves, because the frozen half needs no gradients.
     training = data.draw(
         trainings(strategy=strategy).filter(lambda drawn: not drawn.mixes_frozen_with_trained)
     )
-    # Forwards without gradients are counted above.
+    # Forwards without gradients are covered by an earlier test.
     steps = [replace(step, before="") if step.before in LOOKS else step for step in training.steps]
     training = replace(training, steps=steps)
     allowed, seen = steps_of_all(twins, training, twins.reference), steps_of_all(twins, training)

@@ -11,7 +11,7 @@ from conformance.distributed.fsdp.twins import FULL, Twins
 from conformance.judge.clauses import clause
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))
-DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
+DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.compiled.trains")
@@ -43,7 +43,7 @@ def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_pa
     ],
 )
 def test_what_a_unit_wraps_is_one_graph(twins: Twins, use_orig_params: bool) -> None:
-    """And only that: no collective or hook of the runtime is traced, and a step like the last compiles nothing."""
+    """Dynamo traces no collective and no hook of the runtime, and a repeated step compiles nothing."""
     block = graph_of_a_block()
     asked = {"use_orig_params": use_orig_params, "deadline_s": OF_A_CASE_S}
     for first, *later in twins.values(graphs_of_steps, **asked):

@@ -1,4 +1,4 @@
-"""Wrapping: what is refused or warned about, modules on the meta device, states that are made equal."""
+"""Construction: rejected arguments, warnings, modules on the meta device, and synchronised states."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_units_differ_in_what_they_must_have_alike(twins: Twins, argument: str) 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 def test_ignoring_the_root_warns(twins: Twins) -> None:
-    """torch's warning ends with another module than the one that it is about."""
+    """Compare only the beginning of the warning, because torch's names the wrong module at its end."""
 
     def shortened(outcome: Outcome) -> Outcome:
         return replace(
@@ -68,7 +68,7 @@ def test_ignoring_the_root_warns(twins: Twins) -> None:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 def test_what_nobody_asked_for_is_not_warned_of_in_logs(subject: Library, reference: Library) -> None:
-    """In a pool of its own, since such warnings come once a process."""
+    """Run in a separate pool, because a process gives such warnings only once."""
     with RankPool(2) as pool:
         expected, actual = Twins(reference, subject, pool).of_both(construct_cases.logged)
     for of_reference, of_subject in zip(values_of(expected), values_of(actual), strict=True):
@@ -115,7 +115,7 @@ def test_torch_cannot_offload_parameters_on_a_cpu(torch_cannot: Callable[..., No
 
 
 def _offloaded(strategy: str, use_orig_params: bool) -> Training:
-    """Also gradients of no_sync."""
+    """Return a training with offloaded parameters, which also accumulates gradients in no_sync."""
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
     return Training(replace(TREE, dtype=torch.float64), setup, steps)
@@ -144,7 +144,10 @@ _UNSHARDED = ("NO_SHARD", True)  # test_trains_with_whole_parameters_offloaded
 def test_trains_with_parameters_offloaded(
     twins: Twins, device: str, strategy: str, use_orig_params: bool
 ) -> None:
-    """Against torch, which on the CPU cannot and trains without, and one process."""
+    """Compare with torch and with one process.
+
+    On the CPU, torch cannot offload, so it trains without offload there.
+    """
     offloaded = _offloaded(strategy, use_orig_params)
     actual = twins.trained(twins.subject, offloaded)
     assert_like_unsharded(actual, offloaded)
@@ -160,14 +163,14 @@ def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
         lambda library: twins.trained(library, offloaded),
         torch_does=lambda seen: not trains_like_unsharded(seen, offloaded),
         we_do=lambda seen: trains_like_unsharded(seen, offloaded),
-        may_agree=True,  # where a copy is done before the next begins
+        may_agree=True,  # unless a copy overlaps with the next one
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 @pytest.mark.deviation("fsdp.moved_to_meta")
 def test_offloaded_parameters_stay_on_the_cpu(twins: Twins) -> None:
-    """Moved elsewhere they are refused, in the words that torch has for it."""
+    """Moving the model to the meta device raises an error in torch's words."""
     twins.deviate(
         construct_cases.moved_away,
         Setup(offload_params=True),
@@ -182,5 +185,5 @@ def test_offloaded_parameters_stay_on_the_cpu(twins: Twins) -> None:
 def test_parameters_of_tensor_parallelism_train(
     twins_of: TwinsOf, use_orig_params: bool, ignored: bool
 ) -> None:
-    """On two ranks: torch fails in a world of one."""
+    """The test needs two ranks, because torch fails in a world of one."""
     twins_of(2).agree(construct_cases.tensor_parallel, use_orig_params=use_orig_params, ignored=ignored)

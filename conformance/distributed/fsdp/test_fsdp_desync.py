@@ -1,4 +1,4 @@
-"""Ranks that issue their collectives in another order than the others, and ranks that are lost."""
+"""Ranks that issue collectives in a different order than the others, and ranks that are lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.ranks import RankFault, RankPool, RanksDiverged
 
 CASES = "conformance.distributed.fsdp.desync_cases"
 GRACE_S = 20.0
-SHORT_GRACE_S = 5.0  # where it is known that a rank hangs
+SHORT_GRACE_S = 5.0  # grace for ranks that are known to hang
 FULL = pytest.mark.profile("full")
 WAYS = ((0, 1, 2), (0, 2, 1))
 DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0), (0, 1, 2))
@@ -28,7 +28,10 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 
 @dataclass
 class SeenByRanks:
-    """What each rank raised; if none did, whether the numbers are those of ranks that do the same."""
+    """The error text of each rank.
+
+    If no rank raised, whether the values are those of ranks that run the same program.
+    """
 
     raised: dict[int, str] = field(default_factory=dict)
     diverged: bool = False  # collectives of unequal sizes were issued
@@ -49,7 +52,7 @@ def seen_of(library: Library, program: Program) -> SeenByRanks:
 def fault_of(
     library: Library, case: str, *, world_size: int = 2, grace_s: float = SHORT_GRACE_S, **arguments: Any
 ) -> RankFault:
-    """What becomes of ranks of their own, which do not come to the case's end."""
+    """Run a case that fails, in a separate pool of ranks. Return the fault."""
     with RankPool(world_size, grace_s=grace_s) as pool, pytest.raises(RankFault) as fault:
         pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
     return fault.value
@@ -72,7 +75,7 @@ def tells_both(
 
 
 def steps_late(seen: SeenByRanks, program: Program) -> list[int]:
-    """Of the ranks that raised, the first one first."""
+    """Return how many steps after the divergence the ranks raised, in ascending order."""
     assert program.parts_at is not None
     raised_in = [re.match(r"in step (\d+): ", text) for text in seen.raised.values()]
     return sorted(int(step[1]) - program.parts_at for step in raised_in if step)
@@ -83,7 +86,10 @@ def is_wrong_in_silence(seen: SeenByRanks) -> bool:
 
 
 def judge_at_once(deviation: DeviationJudge, program: Program, *told: str, are_alike: bool = False) -> None:
-    """Both raise what `tells_both` takes in the step in which they part; torch's diverge, unless sizes are alike."""
+    """Both ranks of the subject must raise the error that `tells_both` describes, in the step in which they diverge.
+
+    torch's ranks issue collectives of unequal sizes. If the sizes are alike, torch computes wrong values silently.
+    """
     deviation.judge(
         lambda library: seen_of(library, program),
         torch_does=is_wrong_in_silence if are_alike else lambda seen: seen.diverged,
@@ -155,7 +161,7 @@ LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
 def test_one_rank_alone_has_gradients(
     deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
 ) -> None:
-    # Where it is 4 the biases of a block are alike.
+    # With a width of 4, the two biases of a block have the same size.
     program = Program(hidden=(4,) * 3, parts_at=parts_at, face="fully_shard", by=by)
     told = (astray, other, "the ranks have gradients of different parameters")
     judge_at_once(deviation, program, *told, are_alike=by == "others unused")
@@ -181,7 +187,7 @@ def test_one_rank_alone_is_set(
 
 
 _SHARDED = "the ranks have sharded a module differently"
-# From torch 2.15 on, parameters of float32 that are computed in bfloat16 are reduced in float32.
+# From torch 2.15 on, gradients of float32 parameters that compute in bfloat16 are reduced in float32.
 _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 
 
@@ -277,7 +283,7 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
     deviation: DeviationJudge, reference: Library, face: str, by: str
 ) -> None:
     def raised(library: Library) -> str:
-        # Who waits until the time-out is not waited for where it is known; others may take longer on a busy machine.
+        # torch's ranks wait until the time-out, so theirs is short. Other ranks may need longer on a busy machine.
         timeout_s = 2.0 if library is reference else TIMEOUT_S
         fault = fault_of(library, "wait_elsewhere", face=face, by=by, timeout_s=timeout_s)
         return " ".join(one.text for one in fault.scene.failures)
@@ -412,7 +418,7 @@ def is_named_by_none(reported: dict[int, str], victim: int) -> bool:
 
 def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3) -> bool:
     return len(reported) == world_size - 1 and all(
-        # A rank that is alive and does not answer within seconds, on a busy machine, is named beside it.
+        # On a busy machine, a live rank that does not answer within seconds is named together with the victim.
         re.search(rf"ranks? (\d, )*{victim}\b", text)
         and re.search(r"'blocks\.\d'|'Blocks'", text)
         and float(text.rpartition("after ")[2].removesuffix(" s]")) < TIMEOUT_S
@@ -436,7 +442,7 @@ def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3)
 )
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
-    """The first rank serves the store."""
+    """Rank 0 is a special victim, because it serves the store."""
     deviation.judge(
         lambda library: losses_reported(library, when=when, victim=victim, hidden=hidden),
         torch_does=lambda reported: is_named_by_none(reported, victim),
@@ -466,7 +472,7 @@ def test_a_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: st
 @FULL
 @pytest.mark.deadline(120)
 def test_a_lost_rank_is_named_by_those_who_wait_for_another(deviation: DeviationJudge) -> None:
-    """In a ring of four the third receives from the second, which has raised and lives on, and sends to the fourth."""
+    """Rank 2 of a ring of four receives from rank 1, which raised but is alive, and sends to rank 3."""
     deviation.judge(
         lambda library: losses_reported(library, world_size=4, when="middle", victim=0, hidden=8),
         torch_does=lambda reported: is_named_by_none(reported, 0),

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP) end to end: what it wrote of a wrapped model and its optimizer comes back."""
+"""torch.distributed.checkpoint (DCP) end to end: a wrapped model and its optimizer are written and read back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORLDS = (1, 2, 3, 4)
 
 
 def assert_same(expected: Any, actual: Any, place: str = "") -> None:
-    """Of nested dicts of tensors, as ranks saw them."""
+    """Compare nested dicts of tensors as ranks reported them."""
     if isinstance(expected, dict):
         assert expected.keys() == actual.keys(), f"{place}: {sorted(actual)}, expected {sorted(expected)}"
         for key, value in expected.items():
@@ -59,7 +59,7 @@ def assert_reads(
 
 
 def unsharded() -> dict[str, Any]:
-    """What `cases.written` has of a model that is not wrapped."""
+    """Return what `cases.written` returns, for a model that is not wrapped."""
     model, optimized = TREE.build(), Optimized(steps=1)
     states = by_name(model, optimized.stepped(model))["state"]
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -82,7 +82,10 @@ def test_another_number_of_ranks_reads_it(
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
 def test_ranks_without_rows_of_a_parameter_read_it(twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
-    """With the planner of `impl`; by DCP's own such ranks miss keys that are there, whosever class it is."""
+    """Read with Tandem's `LoadPlanner`.
+
+    DCP's default planner reports existing keys as missing on such ranks, with either library's class.
+    """
     wrote, *_ = twins_of(2).values(cases.written, setup, path=str(tmp_path), way=ROWS)
     assert_reads(twins_of(4), setup, wrote, tmp_path, ROWS, planner=LoadPlanner)
 

@@ -1,4 +1,4 @@
-"""Gradients that are differentiated: those of inputs can be, those of parameters are refused."""
+"""Double backward: gradients of inputs can be differentiated, and differentiating gradients of parameters raises."""
 
 from __future__ import annotations
 

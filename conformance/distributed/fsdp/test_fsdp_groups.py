@@ -1,6 +1,6 @@
-"""Process groups of other kinds: made by hand, written in Python, whose ranks are threads, without a default one.
+"""Process groups built manually, implemented in Python, with threads as ranks, or without a default group.
 
-Those that train are of the CPU: gloo's alone, or torch's of threads, which on a device waits for no stream.
+Training tests use groups of the CPU: gloo, or torch's groups of threads, which on an accelerator wait for no stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from conformance.judge.library import Library
 
 
 def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **asked: Any) -> None:
-    """Both libraries' ranks do it, which meet at files of their own."""
+    """Run the program on the ranks of both libraries and compare.
+
+    The ranks of each library rendezvous at their own file.
+    """
     expected, actual = (
         twins.of(library, program, setup, path=str(at / role), **asked)
         for role, library in (("reference", twins.reference), ("subject", twins.subject))

@@ -1,4 +1,4 @@
-"""Roots and units that hold nothing, buffers alone, or nothing that is trained."""
+"""Roots and units that hold nothing, only buffers, or only frozen parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.judge.clauses import clause
 
 STRATEGIES = ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_GRAD_OP", "NO_SHARD"))]
 TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
-# Around and behind what is hollow, units are trained; leaf by leaf the outermost one holds the head alone.
+# Trained units are around and after the hollow ones. Wrapped leaf by leaf, the outermost unit holds only the head.
 TREES = {
     "root holds nothing": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="none"),
     "root holds a buffer": ModuleTree(ModuleGroup((TRAINED, Leaf("batched"), Leaf("counted"))), head="none"),

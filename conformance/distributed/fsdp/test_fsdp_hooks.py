@@ -1,4 +1,4 @@
-"""Hooks: those that users register on modules and tensors, and those that take the place of the reduction."""
+"""User hooks on modules and tensors, and communication hooks that replace the reduction."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_hook_replaces_the_reduction(
 ) -> None:
     if twins.is_alone and hook == "reduce_scatter_hook":
         strategy, hook = "NO_SHARD", "allreduce_hook"
-    # Without sharding torch hands a hook what was reduced before once more, which only a mean survives.
+    # With NO_SHARD, torch passes already reduced gradients to the hook again, which is only correct for a mean.
     backwards = 1 if hook == "own" and strategy == "NO_SHARD" and not no_sync else 2
     asked = {"hook": hook, "backwards": backwards, "no_sync": no_sync}
     twins.agree(hook_cases.comm_hook, leaf_by_leaf(strategy, use_orig_params), **asked)

@@ -1,4 +1,4 @@
-"""Modules that are called without anything, and what is left of a model that is gone."""
+"""Modules that are called without arguments, and resources that remain after a model is deleted."""
 
 from __future__ import annotations
 

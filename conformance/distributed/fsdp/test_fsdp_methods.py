@@ -1,4 +1,4 @@
-"""What a wrapped module is to its user: names, units, roots, apply, and conversions."""
+"""The methods and attributes of a wrapped module: names, units, roots, apply, and conversions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixed precision: in which dtype parameters, reductions, buffers, inputs and gradients are, and what comes of it."""
+"""Mixed precision: the dtypes of parameters, reductions, buffers, inputs and gradients, and the results of training."""
 
 from __future__ import annotations
 
@@ -40,13 +40,19 @@ HOLLOW = ModuleTree(
 
 
 def _keeps_what_it_can(policy: dict[str, Any]) -> bool:
-    """torch fails on gradients that are to be kept in another dtype than the parameters are computed with."""
+    """Return whether torch can keep low-precision gradients.
+
+    torch fails if the kept gradients would have another dtype than the parameters compute in.
+    """
     dtypes = {policy["param_dtype"], policy["reduce_dtype"]} - {None}
     return not policy["keep_low_precision_grads"] or len(dtypes) == 1
 
 
 def _shows_low_precision_twice(training: Training) -> bool:
-    """torch cannot show a gradient in low precision at a parameter's second place: a row of deviations.toml."""
+    """Return whether a low-precision gradient appears at two places of a tied parameter.
+
+    torch cannot show it at the second place, which is a deviation.
+    """
     keeps = (training.setup.mixed_precision or {}).get("keep_low_precision_grads")
     accumulates = any(step.order == "no_sync" for step in training.steps)
     is_tied = any(leaf.kind == "tied" for leaf in training.tree.body.leaves())
@@ -64,7 +70,7 @@ def _adds_in_one_order(training: Training, world_size: int) -> bool:
     return not adds_whole and all(group.calls == 1 for group in training.tree.body.groups())
 
 
-# Low precision and casts are likely: what differs between dtypes shows with them.
+# Low precision and casts are drawn often, because they reveal differences between dtypes.
 policies = st.fixed_dictionaries(
     {
         "param_dtype": st.sampled_from([*LOW, *LOW, torch.float32, None]),
@@ -78,7 +84,10 @@ policies = st.fixed_dictionaries(
 
 
 def tolerance_of(policy: dict[str, Any]) -> Tolerance:
-    """Both sides round each gradient to the same dtypes, but may sum and divide it in another order before."""
+    """Return a tolerance for both libraries' results.
+
+    Both round each gradient to the same dtypes, but may sum and divide it in another order before that.
+    """
     dtypes = [policy.get(name) for name in ("param_dtype", "reduce_dtype")]
     coarsest = next((dtype for dtype in LOW if dtype in dtypes), None)
     if coarsest is None:
@@ -103,7 +112,7 @@ def test_trains_in_mixed_precision(
             tree={
                 "kinds": (*KINDS, "bare", "counted"),
                 "heads": ("trained", "trained", "none"),
-                # Deviation fsdp.recomputed_without_cast.
+                # deviation fsdp.recomputed_without_cast
                 "checkpointing": ("none",) if policy["cast_forward_inputs"] else CHECKPOINTING,
             },
             wraps=("root", "leaves") if ignored else ("root", "leaves", "groups", "manual"),
@@ -154,7 +163,7 @@ def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) ->
 def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
     twins: Twins, wrapping: Wrapping, reduce_dtype: torch.dtype | None
 ) -> None:
-    """The master weights stay in float32, whatever their gradients went through."""
+    """Gradients are rounded, but the master weights stay in float32."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     setup = leaf_by_leaf(**wrapping, mixed_precision=policy)
     for seen in twins.values(precision_cases.gradients, setup, tree=SIMPLE):
@@ -164,7 +173,7 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
         values = torch.cat([weight.values.reshape(-1) for weight in weights])
         assert values.numel() == 0 or not torch.equal(values, values.bfloat16().float())
         is_rounded = torch.equal(whole, whole.bfloat16().float())
-        # One rank alone has nothing to sum, so what was rounded before stays so.
+        # A single rank has nothing to sum, so gradients that were rounded before stay rounded.
         assert is_rounded is (reduce_dtype is not torch.float32 or twins.is_alone), whole
 
 
@@ -185,7 +194,7 @@ def test_gradients_are_kept_in_low_precision(twins: Twins, wrapping: Wrapping, n
 def test_what_a_module_sees_inside(
     twins: Twins, wrap: str, training: bool, policy: dict[str, Any], strategy: str, use_orig_params: bool
 ) -> None:
-    """The dtypes of inputs and parameters in forward, of the output, and of the input's gradient."""
+    """Compare the dtypes of inputs and parameters in forward, of the output, and of the input's gradient."""
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params}, mixed_precision=policy)
     twins.agree(precision_cases.inside, setup, tree=SIMPLE, training=training, may_raise=True)
 
@@ -224,9 +233,9 @@ def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) 
 @pytest.mark.parametrize("dtype", ["param_dtype", "reduce_dtype", "buffer_dtype"])
 @pytest.mark.parametrize("wrap", ["root", "manual", "hollow"])
 def test_buffers_are_in_full_precision_in_eval(twins: Twins, wrap: str, dtype: str) -> None:
-    """Where parameters or gradients are not, otherwise; `dtype` is which are not, beside buffers.
+    """Buffers are in full precision in eval if parameters or gradients have low precision too.
 
-    A root that holds nothing goes by its units.
+    `dtype` is the setting with low precision besides buffer_dtype. A root that holds nothing follows its units.
     """
     precision = {"buffer_dtype": torch.bfloat16, dtype: torch.bfloat16}
     setup = Setup(wrap="leaves" if wrap == "hollow" else wrap, mixed_precision=precision)

@@ -1,4 +1,4 @@
-"""Units inside one another, each with a mixed precision of its own, or none."""
+"""Nested units with different mixed precision, or with none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICIES: dict[str, tuple[Precision, Precision]] = {
 
 
 def tolerance_of(*precisions: Precision) -> Tolerance:
-    """Each unit's gradients are rounded as its own mixed precision says, whatever the other's does."""
+    """Return a tolerance for units of these precisions, by the coarsest dtype. Each unit rounds to its own dtypes."""
     dtypes = [
         precision.get(name, FULL) for precision in precisions for name in ("param_dtype", "reduce_dtype")
     ]

@@ -1,4 +1,4 @@
-"""no_sync, and accumulation with and without it."""
+"""Gradient accumulation inside and outside no_sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts of optimizers of sharded models: as torch's ranks have them, and as one process does without sharding."""
+"""Optimizer state dicts of sharded models, compared with torch's ranks and with one unsharded process."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
 
-# What torch keeps apart where parameters keep their own: deviation optim_state.tensors_of_their_own.
+# Optimizers whose states torch saves correctly with use_orig_params: deviation optim_state.tensors_of_their_own.
 _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
-# Steps each element by itself, so that what a rank has of a parameter does not matter.
+# Optimizers that step each element independently, so the boundaries of shards do not matter.
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
-# Keeps zeros where parameters and gradients are zero: flat parameters are padded by them.
+# Optimizers whose state stays zero if parameters and gradients are zero, as in the padding of flat parameters.
 _OF_ZEROS = tuple(kind for kind in _OF_ELEMENTS if kind != "rprop")
 _OLDER_FULL, _SCATTERED, _OLDER_SHARDED = (
     StateDictMethod("full"),
@@ -73,7 +73,7 @@ def setups_of_all(draw: st.DrawFn, ranks: tuple[str, ...] = ("default", "group",
 
 
 def kinds_of(setup: Setup, way: StateDictMethod) -> tuple[str, ...]:
-    """Those of which torch saves what they keep."""
+    """Return the optimizers whose states torch saves correctly with this setup and method."""
     overwrites = setup.uses_orig_params and way.offloads and way.name in ("full", "scattered", "FULL")
     return _OF_ONE_TENSOR if overwrites else tuple(OPTIMIZERS)
 
@@ -117,7 +117,7 @@ def test_there_and_back_on_more_ranks(
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
-    """Of which the second one's group has not the first rank."""
+    """Rank 0 is not in the group of the second replica."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
     asked = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
@@ -212,7 +212,7 @@ def test_either_library_loads_what_the_other_saved(
 def test_the_group_may_serve_the_device_alone(
     twins: Twins, strategy: str, use_orig_params: bool, way: StateDictMethod
 ) -> None:
-    """Of what was saved sharded and offloaded; of parameters with one row a rank holds nothing."""
+    """Load states that were saved sharded and offloaded. // A rank holds nothing of parameters with one row."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
     writers, loads = (
         leaf_by_leaf(one, use_orig_params, ranks="group of device") for one in ("FULL_SHARD", strategy)

@@ -1,4 +1,4 @@
-"""Each argument of the optimizer-state methods, and what they refuse."""
+"""Each argument of the optimizer-state methods, and their errors."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ def test_torchs_own_types_of_keys_are_taken(cpu_twins: Twins) -> None:
 @pytest.mark.parametrize("asks", [cases.refused_to_load, cases.refused_to_save], ids=["load", "save"])
 def test_is_refused_as_torch_refuses(cpu_twins: Twins, setup: Setup, asks: Any) -> None:
     for one in agreed(cpu_twins, asks, setup):
-        # A rank alone may save anything.
+        # A single rank may save any state.
         assert cpu_twins.is_alone or any(isinstance(answer, str) for answer in one.values())

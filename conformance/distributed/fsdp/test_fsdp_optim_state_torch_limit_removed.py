@@ -1,4 +1,4 @@
-"""Where torch's optimizer-state methods lose or ruin something: rows of deviations.toml, asserted on both sides."""
+"""Optimizer states that torch's methods lose or corrupt: deviations, asserted for both libraries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ several_ranks = pytest.mark.world_sizes(fewest=2)
 
 
 def failing(seen: Seen | RankFault) -> bool:
-    """Whether ranks failed each other."""
+    """Return whether the ranks failed as a group."""
     return isinstance(seen, RankFault)
 
 
@@ -102,8 +102,8 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
         cases.groups_of_two_kinds,
         ORIGINALS,
         torch_does=lambda seen: (
-            failing(seen)  # of three ranks those without such parameters go on
-            or each(lambda found: str(found).startswith("AssertionError: Manually"))(seen)
+            # On three ranks, the ranks without such parameters continue.
+            failing(seen) or each(lambda found: str(found).startswith("AssertionError: Manually"))(seen)
         ),
         we_do=each(are_right),
         may_agree=cpu_twins.is_alone,
@@ -127,7 +127,7 @@ def test_a_state_in_another_shape_is_refused_on_all_ranks(cpu_twins: Twins, setu
 @flat_or_originals
 @several_ranks
 def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
-    """Nobody can tell which of them are dealt: a rank's parts would be taken for wholes."""
+    """A list does not say which of its tensors are sharded, so a rank's shards would be taken for full tensors."""
 
     def is_refused(found: Any) -> bool:
         return all(
@@ -240,7 +240,7 @@ receives_all = each(lambda one: min(one["saving"], one["loading"]) >= one["whole
 def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> None:
     def is_least(one: Any) -> bool:
         part = one["whole"] / cpu_twins.world_size + one["rows"]
-        # Of each parameter Adam keeps two tensors.
+        # Adam keeps two tensors for each parameter.
         return 0 < one["saving"] <= part and 0 < one["loading"] <= 2 * one["shard"]
 
     way = StateDictMethod("SHARDED")
@@ -254,7 +254,7 @@ def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> No
 def test_the_first_rank_alone_receives_what_it_alone_saves(cpu_twins: Twins, setup: Setup) -> None:
     def are_right(seen: Any) -> bool:
         first, *others = values_of(seen)
-        # Padding to whole shards is received too.
+        # Padding to equal shards is received too.
         is_once = first["whole"] <= first["saving"] <= 1.5 * first["whole"]
         parts = [0 < one["loading"] <= 2 * (one["shard"] + one["rows"]) for one in others]
         return is_once and all(parts) and all(one["saving"] == 0 for one in others)

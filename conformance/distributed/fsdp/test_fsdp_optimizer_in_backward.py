@@ -1,4 +1,4 @@
-"""Optimizers that step while the backward runs: by hooks of the user's, or by torch's own helper."""
+"""Optimizers that step during backward, from user hooks or from torch's helper."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ def test_whatever_steps_in_backward_sees_the_average(
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
 @both_kinds
 def test_where_nothing_accumulates_no_hook_is_called(cpu_twins: Twins, use_orig_params: bool) -> None:
-    """A step taken there would be the last one once more."""
+    """A hook that ran there would repeat the last step."""
     for by_backward, in_the_end in cpu_twins.values(cases.only_an_input, use_orig_params=use_orig_params):
         assert by_backward == in_the_end

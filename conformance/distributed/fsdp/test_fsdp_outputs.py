@@ -1,4 +1,4 @@
-"""Units of which some outputs, or all, get no gradient in backward."""
+"""Units some or all of whose outputs get no gradient in backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.tolerances import TRAINED
 
-DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds, on each rank
+DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")
@@ -35,7 +35,7 @@ def test_a_unit_trains_by_some_of_its_outputs(twins: Twins, wrapping: Wrapping, 
 @pytest.mark.deadline(DEADLINE_S)
 @pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=FULL), True])
 def test_a_compiled_block_trains_by_some_of_its_outputs(twins: Twins, use_orig_params: bool) -> None:
-    """What was several nodes of the graph is one, with all outputs of the block."""
+    """A compiled block is a single node of the graph, with all of its outputs."""
     asked = {"use_orig_params": use_orig_params, "uses": "compiled", "deadline_s": OF_A_CASE_S}
     twins.agree(trained, tolerance=TRAINED, **asked)
 

@@ -1,4 +1,4 @@
-"""Names that are private in torch and that clients rely on: rows of `compat_names.toml` for what lives on ranks."""
+"""Private names of torch that clients rely on: the rows of `compat_names.toml` that need ranks."""
 
 from __future__ import annotations
 

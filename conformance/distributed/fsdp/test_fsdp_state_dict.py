@@ -1,4 +1,4 @@
-"""State dicts against torch's: what is in them, key by key, and that each library loads what the other one saved."""
+"""State dicts, compared with torch's key by key, and loaded into models of the other library."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ FAULTS = {
 
 @st.composite
 def forms(draw: st.DrawFn, setup: Setup) -> Form:
-    """LOCAL_STATE_DICT where torch makes it of flat parameters alone."""
+    """Draw a state dict configuration. LOCAL_STATE_DICT is drawn only if torch supports it: for flat parameters."""
     has_local = not setup.uses_orig_params and setup.ranks != "mesh"
     kind = draw(st.sampled_from(["FULL", "SHARDED", "LOCAL"] if has_local else ["FULL", "SHARDED"]))
-    # torch cannot offload whole parameters on a CPU.
+    # torch cannot offload a full state dict on a CPU.
     flag = "rank0_only" if kind == "FULL" else "offload_to_cpu"
     return Form(kind, {flag: draw(st.booleans())})
 
 
 @st.composite
 def models(draw: st.DrawFn, **given: Any) -> tuple[Setup, ModuleTree]:
-    # By size, torch may deal a weight that two modules share to two units.
+    # Wrapping by size is left out, because torch may assign a weight that two modules share to two units.
     wraps = ("root", "leaves", "groups", "manual")
     setup = draw(setups(strategy=draw(st.sampled_from(STRATEGIES)), wraps=wraps, **given))
     if setup.wrap != "manual":
@@ -65,7 +65,10 @@ def models(draw: st.DrawFn, **given: Any) -> tuple[Setup, ModuleTree]:
 
 
 def places(setup: Setup, *more: str) -> st.SearchStrategy[str]:
-    """Where a state dict can be asked for: of a part of a unit nobody can know it."""
+    """Draw the module whose state dict is requested.
+
+    A module inside a unit has no defined state dict, so `body` is drawn only if it holds complete units.
+    """
     holds_whole_units = setup.wrap in ("leaves", "manual")
     return st.sampled_from(["root", *more, "body"] if holds_whole_units else ["root", *more])
 
@@ -80,7 +83,7 @@ def test_what_is_saved(twins: Twins, data: st.DataObject) -> None:
     precision = data.draw(st.sampled_from(PRECISIONS))
     setup, tree = data.draw(models(mixed_precision=precision))
     form = data.draw(forms(setup))
-    # torch's other ranks raise where the first one alone is to have a dict of what all see whole.
+    # If only rank 0 gets a full state dict inside summon_full_params, torch's other ranks raise.
     can_be_inside = form.kind != "LOCAL" and not form.config.get("rank0_only")
     twins.agree(
         cases.saved,
@@ -147,7 +150,7 @@ def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_a_rank_that_has_nothing_of_a_unit_loads_its_shards(cpu_twins: Twins) -> None:
-    """Of a unit of two elements the third rank has none."""
+    """The unit has two elements, so the third rank holds none."""
     for outcome in cpu_twins.agree(cases.loads_its_own, FLAT, form=Form("LOCAL")):
         assert outcome.value["loaded"]
 
@@ -233,7 +236,7 @@ def test_what_is_missing_or_unexpected_may_be(
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]])
 def test_what_raises(twins: Twins, kind: str, fault: str) -> None:
-    """On every rank; what torch leaves behind is another matter."""
+    """Every rank must raise torch's error. The model's state after the error is not compared."""
     asked = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
     expected, actual = twins.of_both(cases.failed, FLAT, **asked)
     assert [one.value["error"] for one in actual] == [one.value["error"] for one in expected]

@@ -1,4 +1,4 @@
-"""State dicts where something lies on the CPU by wish: the dict, by its configuration, or parameters and gradients."""
+"""State dicts on the CPU: offloaded by configuration, or of parameters and gradients that are offloaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TO_CPU = {"offload_to_cpu": True}
 
 
 def what_is_in_it(seen: Sequence[Outcome]) -> Seen:
-    """What the dict has, and what the model does afterwards; not how it was asked for, nor who else has its memory."""
+    """Keep the dict's contents and the model's later results. Drop the settings, warnings and shared memory."""
     values_of(seen)
     return [
         replace(
@@ -52,7 +52,7 @@ def test_torch_cannot_bring_a_whole_dict_to_a_cpu(torch_cannot: Callable[..., No
 @pytest.mark.parametrize("rank0_only", [False, True])
 @both_kinds
 def test_a_whole_dict_on_the_cpu(cpu_twins: Twins, use_orig_params: bool, rank0_only: bool) -> None:
-    """Has what torch's has that was not to be brought there."""
+    """The dict equals torch's dict without offload."""
     setup, config = leaf_by_leaf(use_orig_params=use_orig_params), {"rank0_only": rank0_only}
     expected, actual = (
         cpu_twins.of(library, state_dict_cases.saved, setup, form=Form("FULL", flags))
@@ -74,7 +74,7 @@ def test_a_whole_dict_is_held_once(cpu_twins: Twins) -> None:
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_of_parameters_that_are_offloaded(cpu_twins: Twins, strategy: str, kind: str) -> None:
-    """The model's has what torch's has of parameters that are not, and loads; so has the optimizer's."""
+    """Model and optimizer states of offloaded parameters equal torch's states without offload, and can be loaded."""
     plain, form = leaf_by_leaf(strategy), Form(kind)
     offloaded = replace(plain, offload_params=True)
     asked = ((cpu_twins.reference, plain), (cpu_twins.subject, offloaded))

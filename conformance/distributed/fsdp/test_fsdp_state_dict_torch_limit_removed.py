@@ -1,4 +1,4 @@
-"""Where state dicts do what torch's do not: nothing is lost, nothing is moved in vain, every form loads."""
+"""State dicts that torch loses, moves unnecessarily or cannot load: deviations, asserted for both libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ has_changed, is_as_before = each(lambda one: one["changed"]), each(lambda one: n
 
 
 def refused_for(rank: int) -> Callable[[Seen], bool]:
-    """Whether all other ranks say that this one could not load, and none has changed anything."""
+    """Return whether all other ranks report that this rank could not load, and no rank changed anything."""
 
     def do(seen: Seen) -> bool:
         reported = [f"rank {rank} could not load" in str(one["error"]) for one in values_of(seen)]
@@ -82,7 +82,7 @@ def test_parts_are_loaded_by_all_or_by_none(cpu_twins: Twins, kind: str, fault: 
 @fails_on_one_rank
 @pytest.mark.world_sizes(fewest=2)
 def test_a_load_that_fails_below_a_module_around_units(cpu_twins: Twins) -> None:
-    """There nothing is loaded into the unit with the fault; nn.Module goes on to the next one."""
+    """The unit with the fault is left unchanged, and nn.Module continues with the next unit."""
     bias = "body.parts.0.inner.bias"
 
     def is_reported(seen: Seen) -> bool:
@@ -198,7 +198,7 @@ def test_states_that_are_not_sharded_are_offloaded(twins: Twins, strategy: str, 
         way=StateDictMethod("SHARDED"),
         torch_does=each(lambda seen: seen == {device}),
         we_do=each(lambda seen: seen == {"cpu"}),
-        may_agree=True,  # on the CPU, and where ranks have parts
+        may_agree=True,  # torch agrees on the CPU and for sharded states
     )
 
 
@@ -208,7 +208,8 @@ def judge_placement(twins: Twins, program: Program, offloads: bool, **asked: Any
         FLAT,
         torch_does=each(lambda seen: {*seen} == {(not offloads, offloads)}),
         we_do=each(lambda seen: {*seen} == {(True, True)}),
-        may_agree=True,  # where the group serves no other device, and of LOCAL_STATE_DICT
+        # torch agrees for LOCAL_STATE_DICT, and for groups that serve no other device.
+        may_agree=True,
         **asked,
     )
 
@@ -223,7 +224,7 @@ def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
         form=Form("LOCAL", {"offload_to_cpu": True}),
         torch_does=raises(ValueError, "requires_grad property is incompatible"),
         we_do=each(lambda seen: {*seen} == {(True, True)}),
-        may_agree=True,  # where they are on the CPU already
+        may_agree=True,  # torch agrees on the CPU
     )
 
 
@@ -234,7 +235,7 @@ def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
 def test_a_parameter_that_a_wrapped_module_itself_was_given(
     cpu_twins: Twins, setup: Setup, kind: str
 ) -> None:
-    are_parts = kind == "SHARDED" and not cpu_twins.is_alone  # which are loaded as they were saved
+    are_parts = kind == "SHARDED" and not cpu_twins.is_alone  # sharded entries are loaded as saved
     expected = torch.full((4,), 1.0 if are_parts else 2.0)
 
     def holds_of_late(state: dict[str, Any]) -> bool:
@@ -405,7 +406,7 @@ def test_what_hooks_see_of_parts(cpu_twins: Twins) -> None:
 @pytest.mark.world_sizes(fewest=2, also=[3, 4])
 @pytest.mark.parametrize("setup", [FLAT, Setup()], ids=["leaves", "root"])
 def test_sharded_state_dicts_move_what_is_held(cpu_twins: Twins, setup: Setup) -> None:
-    """Of the model a rank holds its part at most, and one row of each parameter."""
+    """A rank moves at most its share of the model and one row of each parameter."""
     plain = list(TREE.build().parameters())
     elements = sum(p.numel() for p in plain) / cpu_twins.world_size + sum(p[0].numel() for p in plain)
     share = int(elements * torch.float32.itemsize)

@@ -1,4 +1,4 @@
-"""summon_full_params: whole parameters inside, shards outside, and what is kept of changes."""
+"""summon_full_params: unsharded parameters inside, shards outside, and which changes are kept."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_backward_whose_forward_was_before_is_refused(twins: Twins, wrapping: 
 @pytest.mark.parametrize("recurse", [True, False])
 @each_strategy
 def test_a_forward_inside(twins: Twins, strategy: str, recurse: bool, by: str, backward: str) -> None:
-    """Without a backward of the module that is wrapped: its own parameters would get gradients of this rank alone."""
+    """The module inside the outermost unit runs no backward, because its own parameters would not be averaged."""
     asked = {
         "options": {"recurse": recurse, "writeback": False},
         "by": by,
@@ -115,7 +115,7 @@ def test_a_forward_inside(twins: Twins, strategy: str, recurse: bool, by: str, b
 
 
 def _without_shapes(seen: Seen) -> Seen:
-    """What is shown behind a forward: torch's units show shards there."""
+    """Drop the shapes of parameters after a forward inside, because torch's units are resharded by then."""
     return [
         outcome if outcome.raised else replace(outcome, value=outcome.value | {"inside": None})
         for outcome in seen
@@ -126,7 +126,7 @@ def _without_shapes(seen: Seen) -> Seen:
 @pytest.mark.parametrize("writeback", [True, False])
 @both_kinds
 def test_a_forward_of_inner_units_inside(twins: Twins, use_orig_params: bool, writeback: bool) -> None:
-    """Of the outermost unit alone is shown what it has, as for a model that generates."""
+    """Only the outermost unit is summoned, as for a model that generates."""
     options = {"recurse": False, "writeback": writeback}
     asked = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0, "tree": SIMPLE}
     twins.agree(summon_cases.computes, leaf_by_leaf(use_orig_params=use_orig_params), **asked)
@@ -214,7 +214,7 @@ def test_leaves_shards_behind(twins: Twins, strategy: str, asks: Any) -> None:
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")
 @pytest.mark.reference_limit("fsdp.summon_offloaded_to_cpu")
 def test_torch_cannot_offload_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
-    """Ranks fail on freeing what they gathered."""
+    """torch's ranks fail when they free the gathered parameters."""
     options = {"offload_to_cpu": True, "writeback": False}
     torch_cannot(summon_cases.unsharded, Setup(), options=options)
 
@@ -227,7 +227,10 @@ def test_torch_cannot_offload_on_a_cpu(torch_cannot: Callable[..., None]) -> Non
 def test_offloads_what_it_gathers(
     twins: Twins, strategy: str, use_orig_params: bool, rank0_only: bool
 ) -> None:
-    """Beside the warning that it costs memory; where torch cannot, on the CPU, as without the option."""
+    """Compare the parameters, and expect a warning about memory.
+
+    On the CPU, torch cannot offload, so it runs without the option there.
+    """
     setup = leaf_by_leaf(strategy, use_orig_params)
     options = {"writeback": False, "rank0_only": rank0_only}
     offloading = options | {"offload_to_cpu": True}
@@ -256,5 +259,5 @@ def test_what_is_changed_behind_was_shown_before(twins: Twins, wrapping: Wrappin
         setup,
         torch_does=lambda seen: not each(is_right)(seen),
         we_do=each(is_right),
-        may_agree=True,  # where the copy is done before the host writes
+        may_agree=True,  # unless the copy ends after the host writes
     )

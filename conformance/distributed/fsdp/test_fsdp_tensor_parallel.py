@@ -1,4 +1,4 @@
-"""Sharding beside tensor parallelism, on four real ranks: as torch does, and as one process does unsharded."""
+"""Sharding combined with tensor parallelism, on four real ranks, compared with torch and with one unsharded process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def seen_by(twins: Twins, library: Library, asks: Any, parallel: Parallel, **arg
 def assert_agree(
     twins_of: TwinsOf, asks: Any, parallel: Parallel, *, all_raise: bool = False, **arguments: Any
 ) -> Seen:
-    """Judge rank by rank; gives what the subject's saw."""
+    """Compare the ranks of both libraries. Return the subject's outcomes."""
     twins = twins_for(twins_of, parallel)
     expected, actual = (
         seen_by(twins, library, asks, parallel, **arguments) for library in (twins.reference, twins.subject)
@@ -76,7 +76,7 @@ def assert_agree(
 
 
 def deviate(twins_of: TwinsOf, asks: Any, parallel: Parallel, asked: dict[str, Any], **sides: Any) -> None:
-    """Judge by the row that the test names; `sides` are those of `DeviationJudge.judge`."""
+    """Judge the deviation that the test names. `sides` are arguments of `DeviationJudge.judge`."""
     twins = twins_for(twins_of, parallel)
     twins.judge(lambda library: seen_by(twins, library, asks, parallel, **asked), **sides)
 

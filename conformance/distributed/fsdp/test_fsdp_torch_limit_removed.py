@@ -1,4 +1,4 @@
-"""Limits and faults of torch's class that are removed: each is a row of deviations.toml, asserted on both sides."""
+"""Limits and faults of torch's class that Tandem removes: deviations, asserted for both libraries."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def averaged_gradients(module: str, ranks: int) -> dict[str, torch.Tensor]:
 
 
 def averaged(module: str) -> Callable[[Seen], bool]:
-    """Whether every rank has the gradients that one process has without sharding."""
+    """Return a check whether every rank has the gradients of one unsharded process."""
 
     def do(seen: Seen) -> bool:
         expected = averaged_gradients(module, len(seen))
@@ -100,7 +100,7 @@ def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
 @pytest.mark.parametrize("replicas", ["mesh", "default"])
 @pytest.mark.world_sizes(fewest=2)
 def test_replicas_that_nobody_shares_are_averaged(cpu_twins: Twins, replicas: str) -> None:
-    """Without groups a host has as many ranks as devices: on the CPU one."""
+    """The default groups assume as many ranks on a host as devices, which is one rank on the CPU."""
     cpu_twins.deviate(accumulate, module="plain", replicas=replicas, we_do=averaged("plain"))
 
 

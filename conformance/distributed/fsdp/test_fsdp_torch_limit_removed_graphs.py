@@ -1,4 +1,4 @@
-"""Graphs that were built before a step: refused where backward would read other weights than forward did."""
+"""Graphs that were built before a step: backward raises if it would read other weights than forward did."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
 def test_a_backward_through_other_weights_is_refused(
     twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping
 ) -> None:
-    """In the words that autograd has for it without sharding, on every rank; torch has more than one way to fail."""
+    """Every rank raises autograd's error for unsharded parameters. torch fails in more than one way."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as without_sharding:
         written_without_sharding(graph_cases.stepped_between, 1, makes)
     expected = _without_versions_and_types(str(without_sharding.value))
@@ -47,7 +47,7 @@ def test_a_backward_through_other_weights_is_refused(
 
 
 def _without_versions_and_types(text: str) -> str:
-    """The type of a tensor names its device."""
+    """Remove versions from the text, and the types of tensors, which name their device."""
     return re.sub(r"\[[\w.]+ \[", "[[", re.sub(r"version \d+", "version", text))
 
 
@@ -58,7 +58,7 @@ def _without_versions_and_types(text: str) -> str:
     ("does", "makes"),
     [
         (graph_cases.goes_on_after_the_error, Forked),
-        # A step of other parameters is no matter.
+        # A step of other parameters does no harm.
         (graph_cases.stepped_elsewhere, graph_cases.Parted),
     ],
     ids=lambda one: one.__name__,

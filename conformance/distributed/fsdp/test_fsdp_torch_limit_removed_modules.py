@@ -1,4 +1,4 @@
-"""Modules that torch's class cannot train: what they return, hand on or hold is not what it expects."""
+"""Modules that torch's class cannot train because of what they return, pass on or hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torchs_limit = clause("distributed.fsdp.fsdp_torch_limit_removed.returned_parame
 sharded_or_not = pytest.mark.parametrize(
     "strategy",
     [
-        # What torch reads of a unit that it has released may end the process.
+        # torch reads freed memory of a unit here, which may end the process.
         *(pytest.param(strategy, marks=torchs_limit) for strategy in STRATEGIES[:2]),
         pytest.param(
             "NO_SHARD", marks=clause("distributed.fsdp.fully_sharded_data_parallel.returned_parameters")

@@ -1,4 +1,4 @@
-"""What would be lost in silence is refused, on every rank and in words that name it."""
+"""Calls that would silently lose data raise an error that names the cause, on every rank."""
 
 from __future__ import annotations
 
@@ -63,8 +63,11 @@ def test_what_can_be_read_once_is_ignored(cpu_twins: Twins, way: str) -> None:
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("by", ["reset", "function", "recursive function"])
 def test_weights_that_are_tied_on_the_meta_device_stay_tied(cpu_twins: Twins, across: bool, by: str) -> None:
-    """A weight and a bias, instead of two weights and a bias; filled with ones, the gradients are known."""
-    # Of the sum over 2 rows, 4 outputs: inner weight 2 * 4 * 5 * 4, outer 2 * 4 * 4 * 4, bias 2 * 4 * 4.
+    """The model has one weight and one bias, not two weights and a bias.
+
+    With ones as values, the gradients are known.
+    """
+    # The sum over 2 rows and 4 outputs: inner weight 2 * 4 * 5 * 4, outer weight 2 * 4 * 4 * 4, bias 2 * 4 * 4.
     of_ones = 160 + 128 + 32
     cpu_twins.deviate(
         cases.tied_on_meta,

@@ -1,4 +1,4 @@
-"""Weights that torch's class computes with although they have changed, or cannot compute with at all."""
+"""Weights that changed and that torch's class ignores, or weights that it cannot compute with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def output_without_sharding(ranks: int, steps: bool = True) -> torch.Tensor:
 @pytest.mark.deviation("fsdp.step_after_evaluation")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_after_an_evaluation_is_seen(cpu_twins: Twins, fused: bool) -> None:
-    """Fused updates of torch's write to parameters and do not move their version counters."""
+    """torch's fused updates write to parameters without moving their version counters."""
     cpu_twins.deviate(
         cases.output_after_a_step,
         evaluates=True,
@@ -91,7 +91,7 @@ def test_what_is_frozen_stays_a_parameter(cpu_twins: Twins, strategy: str) -> No
 @clause("distributed.fsdp.fsdp_torch_limit_removed.accumulates_what_thawed")
 @pytest.mark.deviation("fsdp.accumulates_what_thawed")
 def test_gradients_of_what_thawed_add_up(cpu_twins: Twins) -> None:
-    """Without sharding, and behind a step of several backwards in which the parameter was frozen."""
+    """Train with NO_SHARD, after a step of several backwards in which the parameter was frozen."""
     setup = Setup("NO_SHARD", arguments={"use_orig_params": True})
     steps = (Step(forwards=2), Step(forwards=2, order="no_sync", before="thaw"))
     training = Training(ModuleTree(ModuleGroup((Leaf("affine", 2, frozen="first"),))), setup, steps)

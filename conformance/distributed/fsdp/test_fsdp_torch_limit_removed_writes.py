@@ -1,4 +1,4 @@
-"""Whatever is done to parameters and gradients between two calls of a model counts as it does without sharding."""
+"""Writes to parameters and gradients between two calls of a model have the same effect as without sharding."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_was_written_is_computed_with(twins: Twins, does: Does, wrapping: W
 def test_a_backward_of_weights_that_were_kept_and_written_to(
     twins: Twins, does: Does, makes: Any, wrapping: Wrapping
 ) -> None:
-    """The outermost unit is kept from forward to backward, and others where nothing is resharded."""
+    """The outermost unit stays unsharded from forward to backward, and so do all units if nothing is resharded."""
     is_refused = raises(RuntimeError, "has been modified by an inplace operation")
     twins.deviate(written, does=does, makes=makes, **wrapping, we_do=is_refused, may_agree=True)
 

@@ -1,4 +1,4 @@
-"""Training under every setup, on real ranks: as torch's ranks do, and as one process does without sharding."""
+"""Training with every setup on real ranks, compared with torch's ranks and with one unsharded process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conformance.judge.clauses import clause
 from conformance.strategies.sharding import trainings
 
 HYBRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
-# Units of half a megabyte and more, as real ones are: another way between ranks may pay for them.
+# Units of half a megabyte and more, as in real models. Such units may use another transport between ranks.
 LARGE = ModuleTree(ModuleGroup((Leaf("affine", 20_001), Leaf("affine", 2), Leaf("affine", 40_001))))
 
 
@@ -84,7 +84,7 @@ def test_trains_one_replica(cpu_twins: Twins, strategy: str) -> None:
 @given(data=st.data())
 def test_what_is_ignored_stays_each_ranks_own(twins: Twins, ignored: str, data: st.DataObject) -> None:
     trained = trainings(strategy="FULL_SHARD", ignored=ignored, wraps=("root", "leaves", "size"))
-    # In a world of one torch leaves a unit that is frozen without its registered parameters.
+    # In a world of one, torch leaves a frozen unit without its registered parameters.
     twins.train(data.draw(trained.filter(lambda one: not one.mixes_frozen_with_trained)))
 
 
