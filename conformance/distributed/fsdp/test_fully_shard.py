@@ -1,4 +1,4 @@
-"""Training under every way of sharding, on real ranks: as torch's ranks do, and as one process does unsharded."""
+"""Training with every type of sharding on real ranks, compared with torch's ranks and with one unsharded process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from conformance.strategies.full_sharding import policies, sharded_trainings
 def assert_trains(
     twins: Twins, training: ShardedTraining, tolerance: Tolerance = TRAINED, *, is_exact: bool = True
 ) -> None:
-    """Compare with torch's ranks, with what these send in each step and, if that is exact, with unsharded training."""
+    """Compare results and traffic with torch's ranks, and results with unsharded training if `is_exact`."""
 
     def train(library: Library, **how: Any) -> tuple[list[Outcome], list[Sequence[Collective]]]:
         trained = outcomes(twins.pool, library, "fully_shard_cases:train", training=training, **how)
@@ -120,7 +120,7 @@ def test_parameters_on_the_cpu(twins: Twins, training: ShardedTraining) -> None:
     assert_trains(twins, training)
 
 
-# Of small models in 8 bits of precision, three steps.
+# Three steps of a small model, with 8 bits of precision.
 _LOW = Tolerance(
     32, "three steps of a small model in low precision, summed in another order", torch.bfloat16, terms=1.0
 )

@@ -1,4 +1,4 @@
-"""fully_shard beside what else users work with: blocks, transforms, replicas, losses in chunks, checkpoints."""
+"""fully_shard combined with other features: blocks, transforms, replicas, chunked losses, checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_offloaded_parameters_made_stays(sites: Sites, device: str) -> None
         cases.changed_behind,
         torch_does=lambda seen: not all(each.value for each in seen),
         we_do=lambda seen: all(each.value for each in seen),
-        may_agree=True,  # where copies are done before the host writes
+        may_agree=True,  # unless copies end after the host writes
     )
 
 
@@ -309,7 +309,7 @@ def test_the_root_moves_inputs_behind_a_part(sites: Sites) -> None:
         cases.evaluated_again,
         torch_does=raises(RuntimeError, "Expected all tensors to be on the same device"),
         we_do=lambda seen: all(one.raised is None for one in seen),
-        may_agree=True,  # where they are on the CPU anyway
+        may_agree=True,  # torch agrees if the inputs are on the CPU
     )
 
 

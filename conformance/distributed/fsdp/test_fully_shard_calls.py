@@ -1,4 +1,4 @@
-"""The methods of what fully_shard has made, one by one and in any order, between forwards and backwards."""
+"""The methods of a model sharded by fully_shard, one by one and in any order, between forwards and backwards."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ def played(
     gathers_anew: bool = True,
     **how: Any,
 ) -> tuple[list[Trace], list[Trace]]:
-    """Compare the calls and that they send no more than torch's. Return what each rank of both sent.
+    """Compare the calls, and that they send no more than torch's. Return the traces of torch's ranks and the subject's.
 
     Args:
+        names_groups: the ranks name a group by its members and cannot make one of that name again, so new ranks run it.
         gathers_anew: units that stay unsharded after an evaluation may be gathered again in the next forward.
-
-    Ranks that name a group by its members cannot make one of that name again, so others come in their place.
     """
     seen, traces = [], []
     for library in (twins.reference, twins.subject):
@@ -64,7 +63,7 @@ def played(
     assert_ranks_agree(*seen)
     values_of(seen[1])
     if not are_at_most(traces[1], traces[0]) and gathers_anew:
-        # Row fully_shard.written_after_evaluation: units kept after an evaluation may be gathered again.
+        # Deviation fully_shard.written_after_evaluation: units kept after an evaluation may be gathered again.
         seen_by(twins, twins.reference, _resharded_after_evaluations(calls), **how)
         traces[0] = [list(trace) for trace in twins.pool.traces]
     assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
@@ -202,7 +201,7 @@ _TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_b
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
 def test_units_are_gathered_when_torchs_are(twins: Twins, calls: Sequence[UnitCall]) -> None:
-    """Barriers stand in the traces wherever a unit begins to compute."""
+    """The traces contain a barrier before each unit computes."""
     for expected, actual in zip(*played(twins, calls), strict=True):
         assert gathers_before_barriers(actual) == gathers_before_barriers(expected), (
             reported(actual),
@@ -273,7 +272,7 @@ def test_inputs_of_reductions_may_wait(twins: Twins) -> None:
 @pytest.mark.deviation("fully_shard.symmetric_memory")
 @pytest.mark.world_sizes(fewest=2)
 def test_memory_that_there_is_not_is_refused_at_the_call(twins: Twins) -> None:
-    """And training goes on as if nobody had asked. So it does over torch where it was built without NCCL."""
+    """Training continues as if the method had not been called. torch does so too if it was built without NCCL."""
 
     def probe(library: Library, *before: UnitCall) -> list[Any]:
         seen = seen_by(twins, library, (*before, *TRAIN))
@@ -290,7 +289,7 @@ def test_memory_that_there_is_not_is_refused_at_the_call(twins: Twins) -> None:
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
 @pytest.mark.world_sizes(fewest=2)
 def test_communication_of_ones_own_is_for_one_mesh(twins: Twins) -> None:
-    """The first unit has a matrix over replicas, the second has no matrix."""
+    """The first unit holds a matrix, which is on a mesh with replicas. The second unit holds no matrix."""
     calls = (
         setting(_GATHER, 0, comm="an all-gather"),
         setting(_SCATTER, 0, comm="a reduce-scatter"),
@@ -315,7 +314,10 @@ def test_replicas_reduce_as_they_are_told(twins: Twins) -> None:
 def assert_leaves(
     twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = LEAVES
 ) -> None:
-    """torch does something else; we do for the first of `calls`, and leave behind all, what `like` makes torch do."""
+    """Judge a deviation by other calls on torch's side.
+
+    The result of the first of `calls`, and what the ranks hold at the end, must be those of torch's ranks after `like`.
+    """
 
     def probe(library: Library, calls: Sequence[UnitCall] = calls) -> list[Any]:
         return [
@@ -333,7 +335,7 @@ def assert_leaves(
 @pytest.mark.deviation("fully_shard.gathered_in_vain")
 @pytest.mark.world_sizes(fewest=2)
 def test_what_was_gathered_in_vain_is_gathered_again(twins: Twins) -> None:
-    """Of a unit that had run, ahead of no backward."""
+    """The prefetched unit had already run in this forward, and no backward follows."""
     calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, UnitCall("load"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
     assert_leaves(twins, calls, (harmless, *calls[1:]))
@@ -361,7 +363,7 @@ def test_what_is_unsharded_over_a_step_has_what_was_stepped(twins: Twins, calls:
 @pytest.mark.deviation("fully_shard.factor_of_one_rank")
 @pytest.mark.world_sizes(fewest=2)
 def test_a_factor_divides_once_where_one_rank_has_all(twins: Twins) -> None:
-    """In float64. The number of ranks is what is divided by unless something else is asked for."""
+    """Run in float64. By default, gradients are divided by the number of ranks."""
     calls = (setting("unshard"), setting(_FACTOR, factor=float(twins.world_size)), *TRAIN)
     like = (setting("unshard"), *TRAIN)
     assert_leaves(twins, calls, like, Sharding(ranks="replicas"))
@@ -370,10 +372,10 @@ def test_a_factor_divides_once_where_one_rank_has_all(twins: Twins) -> None:
 @clause("distributed.fsdp.fully_shard.sums_alone")
 @pytest.mark.world_sizes(fewest=2)
 def test_sums_alone_where_it_is_told(twins: Twins) -> None:
-    """In float32, where torch lets the collective average unless it is told not to."""
+    """Run in float32, where torch lets the collective average by default."""
     force = [setting("set_force_sum_reduction_for_comms", unit, enable=True) for unit in range(ROOT + 1)]
     for trace in played(twins, (*force, *TRAIN), tree=FLOAT32)[1]:
-        # An all-to-all, behind which the receivers add up, reduces by none.
+        # An all-to-all has no reduce operator, because the receivers add up.
         ops = {call.reduce_op for call in trace if kind(call) == "scatter"}
         assert ops <= {"SUM", ""}, reported(trace)
 
@@ -384,7 +386,7 @@ _SEPARATE = "set_separate_reduce_scatter_group"
 @clause("distributed.fsdp.fully_shard.separate_groups")
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_go_by_a_group_of_their_own(twins: Twins) -> None:
-    """Of five units first the root's alone, then all, then none."""
+    """The model has five units: at first only the root uses the separate group, then all units, then none."""
     calls = (
         *(setting(_SEPARATE, recurse=False), *TRAIN),
         *(setting(_SEPARATE), *TRAIN),
@@ -416,7 +418,7 @@ def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[UnitCall]) ->
 @pytest.mark.deviation("fully_shard.gradients_of_a_failed_backward")
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_of_a_failed_backward_are_gone(twins: Twins) -> None:
-    """Those that it has shown in `.grad` are the user's to clear."""
+    """The user must clear gradients that the failed backward has already stored in `.grad`."""
     failing = (
         *TRAIN,
         UnitCall("failing backward", 1),
@@ -424,7 +426,7 @@ def test_gradients_of_a_failed_backward_are_gone(twins: Twins) -> None:
         UnitCall("zero_grad"),
         *TRAIN,
     )
-    # A look takes the batch of the backward that failed.
+    # A look uses the batch of the failed backward.
     assert_leaves(twins, failing, (*TRAIN, LOOK, *TRAIN))
 
 
@@ -475,7 +477,7 @@ def test_units_kept_by_the_user_are_gathered_once_for_evaluations(twins: Twins) 
 @share_of_examples(0.7)
 @given(data=st.data())
 def test_in_any_order(twins: Twins, data: st.DataObject) -> None:
-    # Of one rank torch divides twice: test_a_factor_divides_once_where_one_rank_has_all.
+    # On a single rank, torch divides twice: test_a_factor_divides_once_where_one_rank_has_all.
     factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
     sharding, calls = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
     played(twins, calls, sharding=sharding)

@@ -1,4 +1,4 @@
-"""What fully_shard refuses, what it makes of modules, and what its parameters work with."""
+"""Construction with fully_shard: errors, the sharded modules, and features that their parameters support."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) ->
     def torch_does(seen: Seen) -> bool:
         is_silent = method == "set_reshard_after_forward"
         words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
-        # Where it has no words it has set the root, which is kept by default.
+        # If torch's error has no text, torch has already changed the root, which by default stays unsharded.
         return all(
             refused.startswith(f"AssertionError: {words}")
             and (refused == "AssertionError: ") is is_silent
@@ -182,7 +182,7 @@ def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) ->
 
     def we_do(seen: Seen) -> bool:
         names = "2.weight, 2.bias"
-        # The root is kept, as by default.
+        # The root stays unsharded, as by default.
         return all(
             refused.startswith(f"AssertionError: {method}() reached {names}, for which")
             and "Shard" not in shown["0.weight"]
@@ -212,7 +212,7 @@ def test_refuses_half_an_extension(sites: Sites, kind: str) -> None:
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.world_sizes(fewest=2)
 def test_refuses_what_is_gathered_without_padding(sites: Sites) -> None:
-    """Of the rank that it is missing on."""
+    """Check the last rank, whose shard has fewer rows than the others."""
     *_, actual = sites.agree(extension_cases.unpadded, may_raise=True)
     assert actual.raised is None, actual.raised
 
@@ -242,7 +242,7 @@ def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: st
 @clause("distributed.fsdp.fully_shard.extensions_of_one_rank")
 @pytest.mark.deviation("fully_shard.extensions_of_one_rank")
 def test_one_rank_is_handed_all_that_is_gathered(sites_of: TwinsOf) -> None:
-    """In float64, of which halves in float32 lose some."""
+    """Train in float64, because the float32 halves of the extension lose precision."""
     expected = extension_cases.extended_by_hand()
     sites_of(1).deviate(
         extension_cases.extended,

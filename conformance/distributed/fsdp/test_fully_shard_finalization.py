@@ -1,4 +1,4 @@
-"""Backwards of fully_shard that the user finalizes."""
+"""Manual finalization of backward with `fully_shard`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PROGRAMS = {
     "a unit unused": (MANUAL, *PASS, SKIP, FINALIZE, STEP, SKIP, FINALIZE, STEP),
     "back to automatic": (MANUAL, *PASS, FINALIZE, AUTOMATIC, *PASS, STEP),
 }
-# The automatic programs in which the last backward has to synchronise.
+# The automatic programs in which only the last backward synchronises.
 LIKE = {
     "unsynchronised": (NO_SYNC, *PASS, SYNC, *PASS, STEP, *PASS, STEP),
     "a unit unsynchronised": (NO_SYNC_OF_ONE, *PASS, SYNC, *PASS, STEP),
@@ -69,7 +69,7 @@ _PARTIAL = (
     "automatic backward finalization for this configuration"
 )
 _PENDING = "The previous gradient reduction must be waited on before "
-# Calls, and what they raise.
+# Calls, and the errors that they raise.
 REFUSED: dict[str, tuple[tuple[UnitCall, ...], list[str]]] = {
     "nothing to finalize": (
         (FINALIZE, FINALIZE_ASYNC, WAIT, WAIT, MANUAL, FINALIZE, LOOK, FINALIZE, *PASS, FINALIZE, STEP),
@@ -158,7 +158,7 @@ def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
 
 @clause("distributed.fsdp.fully_shard.finalization")
 def test_finalization_reduces_open_units(sites: Sites) -> None:
-    """The automatic side is torch's."""
+    """Compare manual finalization by the subject with automatic finalization by torch."""
     expected = sites.of(sites.reference, cases.of_open_unit, is_manual=False)
     assert_ranks_agree(expected, sites.of_subject(cases.of_open_unit, is_manual=True), TRAINED)
 

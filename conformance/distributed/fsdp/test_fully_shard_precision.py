@@ -1,4 +1,4 @@
-"""Units of fully_shard whose parameters differ in dtype, and masters in a wider one."""
+"""`fully_shard` units with parameters of different dtypes, or with masters in a wider dtype."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_accumulates_with_torchs_roundings(
 )
 def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
     expected = observe(cases.of_two_dtypes_by_hand, sites.world_size, thaws)
-    # torch 2.15 asks what is trained at first to have one dtype, and trains what is thawed later.
+    # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
     may_agree = thaws == "inner" and is_torch_in(">=2.15")
     sites.deviate_by_hand(expected, cases.of_two_dtypes, thaws=thaws, may_agree=may_agree)
 

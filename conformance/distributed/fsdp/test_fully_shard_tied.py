@@ -1,4 +1,4 @@
-"""Parameters that modules of different units of fully_shard have in common."""
+"""Parameters that modules in different `fully_shard` units share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conformance.judge.outcome import observe
 
 
 def refuses(words: str) -> Callable[[Seen], bool]:
-    """Whether every rank reports an error that begins with these."""
+    """Return a check whether every rank reports an error that begins with these words."""
     return lambda seen: all(str(one.value).startswith(words) for one in seen)
 
 
@@ -34,7 +34,7 @@ def refuses(words: str) -> Callable[[Seen], bool]:
     ids=" ".join,
 )
 def test_tied_weights_stay_tied(sites: Sites, units: tuple[str, ...]) -> None:
-    """The unit that is sharded first is the owner."""
+    """The unit that is sharded first owns the shared weight."""
     expected = observe(cases.tied_by_hand, sites.world_size)
     sites.deviate_by_hand(expected, cases.tied, units=units)
 
@@ -51,7 +51,7 @@ def test_models_do_not_part_in_silence(sites: Sites) -> None:
     ("trained", "zeros"), [(True, False), (False, False), (True, True)], ids=["trained", "frozen", "zeros"]
 )
 def test_owners_wait_for_what_is_around_them(sites: Sites, trained: bool, zeros: bool) -> None:
-    """In the backward, and where their own forward fails and is caught."""
+    """The unit around an owner uses its weight after the owner's backward, and after a failed forward of the owner."""
     expected = observe(cases.around_by_hand, trained)
     sites.deviate_by_hand(expected, cases.around, trained=trained, zeros=zeros)
 
@@ -59,7 +59,7 @@ def test_owners_wait_for_what_is_around_them(sites: Sites, trained: bool, zeros:
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 def test_owners_are_unsharded_where_others_need_them(sites: Sites) -> None:
-    """In a backward for which the owner itself is not: a lookup reads no weights there, the last layer does."""
+    """The owner is an embedding, which is not unsharded for its backward. The last layer needs the weight there."""
     expected = observe(cases.tied_by_hand, sites.world_size)
     sites.deviate_by_hand(expected, cases.tied, units=("embed", "body.2"), not_unsharded="embed")
 
@@ -67,7 +67,7 @@ def test_owners_are_unsharded_where_others_need_them(sites: Sites) -> None:
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 def test_owners_are_unsharded_where_others_need_nothing(sites: Sites) -> None:
-    """Though another one that comes first in the backward is not unsharded for it."""
+    """The sharer whose backward runs first is not unsharded for it."""
     sites.deviate_by_hand(observe(cases.shifted, None), cases.shifted)
 
 

@@ -1,4 +1,4 @@
-"""The gate's real model, on two ranks that have half of each batch: the curve of one process that has it all."""
+"""The gate's GPT on two ranks with half of each batch has the loss curve of one process with the full batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.distributed.fsdp.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
 
 STEPS, DEADLINE_S = 24, 120
-# Two terms have one sum in either order; what is left are roundings of the loss's mean over the ranks.
+# Two terms have the same sum in either order. Only the loss's mean over the ranks is rounded differently.
 SAME_CURVE = 1e-5
 
 

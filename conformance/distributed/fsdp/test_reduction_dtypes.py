@@ -1,4 +1,4 @@
-"""In which dtypes gradients accumulate and are reduced: bit for bit, by both APIs."""
+"""The dtypes in which gradients accumulate and are reduced, compared bit by bit for both APIs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
 def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: str) -> None:
     if _FOLLOWS_PARAM:
         seen = sites.agree(cases.of_grad_dtype, tolerance=EXACT, schedule=schedule)
-    else:  # torch ignores it
+    else:  # torch ignores `grad_dtype`
         seen = sites.of_subject(cases.of_grad_dtype, schedule=schedule)
     dtypes = (Dtypes(LOW, FULL, FULL, FULL), Dtypes(LOW, LOW, FULL, LOW))
     for gradients in values_of(seen):

@@ -1,4 +1,4 @@
-"""World sizes up to 4096, on one rank: collectives of a fake process group return at once and move nothing."""
+"""World sizes up to 4096 on one rank. The collectives of a fake process group return at once and move nothing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from conformance.ranks.collective_traces import Collective, report_collectives
 SMALL = 8
 WORLD_SIZES = [64, 512, 4096]
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP"]
-WIDTH, UNITS = 96, 3  # a unit has 9312 parameters: each of 4096 ranks has some
+WIDTH, UNITS = 96, 3  # each of 4096 ranks has some of a unit's 9312 parameters
 
 
 @contextmanager
 def world_of(size: int) -> Iterator[None]:
-    hook = sys.excepthook  # making a group puts one of its own there
+    # init_process_group replaces the hook.
+    hook = sys.excepthook
     distributed.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
     try:
         yield
@@ -53,7 +54,7 @@ def wrapped(library: Library, strategy: str, use_orig_params: bool = False) -> n
 
 
 def trained(model: nn.Module) -> list[Collective]:
-    """The collectives of the second step of two."""
+    """Return the collectives of the second of two steps."""
     seen: list[Collective] = []
     for _ in range(2):
         seen.clear()

@@ -1,4 +1,4 @@
-"""ShardedGradScaler's decision: one for all ranks, whatever gradients each has, by one small collective."""
+"""ShardedGradScaler makes one decision for all ranks, whatever gradients they have, with one small collective."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_sequence_of_calls_on_more_ranks(twins_of: TwinsOf, more_ranks: int,
 def test_one_ranks_inf_keeps_all_from_stepping(
     twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool
 ) -> None:
-    """Each rank in its turn, between clean steps."""
+    """Each rank in turn finds inf, between clean steps."""
     calls = iteration(unscale=unscale)
     for bad in range(more_ranks):
         calls += iteration(one_bad(bad, more_ranks, BAD[bad % 3]), unscale=unscale)
@@ -69,7 +69,7 @@ def test_one_ranks_inf_keeps_all_from_stepping(
 @share_of_examples(0.3)
 @given(data=st.data())
 def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) -> None:
-    """Three optimizers, three steps; any of them may find inf on any rank, and the others go on."""
+    """Take three steps of three optimizers. Any optimizer may find inf on any rank, and the others still step."""
     world_size = twins.world_size
     calls: list[ScalerCall] = []
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @pytest.mark.parametrize(("found", "then"), [(math.inf, 0.0), (None, math.inf)], ids=["cured", "spoilt"])
 def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | None, then: float) -> None:
-    """What unscale_ found decides, on the ranks that edited their gradients and on those that did not."""
+    """The flag of `unscale_` decides, on ranks that edited their gradients later and on ranks that did not."""
     last = twins.world_size - 1
     calls = (
         ScalerCall("backward", given=one_bad(last, last + 1, found)),
@@ -103,7 +103,7 @@ def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @WITH_AND_WITHOUT_UNSCALE
 def test_accumulation(twins: Twins, unscale: bool) -> None:
-    """An inf in the first of three backwards counts at the step after the third."""
+    """An inf in the first of three backwards skips the step after the third."""
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(0, twins.world_size), None):
         accumulated = (
@@ -124,7 +124,10 @@ def test_accumulation(twins: Twins, unscale: bool) -> None:
 @pytest.mark.parametrize("optimizer", SKIPPING_FOR_THEMSELVES)
 @pytest.mark.world_sizes(fewest=2)
 def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, bad: int) -> None:
-    """Where one rank finds inf all skip, and all scales fall; with torch its own alone."""
+    """All ranks of the subject skip the step and lower the scale if one rank finds inf.
+
+    With torch, only that rank does.
+    """
     calls = iteration() + iteration(one_bad(bad, cpu_twins.world_size)) + iteration()
     plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,), options=EIGHT)
 
@@ -173,7 +176,7 @@ def test_a_fused_optimizer_beside_a_plain_one(twins: Twins) -> None:
 
 
 def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale: float) -> None:
-    """Each step is taken or skipped as `expected`, and nothing raises; or broadcasting fails, as with torch."""
+    """Judge a deviation: steps are taken or skipped as `expected` without an error. torch may fail to broadcast."""
 
     def probe(library: Library) -> Any:
         seen = played(twins, plan, library)
@@ -193,7 +196,7 @@ def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale:
 @pytest.mark.parametrize("more_ranks", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["aware", "fused sgd"])
 def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimizer: str) -> None:
-    """What an optimizer that skips for itself is handed after unscale_, and that torch's own then skips."""
+    """Check the flag that "aware" optimizers get after unscale_, and that torch's fused SGD skips the step."""
     twins = twins_of(more_ranks)
     calls = iteration((math.inf,) * more_ranks, unscale=True)
     plan = ScalerProgram(parts(more_ranks), calls, (optimizer,))
@@ -218,7 +221,7 @@ def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimi
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool) -> None:
-    """All but the first rank have none; then no rank has."""
+    """Run once with gradients only on rank 0, then without gradients on any rank."""
     calls = iteration(unscale=unscale) + iteration(unscale=unscale) + iteration(unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
         plan = ScalerProgram(
@@ -250,7 +253,10 @@ def test_ranks_without_gradients_skip_with_their_peers(
 def test_a_check_is_one_all_reduce(
     twins_of: TwinsOf, more_ranks: int, optimizer: str, bare: tuple[int, ...], unscale: bool
 ) -> None:
-    """Three steps of two optimizers, of dtypes that differ by rank; nothing but the checks is a collective."""
+    """Take three steps of two optimizers, with dtypes that differ between ranks.
+
+    The checks are the only collectives.
+    """
     both = parts(more_ranks, bare=bare, optimizers=2)
     mixed = tuple(
         (first, (*second, Gradient((4,), torch.float64 if rank else torch.bfloat16)))
@@ -278,7 +284,7 @@ def test_a_check_is_one_all_reduce(
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
 def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale: bool) -> None:
-    """Four ranks in two groups: an inf on rank 3 stops the second group, one on rank 0 the first."""
+    """Four ranks form two groups. An inf on rank 3 stops the second group, and one on rank 0 the first group."""
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
         calls += iteration(grad_outcomes, unscale=unscale)
@@ -291,7 +297,7 @@ def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
 def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
-    """The first two of four ranks make two steps more than the other two."""
+    """The first two of four ranks take two more steps than the other two."""
     alone = tuple(
         ScalerCall(call.name, call.which, call.given, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2
     )
@@ -304,7 +310,7 @@ def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.world_sizes(fewest=2)
 def test_answers(cpu_twins: Twins, optimizer: str) -> None:
-    """After a clean step, after one in which rank 1 found inf, and after that rank has cleared its gradients."""
+    """Query the scaler after a clean step, after an inf on rank 1, and after that rank cleared its gradients."""
     calls = (
         *iteration(),
         ScalerCall("answers"),
@@ -346,7 +352,7 @@ def test_an_optimizer_that_takes_the_scaler(twins: Twins) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.training.fsdp")
 @pytest.mark.parametrize("low_precision", [False, True], ids=["float32", "float16"])
 def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
-    """Ranks see data of their own, and one of them an inf."""
+    """Every rank trains on its own data, and one rank gets an inf."""
     world_size = twins.world_size
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
     asked = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}

@@ -1,4 +1,4 @@
-"""ShardedGradScaler where something goes wrong on one rank or on all, and where it is pickled."""
+"""Errors of ShardedGradScaler on one rank or on all ranks, and pickling."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ FAILURES: dict[str, tuple[tuple[ScalerCall, ...], str]] = {
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None:
-    """Its own error says why, the other's that a peer failed; once all have cleared their gradients they go on."""
+    """The failing rank raises its own error, and the other rank reports a failed peer.
+
+    Training continues after all ranks cleared their gradients.
+    """
     twins, (calls, why) = twins_of(2), FAILURES[failure]
     mending = (ScalerCall("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
     failing = ScalerProgram(parts(2), calls, (optimizer,), options=EIGHT)
@@ -70,7 +73,7 @@ def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None
         [[own], [reported]], late, scale = seen
         return why in own and "another rank" in reported and late == [None, None] and scale == [8.0, 8.0]
 
-    # torch does not reduce the check in step of an optimizer that skips for itself.
+    # In `step` of an optimizer that handles `found_inf` itself, torch does not reduce the check.
     torchs = (
         "the peer has stepped" if optimizer == "aware" and ScalerCall("unscale_") not in calls else PEERS_WAIT
     )
@@ -79,7 +82,7 @@ def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None
 
 @clause("distributed.fsdp.sharded_grad_scaler.errors.reported_to_peers")
 def test_all_ranks_fail_alike(twins: Twins) -> None:
-    """Calls that all ranks are refused change nothing, and the next ones are as if they had not been."""
+    """Calls that raise on all ranks change nothing, so later calls work as if they had not been made."""
     calls = (
         *(
             ScalerCall(name)
@@ -139,7 +142,7 @@ def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
 @pytest.mark.deviation("sharded_grad_scaler.pickles_without_its_group")
 @pytest.mark.parametrize("way", ["through_a_pickle", "through_a_deep_copy"])
 def test_pickles_of_another_group(twins_of: TwinsOf, way: str) -> None:
-    """No check until a group is assigned: the default one would be the wrong one."""
+    """The unpickled scaler raises until a group is assigned, because the default group would be wrong."""
     twins = twins_of(2)
     calls = (*iteration(), ScalerCall(way), *iteration(unscale=True), ScalerCall("hold_world"), *iteration())
     plan = ScalerProgram(parts(2), calls, options=EIGHT, groups=2)

@@ -1,4 +1,4 @@
-"""`fused_step` of parameters that ranks hold in parts, judged by torch's four calls on the whole model."""
+"""`fused_step` with sharded parameters, compared with torch's four calls on the unsharded model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.strategies.fused_steps import ROW
 def judge(
     twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **asked: Any
 ) -> None:
-    """`judged` asserts what is right of what every rank returned."""
+    """Run the program on the ranks of each library. `judged` asserts what is right about the results of all ranks."""
     fused_steps.judge(
         twins,
         lambda library: values_of(twins.of(library, program, scaler=scaler, **asked)),
@@ -45,7 +45,7 @@ def judge(
 def test_each_rank_in_turn_finds_inf(
     twins_of: TwinsOf, sharding: str, some_ranks: int, scaler: str, kind: str
 ) -> None:
-    """One norm, one decision, one scale: those of the model that is not sharded."""
+    """The norm, the decision and the scale are those of the unsharded model."""
     grad_outcomes, norm_type = (None, *range(some_ranks), None), 1.0 if kind == "nesterov" else 2.0
     expected = cases.unsharded(kind, grad_outcomes, norm_type, some_ranks)
 
@@ -90,7 +90,7 @@ def test_the_group_may_serve_the_device_alone(twins: Twins, scaler: str, enabled
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_one_rank_fails(cpu_twins: Twins, failure: str, why: str) -> None:
-    """It says why, its peers that another rank failed; none has stepped, and all can go on."""
+    """The failing rank reports the cause, and its peers report another rank. No rank steps, and all can continue."""
 
     def judged(seen: list[Any]) -> None:
         (own, *reported), later, kept = zip(*seen, strict=True)
@@ -105,7 +105,7 @@ def test_one_rank_fails(cpu_twins: Twins, failure: str, why: str) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @ROW
 def test_what_is_no_optimizer(cpu_twins: Twins) -> None:
-    """Refused before a collective: the next call is in step with the peers'."""
+    """The error is raised before any collective, so the next call matches the peers' collectives."""
 
     def judged(seen: list[Any]) -> None:
         for refused, then in seen:

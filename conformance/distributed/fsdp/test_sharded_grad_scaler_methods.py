@@ -29,7 +29,7 @@ EIGHT = {"init_scale": 8.0}
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "init_scale": st.sampled_from([1.0, 24.0, 3.0, 0.5]),
     "growth_factor": st.sampled_from([2.0, 1.5, 10.0]),
-    "backoff_factor": st.sampled_from([0.5, 0.25, 0.75]),  # others: test_the_scale_moves_as_grad_scalers
+    "backoff_factor": st.sampled_from([0.5, 0.25, 0.75]),  # see test_the_scale_moves_as_grad_scalers
     "growth_interval": st.integers(1, 3),
 }
 
@@ -110,7 +110,7 @@ def test_switched_off(twins: Twins, optimizer: str) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
 def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> None:
-    """State dicts go from it to a GradScaler and back, and come from torch's."""
+    """A ShardedGradScaler loads state dicts of torch's class and of GradScaler, which loads its state dicts too."""
     sharded, plain = subject.find(SCALER), subject.amp.GradScaler
     assert issubclass(sharded, plain)
     first = reference.find(SCALER)(device, 4.0, 0.25, 3.0, 7)
@@ -164,7 +164,7 @@ def test_scale_of_what_is_no_tensor(compare: Compare, device: str, outputs: Any)
 def test_low_precision_losses(
     deviation: DeviationJudge, device: str, dtype: torch.dtype, shape: tuple[int, ...], nested: bool
 ) -> None:
-    """The gradient that comes out is the scale, in the dtype of the loss."""
+    """The loss's gradient is the scale, in the dtype of the loss."""
 
     def probe(library: Library) -> Any:
         scaler = library.find(SCALER)(device, init_scale=32768.0)
@@ -211,7 +211,7 @@ def test_a_loss_on_the_host(deviation: DeviationJudge, device: str) -> None:
         probe,
         torch_does=lambda seen: seen != [4.0, 4.0],
         we_do=lambda seen: seen == [4.0, 4.0],
-        may_agree=True,  # where the copy is done before the host reads it
+        may_agree=True,  # unless the copy ends after the host reads
     )
 
 
@@ -222,7 +222,7 @@ def test_a_loss_on_the_host(deviation: DeviationJudge, device: str) -> None:
 @pytest.mark.parametrize("scale", [3.0, 1024.0])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32, torch.float64], ids=str)
 def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None:
-    """Also where a peer has inf, and not the gradients of another optimizer."""
+    """Gradients are divided even if a peer finds nan. Gradients of another optimizer are unchanged."""
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(world_size - 1, world_size, math.nan)):
@@ -242,7 +242,10 @@ def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None
 @pytest.mark.parametrize("value", [2.0, 40000.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> None:
-    """On the last rank; in float16 two times 40000 in one row is inf, though neither is."""
+    """The last rank has sparse gradients.
+
+    In float16, the sum of two values 40000 in one row is inf, though neither value is.
+    """
     values = torch.tensor([1.0, value, value]).to(dtype)
     last = twins.world_size - 1
     calls = (
@@ -276,7 +279,7 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
     ids=str,
 )
 def test_new_scale(twins: Twins, new_scale: Any) -> None:
-    """Instead of the move that an inf has earned."""
+    """The new scale replaces the backoff after an inf."""
     world_size = twins.world_size
     calls = (*iteration(one_bad(0, world_size))[:-1], ScalerCall("update", given=new_scale), *iteration())
     plan = ScalerProgram(parts(world_size), calls, options=EIGHT)
@@ -286,7 +289,7 @@ def test_new_scale(twins: Twins, new_scale: Any) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")
 @pytest.mark.parametrize("interval", [1, 3])
 def test_growth_and_backoff(twins: Twins, interval: int) -> None:
-    """An inf, on whichever rank, begins the count anew; the counts go with a state dict."""
+    """An inf on any rank restarts the count of clean steps. State dicts contain the count."""
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()
     for bad in (None, None, 0, None, None, world_size - 1, None, None, None, None):
@@ -321,7 +324,7 @@ def test_the_largest_scale(twins: Twins, device: str) -> None:
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
 @pytest.mark.parametrize("factor", [0.3, 0.9])
 def test_a_factor_that_float32_does_not_hold(twins: Twins, device: str, factor: float) -> None:
-    """Rounded once, with the product; torch rounds the factor and then the product."""
+    """Tandem rounds only the product to float32. torch rounds the factor and then the product."""
     grad_outcomes = (math.inf,) * twins.world_size
     options = {"init_scale": 65521.0, "backoff_factor": factor}
     plan = ScalerProgram(parts(twins.world_size), iteration(grad_outcomes) * 3, options=options)

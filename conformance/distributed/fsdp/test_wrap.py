@@ -1,4 +1,4 @@
-"""Wrap policies, asked about one module and over whole trees; a stand-in takes the wrapper's place."""
+"""Wrap policies, called for one module and for whole trees, with a stand-in for the wrapper class."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _MODULES = {
 
 
 def ask(compare: Compare, question: Callable[[Any], Any]) -> None:
-    """Of `distributed.fsdp.wrap`, in both libraries."""
+    """Compare the answers of both libraries' `distributed.fsdp.wrap`."""
     compare(lambda library: observe(question, library.distributed.fsdp.wrap))
 
 
 def ask_policy(compare: Compare, policy: Policy, *numels: int) -> None:
-    """About each module, each size, and both questions."""
+    """Call the policy for each module and size, with both values of `recurse`."""
 
     def answers(library: Library) -> dict[str, Any]:
         made = policy.of(library)
@@ -163,7 +163,7 @@ def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None
 def test_functions_choose_alike(
     subject: Library, reference: Library, tree: Tree, policies: list[Policy]
 ) -> None:
-    """The subject's policies on torch's walk over the tree."""
+    """Use the policies of each library in torch's walk over the tree."""
     walk = reference.distributed.fsdp.wrap._recursive_wrap
 
     def outcome(library: Library) -> Outcome:
@@ -190,7 +190,7 @@ def test_functions_choose_alike(
 
 
 def _run(policy: Any, built: Built, kwargs: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """What a policy that sees the whole tree chooses, by name."""
+    """Return the modules that a policy of the whole tree chooses, by name."""
     chosen = policy._run_policy(built.root, built.ignored, kwargs)
     return [(built.names[module], found) for module, found in chosen.items()]
 
@@ -235,7 +235,7 @@ def test_arguments_are_each_modules_own(compare: Compare, policy: Policy) -> Non
 
 
 def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
-    """For each name the first one of the same object."""
+    """Return, for each name, the first name of the same object."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(found), name) for name, found in named}
 

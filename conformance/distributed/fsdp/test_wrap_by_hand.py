@@ -1,4 +1,4 @@
-"""Wrapping by hand, inside `enable_wrap` and outside; a stand-in takes the wrapper's place."""
+"""Manual wrapping, inside `enable_wrap` and outside, with a stand-in for the wrapper class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _made(module: nn.Module, **kwargs: Any) -> Any:
 
 
 def _reported(wrapped: Any) -> Any:
-    """What came back from `wrap`, in plain words."""
+    """Describe the module that `wrap` returned, for comparison."""
     if isinstance(wrapped, StandInWrapper):
         return ("Wrapper", type(wrapped.module).__name__, wrapped.kwargs)
     return type(wrapped).__name__ if isinstance(wrapped, nn.Module) else wrapped
@@ -37,7 +37,7 @@ def test_wraps(
         with wrap.enable_wrap(wrapper_cls=wrapper, **given_kwargs) as entered:
             first = wrap.wrap(nn.ReLU(), **overrides)
             nested = wrap.wrap(first, a="outer") if wrapper is StandInWrapper else None
-            # Overrides hold for one module alone.
+            # Overrides apply to only one module.
             return entered, _reported(first), _reported(nested), _reported(wrap.wrap(nn.Linear(2, 2)))
 
     ask(compare, question)

@@ -1,4 +1,4 @@
-"""What the constructor makes of a policy: which units, and with which arguments. The group has no peers."""
+"""The units that the constructor makes for a policy, and their arguments. The process group has no peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINEAR_UNITS = [Policy("ModuleWrapPolicy", ("linear",)), Policy("lambda_auto_wra
 
 @pytest.fixture(autouse=True)
 def _group_without_peers() -> Iterator[None]:
-    """Two ranks, of which there is one: collectives return at once and move nothing."""
+    """A fake group of two ranks with only one process: collectives return at once and move nothing."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     distributed.destroy_process_group()
@@ -38,7 +38,7 @@ def sharded(library: Library, root: nn.Module, policy: Any, **kwargs: Any) -> nn
 
 
 def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
-    """Each place of the tree by its name without wrappers; of a unit what its wrapper was told."""
+    """Return each module by its name without wrappers: the arguments of a unit, or the type of another module."""
     wrapper = library.distributed.fsdp.FullyShardedDataParallel
     found: list[tuple[str, Any]] = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -104,7 +104,7 @@ def test_a_module_at_two_places(
     deviation: DeviationJudge, policy: Policy, use_orig_params: bool, parents: str
 ) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
-        """Whether what stands at the two places is one object, and whether the second one is a wrapper."""
+        """Return whether both places hold one object, and whether the second place holds a wrapper."""
         shared = nn.Linear(3, 3)
         root = (
             nn.Sequential(shared, shared)
@@ -127,7 +127,7 @@ def test_a_module_at_two_places(
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 def test_a_parameter_in_two_units(deviation: DeviationJudge, policy: Policy) -> None:
     def probe(library: Library) -> int:
-        """How many elements this rank's half has."""
+        """Return the number of elements in this rank's half."""
         one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         other.weight = one.weight
         model = sharded(library, nn.Sequential(one, other), policy.of(library), use_orig_params=False)
@@ -141,7 +141,7 @@ def test_a_parameter_in_two_units(deviation: DeviationJudge, policy: Policy) -> 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_a_chosen_module_is_frozen_in_part(deviation: DeviationJudge, use_orig_params: bool) -> None:
     def probe(library: Library) -> tuple[str, list[str], bool]:
-        """How that is refused, what is warned of, and whether the module is a unit then."""
+        """Return the error, the warnings, and whether the module was wrapped."""
         layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         layers[0].requires_grad_(False)
         root = nn.Sequential(nn.Sequential(Block([layers])), nn.Linear(3, 3))
