@@ -1,1 +1,1 @@
-"""What Hypothesis draws: plain descriptions, from which each library is given its own fresh tensors."""
+"""Hypothesis strategies. They draw plain descriptions, from which each library gets its own fresh tensors."""

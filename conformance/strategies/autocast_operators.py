@@ -1,6 +1,6 @@
-"""The operators that autocast has rules for on some device, and neighbours that it leaves alone: what each is given.
+"""Calls of the operators that autocast has rules for on some device, and of similar operators without a rule.
 
-Which rule an operator has is not said here: the reference shows it.
+The calls do not say which rule an operator has. The reference shows it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _OF_TWO = """
     copysign float_power true_divide type_as
 """
 
-# Of an LSTM that makes 4 features of 3.
+# Arguments of an LSTM with 3 input and 4 output features.
 _WEIGHTS, _STATES = [N(16, 3), N(16, 4), N(16), N(16)], (N(1, 2, 4), N(1, 2, 4))
 _LENGTHS = (ints([1, 2], [2, 1]), [4, 4], [2, 2])
 _LU = (torch.tensor([[1, 2, 3]], dtype=torch.int32),)
 
 CALLS: dict[str, OperatorCall] = {
-    # Products, and what is built on them.
+    # Products, and operators that are built on products.
     "mm": call(N(3, 4), N(4, 2)),
     "bmm": call(N(2, 3, 4), N(2, 4, 2)),
     "matmul": call(N(2, 3, 4), N(4, 2)),
@@ -125,7 +125,7 @@ CALLS: dict[str, OperatorCall] = {
     "ctc_loss.IntList": call(N(4, 2, 3), *_LENGTHS),
     "ctc_loss.Tensor": call(N(4, 2, 3), _LENGTHS[0], ints(4, 4), ints(2, 2)),
     "dist": call(N(3), N(3)),
-    # What needs the range or the precision of float32 on one device or the other.
+    # Operators that need the range or the precision of float32 on some device.
     **{name: call(P(3, 4)) for name in _OF_ONE.split()},
     "pow.Tensor_Scalar": call(P(3), 1.5),
     "pow.Tensor_Tensor": call(P(3), N(3)),
@@ -229,7 +229,7 @@ CALLS: dict[str, OperatorCall] = {
     "linalg_householder_product": call(N(3, 2), P(2)),
     "linalg_tensorinv": call(N(2, 3, 6)),
     "linalg_tensorsolve": call(N(2, 3, 6), N(2, 3)),
-    # Where operands are brought to one dtype, by autocast or by themselves.
+    # Operators whose operands get one dtype, by autocast or by type promotion.
     "cat": call([N(3), N(3)]),
     "cat.names": call([N(3, names=("a",)), N(3, names=("a",))], "a"),
     "stack": call([N(3), N(3)]),
@@ -261,7 +261,7 @@ CALLS: dict[str, OperatorCall] = {
     **{name: call(N(3), N(3)) for name in _OF_TWO.split()},
 }
 
-# Computed by LAPACK, or made of what is.
+# Operators that LAPACK computes, or that are composed of such operators.
 FACTORIZING = frozenset(name.partition(".")[0] for name in CALLS if name.startswith("linalg_")) | {
     *_OF_MATRICES.split(),
     *("cholesky_solve", "lu_solve", "orgqr", "ormqr", "triangular_solve", "nuclear_norm"),

@@ -1,4 +1,4 @@
-"""What clipping is asked with: numbers to clip by, sparse gradients, and a call whose whole outcome is kept."""
+"""Inputs for gradient clipping: numbers to clip by, sparse gradients, and a call with its full outcome."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
 max_norms = st.sampled_from([1e-3, 0.5, 1.0, 10.0, 1e6, 0.0, -1.0, math.inf, 3])
 
-# Devices of the parameters, the second of which has no foreach operators. Where it is among others, torch's refusal of
-# foreach=True may come after a first change: `refusal_is_whole` is about that.
+# Devices of the parameters. The meta device has no foreach operators. If both devices are mixed, torch may raise on
+# foreach=True after it has changed some gradients, which the clause `refusal_is_whole` covers.
 WITH_AND_WITHOUT_FOREACH = pytest.mark.parametrize(
     ("where", "foreach"),
     [
@@ -32,7 +32,7 @@ WITH_AND_WITHOUT_FOREACH = pytest.mark.parametrize(
 
 
 def holding(grad: torch.Tensor) -> Any:
-    """A parameter for a gradient that no real one takes, with what clipping may look at besides."""
+    """Return a stand-in parameter for a gradient that no real parameter accepts."""
     return SimpleNamespace(grad=grad, device=grad.device, dtype=grad.dtype, shape=grad.shape)
 
 
@@ -44,18 +44,21 @@ def clipped(
     container: Any = list,
     **kwargs: Any,
 ) -> Outcome:
-    """All that clipping `parameters` did, to them and otherwise; `container` makes what is handed over of the list."""
+    """Clip `parameters`. Return the outcome with everything that the call changed.
+
+    `container` converts the list of parameters for the call.
+    """
     called = getattr(library.nn.utils, function)
     return observe(called, container(parameters), *args, watch=parameters, **kwargs)
 
 
 def clip_of(library: Library, case: GradientList, device: str, *args: Any, **kwargs: Any) -> Outcome:
-    """The same for the fresh parameters of a case."""
+    """Clip the fresh parameters of a case. Return the outcome."""
     return clipped(library, case.parameters(device), *args, **kwargs)
 
 
 def norm_on_meta(library: Library, function: str, foreach: bool | None) -> Outcome:
-    """Where the norm lies and its shape, on a device that has no foreach operators."""
+    """Return the outcome of a norm on the meta device, which has no foreach operators: its device type and shape."""
     parameter = Gradient((2,)).parameter("meta")
 
     def call() -> tuple[str, torch.Size]:

@@ -1,4 +1,4 @@
-"""Compiled steps of an optimizer: what a library's tracing of it makes of the same script."""
+"""Compiled steps of an optimizer, traced by one library's `OptimizerVariable`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Script = Callable[["CompiledHarness"], Any]
 
 
 def soon(cases: Iterable[str], *names: str) -> list[Any]:
-    """The cases, of which the quick profile asks these: each compiles for a second and more."""
+    """Return the cases as parameters. All but `names` run in the full profile, because each compiles for a second."""
     return [
         pytest.param(each, marks=() if each in names else pytest.mark.profile("full"), id=each)
         for each in cases
@@ -31,7 +31,7 @@ def soon(cases: Iterable[str], *names: str) -> list[Any]:
 
 @contextlib.contextmanager
 def tracing_of(library: Library) -> Generator[None]:
-    """Optimizers are traced by the library's class, and no code compiled before or within stays."""
+    """Context manager that traces optimizers with the library's class and resets Dynamo before and after."""
     tracker = library.dynamo.OptimizerVariable
     torch._dynamo.reset()
     counters.clear()
@@ -43,7 +43,7 @@ def tracing_of(library: Library) -> Generator[None]:
 
 
 class GraphCounter:
-    """A backend that keeps how often it was called, and with how many tensors from outside of the graph."""
+    """Backend that counts its calls and, for each call, the inputs of the graph."""
 
     def __init__(self, backend: str) -> None:
         self._compile = lookup_backend(backend)
@@ -68,7 +68,7 @@ class CompiledHarness:
         self.optimizer = make(self.parameters)
         self.graphs = GraphCounter(backend)
         self.without_gradient: set[int] = set()
-        self.compiled_after: list[int] = []  # graphs compiled so far, after each step
+        self.compiled_after: list[int] = []  # number of compiled graphs after each step
         self.recompile()
 
     def recompile(self) -> None:
@@ -92,7 +92,7 @@ class CompiledHarness:
         return result
 
     def plain_train(self, steps: int = 1) -> CompiledHarness:
-        """As `train`, by the optimizer's own step."""
+        """Train with the optimizer's own step, without compilation."""
         for _ in range(steps):
             self.set_gradients()
             self.optimizer.step()
@@ -100,7 +100,7 @@ class CompiledHarness:
         return self
 
     def values(self) -> dict[str, Any]:
-        """Parameters, state and groups, as a user finds them."""
+        """Return parameters, state and groups as the user sees them."""
         state = self.optimizer.state
         return {
             "parameters": [parameter.detach().clone() for parameter in self.parameters],
@@ -123,7 +123,7 @@ class CompiledHarness:
         }
 
     def marks(self) -> dict[str, Any]:
-        """Which tensors Dynamo is told to find at the same address."""
+        """Return how Dynamo marks each tensor as having a static address."""
 
         def mark(value: Any) -> str:
             return str(get_static_address_type(value)) if isinstance(value, torch.Tensor) else "no tensor"
@@ -137,17 +137,18 @@ class CompiledHarness:
 
 
 def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Outcome:
-    """What the script does and leaves, with this library's tracing."""
+    """Run the script with this library's tracing. Return its outcome."""
     with tracing_of(library):
         found = observe(lambda: script(CompiledHarness(make, **harness)))
-    # What is said once a process, by modules that backends import and by torch's C++, is said to whoever comes first.
+    # Drop warnings that come once a process from backends' imports and torch's C++, because only the first run gets
+    # them.
     reported = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
     often = tuple(each for each in reported if "Triggered internally" not in each[1])
     return dataclasses.replace(found, warned=often)
 
 
 def after(script: Callable[[CompiledHarness], Any]) -> Script:
-    """The script, and then all that is seen of its harness."""
+    """Return a script that runs `script` and then reports everything observable of its harness."""
 
     def run(harness: CompiledHarness) -> Any:
         script(harness)

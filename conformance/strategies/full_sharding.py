@@ -1,4 +1,4 @@
-"""How a model is sharded by fully_shard and trained: every option that ranks of one machine can take."""
+"""Models sharded by fully_shard and their training: every option that the ranks of one machine support."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from conformance.strategies.sharding import steps, without_stale_gradients
 UNITS = ("root", "leaves", "groups", "nested", "list")
 _BEFORES = ("", "eval", "no_grad", "freeze", "thaw")
 _ORDERS = ("in turn", "together", "no_sync", "unfinished")
-# What has no parameters is a unit as well.
+# Modules without parameters are units as well.
 _KINDS = (*KINDS, "bare", "counted")
-# fully_shard of torch 2.11 finds no tensors in dataclasses, and so leaves a unit that returns one out of a backward.
+# fully_shard of torch 2.11 finds no tensors in dataclasses, so a unit that returns one takes no part in backward.
 _UNSEEN_FORMS = ("dataclass",) if torch_version() == "2.11" else ()
 _FORMS, _INPUT_FORMS = (
     tuple(form for form in forms if form not in _UNSEEN_FORMS) for forms in (FORMS, INPUT_FORMS)
 )
-# Until 2.13 torch leaves several modules that are one unit open where a part of them runs again.
+# Until 2.13, torch leaves several modules that form one unit unsharded if only some of them run again.
 _CLOSES_LISTS = torch_version() not in ("2.11", "2.12")
 
 
@@ -38,7 +38,7 @@ def shardings(
     reshards: tuple[bool | int | None, ...] = (None, True, False),
     **given: Any,
 ) -> Sharding:
-    """`given` are fields that are not drawn."""
+    """Draw a sharding. `given` are fields that are not drawn."""
     drawn = {"units": units, "ranks": ranks, "reshard_after_forward": reshards}
     return Sharding(**{name: draw(st.sampled_from(values)) for name, values in drawn.items()}, **given)
 
@@ -98,23 +98,24 @@ _OTHERS = st.sampled_from(
 def programs(
     reference: type, factors: tuple[float, ...]
 ) -> st.SearchStrategy[tuple[Sharding, list[UnitCall]]]:
-    """A model, and calls of its methods among forwards and backwards, which end with a whole step.
+    """Draw a sharding, and calls of a model's methods among forwards and backwards that end with a full step.
 
-    `reference` is torch's FSDPModule: older ones lack methods, which are not called.
+    `reference` is torch's FSDPModule. Methods that its version lacks are not called.
     """
     methods = [_calls_of(name, **values) for name, values in _SETTINGS if hasattr(reference, name)]
     settings = st.one_of(*methods, _OTHERS, _calls_of("set_gradient_divide_factor", factor=factors))
     ending = [UnitCall("forward"), UnitCall("backward"), UnitCall("step of shards")]
-    # `one_of` of these would draw each method as often as all of training.
+    # A flat `one_of` would draw each method as often as all training calls together.
     call = st.sampled_from([_TRAINING, _TRAINING, settings]).flatmap(lambda kind: kind)
     calls = st.lists(call, max_size=12).filter(_gathers_for_use)
     return st.tuples(shardings(units=("leaves",)), calls.map(lambda drawn: [*drawn, *ending]))
 
 
 def _gathers_for_use(calls: list[UnitCall]) -> bool:
-    """Whether no unit is gathered ahead that has run and awaits no backward, or whose parameters are loaded then.
+    """Return whether no unit is prefetched unnecessarily, and no parameters are loaded during an all-gather.
 
-    With these torch computes all the same: row fully_shard.gathered_in_vain.
+    A unit is prefetched unnecessarily if it has already run and awaits no backward. torch then computes with the values
+    that it gathered: deviation fully_shard.gathered_in_vain.
     """
     names_earlier = is_in_flight = False
     for one in calls:
@@ -129,7 +130,7 @@ def _gathers_for_use(calls: list[UnitCall]) -> bool:
 
 
 def policies() -> st.SearchStrategy[dict[str, Any]]:
-    """Return arguments of MixedPrecisionPolicy, low precision and casts most often."""
+    """Draw arguments of MixedPrecisionPolicy, most often with low precision and casts."""
     low, full = torch.bfloat16, torch.float32
     return st.fixed_dictionaries(
         {

@@ -1,4 +1,4 @@
-"""Steps with clipping by torch's four calls and by `fused_step`, and scenarios of them."""
+"""Steps with clipping by torch's four calls and by `fused_step`, and scenarios of such steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.strategies.scaling import Harness
 
 LACKING = "no such method"
 ROW = pytest.mark.deviation("grad_scaler.fused_step")
-# 16500 elements lie beyond what is joined with others, in pieces.
+# 16500 elements are too many to be joined with other parameters, and are split into pieces.
 SOME = (
     Gradient((5,), seed=1),
     Gradient((0,), seed=2),
@@ -29,7 +29,8 @@ SOME = (
     Gradient((16_500,), seed=4, scale=0.1),
     Gradient((7,), seed=5),
 )
-# Which float32 holds: on CUDA torch's operators round betas to it before they take them from 1, on the CPU after.
+# Betas that float32 holds exactly. On CUDA, torch's operators round betas to float32 before 1 - beta, on the CPU after
+# it.
 _BETAS = (0.875, 0.984375)
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda groups: Adam(groups, lr=0.125, betas=_BETAS, amsgrad=True, weight_decay=0.25, fused=True),
@@ -41,18 +42,19 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "rmsprop": lambda groups: RMSprop(groups, lr=0.125),
 }
 FUSED = [name for name in KINDS if name != "rmsprop"]
-# How torch's fused momentum begins after a step that is skipped is what its memory happens to hold.
+# The first gradient is always finite, because torch's fused momentum reads uninitialised memory after a skipped first
+# step.
 GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, None, math.inf, math.nan]), min_size=2, max_size=5).map(
     lambda grad_outcomes: [None, *grad_outcomes]
 )
 Take = Callable[..., torch.Tensor]
-Iterations = list[tuple[Outcome, Any]]  # of each iteration, the norm and all that lasts
+Iterations = list[tuple[Outcome, Any]]  # the norm and the lasting state of each iteration
 
 
 def by_four(
     harness: Harness, max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gradients are clipped by the norm that is given, or else by torch's, which is returned."""
+    """Step with torch's four calls. Clip by `given`, or else by torch's norm. Return the norm."""
     harness.scaler.unscale_(harness.optimizer)
     norm = clipped([p for p in harness.parameters if p.numel()], max_norm, norm_type, given)
     harness.scaler.step(harness.optimizer)
@@ -78,7 +80,10 @@ def norms_in(seen: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
 
 
 def by_four_with(norms: Iterable[torch.Tensor | None]) -> Take:
-    """Clips by these norms, one an iteration: what follows from a norm has the same bits, whatever made the norm."""
+    """Return a step with torch's four calls that clips by these norms, one an iteration.
+
+    Results that follow from a norm have the same bits, no matter how the norm was computed.
+    """
     given = iter(norms)
     return lambda harness, *expected: by_four(harness, *expected, given=next(given))
 
@@ -99,7 +104,7 @@ def state_of(harness: Harness) -> Outcome:
 def iterations(
     library: Library, device: str, take: Take, kind: str, grad_outcomes: list[float | None], *expected: float
 ) -> Iterator[tuple[Outcome, Outcome]]:
-    """After each iteration: the norm, and all that lasts."""
+    """Yield the norm and the lasting state after each iteration."""
     harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0, growth_interval=2)
     harness.optimizer.param_groups[-1]["lr"] *= 2
     for number, last in enumerate(grad_outcomes):
@@ -111,7 +116,7 @@ def iterations(
 
 
 class Judges(Protocol):
-    """A `DeviationJudge`, or a row's twins on the ranks of one world."""
+    """A `DeviationJudge`, or a rank comparison."""
 
     def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None: ...
 
@@ -122,7 +127,7 @@ def judge(
     compare: Callable[[Any], None],
     scaler: str = "amp.GradScaler",
 ) -> None:
-    """torch has no such method; `compare` raises where what was seen of the subject's is wrong."""
+    """Judge a deviation: torch has no `fused_step`. `compare` raises if the subject's result is wrong."""
 
     def asked(library: Library) -> Any:
         return probe(library) if hasattr(library.find(scaler), "fused_step") else LACKING
@@ -137,7 +142,7 @@ def judge(
 
 
 def assert_same_iterations(expected: Iterations, seen: Iterations, norm_type: float = 2.0) -> None:
-    """Norms within the roundings of their sums, all that lasts within those of the updates."""
+    """Compare norms within the rounding of their sums, and the lasting state within the rounding of the updates."""
     tolerance = norm_of_some(norm_type)
     for norm, our_norm in zip([norm for norm, _ in expected], [norm for norm, _ in seen], strict=True):
         assert_same_outcome(norm, our_norm, tolerance)
@@ -145,7 +150,7 @@ def assert_same_iterations(expected: Iterations, seen: Iterations, norm_type: fl
 
 
 def assert_same_states(expected: Sequence[Outcome], seen: Sequence[Outcome]) -> None:
-    """After each step, within the roundings of the updates up to then."""
+    """Compare the states after each step, within the rounding of the updates so far."""
     for step, (state, ours) in enumerate(zip(expected, seen, strict=True), 1):
         assert_same_outcome(state, ours, updates(step))
 
@@ -166,7 +171,7 @@ class FusedStep:
         judge(self._deviation, probe, compare)
 
     def judge_reported(self, reported: Callable[[Library, Take], Any]) -> None:
-        """What `reported` tells of one call is what it tells of four, within the roundings of an update."""
+        """Judge that `reported` gives the same for one call as for four, within the rounding of an update."""
         expected = observe(reported, self.reference, by_four)
         assert expected.raised is None, expected.raised
         self.judge(
@@ -175,14 +180,17 @@ class FusedStep:
         )
 
     def judge_states(self, reported: Callable[[Library, Take], list[Outcome]]) -> None:
-        """Likewise, of states after each step."""
+        """Judge that `reported` gives the same states for one call as for four, after each step."""
         expected = reported(self.reference, by_four)
         self.judge(lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen))
 
     def judge_iterations(
         self, reported: Callable[[Library, Take], Iterations], norm_type: float = 2.0, take: Take = by_one
     ) -> None:
-        """torch's calls clip by the norms that were returned, and these are judged by torch's."""
+        """Judge iterations by torch's four calls, which clip by the subject's norms.
+
+        The norms are compared with torch's.
+        """
         self.judge(
             lambda library: reported(library, take),
             lambda seen: assert_same_iterations(
@@ -193,7 +201,7 @@ class FusedStep:
     def judge_scenario(
         self, kind: str, grad_outcomes: list[float | None], *expected: float, take: Take = by_one
     ) -> None:
-        """In `iterations`; `expected` are the largest norm and its order."""
+        """Judge the scenario `iterations`. `expected` are the maximum norm and its order."""
 
         def reported(library: Library, take: Take) -> Iterations:
             return list(iterations(library, self._device, take, kind, grad_outcomes, *expected))

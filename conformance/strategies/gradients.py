@@ -1,7 +1,7 @@
 """Lists of parameters with gradients: sizes, dtypes, memory layouts, missing and non-finite ones.
 
-A case is a plain value. `case.parameters(device)` builds fresh tensors from it, the same each time, so that the
-subject and the reference never share memory.
+A case is a plain value. `case.parameters(device)` builds fresh tensors from it, the same each time, so that the subject
+and the reference never share memory.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from conformance.judge import seeding
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
 
-# How torch begins where it sees that elements of a tensor to be written share memory.
+# The beginning of torch's error for a written tensor whose elements share memory.
 REFUSED_OVERLAP = "RuntimeError: unsupported operation: more than one element of the written-to tensor"
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """One parameter and its gradient; `dtype` None means that there is no gradient."""
+    """A parameter and its gradient. There is no gradient if `dtype` is None."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = torch.float32
     seed: int = 0
     scale: float = 1.0
     layout: str = "contiguous"
-    # What the very last element is overwritten with, if anything.
+    # The value that replaces the last element, or None.
     last: float | None = None
 
     @property
@@ -44,7 +44,7 @@ class Gradient:
         return parameter
 
     def values(self) -> torch.Tensor:
-        """In float64, before the rounding to `dtype`."""
+        """Return the values in float64, before they are rounded to `dtype`."""
         generator = seeding.generator(self.seed)
         values = torch.randn(self.shape, generator=generator, dtype=torch.float64) * self.scale
         if self.last is not None and self.numel:
@@ -68,20 +68,20 @@ class GradientList:
         return [gradient.parameter(device) for gradient in self.gradients]
 
     def norm(self, norm_type: float) -> float:
-        """The joint norm in float64, of the values as rounded to their dtypes."""
+        """Return the joint norm in float64 of the values as rounded to their dtypes."""
         rounded = [g.values().to(g.dtype).double().reshape(-1) for g in self.gradients if g.dtype is not None]
         return float(torch.linalg.vector_norm(torch.cat(rounded), norm_type)) if rounded else 0.0
 
 
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """A tensor equal to `values` whose memory lies otherwise."""
+    """Return a tensor equal to `values` with another memory layout."""
     if layout == "transposed" and values.dim() >= 2:
         return values.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced":
         wide = values.new_full((*values.shape, 2), 7.0)
         wide[..., 0] = values
         return wide[..., 0]
-    if layout == "offset":  # one element past an aligned address
+    if layout == "offset":  # shifted by an element from an aligned address
         flat = values.new_full((values.numel() + 1,), 7.0)
         flat[1:] = values.reshape(-1)
         return flat[1:].view(values.shape)
@@ -108,7 +108,10 @@ def gradient_lists(
     missing: bool = True,
     last: st.SearchStrategy[float | None] = _NOTHING,
 ) -> GradientList:
-    """Lists whose norms are far from overflow and underflow; `last` goes into the last element of the last gradient."""
+    """Draw lists whose norms are far from overflow and underflow.
+
+    `last` replaces the last element of the last gradient.
+    """
     size = draw(st.integers(min_size, max_size))
     choices: tuple[torch.dtype | None, ...] = (*dtypes, None) if missing else dtypes
     gradients = [

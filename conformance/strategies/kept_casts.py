@@ -1,4 +1,4 @@
-"""What may become of a weight inside of a region: scripts that note what each of its uses shows."""
+"""Scripts about a weight inside autocast regions. They record every use of the weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.strategies.regions import Planned
 
 
 class CastCounter(TorchDispatchMode):
-    """Counts the casts of tensors that really run."""
+    """Counts the casts of tensors that actually run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class CastCounter(TorchDispatchMode):
 
 
 class CastScene:
-    """A weight of ones, regions, and what has been seen of the weight's uses."""
+    """A weight of ones, regions, and a record of the weight's uses."""
 
     def __init__(self, library: Library, device: str) -> None:
         self.library, self.device = library, device
@@ -46,7 +46,10 @@ class CastScene:
     def use(
         self, *weights: torch.Tensor, times: int = 1, dtype: torch.dtype = torch.bfloat16
     ) -> torch.Tensor:
-        """Multiply by each, and note how many casts that took, of what it came, and whether it can be trained."""
+        """Multiply by each weight.
+
+        Record the number of casts, the product's dtype and value, and whether it requires grad.
+        """
         x = torch.ones(2, 2, device=self.device, dtype=dtype)
         total = torch.zeros((), device=self.device)
         for weight in weights * times:
@@ -93,7 +96,7 @@ def stops_to_require_gradients(scene: CastScene) -> None:
 
 
 def copies(scene: CastScene) -> None:
-    """Of a weight whose cast is kept; each is another tensor, whatever it shares."""
+    """Use copies of a weight whose cast is cached. Each copy is a different tensor, even if it shares memory."""
     with scene.region():
         scene.use(scene.weight)
         for made in (
@@ -130,7 +133,7 @@ def views(scene: CastScene) -> None:
 
 
 def results(scene: CastScene) -> None:
-    """What is computed of a weight is cast each time."""
+    """Use the result of an operation on a weight, which is cast each time."""
     with scene.region():
         doubled = scene.weight * 2
         scene.use(doubled, times=2)
@@ -142,7 +145,7 @@ def other_dtypes(scene: CastScene) -> None:
 
 
 def short_lived(scene: CastScene) -> None:
-    """One after the other, of which memory and address may be those of one before."""
+    """Use short-lived weights one after the other, which may have the memory and address of an earlier one."""
     with scene.region():
         for value in range(20):
             scene.use(scene.leaf(float(value)))
@@ -158,7 +161,7 @@ def twins(scene: CastScene) -> None:
 
 
 def nested(scene: CastScene) -> None:
-    """Inner regions end no casts of an outer one."""
+    """Use a weight in nested regions, which must not drop the cached casts of the outer region."""
     weight = scene.weight
     with scene.region():
         scene.use(weight)
@@ -178,7 +181,7 @@ def nested(scene: CastScene) -> None:
 
 
 def first_used_inside(scene: CastScene) -> None:
-    """What an inner region casts is kept for the outer one."""
+    """Use a weight first in an inner region, whose cast is kept for the outer region."""
     with scene.region():
         with scene.region():
             scene.use(scene.weight)
@@ -229,7 +232,7 @@ def ended_by_an_exception(scene: CastScene) -> None:
 
 
 def as_decorator(scene: CastScene) -> None:
-    """Each call is a region of its own, unless one is around it."""
+    """Call a decorated function. Each call is a region of its own, unless it runs inside another region."""
     use = scene.region()(lambda: scene.use(scene.weight, times=2))
     for value in (1.0, 2.0):
         fill(scene.weight, value)
@@ -239,7 +242,7 @@ def as_decorator(scene: CastScene) -> None:
 
 
 def trained_inside(scene: CastScene) -> None:
-    """Several backwards by one kept cast."""
+    """Run several backwards through one cached cast."""
     weight = scene.weight
     with scene.region():
         scene.use(weight, times=2).backward()
@@ -249,7 +252,10 @@ def trained_inside(scene: CastScene) -> None:
 
 
 def precise_beside(scene: CastScene) -> None:
-    """For an operator in float32 the weight is as it was; one in lower precision is cast for it each time."""
+    """Use weights in a float32 operator, which gets the original float32 weight.
+
+    The operator casts a low-precision weight each time.
+    """
     low = scene.leaf(3.0, torch.bfloat16)
     target = torch.zeros(2, 2, device=scene.device)
     with scene.region():
@@ -272,7 +278,7 @@ def cleared_gradients(scene: CastScene) -> None:
 
 
 def first_without_gradients(scene: CastScene) -> None:
-    """As in an evaluation, or in the forward of an autograd.Function."""
+    """Use a weight first without gradients, as in an evaluation or the forward of an autograd.Function."""
     with scene.region():
         with torch.no_grad():
             scene.use(scene.weight)
@@ -324,7 +330,7 @@ SCRIPTS: list[Script] = [
 
 
 def in_another_dtype(scene: CastScene) -> None:
-    """An inner region of another dtype, and the outer one again."""
+    """Use a weight in an inner region of another dtype, and in the outer region again."""
     with scene.region():
         scene.use(scene.weight)
         with scene.region(torch.float16):
@@ -333,7 +339,7 @@ def in_another_dtype(scene: CastScene) -> None:
 
 
 def in_another_dtype_behind_a_disabled_one(scene: CastScene) -> None:
-    """The disabled region between them says the inner one's dtype."""
+    """Use a weight in a region of another dtype inside a disabled region that names that dtype."""
     with scene.region():
         scene.use(scene.weight)
         with scene.region(torch.float16, enabled=False), scene.region(torch.float16):
@@ -342,7 +348,7 @@ def in_another_dtype_behind_a_disabled_one(scene: CastScene) -> None:
 
 
 def in_another_dtype_out_of_order(scene: CastScene) -> None:
-    """The outer region is left first, and one of its dtype entered inside of the other."""
+    """Leave the outer region first, then enter a region of its dtype inside the other one."""
     device = scene.device
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))

@@ -11,7 +11,7 @@ KINDS = ("affine", "linear", "normed", "batched", "lookup", "scaled", "tied", "i
 CHECKPOINTING = ("none", "none", "plain")
 
 
-# A unit of a single element is a case of its own: torch accumulates its gradients wrongly. So widths begin at 2.
+# Widths begin at 2, because torch accumulates the gradients of a one-element unit wrongly, which other tests cover.
 @st.composite
 def leaves(draw: st.DrawFn, *, frozen: tuple[str, ...] = ("none",), kinds: tuple[str, ...] = KINDS) -> Leaf:
     return Leaf(draw(st.sampled_from(kinds)), draw(st.integers(2, 5)), draw(st.sampled_from(frozen)))

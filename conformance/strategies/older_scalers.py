@@ -1,4 +1,4 @@
-"""What is asked of torch.cuda.amp.GradScaler and torch.cpu.amp.GradScaler alike, the older spellings."""
+"""Checks of the older spellings torch.cuda.amp.GradScaler and torch.cpu.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.strategies.scaling import Harness, pickled
 
-# Each parameter by itself, all by position and by name, and what is refused.
+# Each parameter on its own, all by position and by name, and invalid arguments.
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "none": ((), {}),
     "init_scale": ((), {"init_scale": 8.0}),
@@ -37,7 +37,7 @@ class OlderScaler:
         Compare(self._reference, self._subject)(lambda library: self._scenario(library, arguments, device))
 
     def assert_takes_no_device(self) -> None:
-        # Whether the warning comes before the refusal is nobody's business.
+        # Whether the warning comes before the error does not matter.
         expected, actual = (observe(self._of(library), device=self._kind).raised for library in self._both())
         assert expected == actual, f"raised {actual}, expected {expected}"
 
@@ -46,7 +46,7 @@ class OlderScaler:
         assert_same_outcome(expected, actual)
 
     def assert_is_a_subclass(self, device: str) -> None:
-        """Code that asks isinstance for the newer class takes it, and its copies stay what they are."""
+        """Assert that the older class is a subclass of the newer class, and that copies keep their class."""
         scaler = self._of(self._subject)(init_scale=4.0)
         assert isinstance(scaler, self._subject.amp.GradScaler), (
             f"{type(scaler).__mro__} lacks the newer class"
@@ -68,7 +68,7 @@ class OlderScaler:
         return self._of(library)(2.0).get_scale()
 
     def _scenario(self, library: Library, arguments: str, device: str) -> Iterator[Outcome]:
-        """Construction with its warnings, then a few iterations."""
+        """Yield the construction with its warnings, then a few iterations."""
         args, kwargs = ARGUMENTS[arguments]
         harness = Harness(library, device)
         scalers: list[Any] = []

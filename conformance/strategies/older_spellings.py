@@ -21,7 +21,10 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 def used_as_region(autocast: Any, arguments: str, on: Any = contextlib.nullcontext) -> Outcome:
-    """The attributes, the state inside and after, and the warnings; entered twice, and with a subclass's `super`."""
+    """Use the class as a region. Return its attributes, the state inside and after, and the warnings.
+
+    The region is entered twice.
+    """
     args, kwargs = ARGUMENTS[arguments]
 
     def run() -> Any:

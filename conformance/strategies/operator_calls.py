@@ -1,4 +1,4 @@
-"""How an operator is called: with what tensors, and by which of its names."""
+"""Calls of an operator: its operands, and the names under which it can be called."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from conformance.judge import seeding
 
 @dataclass(frozen=True)
 class DrawnTensor:
-    """Floating-point values to come, of a shape."""
+    """A description of a floating-point tensor to be drawn."""
 
     shape: tuple[int, ...]
     kind: str = "any"
     names: tuple[str, ...] | None = None
 
     def values(self, number: int) -> torch.Tensor:
-        """In float32; other ones for each number."""
+        """Return float32 values. They differ for each number."""
         return _values(self, number, seeding.run_seed())
 
 
@@ -42,12 +42,12 @@ def N(*shape: int, names: tuple[str, ...] | None = None) -> DrawnTensor:
 
 
 def P(*shape: int) -> DrawnTensor:
-    """Between 0.1 and 0.9."""
+    """Describe a tensor with values between 0.1 and 0.9."""
     return DrawnTensor(shape, "positive")
 
 
 def D(*shape: int) -> DrawnTensor:
-    """Positive definite matrices."""
+    """Describe positive definite matrices."""
     return DrawnTensor(shape, "definite")
 
 
@@ -61,7 +61,7 @@ class OperatorCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def operands(self, dtypes: Sequence[torch.dtype], device: str) -> OperatorCall:
-        """With tensors that take these dtypes in turn; new ones at each call."""
+        """Replace descriptions by fresh tensors, whose dtypes are taken from `dtypes` in turn."""
         count = iter(range(1000))
 
         def made(value: Any) -> Any:
@@ -82,7 +82,7 @@ def call(*args: Any, **kwargs: Any) -> OperatorCall:
     return OperatorCall(args, kwargs)
 
 
-# Where an operator has another name, by that; functions without one of their own in torch's namespaces.
+# Operators under another name, and functions that torch's namespaces lack.
 _ELSEWHERE: dict[str, Callable[..., Any]] = {
     "pow": operator.pow,
     "matmul": operator.matmul,
@@ -110,7 +110,10 @@ _GROUPS = {"linalg_": torch.linalg, "fft_": torch.fft, "special_": torch.special
 
 
 def spellings(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What this operator may be called by in this torch; its arguments may not suit each."""
+    """Yield the names of this operator in the installed torch with their functions.
+
+    Not every one takes its arguments.
+    """
     plain, _, overload = name.partition(".")
     packet = getattr(torch.ops.aten, plain, None)
     if packet is not None:

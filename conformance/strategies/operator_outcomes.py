@@ -1,4 +1,4 @@
-"""What operators return and raise, in regions and without."""
+"""Results and errors of operators, inside regions and outside."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from conformance.strategies.operator_calls import spellings
 Dtypes = Sequence[torch.dtype]
 Region = Callable[[], contextlib.AbstractContextManager[Any]]
 
-# These return, behind three results, their working memory.
+# These operators return three results and their workspace.
 RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
 
 
 @functools.cache
 def callable_spellings(device: str) -> dict[str, list[tuple[str, Callable[..., Any]]]]:
-    """Of each operator, by which it takes its arguments in float32."""
+    """Return, for each operator, the names whose functions take its arguments in float32."""
 
     def takes(name: str, function: Callable[..., Any]) -> bool:
         return ran(functools.partial(outcome_of, name, function, [torch.float32], device))
@@ -35,7 +35,7 @@ def callable_spellings(device: str) -> dict[str, list[tuple[str, Callable[..., A
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """Some operators are deprecated, and torch says so of some once a process. One thread, as all are tiny."""
+    """Context manager that hides deprecation warnings and uses one thread, because all operands are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -58,7 +58,7 @@ def outcome_of(
     region: Region = contextlib.nullcontext,
     backward: bool = False,
 ) -> dict[str, Any]:
-    """What it returns or raises, and its operands afterwards; or their gradients."""
+    """Run the operator. Return its result or error with its operands afterwards, or the operands' gradients."""
     try:
         call = CALLS[name].operands(dtypes, device)
         leaves = [each for each in flat(call.args) if each.is_floating_point()] if backward else []
@@ -76,7 +76,7 @@ def outcome_of(
 
 
 def tuple_of(value: Any) -> Any:
-    """What operators call by names of their own, without them."""
+    """Convert named tuples to plain tuples."""
     return tuple(value) if isinstance(value, tuple) else value
 
 

@@ -1,4 +1,4 @@
-"""Optimizers to compile: those of `torch.optim` with their options, and some as users write them."""
+"""Optimizers to compile: those of `torch.optim` with their options, and some user-defined ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     and issubclass(value, torch.optim.Optimizer)
     and value is not torch.optim.Optimizer
 }
-# Dynamo leaves their steps alone.
+# Dynamo does not trace the steps of these classes.
 UNCOMPILED = ("LBFGS", "SparseAdam")
 COMPILED = [name for name in CLASSES if name not in UNCOMPILED]
 
-# Values beside the defaults that take effect in a few steps, for every option of every optimizer.
+# Non-default values that take effect in a few steps, for every option of every optimizer.
 _VALUES: dict[str, Any] = {
     "weight_decay": 0.1,
     "maximize": True,
@@ -52,7 +52,7 @@ _VALUES: dict[str, Any] = {
     "adjust_lr_fn": "match_rms_adamw",
 }
 _OWN_VALUES = {("Adafactor", "eps"): (1e-6, 1e-3), ("Adadelta", "eps"): 1e-4}
-# Which of them say how a step is computed; torch refuses some together.
+# Options that select how a step is computed. torch rejects some combinations.
 _WAYS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "foreach": {"foreach": True},
@@ -62,7 +62,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 WAYS = list(_WAYS)
-# Neither a value nor a way: what is optimized, and a device's own kernel where it is not expected.
+# Arguments that are neither values nor modes.
 _GIVEN = ("params", "lr")
 
 
@@ -73,7 +73,7 @@ def options_of(name: str) -> list[str]:
 
 
 def unknown_options() -> list[str]:
-    """Options of `torch.optim` that no value above tries."""
+    """Return the options of `torch.optim` that no value above covers."""
     known = {*_GIVEN, *_VALUES, *(option for way in _WAYS.values() for option in way)}
     return [
         f"{name}({option})"
@@ -88,21 +88,21 @@ def has_way(name: str, way: str) -> bool:
 
 
 def maker(name: str, way: str = "defaults", options: Iterable[str] = (), **more: Any) -> Make:
-    """Makes that optimizer with these of its options at other values than the default."""
+    """Return a function that makes the optimizer, with non-default values for `options`."""
     given = {each: _OWN_VALUES.get((name, each), _VALUES[each]) for each in options}
-    # A copy: a tensor for the learning rate belongs to one optimizer.
+    # Clone tensors, because a learning-rate tensor belongs to one optimizer.
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _WAYS[way].items()}
     lr = {} if "lr" in chosen or name in ("Adadelta", "Rprop") else {"lr": 0.05}
     return lambda parameters: CLASSES[name](parameters, **lr, **given, **chosen, **more)
 
 
-# What has no effect without others.
+# Options that only have an effect together with others.
 _TOGETHER = {"nesterov": {"momentum": 0.9}, "dampening": {"momentum": 0.9, "dampening": 0.3}}
 _DECAY = "weight_decay"
 
 
 def option_groups(name: str) -> list[dict[str, Any]]:
-    """Options of a group: none, each by itself, weight decay with each other, and all."""
+    """Return groups of options: none, each on its own, each together with weight decay, and all."""
     values = {each: _OWN_VALUES.get((name, each), _VALUES[each]) for each in options_of(name)}
     decay = {_DECAY: values[_DECAY]} if _DECAY in values else {}
     alone = [{each: value} | _TOGETHER.get(each, {}) for each, value in values.items()]
@@ -111,7 +111,7 @@ def option_groups(name: str) -> list[dict[str, Any]]:
 
 
 def with_each_options(name: str, way: str, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """An optimizer with each of these options, of one parameter each."""
+    """Return one optimizer for each group of options, with one parameter each."""
     pairs = zip(parameters, option_groups(name), strict=True)
     return [maker(name, way)([{"params": [parameter], **options}]) for parameter, options in pairs]
 
@@ -127,7 +127,10 @@ def draw_gradient(parameter: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def against_eager(name: str) -> Tolerance:
-    """Compiled, a step count is a tensor: powers and quotients of it are rounded in float32 and not in float64."""
+    """Return the tolerance for comparing compiled with eager steps.
+
+    A compiled step count is a tensor, so its powers and quotients are rounded in float32 instead of float64.
+    """
     if name == "Muon":
         return Tolerance(
             8,

@@ -1,4 +1,4 @@
-"""Autocast regions: programs of nested ones that either library runs, the state they change, what they multiply."""
+"""Autocast regions: programs of nested regions for either library, the autocast state, and operands."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Region:
     enabled: bool = True
     cache_enabled: bool | None = None
     as_decorator: bool = False
-    raises: bool = False  # after its inner regions have run
+    raises: bool = False  # raises when the inner regions have run
     inner: tuple[Region, ...] = ()
 
     def run(self, library: Library, note: Any) -> None:
-        """Run the program below this region; `note()` is called at every point between the steps."""
+        """Run this region's program. Call `note()` at every point between the steps."""
         region = library.amp.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
         )
@@ -56,7 +56,7 @@ class Region:
 
 @contextlib.contextmanager
 def cuda_reported(has_bfloat16: bool) -> Iterator[None]:
-    """torch.cuda says that a device is there, with bfloat16 or without, as no machine here or there need have it."""
+    """Context manager that makes torch.cuda report a device, with or without bfloat16. The machine needs none."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=has_bfloat16),
@@ -65,7 +65,7 @@ def cuda_reported(has_bfloat16: bool) -> Iterator[None]:
 
 
 def state() -> dict[str, Any]:
-    """All that autocast keeps for this thread; of a device that torch does not bring too, where there is one."""
+    """Return autocast's state of this thread, including that of a device type from outside torch."""
     devices = (*DEVICE_TYPES, *({torch._C._get_privateuse1_backend_name()} - {"privateuseone"}))
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
@@ -78,7 +78,7 @@ def state() -> dict[str, Any]:
 
 
 def operands(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two matrices in float32, the same at each call."""
+    """Return two float32 matrices, the same at each call."""
     generator = seeding.generator(5)
     one, two = (torch.randn(4, 4, generator=generator).to(device) for _ in range(2))
     return one, two

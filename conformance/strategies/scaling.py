@@ -1,7 +1,7 @@
-"""A scaler at work: parameters in two groups, an optimizer, a scaler, and scenarios that two libraries run in lockstep.
+"""A scaler in use: parameters in two groups, an optimizer, a scaler, and scenarios that two libraries run in lockstep.
 
-A scenario is a generator that takes a library and yields one `Outcome` a call; both libraries' scenarios are drawn
-step by step and compared step by step.
+A scenario is a generator that takes a library and yields one `Outcome` a call. The scenarios of both libraries advance
+and are compared step by step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from conformance.strategies.gradients import Gradient
 
 Scenario = Callable[[Library], Iterator[Outcome]]
 
-# Sizes that no vector width divides, and an empty one; the last is where the faults go.
+# Sizes that no vector width divides, and an empty gradient. Faults are put into the last gradient.
 FOUR = (Gradient((5,), seed=1), Gradient((0,), seed=2), Gradient((3, 4), seed=3), Gradient((7,), seed=4))
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 MEASURED_DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 class Recording(SGD):
-    """An optimizer that keeps what each call of `step` was given, and returns what it is told to."""
+    """Optimizer that records the arguments of each call of `step`, and returns `returns`."""
 
     def __init__(self, params: Any, returns: Any = None) -> None:
         super().__init__(params, lr=0.125)
@@ -43,7 +43,7 @@ class Recording(SGD):
 
 
 class Aware(SGD):
-    """An optimizer that unscales and skips by itself, by what the scaler lays on it."""
+    """Optimizer that unscales and skips steps itself, with the attributes that the scaler sets."""
 
     _step_supports_amp_scaling = True
 
@@ -66,7 +66,7 @@ class Aware(SGD):
 
 
 class TakesScaler(SGD):
-    """An optimizer with the older protocol: `step` takes the scaler itself."""
+    """Optimizer with the older protocol, whose `step` takes the scaler."""
 
     _step_supports_amp_scaling = True
 
@@ -89,7 +89,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.125),
     "momentum": lambda groups: SGD(groups, lr=0.125, momentum=0.5),
     "adam": lambda groups: Adam(groups, lr=0.125),
-    # Without momentum: torch's fused SGD never fills its momentum buffer if the first step is skipped, and reads it.
+    # Without momentum, because torch's fused SGD reads an uninitialised momentum buffer after a skipped first step.
     "fused sgd": lambda groups: SGD(groups, lr=0.125, fused=True),
     "fused adam": lambda groups: Adam(groups, lr=0.125, fused=True),
     "fused adamw": lambda groups: AdamW(groups, lr=0.125, fused=True),
@@ -102,7 +102,7 @@ AMP_AWARE = ("fused sgd", "fused adam", "fused adamw", "fused adagrad", "aware")
 
 
 class Harness:
-    """One library's scaler with the parameters and the optimizer it works on; two harnesses share no memory."""
+    """A library's scaler with its parameters and optimizer. Two harnesses share no memory."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Harness:
         device: str,
         gradients: tuple[Gradient, ...] = FOUR,
         optimizer: str | Callable[[Any], Optimizer] = "sgd",
-        scaler: Any = None,  # else a GradScaler with these options
+        scaler: Any = None,  # default: a GradScaler with `options`
         **options: Any,
     ) -> None:
         self.library, self.device = library, device
@@ -123,14 +123,14 @@ class Harness:
         self._gradients = gradients
 
     def used(self) -> Harness:
-        """With a scale on the device, as after the first loss."""
+        """Create the scale on the device, as the first loss does."""
         self.scaler.scale(torch.zeros((), device=self.device))
         return self
 
     def backward(self, last: float | None = None, times: float = 1.0) -> None:
-        """Real gradients of a scaled loss; `last` goes into the last element of the last one.
+        """Run backward of a scaled loss. `last` replaces the last element of the last gradient.
 
-        Without any parameter that gets one, nothing but the scale begins.
+        If no parameter gets a gradient, only create the scale.
         """
         expected = [gradient for gradient in self._gradients if gradient.dtype is not None]
         if not expected:
@@ -150,7 +150,7 @@ class Harness:
             parameter.grad = None
 
     def did(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-        """All that a call did: its result, the parameters and gradients, the optimizer and the scaler after it."""
+        """Run a call. Return its outcome with the parameters, gradients, optimizer and scaler after the call."""
         outcome = observe(call, *args, watch=self.parameters, **kwargs)
         return dataclasses.replace(outcome, watched={"parameters": outcome.watched, **self.seen()})
 
@@ -166,7 +166,7 @@ class Harness:
         }
 
     def _entries(self) -> dict[str, Any] | None:
-        """Numbers, which need no observing; what a state dict raises is asked about by clauses of its own."""
+        """Return the scaler's numbers, or None if `state_dict` raises, which other clauses cover."""
         try:
             return entries(self.scaler)
         except (NotProvided, LookupFailed):
@@ -175,28 +175,28 @@ class Harness:
             return None
 
     def iteration(self, last: float | None = None, *, unscale: bool = False) -> Iterator[Outcome]:
-        """backward, unscale_ if it is asked for, step, update."""
+        """Yield the outcomes of one iteration: backward, unscale_ if `unscale`, step and update."""
         self.zero_grad()
         yield self.did(self.backward, last)
         yield from self.calls(*["unscale_"] * unscale, "step", "update")
 
     def calls(self, *names: str) -> Iterator[Outcome]:
-        """What the scaler's methods of these names do, one after the other, on the optimizer where they take one."""
+        """Yield the outcomes of the scaler's methods of these names, called in order."""
         for name in names:
             yield self.did(getattr(self.scaler, name), *(() if name == "update" else (self.optimizer,)))
 
 
 def entries(scaler: Any) -> dict[str, Any]:
-    """What torch's state dict has of a scaler's; `state_dict.five_entries` asks whether it has more."""
+    """Return the entries of torch's state dict. The clause `state_dict.five_entries` covers further entries."""
     return {name: value for name, value in scaler.state_dict().items() if name in _ENTRIES}
 
 
 def pickled(scaler: Any, as_class: type | None = None) -> Any:
-    """A pickle and back, into `as_class` where given. Every object but the class itself is really pickled."""
+    """Pickle and unpickle a scaler, into `as_class` if given. Every object but the class itself is really pickled."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> str | None:
-            # A class with a fault is not the one that stands under its name.
+            # A class with an injected fault is not importable by its name.
             return "the scaler's class" if obj is type(scaler) else None
 
     class Unpickler(pickle.Unpickler):

@@ -1,7 +1,7 @@
-"""Plans for ranks under a sharded scaler, drawn where both libraries must do the same.
+"""Plans for ranks with a sharded scaler, in which both libraries must do the same.
 
-Left out is what torch is known to do wrong, each a row of `deviations.toml`: optimizers that skip for themselves step
-by what their own rank found, cannot be unscaled beforehand, and do not mix with others under one scaler.
+Known faults of torch are left out, each of which is a deviation. With torch, optimizers that skip steps themselves
+decide by their own rank, cannot be unscaled before, and do not mix with other optimizers under one scaler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, PLAIN
 
 _BAD = (math.inf, -math.inf, math.nan)
-# In every torch that is supported; Adagrad(fused=True) learnt it later.
+# Optimizers of every supported torch version. Adagrad(fused=True) came later.
 SKIPPING_FOR_THEMSELVES = tuple(kind for kind in AMP_AWARE if kind != "fused adagrad")
 SCALES = st.sampled_from([0.5, 1.0, 3.0, 24.0])
 _DTYPES = st.sampled_from([torch.float32] * 3 + [torch.bfloat16, torch.float64, torch.float16, None])
@@ -28,12 +28,15 @@ _NUMBERS = {
     "growth_interval": st.integers(1, 3),
 }
 
-# A rank's part of two parameters, and of none; the shapes differ by rank.
+# The shards of a rank without gradients.
 BARE = (Gradient((2,), None),)
 
 
 def part(rank: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Gradient, ...]:
-    """A rank's part: of four parameters in two groups, one empty and one without a gradient."""
+    """Return a rank's shards of four parameters in two groups.
+
+    One is empty, and one has no gradient. Shapes differ by rank.
+    """
     first = 10 * rank + seed
     return (
         Gradient((3 + rank,), dtype, seed=first + 1),
@@ -44,7 +47,7 @@ def part(rank: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> tup
 
 
 def parts(world_size: int, *, bare: tuple[int, ...] = (), optimizers: int = 1, **more: Any) -> Any:
-    """Every rank's part for each of several optimizers; the ranks in `bare` have no gradients."""
+    """Return every rank's shards for each of several optimizers. The ranks in `bare` have no gradients."""
     return tuple(
         tuple(BARE if rank in bare else part(rank, seed=100 * which, **more) for which in range(optimizers))
         for rank in range(world_size)
@@ -52,14 +55,14 @@ def parts(world_size: int, *, bare: tuple[int, ...] = (), optimizers: int = 1, *
 
 
 def one_bad(rank: int, world_size: int, value: float | None = math.inf) -> tuple[float | None, ...]:
-    """Fates of which one is not None: what overwrites the last element of that rank's last gradient."""
+    """Return values for the last gradient element of every rank: `value` on one rank, None on the others."""
     return tuple(value if each == rank else None for each in range(world_size))
 
 
 def iteration(
     grad_outcomes: tuple[float | None, ...] | None = None, *, which: int = 0, unscale: bool = False
 ) -> tuple[ScalerCall, ...]:
-    """zero_grad, backward, perhaps unscale_, step, update."""
+    """Return the calls of one iteration: zero_grad, backward, unscale_ if `unscale`, step and update."""
     return (
         ScalerCall("zero_grad", which),
         ScalerCall("backward", which, grad_outcomes),
@@ -83,11 +86,11 @@ def _gradients(draw: st.DrawFn) -> tuple[Gradient, ...]:
 
 @st.composite
 def plans(draw: st.DrawFn, world_size: int) -> ScalerProgram:
-    """Any sequence of calls, made by all ranks, on one to three optimizers under one scaler."""
+    """Draw a sequence of calls that all ranks make, on one to three optimizers under one scaler."""
     kinds = draw(st.sampled_from([PLAIN, SKIPPING_FOR_THEMSELVES]))
     optimizers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3))
     ranks = tuple(tuple(draw(_gradients()) for _ in optimizers) for _ in range(world_size))
-    # What torch's fused optimizers refuse is no business of the scaler's.
+    # Gradients share one dtype, because torch's fused optimizers reject others.
     ranks = tuple(
         tuple(
             _in_one_dtype(some) if kind in SKIPPING_FOR_THEMSELVES else some
@@ -129,7 +132,8 @@ def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...])
                 "growth_interval": 2,
                 "_growth_tracker": draw(st.integers(0, 1)),
             }
-            # Loading into a scaler that has no scale yet is a clause of GradScaler's.
+            # Load only after the first scale, because loading into a scaler without a scale is covered by a clause of
+            # GradScaler.
             return [ScalerCall("scale", which, torch.ones(())), ScalerCall("load_state_dict", which, state)]
         case "resume":
             return [ScalerCall("resume", which)]
@@ -140,7 +144,7 @@ def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...])
                     "update", which, draw(st.sampled_from([new, torch.tensor(new), torch.tensor([new])]))
                 )
             ]
-    # In an order that nobody wants: all ranks alike are refused, or not.
+    # Draw calls in a wrong order, which raise on all ranks alike or on none.
     names = ["zero_grad", "backward", "step", "update", "step"]
     if optimizers[which] in PLAIN:
         names += ["unscale_", "unscale_"]
@@ -149,7 +153,7 @@ def _block(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...])
 
 @st.composite
 def _iteration(draw: st.DrawFn, ranks: tuple[Any, ...], optimizers: tuple[str, ...]) -> list[ScalerCall]:
-    """Gradients of one or two backwards, a step of each optimizer, and an update."""
+    """Draw an iteration: one or two backwards and a step for each optimizer, then an update."""
     calls: list[ScalerCall] = []
     for which, kind in enumerate(optimizers):
         grad_outcome = st.sampled_from([None, None, *_BAD])

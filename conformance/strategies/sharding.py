@@ -1,4 +1,4 @@
-"""How a model is wrapped and trained: every setup that one strategy of sharding allows, and schedules of steps."""
+"""Wrapped models and their training: every setup that a sharding strategy allows, and schedules of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def setups(
     wraps: tuple[str, ...] = WRAPS,
     **given: Any,
 ) -> Setup:
-    """`given` are fields of the setup that are not drawn."""
+    """Draw a setup. `given` are fields that are not drawn."""
     drawn_ranks = draw(st.sampled_from(ranks))
     arguments = {
         "use_orig_params": draw(st.booleans()),
@@ -66,7 +66,10 @@ def trainings(
     tree: dict[str, Any] | None = None,
     **setup: Any,
 ) -> Training:
-    """At least three steps. Parts are frozen where the setup allows it: in units of their own, or by name."""
+    """Draw a training of at least three steps.
+
+    Modules are frozen as far as the setup allows: in their own units, or by name.
+    """
     drawn = draw(setups(**setup))
     frozen, befores = _freezing(drawn)
     schedule = steps(befores=("", "eval", "no_grad", *befores)) if schedule is None else schedule
@@ -78,7 +81,7 @@ def trainings(
 
 
 def _freezing(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which leaves may be frozen, and what may be frozen between steps."""
+    """Return the freezing that leaves may have, and the freezing that may happen between steps."""
     if setup.uses_orig_params:
         return ("none", "none", "first", "all"), ("freeze", "thaw")
     if setup.wrap == "leaves":
@@ -87,6 +90,9 @@ def _freezing(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def without_stale_gradients(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """A parameter that is frozen with a gradient of zero goes on by its momentum; one whose gradient is None rests."""
+    """Clear gradients to None if the steps freeze or thaw parameters.
+
+    With a gradient of zero, the momentum would still move a frozen parameter.
+    """
     freezes = any(step.before in ("freeze", "thaw") for step in steps)
     return tuple(replace(step, set_to_none=step.set_to_none or freezes) for step in steps)

@@ -1,4 +1,4 @@
-"""Optimizers as users write them, with an `_init_group` of their own and without."""
+"""User-defined optimizers, with an `_init_group` method and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Collecting(torch.optim.Optimizer):
-    """Like torch's: `_init_group` makes state and fills lists."""
+    """Like torch's optimizers: `_init_group` creates state and fills lists."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -34,7 +34,7 @@ class Collecting(torch.optim.Optimizer):
 
 
 class ByKeyword(Collecting):
-    """Gives the lists by keyword."""
+    """Passes the lists by keyword."""
 
     def update(self, group: dict[str, Any]) -> None:
         parameters: list[torch.Tensor] = []
@@ -45,7 +45,7 @@ class ByKeyword(Collecting):
 
 
 class IntoItsOwn(Collecting):
-    """Gives a list that it keeps, where others find what was updated, and whoever steps clears it."""
+    """Passes a list that is an attribute, in which the caller finds the updated parameters and which it clears."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, lr)
@@ -59,7 +59,7 @@ class IntoItsOwn(Collecting):
 
 
 class IntoItsGroup(Collecting):
-    """Gives a list of numbers that the group keeps."""
+    """Passes a list of numbers that is stored in the group."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, lr)
@@ -80,7 +80,7 @@ class IntoItsGroup(Collecting):
 
 
 class Returning(Collecting):
-    """Gets the tensors back instead of giving lists, and changes the list that it got."""
+    """Gets the tensors as a result instead of passing lists, and changes the returned list."""
 
     def _init_group(self, group: dict[str, Any]) -> list[torch.Tensor]:
         return [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -93,7 +93,7 @@ class Returning(Collecting):
 
 
 class IntoFilled(Collecting):
-    """Gives a list that holds something already."""
+    """Passes a list that is not empty."""
 
     def _init_group(self, group: dict[str, Any], factors: list[float]) -> None:
         factors.extend(0.5 for parameter in group["params"] if parameter.grad is not None)
@@ -124,7 +124,7 @@ class RatesHandedOver(Collecting):
 
 
 class ScaledByState(Collecting):
-    """`_init_group` collects a number, or its lack, of each parameter's state."""
+    """`_init_group` collects a number or None from each parameter's state."""
 
     def _init_group(self, group: dict[str, Any], parameters: list[Any], scales: list[Any]) -> None:
         for parameter in group["params"]:
@@ -141,7 +141,7 @@ class ScaledByState(Collecting):
 
 
 class CountingSteps(Collecting):
-    """Its step counts are Python's numbers, under the name that torch's have."""
+    """The step counts are Python numbers, under torch's name "step"."""
 
     def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
         super()._init_group(group, parameters, gradients)
@@ -158,7 +158,7 @@ class CountingSteps(Collecting):
 
 
 class ToldWhatIsComputed(Collecting):
-    """Gives `_init_group` a tensor that the step computes."""
+    """Passes a tensor that the step computes to `_init_group`."""
 
     def _init_group(
         self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], most: torch.Tensor
@@ -177,7 +177,7 @@ class ToldWhatIsComputed(Collecting):
 
 
 class KeepingElsewhere(Collecting):
-    """Its momenta are not in its state."""
+    """The momenta are kept outside the optimizer's state."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, lr)
@@ -199,7 +199,7 @@ class KeepingElsewhere(Collecting):
 
 
 class Plain(torch.optim.Optimizer):
-    """Without `_init_group`: all is in the step."""
+    """An optimizer without `_init_group`: the step does everything."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -218,7 +218,7 @@ class Plain(torch.optim.Optimizer):
 
 
 class OddlyNamed(Plain):
-    """Its attributes are called what `_init_group` is made of."""
+    """The attributes are named after parts of the name `_init_group`."""
 
     group = init = 0.5
 
@@ -230,7 +230,7 @@ class OddlyNamed(Plain):
 
 
 class KeepingCount(Plain):
-    """Counts its steps in an attribute of its own, and the count matters."""
+    """Counts steps in an attribute that changes the result."""
 
     taken = 0
 
@@ -243,7 +243,7 @@ class KeepingCount(Plain):
 
 
 class CountingOnDevices(Collecting):
-    """Like torch's with `capturable`: where it is set, step counts lie beside their parameters."""
+    """Like torch's optimizers with `capturable`: if it is set, step counts are on the devices of their parameters."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, lr)
@@ -259,7 +259,7 @@ class CountingOnDevices(Collecting):
 
 
 class PassingOver(Collecting):
-    """`_init_group` asks which parameters have a state, and makes none."""
+    """`_init_group` checks which parameters have a state, and creates none."""
 
     def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
         for parameter in group["params"]:

@@ -1,6 +1,6 @@
-"""Module trees that policies are asked about, policies, and a wrapper that notes what it was put around.
+"""Module trees and policies for wrapping, and a wrapper that records its arguments.
 
-All are described by plain values, so that each library gets a tree and a policy of its own.
+All are described by plain values, so that each library gets its own tree and policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conformance.judge.library import Library
 
 
 class Block(nn.Module):
-    """A module of a user's own: parts by any name, and a parameter."""
+    """A user-defined module: submodules under any name, and a parameter."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class WiderBlock(Block):
-    """Derived, and so an instance of its base too."""
+    """A subclass, whose instances are instances of `Block` too."""
 
 
 _LEAVES: dict[str, Callable[[], nn.Module]] = {
@@ -61,7 +61,7 @@ CLASSES: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class Node:
-    """A module: a leaf, a group of `parts`, or `shared`: the tree's one module that stands wherever this does."""
+    """A module: a leaf, a group of `parts`, or `shared`, which is the same module wherever it is used."""
 
     kind: str
     parts: tuple[Node, ...] = ()
@@ -76,13 +76,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Tree:
-    """`ignored` and `frozen` pick modules and parameters by their number, as often as there are any."""
+    """A tree of modules. `ignored` and `frozen` select modules and parameters by number, modulo their count."""
 
     root: Node
     shared: Node = Node("linear")
     ignored: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
-    is_tied: bool = False  # whether all linear layers of one shape have one weight
+    is_tied: bool = False  # linear layers of one shape share one weight
 
     def build(self) -> Built:
         root = self.root.build(self.shared.build(nn.ReLU()))
@@ -109,7 +109,7 @@ class Built:
     root: nn.Module
     ignored: set[nn.Module]
     ignored_params: set[nn.Parameter]
-    names: dict[nn.Module, str]  # before anything was wrapped
+    names: dict[nn.Module, str]  # names before wrapping
 
 
 def _nodes(leaves: st.SearchStrategy[str], least: int = 0) -> st.SearchStrategy[Node]:
@@ -122,7 +122,10 @@ def _nodes(leaves: st.SearchStrategy[str], least: int = 0) -> st.SearchStrategy[
 
 
 def trees(*, shares: bool) -> st.SearchStrategy[Tree]:
-    """Trees of at least two modules and a parameter. One that does not share has each module and parameter once."""
+    """Draw trees of at least two modules and a parameter.
+
+    Without `shares`, each module and parameter is in the tree once.
+    """
     leaves = st.sampled_from([*_LEAVES, "shared"] if shares else list(_LEAVES))
     roots = st.lists(_nodes(leaves), min_size=1, max_size=4).map(lambda parts: Node("block", tuple(parts)))
     some = st.lists(st.integers(0, 20), max_size=2).map(tuple)
@@ -137,14 +140,14 @@ def trees(*, shares: bool) -> st.SearchStrategy[Tree]:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy, by the name of its class or function and its arguments; classes are named as in `CLASSES`."""
+    """A policy, given by the name of its class or function and its arguments. Classes are named as in `CLASSES`."""
 
     name: str
     classes: tuple[str, ...] = ()
     numel: int = 0
     leaves: tuple[str, ...] | None = None
     excluded: tuple[str, ...] | None = None
-    answers: tuple[tuple[str, Any], ...] = ()  # of a custom policy's function, by class
+    answers: tuple[tuple[str, Any], ...] = ()  # a custom policy's answers by class
 
     def of(self, library: Library) -> Any:
         found = getattr(library.distributed.fsdp.wrap, self.name)
@@ -208,7 +211,7 @@ SEEING_THE_TREE = st.one_of(
 
 
 class StandInWrapper(nn.Module):
-    """Stands in for FullyShardedDataParallel."""
+    """Stand-in for FullyShardedDataParallel."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -220,7 +223,7 @@ class StandInWrapper(nn.Module):
 
 
 def noting(names: dict[nn.Module, str]) -> tuple[type[StandInWrapper], list[tuple[str, dict[str, Any]]]]:
-    """A wrapper, and the list in which it notes the name of each module and the arguments it was called with."""
+    """Return a wrapper class, and the list to which it appends each module's name and its arguments."""
     notes: list[tuple[str, dict[str, Any]]] = []
 
     class Noting(StandInWrapper):
@@ -232,7 +235,7 @@ def noting(names: dict[nn.Module, str]) -> tuple[type[StandInWrapper], list[tupl
 
 
 def shape(root: nn.Module) -> list[tuple[str, str]]:
-    """Name and class of whatever stands at each place of a tree."""
+    """Return the name and class of the module at each place of a tree."""
     return [
         (name, "Wrapper" if isinstance(module, StandInWrapper) else type(module).__name__)
         for name, module in root.named_modules(remove_duplicate=False)
