@@ -1,4 +1,4 @@
-"""The fixture that hands tests the fused step."""
+"""The fixture `fused`, which judges the fused step."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from conformance.strategies.fused_steps import FusedStep
 
 @pytest.fixture
 def fused(deviation: DeviationJudge, reference: Library, device: str) -> FusedStep:
-    """Of tests that name `ROW`."""
+    """Judge of the subject's fused step, for tests that name `ROW`."""
     return FusedStep(deviation, reference, device)

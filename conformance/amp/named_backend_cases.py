@@ -1,4 +1,4 @@
-"""Regions on a backend that has given itself a name, which a process can do once."""
+"""Regions on a backend that registers its own name, which is possible once a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autocast regions by themselves: what they cast on which device, their defaults, attributes and bad arguments."""
+"""Autocast regions on their own: casts by device type, defaults, attributes and invalid arguments."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_device_types_without_autocast(compare: Compare, name: str, dtype: torch
 
 @clause("amp.autocast_mode.autocast.device_type")
 def test_backends_that_name_themselves(subject: Library) -> None:
-    """In a process of their own: a backend can name itself once."""
+    """Run in a separate process, because a backend can name itself only once."""
     with RankPool(1) as pool:
         [(expected, actual)] = pool.run(
             "conformance.amp.named_backend_cases:regions", reference="torch", subject=subject.spec
@@ -172,13 +172,13 @@ def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
                 return True
 
         outcome = observe(run)
-        # torch leaves it on where entering fails half way.
+        # If entering fails half way, torch leaves autocast enabled.
         torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
         return outcome
 
     expected, actual = entered(reference), entered(subject)
     if expected.raised is not None and actual.raised is not None and "set_autocast" in expected.raised.text:
-        # Raised by the dispatcher's own functions, whose text names where they were called from.
+        # The error is from the dispatcher's own functions, and its text names their caller.
         assert issubclass(actual.raised.kind, expected.raised.kind)
     else:
         assert_same_outcome(expected, actual)

@@ -1,4 +1,4 @@
-"""The casts that an autocast region keeps: how often it casts, and when kept casts are out of date."""
+"""Cached casts of an autocast region: how often it casts, and when cached casts are out of date."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_kept_of_which_tensors(
 @pytest.mark.deviation("autocast.casts_of_another_dtype")
 @pytest.mark.parametrize("script", kept_casts.IN_ANOTHER_DTYPE, ids=lambda script: script.__name__)
 def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str, script: Script) -> None:
-    """The weight is cast for each region that has another dtype than the one before."""
+    """The weight is cast for each region whose dtype differs from that of the previous region."""
     low, other = torch.bfloat16, torch.float16
     expected = [(1, low, 2.0, True), (1, other, 2.0, True), (1, low, 2.0, True)]
 
@@ -86,7 +86,7 @@ def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str
 def product_after_update(
     library: Library, device: str, update: Callable[[torch.nn.Parameter], None]
 ) -> float:
-    """What a region computes with a weight of 1 that becomes 3 between two regions."""
+    """Return the product of a second region with a weight of 1 that `update` changes to 3 between two regions."""
     weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
     x = torch.ones(2, 2, device=device)
     with contextlib.suppress(Planned), library.amp.autocast(device, dtype=torch.bfloat16):
@@ -107,7 +107,7 @@ def test_a_new_region_sees_new_weights(subject: Library, device: str, update: Ca
 @clause("amp.autocast_mode.autocast.cache")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_outermost_region_ends_the_casts(subject: Library, device: str, enabled: bool) -> None:
-    """It may itself be disabled: what counts is that no region is left around it."""
+    """The outermost region may be disabled. The casts end when no region is left around it."""
     weight, x = torch.nn.Parameter(torch.ones(2, 2, device=device)), torch.ones(2, 2, device=device)
     seen = []
     for value in (1.0, 3.0):
@@ -124,7 +124,7 @@ def test_the_outermost_region_ends_the_casts(subject: Library, device: str, enab
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer: str, depth: int) -> None:
     def probe(library: Library) -> list[bool]:
-        """Whether the product after the step is that of the former weight, of the new one."""
+        """Return whether the product after the step uses the old weight, and whether it uses the new one."""
         weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
         x = torch.ones(2, 2, device=device)
         stepper = getattr(torch.optim, optimizer)([weight], lr=0.5)

@@ -49,13 +49,13 @@ def test_decorated_method_that_raises_and_recurses(subject: Library, device: str
     assert Model().forward(1) == [True]
     with pytest.raises(Planned):
         Model().forward(0)
-    # An instance of torch's class keeps one saved state, which recursion overwrites.
+    # An instance of torch's class stores one saved state, which recursion overwrites.
     torch.set_autocast_enabled(device, before["enabled"][device])
 
 
 @clause("amp.autocast_mode.autocast.decorator")
 def test_what_is_called_later_runs_outside(compare: Compare, device: str) -> None:
-    """A region lasts as long as the call, which for generators and coroutines only makes them."""
+    """The region lasts as long as the call, which only creates the generator or coroutine."""
 
     def run(library: Library) -> Outcome:
         region = library.amp.autocast(device)
@@ -107,7 +107,7 @@ def test_a_call_within_a_call_leaves_the_region_open(subject: Library, device: s
     try:
         assert deeper(2) == [True, True, True]
     finally:
-        # An instance of torch's class keeps one saved state, which recursion overwrites.
+        # An instance of torch's class stores one saved state, which recursion overwrites.
         torch.set_autocast_enabled(device, before["enabled"][device])
 
 
@@ -118,7 +118,7 @@ def test_decorating_what_cannot_be_called(subject: Library, reference: Library, 
         observe(lambda lib=lib: lib.amp.autocast("cpu")(value) and None) for lib in (reference, subject)
     )
     if expected.raised is None and actual.raised is not None:
-        # torch 2.11 hands back a function that fails when it is called; later ones refuse at once, and so may we.
+        # torch 2.11 returns a function that fails when it is called. Later versions raise at once, and Tandem may too.
         assert actual.raised.kind is TypeError
         assert actual.raised.text.startswith("autocast()(func) requires a callable, but got")
     else:

@@ -22,7 +22,7 @@ Pair = namedtuple("Pair", "one two")
 
 
 def function_of(library: Library, device: str, cast_inputs: torch.dtype | None, seen: dict[str, Any]) -> type:
-    """A product that notes the state and the dtypes that its forward and backward see."""
+    """Return an autograd Function that multiplies, and records the state and the dtypes in forward and backward."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -149,7 +149,7 @@ def test_casts_nested_inputs(compare: Compare, device: str, kind: str, cast_inpu
 
 @clause("amp.autocast_mode.custom_fwd.casts_inputs")
 def test_casts_only_its_own_device(compare: Compare) -> None:
-    """Tensors on another device than device_type stay as they are."""
+    """Tensors on another device than device_type keep their dtype."""
 
     def run(library: Library) -> Outcome:
         @library.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
@@ -211,7 +211,7 @@ def test_bad_device_types(compare: Compare, name: str, arguments: dict[str, Any]
 @pytest.mark.parametrize("device_type", ["tpu", "", "meta", "cpu:0", "xla"])
 @pytest.mark.parametrize("cast_inputs", [None, torch.float16, "float16"], ids=str)
 def test_device_types_without_autocast(compare: Compare, device_type: str, cast_inputs: Any) -> None:
-    """Decorating goes well; the call says what is wrong, and writes nothing on the context."""
+    """Decorating succeeds. The call raises and sets nothing on the context."""
 
     def run(library: Library) -> Outcome:
         context = SimpleNamespace()
@@ -256,7 +256,7 @@ def test_backward_without_custom_fwd(compare: Compare) -> None:
 @pytest.mark.deviation("autocast.no_attributes_on_inputs")
 def test_new_style_functions(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> list[str]:
-        """The attributes that a forward without ctx finds on its first input."""
+        """Return the attributes that a forward without ctx finds on its first input."""
 
         class Double(torch.autograd.Function):
             @staticmethod

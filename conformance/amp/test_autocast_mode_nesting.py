@@ -1,4 +1,4 @@
-"""Autocast regions within regions, in threads and left by exceptions: each restores what it found."""
+"""Nested autocast regions, in threads and left by exceptions: each restores the state from before it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_disabled_region_inside(subject: Library, device: str, dtype: torch.dtyp
 
 
 def trace_of(library: Library, program: Region) -> Outcome:
-    """The state at each point of the program, and before and after it."""
+    """Return the state at each point of the program, and before and after it."""
     points: list[dict[str, Any]] = [state()]
 
     def run() -> None:
@@ -56,7 +56,10 @@ def test_any_program_of_regions(subject: Library, reference: Library, program: R
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
 def test_left_in_the_order_of_entering(compare: Compare) -> None:
-    """As two generators do that are run by turns; each leaving restores what that region found."""
+    """Leave regions in the order of entering, as two alternating generators do.
+
+    Each exit restores the state from before its region.
+    """
 
     def outcome(library: Library) -> Outcome:
         before = state()
@@ -112,7 +115,7 @@ def test_one_instance_again_and_again(subject: Library, device: str, dtype: torc
 @pytest.mark.deviation("autocast.one_instance_in_itself")
 def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
-        """Whether the state after both exits is that of before, and whether it is still on between them."""
+        """Return whether the state after both exits is that from before, and whether autocast is on between them."""
         before = state()
         region = library.amp.autocast("cpu")
         try:
@@ -134,7 +137,7 @@ def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
 @pytest.mark.parametrize("where", ["here", "another thread"])
 def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None:
     def probe(library: Library) -> tuple[str, bool]:
-        """What leaving a region once too often says, and whether the thread that does so keeps its state."""
+        """Return the error of one exit too many, and whether the thread that made it keeps its state."""
         region = library.amp.autocast("cpu", cache_enabled=False)
         seen: list[tuple[str, bool]] = []
 
@@ -167,7 +170,7 @@ def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None
 @pytest.mark.parametrize("attribute", ["_cache_enabled", "fast_dtype"])
 def test_entering_fails_half_way(deviation: DeviationJudge, attribute: str) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
-        """Whether entering raised, and whether the state is as before."""
+        """Return whether entering raised, and whether the state is as before."""
         before = state()
         region = library.amp.autocast("cpu")
         setattr(region, attribute, "no")
@@ -206,7 +209,7 @@ def test_a_region_belongs_to_its_thread(subject: Library, device: str) -> None:
 
 @clause("amp.autocast_mode.autocast.threads")
 def test_one_instance_in_two_threads(subject: Library, device: str) -> None:
-    """A decorated function is one instance, called from many threads."""
+    """A decorated function is one instance that many threads call."""
     a, b = operands(device)
     decorated = subject.amp.autocast(device, dtype=torch.bfloat16)(torch.mm)
     dtypes: list[torch.dtype] = []

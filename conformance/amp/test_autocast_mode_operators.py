@@ -1,4 +1,4 @@
-"""Which operators a region casts, and how: every one that the dispatcher has a rule for, and neighbours without one."""
+"""The operators that a region casts: every operator with a rule in the dispatcher, and similar ones without a rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.strategies.autocast_operators import FACTORIZING
 from conformance.strategies.operator_outcomes import callable_spellings, outcome_of, quiet, region_of
 from conformance.strategies.regions import LOW
 
-# The operands' dtypes, in turn; None is the region's.
+# The dtypes of the operands, in turn. None is the region's dtype.
 OPERANDS: dict[str, tuple[torch.dtype | None, ...]] = {
     "float32": (torch.float32,),
     "low": (None,),
@@ -60,7 +60,7 @@ def assert_same_of_all(reference: Outcome, subject: Outcome) -> None:
 
 
 def is_to_the_bit(name: str) -> bool:
-    """LAPACK's results may depend on where its operands lie."""
+    """Return whether results are bit-identical. LAPACK's results may depend on the addresses of its operands."""
     return name.partition(",")[0].partition(".")[0] not in FACTORIZING
 
 
@@ -90,6 +90,6 @@ def test_casts_by_operator(
     ["float32", *(pytest.param(each, marks=pytest.mark.profile("full")) for each in ("mixed", "low"))],
 )
 def test_gradients_by_operator(subject: Library, reference: Library, device: str, operands: str) -> None:
-    """Of operands that are leaves, whose casts are kept."""
+    """The operands are leaves, whose casts are cached."""
     outcomes = [asked_of_all(each, device, LOW[0], operands, backward=True) for each in (reference, subject)]
     assert_same_of_all(*outcomes)

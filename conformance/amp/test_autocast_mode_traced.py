@@ -1,4 +1,4 @@
-"""Autocast under torch.compile, torch.export, make_fx and torch.jit: traced as torch's own class is."""
+"""Autocast under torch.compile, torch.export, make_fx and torch.jit is traced like torch's own class."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from conformance.strategies.regions import LOW, state
 
 
 class RecordedGraphs:
-    """A backend of torch.compile that keeps what it is given: per graph, what computes tensors, and their dtypes.
+    """Backend of torch.compile that records the operators of each graph that compute tensors, and their dtypes.
 
-    How a region's state is set in between is nobody's matter: torch's own has a node for it, others several.
+    Nodes that set a region's state are left out: torch's own class has one node, others several.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class RecordedGraphs:
 
 
 def described(module: torch.fx.GraphModule) -> list[str]:
-    """Each node of a graph by its target, arguments that are plain values, and the dtype of its result."""
+    """Describe each node of a graph by its target, its plain arguments, and the dtype of its result."""
     lines = []
     for node in module.graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))
@@ -56,7 +56,7 @@ def model(device: str) -> torch.nn.Module:
 
 
 def with_block(library: Library, device: str, **region: Any) -> Callable[..., Any]:
-    # Looked up here: what is traced must not contain the judge's own look-ups.
+    # Look up the class here, because the traced code must not contain the judge's own look-ups.
     net, autocast = model(device), library.amp.autocast
 
     def run(x: torch.Tensor) -> Any:
@@ -133,7 +133,7 @@ def test_compiled_region_agrees_with_eager(subject: Library, device: str, progra
 
 @clause("amp.autocast_mode.autocast.compiled")
 def test_compiled_again_when_the_region_around_differs(compare: Compare, device: str) -> None:
-    """A function compiled outside a region must not be used as it is inside one (pytorch/pytorch#124901)."""
+    """A function compiled outside a region must not be reused inside one (pytorch/pytorch#124901)."""
 
     def dtypes(library: Library) -> Outcome:
         torch._dynamo.reset()
@@ -153,7 +153,7 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
 @clause("amp.autocast_mode.autocast.compiled_made_before")
 @pytest.mark.profile("full")
 def test_instances_are_guarded_by_value(subject: Library, device: str) -> None:
-    """Another instance of other values is another graph, one of equal values is not (pytorch/pytorch#194754)."""
+    """An instance with other values needs another graph, one with equal values does not (pytorch/pytorch#194754)."""
     torch._dynamo.reset()
     graphs = RecordedGraphs()
     net = model(device)
@@ -275,7 +275,7 @@ def test_jit_script(subject: Library, deviation: DeviationJudge) -> None:
         source = (
             "def run(x: torch.Tensor) -> torch.Tensor:\n    with autocast('cpu'):\n        return x @ x\n"
         )
-        # TorchScript reads the function's source from its file, which a string has not.
+        # TorchScript reads the function's source from its file, and a string has no file.
         linecache.cache["<scripted>"] = (len(source), None, source.splitlines(keepends=True), "<scripted>")
         exec(compile(source, "<scripted>", "exec"), namespace)
         with warnings.catch_warnings():
@@ -289,6 +289,6 @@ def test_jit_script(subject: Library, deviation: DeviationJudge) -> None:
     deviation.judge(
         probe,
         torch_does=lambda reported: reported == "scripted",
-        # The compiler refuses every class but torch's; that the refusal helps is what `impl` promises beside.
+        # The compiler rejects every class but torch's. Only `impl` also promises that the error is helpful.
         we_do=lambda reported: reported != "scripted" and (subject.package != "impl" or helps(reported)),
     )

@@ -1,4 +1,4 @@
-"""GradScaler's constructor: its arguments, devices, the warning without CUDA, and the scaler that is switched off."""
+"""GradScaler's constructor: its arguments, devices, the warning without CUDA, and the disabled scaler."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_arguments_by_position(compare: Compare, device: str) -> None:
 @clause("amp.grad_scaler.constructor.arguments")
 @pytest.mark.parametrize("interval", [0, -1, 2.5, 1.0, True], ids=repr)
 def test_intervals_that_count_nothing(compare: Compare, device: str, interval: float) -> None:
-    """Whatever is no positive integer is kept as it is, too; what it does shows in the updates."""
+    """An interval that is no positive integer is stored unchanged, and its effect shows in the updates."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0, growth_interval=interval)
@@ -137,7 +137,7 @@ def test_device_decides_where_a_new_scale_may_lie(compare: Compare, device: str)
 @clause("amp.grad_scaler.enabled.off_does_nothing")
 @given(data=st.data())
 def test_switched_off(compare: Compare, device: str, data: st.DataObject) -> None:
-    """Every method of a scaler that is switched off, in any order; the optimizer steps on whatever is there."""
+    """Call the methods of a disabled scaler in any order. The optimizer steps with any gradients."""
     calls = data.draw(
         st.lists(st.sampled_from(["backward", "unscale_", "step", "update", "state"]), max_size=8)
     )

@@ -1,4 +1,4 @@
-"""What torch's scaler cannot tell: whether a step was taken, and which parameter was not finite."""
+"""Information that torch's scaler lacks: whether a step was taken, and which parameter was not finite."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LACKING = "no such method"
 def test_whether_the_step_was_taken(
     deviation: DeviationJudge, device: str, optimizer: str, unscale: bool
 ) -> None:
-    """After step and still after update, for each of two optimizers; found_inf says the same on the device."""
+    """Ask after step and after update, with two optimizers. `found_inf` gives the same answer on the device."""
     grad_outcomes = [None, math.inf, math.nan, None, None]
 
     def probe(library: Library) -> Any:
@@ -58,7 +58,7 @@ def test_whether_the_step_was_taken(
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) -> None:
-    """Nobody knows, and that is an error; a scaler that is switched off skips nothing. A copy remembers no step."""
+    """The methods raise before any step, also of a pickled copy. A disabled scaler skips nothing."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, enabled=enabled)
@@ -86,7 +86,7 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
 @clause("amp.grad_scaler.step.was_taken")
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
 def test_a_refused_step_changes_no_answer(deviation: DeviationJudge, device: str) -> None:
-    """A step without any gradient is refused; what the last check found is told as before."""
+    """A step without any gradient raises, and the result of the last check stays the same."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, FOUR)
@@ -146,7 +146,7 @@ def test_which_parameters_were_not_finite(
 @clause("amp.grad_scaler.step.which_parameter")
 @pytest.mark.deviation("grad_scaler.names_nonfinite_parameters")
 def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None:
-    """Asked too late, after zero_grad, the answer is an error and not an empty list."""
+    """The method raises after zero_grad, instead of returning an empty list."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device)
@@ -166,7 +166,7 @@ def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None
 @clause("amp.grad_scaler.update.min_scale")
 @pytest.mark.parametrize("how", ["overflows", "new_scale", "new_scale tensor", "load_state_dict"])
 def test_a_floor_of_ones_own(subject: Library, device: str, how: str) -> None:
-    """min_scale holds however the scale would get below it."""
+    """The scale never falls below min_scale, by overflow, update or loading."""
     harness = Harness(subject, device).used()
     harness.scaler = scaler = subject.amp.GradScaler(device, init_scale=8.0, min_scale=2.0)
     for _ in range(4 if how == "overflows" else 1):
@@ -196,7 +196,7 @@ def test_an_error_where_one_was_asked_for(subject: Library, device: str) -> None
             scaler.step(harness.optimizer)
             scaler.update()
 
-    # Two overflows take the scale to its floor; three more with no way down are a pattern.
+    # Two overflows lower the scale to its floor. Three more overflows at the floor count as stuck.
     skip(4)
     with pytest.raises(RuntimeError):
         skip(16)

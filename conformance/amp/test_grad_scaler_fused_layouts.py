@@ -1,4 +1,4 @@
-"""The fused step of parameters and gradients that lie in memory otherwise than before."""
+"""The fused step of parameters and gradients whose memory layout changed since the last step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from conformance.strategies.scaling import Harness
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 def test_a_parameter_that_is_cut_off(fused: FusedStep, device: str) -> None:
-    """By `.data`, at the same address: what it does not hold any more stays as it is."""
+    """Shorten the parameter through `.data`, at the same address. Elements that it no longer holds stay unchanged."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(
@@ -46,7 +46,7 @@ def test_a_parameter_that_is_cut_off(fused: FusedStep, device: str) -> None:
 
 
 def negated(grad: Tensor) -> Tensor:
-    """Itself, of memory that holds the opposites."""
+    """Return a tensor equal to `grad`, whose memory holds the negated values."""
     return torch._neg_view(grad.neg())
 
 
@@ -90,9 +90,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_gradients_laid_out_otherwise_than_before(
     fused: FusedStep, device: str, layout: str, by: str
 ) -> None:
-    """In the third step, after two that were alike; what wraps `step` comes to gradients that were looked at.
+    """Change the layout of gradients in the third step, after two equal steps.
 
-    torch's are not laid out anew: its unscale_ takes no negated ones.
+    With a wrapped `step`, the gradients were already checked when it is called. On torch's side, the gradients are only
+    moved, because its unscale_ does not support negated ones.
     """
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -101,9 +102,7 @@ def test_gradients_laid_out_otherwise_than_before(
             library,
             device,
             (Gradient((9, 4), seed=1), Gradient((4,), seed=2), Gradient((3, 5), seed=3)),
-            lambda groups: AdamW(
-                groups, lr=0.125
-            ),  # torch's fused operators take them in the order of memory
+            lambda groups: AdamW(groups, lr=0.125),  # not fused: torch's fused operators use memory order
             init_scale=8.0,
         )
         seen: list[Any] = []
@@ -131,7 +130,7 @@ def test_gradients_laid_out_otherwise_than_before(
 def test_what_is_written_lies_elsewhere_than_before(
     fused: FusedStep, device: str, what: str, by: str
 ) -> None:
-    """In the third step, by `.data`: the memory where it lay is not written."""
+    """Move a written tensor through `.data` in the third step. Its old memory stays unchanged."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         given = (Gradient((9, 4), seed=1), Gradient((4,), seed=2))
@@ -159,7 +158,7 @@ def test_what_is_written_lies_elsewhere_than_before(
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 def test_a_parameter_laid_out_otherwise_than_before(fused: FusedStep, device: str) -> None:
-    """By `.data`, while gradients and states stay as they lay."""
+    """Change the parameter's layout through `.data`, while gradients and states keep theirs."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, (Gradient((4, 4), seed=1),), KINDS["sgd"], init_scale=8.0)
@@ -173,7 +172,8 @@ def test_a_parameter_laid_out_otherwise_than_before(fused: FusedStep, device: st
                 param.data = param.data.t().contiguous().t()
             assert param.grad is not None
             param.grad.copy_(torch.arange(16.0, device=device).view(4, 4))
-            if take is by_four:  # torch's, whose fused operators take them in the order of memory
+            # Match the layouts for torch, whose fused operators read elements in memory order.
+            if take is by_four:
                 param.grad.data = torch.empty_like(param).copy_(param.grad)
             take(harness, math.inf)
             seen.append(param.detach().clone())
@@ -190,7 +190,7 @@ STATES: dict[str, Callable[[Tensor], Tensor]] = {
     "cut off where it lies": lambda state: state[:2],
     "a view that negates": lambda state: torch._neg_view(state.neg()),
 }
-# torch's fused operators, told of such a state, go by the parameter's form.
+# No fused updates, because torch's would read such a state in the layout of the parameter.
 STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda groups: AdamW(groups, lr=0.125, foreach=True),
     "momentum": lambda groups: SGD(groups, lr=0.125, momentum=0.5, foreach=True),
@@ -203,7 +203,10 @@ STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("form", STATES)
 def test_a_state_of_another_form_than_before(fused: FusedStep, device: str, form: str, kind: str) -> None:
-    """By `.data`, in the third step: it is the same tensor object. Where torch's step refuses it, ours does."""
+    """Change a state's layout through `.data` in the third step, so that the tensor object stays the same.
+
+    If torch's step raises, the fused step raises too.
+    """
 
     def reported(library: Library, take: Take) -> list[Outcome]:
         given = (Gradient((4, 4), seed=1), Gradient((3,), seed=2))
@@ -228,7 +231,7 @@ def test_a_state_of_another_form_than_before(fused: FusedStep, device: str, form
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 def test_a_parameter_swapped_for_one_without_memory(fused: FusedStep, device: str) -> None:
-    """After two steps with both; its address cannot be asked, and it has no gradient any more."""
+    """Swap a parameter after two steps. The new one is sparse, so it has no address, and it has no gradient."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(
@@ -250,7 +253,7 @@ def test_a_parameter_swapped_for_one_without_memory(fused: FusedStep, device: st
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 def test_a_step_counter_that_two_groups_share(fused: FusedStep, device: str) -> None:
-    """It counts the steps of both."""
+    """The shared counter counts the steps of both groups."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         given = tuple(Gradient((size,), seed=size) for size in (3, 4, 5, 6))
@@ -269,7 +272,7 @@ def test_a_step_counter_that_two_groups_share(fused: FusedStep, device: str) -> 
             states = [harness.optimizer.state[param] for param in harness.parameters]
             if iteration == 0:
                 states[2]["step"] = states[0]["step"]
-            # torch keeps it on the host unless it is fused.
+            # torch keeps the counter on the host unless the optimizer is fused.
             seen += [float(state["step"]) for state in states]
             seen += [param.detach().clone() for param in harness.parameters]
         return seen

@@ -1,4 +1,4 @@
-"""The fused step of parameters in low precision, and of copies in it."""
+"""The fused step of low-precision parameters, and of masters with low-precision copies."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from conformance.strategies.scaling import Harness
 def test_copies_in_lower_precision(
     fused: FusedStep, device: str, kind: str, dtype: torch.dtype, max_norm: float
 ) -> None:
-    """What loops around the step do: widen the gradients of the copies, step, and round the parameters to them."""
+    """Compare with loops that upcast the copies' gradients, step, and round the masters to the copies."""
 
     def reported(library: Library, norms: list[torch.Tensor | None] | None) -> Iterations:
-        """By four calls and loops, which clip by these norms; by one without them."""
+        """Run torch's four calls with loops that clip by `norms`, or one fused call if `norms` is None."""
         copies = [
             torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
             for shape in ((5,), (130, 130), (0,))
@@ -84,9 +84,9 @@ def test_copies_in_lower_precision(
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dtype: torch.dtype) -> None:
-    """Halves are widened, and rounded once an update, when they are stored: as here by a loop around f32 ones.
+    """Low-precision parameters are upcast, and rounded once an update. A loop around float32 parameters does the same.
 
-    torch's own fused updates are no reference: see the next test.
+    torch's own fused updates are no reference, as the next test shows.
     """
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     shapes = ((5, 1.0), (16_500, 0.1))
@@ -146,5 +146,5 @@ def test_fused_sgd_moves_halves_on_the_cpu(
                 scaler.update()
         return int((parameter == 1.0 - 0.5 * (2.0 + momentum)).sum())
 
-    # Elements in whole vectors of registers are left as they were; what is left over is updated.
+    # torch updates only the elements after the last full vector register.
     deviation.judge(moved, torch_does=lambda count: count <= 67 % 16, we_do=lambda count: count == 67)

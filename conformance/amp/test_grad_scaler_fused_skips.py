@@ -1,4 +1,4 @@
-"""Steps that the flag on a device decides on, of optimizers that nobody knows: what they keep is put back."""
+"""Skipped fused steps of user-defined optimizers, decided by a flag on the device: their state is restored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.strategies.scaling import Harness
 
 
 class HostKnowsNothing(TorchDispatchMode):
-    """In here values are not looked at on the CPU either, as if it were another device."""
+    """Mode in which the host reads no values of CPU tensors, as on another device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class ReplacesState(UserOptimizer):
 
 
 class AddsState(UserOptimizer):
-    """In its second step."""
+    """Adds state in its second step."""
 
     def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
         state = self.state[param]
@@ -95,7 +95,7 @@ class KeepsAttributes(UserOptimizer):
 
 
 class MovesAll(UserOptimizer):
-    """Parameters without a gradient too, by the others' largest."""
+    """Moves all parameters, even without a gradient, by the largest gradient of the others."""
 
     def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
@@ -114,7 +114,7 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 def test_what_an_optimizer_keeps_is_put_back(
     fused: FusedStep, device: str, make: Callable[[Any], Optimizer], require_grad: bool
 ) -> None:
-    """Of parameters that are given their gradients, as masters of copies are, too."""
+    """The state is restored, even for parameters that do not require gradients, like masters."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, make, init_scale=8.0)
@@ -143,7 +143,7 @@ def test_what_an_optimizer_keeps_is_put_back(
 
 
 def copied(kept: Any) -> Any:
-    """With names in the place of tensors' identities."""
+    """Copy the state, with names instead of tensors' identities."""
     if isinstance(kept, Tensor):
         return kept.clone()
     if isinstance(kept, dict):

@@ -1,4 +1,4 @@
-"""A fused step from sparse gradients, judged by torch's calls: no norm of theirs takes such, so it is of dense ones."""
+"""The fused step with sparse gradients, judged by torch's calls with the norm of the gradients made dense."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SCALE = 8.0
 _KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda params: SGD(params, lr=0.125),
     "adagrad": lambda params: Adagrad(params, lr=0.125),
-    "sparse adam": lambda params: SparseAdam(params[:1], lr=0.125),  # which refuses dense ones
+    "sparse adam": lambda params: SparseAdam(params[:1], lr=0.125),  # does not accept dense gradients
 }
-# A row that is given twice, as of a word that comes twice; rows that are not given are zeros.
+# Row 1 is given twice, like a word that comes twice. Rows that are not given are zeros.
 _ROWS = torch.tensor([[1, 4, 1]])
 Take = Callable[[Any, Optimizer, float, float], torch.Tensor]
 
@@ -44,7 +44,7 @@ def by_four(scaler: Any, optimizer: Optimizer, max_norm: float, norm_type: float
 def reported(
     library: Library, device: str, take: Take, kind: str, max_norm: float, norm_type: float
 ) -> Iterations:
-    """Of each iteration the norm, and all that lasts; the second one finds inf."""
+    """Return the norm and the lasting state of each iteration. The second one finds inf."""
     params = [torch.nn.Parameter(torch.ones(6, 2, device=device)) for _ in range(2)]
     optimizer, scaler = _KINDS[kind](params), library.amp.GradScaler(device, init_scale=_SCALE)
     seen: Iterations = []
@@ -63,7 +63,7 @@ def reported(
 
 @pytest.fixture(autouse=True)
 def _checked_tensors() -> Generator[None]:
-    """Said, since torch warns the first in a process who does not say it."""
+    """Set the checks explicitly, because torch warns the first time in a process if they are not set."""
     with torch.sparse.check_sparse_tensor_invariants():
         yield
 

@@ -1,4 +1,4 @@
-"""One call in the place of unscale_, clip_grad_norm_, step and update; judged by torch's four calls."""
+"""The fused step, which replaces unscale_, clip_grad_norm_, step and update, judged by torch's four calls."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0
     if "step" not in vars(harness.optimizer):
         harness.optimizer.step = torch.compile(harness.optimizer.step, backend="eager")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Dynamo itself warns of while it compiles
+        warnings.simplefilter("ignore")  # Dynamo's own warnings during compilation
         return by_one(harness, max_norm, norm_type)
 
 
@@ -109,7 +109,7 @@ def test_gradients_stay_as_they_are(fused: FusedStep, device: str, kind: str, la
 @pytest.mark.parametrize("kind", ["adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
 def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
-    """Gradients that the user has unscaled, and changed, are taken as they are; what was found then decides."""
+    """Gradients that the user has unscaled and changed are not unscaled again. The check of `unscale_` decides."""
 
     def reported(library: Library, take: Take) -> list[Outcome]:
         harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0)
@@ -141,7 +141,7 @@ def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float |
 def test_several_optimizers(
     fused: FusedStep, device: str, grad_outcomes: Any, kinds: tuple[str, str]
 ) -> None:
-    """The scale moves once an iteration, by what any found, whichever of them takes the fused step."""
+    """The scale moves once an iteration, if any optimizer found inf, no matter which of them uses the fused step."""
 
     def reported(library: Library, take: Take) -> list[Outcome]:
         harnesses = [
@@ -170,7 +170,7 @@ def test_several_optimizers(
 @clause("amp.grad_scaler.fused_step.in_order")
 @ROW
 def test_out_of_order(fused: FusedStep, device: str) -> None:
-    """Twice without update, before any scale, and without any gradient: refused as step refuses."""
+    """A second step before update, a step before any scale, and a step without gradients raise the errors of `step`."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, SOME, KINDS["adamw"])
@@ -223,7 +223,7 @@ def test_out_of_order(fused: FusedStep, device: str) -> None:
 @clause("amp.grad_scaler.fused_step.in_order")
 @ROW
 def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
-    """As states of old have them: refused as torch's own step refuses them."""
+    """Old state dicts contain such step counts. The error is that of torch's own step."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, KINDS["adamw"])
@@ -252,7 +252,7 @@ def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float) -> None:
-    """Clipping and the step, whatever the gradients hold."""
+    """A disabled scaler clips and steps with any gradients."""
 
     def reported(library: Library, take: Take) -> Iterations:
         harness = Harness(library, device, SOME, KINDS[kind], enabled=False)
@@ -270,7 +270,10 @@ def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float)
 @ROW
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_momentum_that_begins_with_a_skipped_step(fused: FusedStep, device: str, dampening: float) -> None:
-    """Judged by torch's unfused momentum, whose products are exact: the fused one then holds what lay in its memory."""
+    """Compare with torch's unfused momentum, whose products are exact.
+
+    torch's fused SGD reads uninitialised memory here.
+    """
 
     def reported(library: Library, take: Take) -> Iterations:
         harness = Harness(

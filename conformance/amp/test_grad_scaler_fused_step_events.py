@@ -1,4 +1,4 @@
-"""What others see of a fused step: hooks, schedulers, steps that were replaced; and that no read of the host waits."""
+"""Side effects of a fused step: hooks, schedulers and replaced steps. The host waits for no device value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from conformance.strategies.scaling import Harness
 @pytest.mark.parametrize("comes_to_it", [True, False])
 @pytest.mark.parametrize("on", ["the optimizer", "its class"])
 def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_to_it: bool) -> None:
-    """What stands in its place is called once a step, with gradients unscaled and clipped, as `step` calls it."""
+    """A replaced `step` is called once a step, with unscaled and clipped gradients, as torch's scaler calls it."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
@@ -62,7 +62,7 @@ def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
 def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
-    """A step that is taken is one for hooks and schedulers, one that is skipped is none; both can be asked about."""
+    """A taken step counts for hooks and schedulers, a skipped one does not. The scaler reports both."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, SOME, KINDS[kind])
@@ -79,7 +79,7 @@ def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, 
         names = harness.scaler.nonfinite_parameters(harness.optimizer)
         return called, len(caught), harness.scaler.step_was_taken(harness.optimizer), len(names)
 
-    # Where the device decides, a fused optimizer is called for a step that it skips, as by torch's scaler.
+    # If the flag is on the device, a fused optimizer is called even for a skipped step, as by torch's scaler.
     skipped = (
         ([], 1, False, 1) if device == "cpu" or kind == "rmsprop" else (["before", "after"], 0, False, 1)
     )
@@ -91,7 +91,7 @@ def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, 
 
 
 class NoHostRead(TorchDispatchMode):
-    """In here what would wait for a device raises, and nothing is taken for the host's own."""
+    """Mode in which host reads of tensors raise, and values of CPU tensors are treated as unknown."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
@@ -106,9 +106,9 @@ class NoHostRead(TorchDispatchMode):
 def test_nothing_waits_for_the_device_that_decides(
     fused: FusedStep, device: str, kind: str, max_norm: float
 ) -> None:
-    """The flag decides where it lies, to the same bits; what is documented to wait may.
+    """The flag decides on its device, with the same bits. Only calls that are documented to wait may wait.
 
-    That is a first step, and on a device a step of an optimizer that counts on the host.
+    Waiting is allowed in a first step and, on an accelerator, for an optimizer that counts steps on the host.
     """
 
     def unread(harness: Harness, *expected: float) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_nothing_waits_for_the_device_that_decides(
 @ROW
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float) -> None:
-    """Tensors on the meta device have no values: reading or copying one to the host raises."""
+    """Tensors on the meta device have no values, so reading one on the host or copying it there raises."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, "meta", SOME, AdamW, init_scale=8.0)
@@ -165,7 +165,10 @@ def _clamp_all(params: list[torch.Tensor]) -> None:
 def test_hooks_before_the_step_have_the_last_word(
     fused: FusedStep, device: str, does: Callable[[list[torch.Tensor]], None], everywhere: bool
 ) -> None:
-    """They see unscaled gradients, and it is stepped by what they leave; in the third step, after two without."""
+    """Hooks see unscaled gradients, and the step uses the gradients that they leave.
+
+    The hooks are registered in the third step, after two steps without hooks.
+    """
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, KINDS["adamw"], init_scale=8.0)

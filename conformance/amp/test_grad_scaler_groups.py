@@ -1,4 +1,4 @@
-"""GradScaler on optimizers with more parameter groups than two: none of them is passed over."""
+"""GradScaler on optimizers with more than two parameter groups processes every group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.strategies.scaling import OPTIMIZERS, Harness
 
 
 def one_each(groups: list[dict[str, Any]]) -> Any:
-    """A group for each parameter."""
+    """Make an optimizer with one group for each parameter."""
     return OPTIMIZERS["recording"]([{"params": [p]} for group in groups for p in group["params"]])
 
 
@@ -40,7 +40,7 @@ def test_finds_it_in_every_group(subject: Library, device: str, where: int, valu
 
 @clause("amp.grad_scaler.unscale_.divides")
 def test_divides_in_every_group(compare: Compare, device: str) -> None:
-    """By the scale of now, also after it has moved."""
+    """Every group is divided by the current scale, also after the scale has moved."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         gradients = tuple(Gradient((3,), seed=seed) for seed in range(4))

@@ -1,4 +1,4 @@
-"""What other libraries read, assign and override on a GradScaler although its name is private; and OptState."""
+"""Private names of GradScaler that other libraries read, assign and override, and OptState."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conformance.strategies.scaling import FOUR, Harness, entries, pickled
 
 @clause("amp.grad_scaler.opt_state.stages")
 def test_the_stages_of_an_iteration(subject: Library, device: str) -> None:
-    """Read by whoever must know whether an optimizer's gradients are unscaled already."""
+    """Other libraries read the stage to know whether an optimizer's gradients are already unscaled."""
     stages = subject.amp.grad_scaler.OptState
     assert [(stage.name, stage.value) for stage in stages] == [("READY", 0), ("UNSCALED", 1), ("STEPPED", 2)]
     harness = Harness(subject, device).used()
@@ -63,7 +63,7 @@ def test_numbers_that_others_read(compare: Compare, device: str, used: bool) -> 
 
 @clause("amp.grad_scaler.hooks.numbers")
 def test_filling_the_scale_and_the_tracker(compare: Compare, device: str) -> None:
-    """A scaler that is updated by its owner, in place, as composer and fairscale do."""
+    """The owner updates the scaler in place, as composer and fairscale do."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0, growth_interval=3).used()
@@ -78,7 +78,7 @@ def test_filling_the_scale_and_the_tracker(compare: Compare, device: str) -> Non
 
 @clause("amp.grad_scaler.hooks.numbers")
 def test_the_scale_is_one_tensor_for_ever(subject: Library, device: str) -> None:
-    """A captured graph reads it at its address, and what an optimizer was handed must move with it."""
+    """A captured graph reads the scale at its address, and the tensor that an optimizer got must follow the scale."""
     harness = Harness(subject, device, init_scale=8.0, growth_interval=1).used()
     scale, tracker = harness.scaler._scale, harness.scaler._growth_tracker
     moves: list[Callable[[], Any]] = [
@@ -96,7 +96,7 @@ def test_the_scale_is_one_tensor_for_ever(subject: Library, device: str) -> None
 
 @clause("amp.grad_scaler.hooks.numbers")
 def test_starting_the_scale_by_hand(compare: Compare, device: str) -> None:
-    """accelerate does so before it loads a state into a scaler that has not scaled yet."""
+    """accelerate creates the scale manually before it loads a state into a scaler that has not scaled yet."""
     state = {
         "scale": 2.0,
         "growth_factor": 2.0,
@@ -138,7 +138,7 @@ def test_check_results_that_others_read(
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
 def test_a_verdict_changed_by_hand(compare: Compare, device: str) -> None:
-    """Reduced over ranks by whoever owns several: the step and the update follow it."""
+    """Libraries reduce the flag over ranks. The step and the update follow the changed flag."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         for last in (None, math.inf):
@@ -156,7 +156,7 @@ def test_a_verdict_changed_by_hand(compare: Compare, device: str) -> None:
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
 def test_states_thrown_away_by_hand(compare: Compare, device: str) -> None:
-    """composer forgets an iteration that failed by assigning fresh states."""
+    """composer discards a failed iteration by assigning fresh states."""
     from collections import defaultdict  # noqa: PLC0415 as their code does it
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -176,24 +176,24 @@ def test_states_thrown_away_by_hand(compare: Compare, device: str) -> None:
 
 
 def overriding(library: Library, hook: str, device: str) -> type:
-    """A subclass as trainers write it, with one hook of its own."""
+    """Return a subclass with one overridden hook, as trainers define it."""
     base = library.amp.GradScaler
 
     class Mine(base):
         log: list[str]
 
     def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        """Unscales nothing and finds an inf, for every second call."""
+        """Unscale nothing, and report an inf in every second call."""
         self.log.append(f"{float(inv_scale)} {float(found_inf)} {allow_fp16}")
         return {torch.device(device): torch.tensor(float(len(self.log) % 2), device=device)}
 
     def unscale_half_too(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        """The well-known way round the refusal of float16 gradients."""
+        """Allow float16 gradients, a well-known workaround for torch's error."""
         self.log.append(str(allow_fp16))
         return base._unscale_grads_(self, optimizer, inv_scale, found_inf, True)
 
     def _maybe_opt_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        """Steps whatever was found."""
+        """Step even if an inf was found."""
         found = sum(float(value) for value in optimizer_state["found_inf_per_device"].values())
         self.log.append(f"{found} {args} {kwargs}")
         return optimizer.step(*args, **kwargs) or "mine"
@@ -272,7 +272,7 @@ def test_the_way_round_the_refusal_of_float16(
 
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
 def test_a_scale_lent_by_a_subclass(compare: Compare, device: str) -> None:
-    """What _get_scale_async returns is what optimizers that unscale by themselves get."""
+    """Optimizers that unscale themselves get the value that _get_scale_async returns."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         class Mine(library.amp.GradScaler):

@@ -1,4 +1,4 @@
-"""Twin scalers in lockstep: any sequence of calls does the same in both libraries."""
+"""Scalers of both libraries in lockstep: any sequence of calls has the same outcomes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SCALES = st.sampled_from([0.5, 1.0, 3.0, 24.0, 65536.0])
 
 
 def without_what_was_left(harness: Harness, outcome: Outcome) -> Outcome:
-    """A step that raises leaves with torch what was attached to the optimizer: a deviation of its own."""
+    """Remove attributes that torch leaves on the optimizer after a failed step, which is a separate deviation."""
     for name in ("grad_scale", "found_inf"):
         vars(harness.optimizer).pop(name, None)
     return dataclasses.replace(outcome, watched={**outcome.watched, **harness.seen()})
 
 
 class ScalerTwins(RuleBasedStateMachine):
-    """Two harnesses a library share one scaler; a third has parameters without gradients."""
+    """State machine over both libraries. Two harnesses share one scaler, and a third has no gradients."""
 
     def __init__(
         self, reference: Library, subject: Library, device: str, dtypes: tuple[torch.dtype, ...]
@@ -45,7 +45,7 @@ class ScalerTwins(RuleBasedStateMachine):
         super().__init__()
         self.libraries, self.device, self.dtypes = (reference, subject), device, dtypes
         self.sides: list[list[Harness]] = []
-        # A check that was refused leaves torch's scaler as in the middle of an iteration: a deviation of its own.
+        # After a check that raised, torch's scaler stays in the middle of an iteration, which is a separate deviation.
         self.refused = False
 
     @initialize(
@@ -74,13 +74,13 @@ class ScalerTwins(RuleBasedStateMachine):
             self.sides.append(harnesses)
 
     def both(self, which: int, call: Callable[[Harness], Callable[..., Any]], *args: Any) -> bool:
-        """Make one call on both sides and compare all there is, of the other harnesses too; whether it was refused."""
+        """Make one call on both sides and compare the state of all harnesses. Return whether the call raised."""
         expected, actual = (self.everything(harnesses, which, call, *args) for harnesses in self.sides)
         for one, other in zip(expected, actual, strict=True):
             assert_same_outcome(one, other)
         raised = expected[0].raised
         if raised is not None and raised.text.startswith("No inf checks were recorded for this optimizer"):
-            # torch now takes this optimizer for unscaled, which a clause of its own asks about: begin anew.
+            # torch now treats this optimizer as unscaled, which a separate clause covers, so start a new iteration.
             self.both(0, lambda harness: harness.scaler.update, 2.0)
         return raised is not None
 
@@ -141,7 +141,7 @@ class ScalerTwins(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), last=st.sampled_from([None, None, math.inf]))
     def whole_iteration(self, which: int, last: float | None) -> None:
-        """What users do most of the time, so that growth and backoff are reached often."""
+        """Run a usual iteration, so that growth and backoff are often reached."""
         self.both(which, lambda harness: harness.zero_grad)
         self.both(which, lambda harness: harness.backward, last)
         self.refused |= self.both(which, lambda harness: harness.scaler.step, "the optimizer")
@@ -166,7 +166,7 @@ class ScalerTwins(RuleBasedStateMachine):
 
     @rule(scale=SCALES, tracker=st.integers(0, 2), empty=st.sampled_from([False, False, True]))
     def load_state_dict(self, scale: float, tracker: int, empty: bool) -> None:
-        # Loading into a scaler that has no scale yet, and unscaling by it, is a clause of its own.
+        # A separate clause covers loading into a scaler without a scale and unscaling with it.
         self.both(0, lambda harness: harness.scaler.scale, torch.ones((), device=self.device))
         state = {
             "scale": scale,
@@ -189,7 +189,7 @@ class ScalerTwins(RuleBasedStateMachine):
             return harnesses[0].did(replace)
 
         assert_same_outcome(*(replaced(harnesses) for harnesses in self.sides))
-        # A pickle that has been read has no scale on the device yet.
+        # An unpickled scaler has no scale on the device yet.
         self.both(0, lambda harness: harness.scaler.scale, torch.ones((), device=self.device))
 
 

@@ -1,4 +1,4 @@
-"""GradScaler.scale: what comes back for tensors, nested iterables and things that are neither."""
+"""GradScaler.scale: results for tensors, nested iterables and objects that are neither."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_multiplies_by_the_scale(
     init_scale: float,
     layout: str,
 ) -> None:
-    # A vector of a 16-bit dtype is asked about below: torch's product is rounded back to that dtype.
+    # A later test covers vectors of a 16-bit dtype, because torch rounds the product back to that dtype.
     gradient = Gradient(() if dtype.itemsize == 2 else shape, dtype, seed=seed, layout=layout)
     loss = gradient.parameter(device).grad
     assert loss is not None
@@ -104,7 +104,7 @@ CONTAINERS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
 
 
 def unrolled(value: Any) -> Any:
-    """Lists for whatever is lazy, with the word for it."""
+    """Replace lazy iterables by lists that begin with "lazy"."""
     if isinstance(value, (list, tuple)):
         return type(value)(unrolled(item) for item in value)
     if isinstance(value, torch.Tensor):
@@ -122,7 +122,7 @@ def test_iterables(
 
     def scaled_whole(library: Library) -> Outcome:
         scaler = library.amp.GradScaler(device, init_scale=init_scale)
-        # A set's order is its own business; both libraries get the very same one.
+        # The order of a set is unspecified, so both libraries get the same set.
         return observe(lambda: unrolled(scaler.scale(CONTAINERS[container](tensors))), watch=tensors)
 
     compare(scaled_whole)
@@ -130,7 +130,7 @@ def test_iterables(
 
 @clause("amp.grad_scaler.scale.iterables")
 def test_a_generator_is_read_as_it_is_asked_for(subject: Library, reference: Library, device: str) -> None:
-    """Whoever scales micro-batches lazily computes one loss at a time."""
+    """A user who scales micro-batches lazily computes one loss at a time."""
 
     def order(library: Library) -> list[str]:
         seen: list[str] = []

@@ -1,4 +1,4 @@
-"""GradScaler's state: state_dict, load_state_dict, pickles and copies, between the libraries too."""
+"""GradScaler's state: state_dict, load_state_dict, pickles and copies, also between the libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lived(library: Library, device: str, grad_outcomes: list[float | None], **op
 
 
 def goes_on(harness: Harness) -> Iterator[Outcome]:
-    """What a state leads to: growth, backoff, and the count until the next growth."""
+    """Yield the outcomes of further iterations: growth, backoff, and the count until the next growth."""
     yield harness.did(harness.scaler.get_scale)
     for last in (None, None, math.inf, None, None, None, None):
         yield from harness.iteration(last)
@@ -101,7 +101,7 @@ def test_loads(compare: Compare, device: str, used: bool, state: dict[str, Any])
 def test_resumes_where_another_left_off(
     subject: Library, device: str, before: list[float | None], after: list[float | None]
 ) -> None:
-    """Saved, loaded into a fresh one and into a used one: the scale's path is the same as without."""
+    """The scale's path is the same without a restart, and after loading into a fresh scaler or a used one."""
     options = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
     straight = lived(subject, device, before, **options)
     fresh, used = lived(subject, device, []), lived(subject, device, [None, math.inf, None])
@@ -139,7 +139,7 @@ def test_loads_in_the_middle_of_an_iteration(compare: Compare, device: str) -> N
 def test_loads_the_other_librarys(
     subject: Library, reference: Library, device: str, grad_outcomes: list[float | None]
 ) -> None:
-    """torch's checkpoint continues here, and ours in torch."""
+    """Tandem continues from torch's checkpoint, and torch continues from Tandem's."""
     for writer, reader in ((reference, subject), (subject, reference)):
         written = lived(writer, device, grad_outcomes, init_scale=8.0, growth_interval=3)
         stays = lived(writer, device, grad_outcomes, init_scale=8.0, growth_interval=3)
@@ -173,7 +173,7 @@ GOOD = {
 @pytest.mark.parametrize("foreign", list(FOREIGN))
 @pytest.mark.parametrize("used", [False, True])
 def test_foreign_states(compare: Compare, device: str, foreign: str, used: bool) -> None:
-    """Refused with torch's exception, before anything is changed."""
+    """The load raises torch's exception before anything is changed."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = lived(library, device, [None] * used, init_scale=8.0)
@@ -215,7 +215,7 @@ def test_a_missing_entry_changes_nothing(
     )
 
 
-# A scale that is no number is refused by a used scaler's tensor, before torch has taken any other entry.
+# A used scaler's tensor rejects a scale that is no number before torch has loaded any other entry.
 CORRUPTED = [
     (entry, value, used)
     for entry in GOOD
@@ -231,7 +231,7 @@ CORRUPTED = [
 def test_a_corrupted_entry_changes_nothing(
     deviation: DeviationJudge, device: str, entry: str, value: Any, used: bool
 ) -> None:
-    """Whatever is no number, or none that a scaler can work with, is refused as a whole."""
+    """Values that are no numbers, or that a scaler cannot use, raise without changing anything."""
 
     def probe(library: Library) -> tuple[bool, bool]:
         harness = lived(library, device, [None] * used, **OTHERS)
@@ -246,7 +246,7 @@ def test_a_corrupted_entry_changes_nothing(
 @pytest.mark.deviation("grad_scaler.loaded_scale_is_known")
 @pytest.mark.parametrize("method", ["unscale_", "step"])
 def test_unscale_right_after_loading(deviation: DeviationJudge, device: str, method: str) -> None:
-    """A fresh scaler that was given a state knows its scale: gradients can come before the first loss."""
+    """A fresh scaler that loaded a state knows its scale, so gradients may come before the first loss."""
 
     def probe(library: Library) -> tuple[str, list[float]]:
         harness = Harness(library, device, FOUR[:1])
@@ -300,7 +300,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {"pickle": pickled, "deepcopy": copy.d
 def test_copies(
     compare: Compare, device: str, how: str, enabled: bool, grad_outcomes: list[float | None]
 ) -> None:
-    """A fresh scaler, a used one and one switched off; original and copy go on, each for itself."""
+    """Copy a fresh, a used and a disabled scaler. The original and the copy continue independently."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         options = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
@@ -339,7 +339,7 @@ def test_what_a_subclass_adds_is_kept(subject: Library, device: str) -> None:
 
 @clause("amp.grad_scaler.pickle.found_by_name")
 def test_a_pickle_can_be_read_elsewhere(subject: Library) -> None:
-    """The class stands in its module under its own name."""
+    """The class is found in its module under its own name."""
     made = subject.amp.GradScaler
     found = getattr(importlib.import_module(made.__module__), made.__qualname__)
     assert issubclass(made, found)
@@ -370,7 +370,7 @@ def test_not_in_the_middle_of_an_iteration(
 def test_reads_torchs_pickle(
     subject: Library, reference: Library, device: str, enabled: bool, grad_outcomes: list[float | None]
 ) -> None:
-    """A whole scaler in a checkpoint that torch wrote, loaded into the subject's class instead of torch's."""
+    """A scaler in a checkpoint written by torch is loaded as the subject's class instead of torch's."""
     options = {"init_scale": 8.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
     written = lived(reference, device, grad_outcomes, enabled=enabled, **options)
 
@@ -389,7 +389,7 @@ def test_reads_torchs_pickle(
 
 @clause("amp.grad_scaler.pickle.setstate")
 def test_setstate_overrides_what_was_there(compare: Compare, reference: Library, device: str) -> None:
-    """A state taken from a scaler that is on turns one on that was off, and brings its numbers along."""
+    """The state of an enabled scaler enables a disabled one, and sets its numbers."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, enabled=False)

@@ -1,4 +1,4 @@
-"""GradScaler.step: when the optimizer steps, what is returned, and optimizers that unscale by themselves."""
+"""GradScaler.step: when the optimizer steps, the returned value, and optimizers that unscale themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from conformance.strategies.scaling import (
 )
 
 NONFINITE = [math.inf, -math.inf, math.nan]
-# What becomes of an iteration: clean, or with this in the last element of the last gradient.
+# The outcome of each iteration: None is clean, other values replace the last element of the last gradient.
 GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, *NONFINITE]), min_size=3, max_size=8)
 
 
@@ -72,7 +72,7 @@ def test_iterations_of_every_dtype(
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("last", [None, *NONFINITE], ids=repr)
 def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float | None) -> None:
-    """Not even with zeroed gradients: schedulers and hooks count the calls."""
+    """A skipped step is not even called with zeroed gradients, because schedulers and hooks count the calls."""
     harness = Harness(subject, device, optimizer="recording")
     hooked: list[str] = []
     harness.optimizer.register_step_pre_hook(lambda *_: hooked.append("before"))
@@ -89,7 +89,7 @@ def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float
 def test_decided_once_an_iteration(
     compare: Compare, device: str, unscale: bool, optimizer: str, edit: float, last: float | None
 ) -> None:
-    """Gradients changed after unscale_ (clipped, zeroed, spoilt) change no decision: it was taken there."""
+    """Gradients that change after unscale_ (clipped, zeroed, non-finite) do not change the decision of unscale_."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer, init_scale=8.0)
@@ -191,7 +191,7 @@ def test_closure_by_position(deviation: DeviationJudge, device: str, unscale: bo
 def test_optimizers_that_unscale_by_themselves(
     compare: Compare, device: str, optimizer: str, plan: list[tuple[bool, float | None]]
 ) -> None:
-    """They get the scale unless unscale_ was called, they get found_inf always, and nothing stays on them."""
+    """The optimizers get the scale unless unscale_ was called. They always get found_inf, and keep no attribute."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer, init_scale=24.0, growth_interval=2)
@@ -207,7 +207,7 @@ def test_optimizers_that_unscale_by_themselves(
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("last", [None, math.nan], ids=repr)
 def test_a_scale_of_their_own(compare: Compare, device: str, unscale: bool, last: float | None) -> None:
-    """A grad_scale that lies on the optimizer already is multiplied in."""
+    """A grad_scale that the optimizer already has is multiplied by the scale."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer="aware", init_scale=8.0)
@@ -260,7 +260,7 @@ def test_optimizers_that_take_the_scaler(compare: Compare, device: str) -> None:
 @clause("amp.grad_scaler.step.optimizer_raises")
 @pytest.mark.parametrize("unscale", [True, False])
 def test_a_plain_step_that_raises(compare: Compare, device: str, unscale: bool) -> None:
-    """The gradients are unscaled by then, so the next try must not unscale them again."""
+    """The gradients were unscaled before the error, so the next attempt must not unscale them again."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0)
@@ -283,7 +283,7 @@ def test_a_plain_step_that_raises(compare: Compare, device: str, unscale: bool) 
 @clause("amp.grad_scaler.step.optimizer_raises")
 @pytest.mark.deviation("grad_scaler.nothing_left_on_the_optimizer")
 def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> None:
-    """What was attached to the optimizer would be multiplied in by the next try: it has to go."""
+    """The attributes on the optimizer must be removed, because the next attempt would multiply them in."""
 
     def probe(library: Library) -> tuple[bool, list[Any]]:
         harness = Harness(library, device, optimizer=functools.partial(Aware, raises=True), init_scale=8.0)
@@ -321,7 +321,7 @@ def test_the_scheduler_warns_after_a_skipped_first_step(
 @pytest.mark.parametrize("first", ["sgd", "aware", "fused adam"])
 @given(data=st.data())
 def test_several_optimizers(compare: Compare, device: str, first: str, data: st.DataObject) -> None:
-    """Each decides for itself; the scale backs off if any was not finite."""
+    """Each optimizer is skipped by its own gradients. The scale backs off if any gradient was not finite."""
     grad_outcomes = data.draw(
         st.lists(st.tuples(*[st.sampled_from([None, None, math.inf])] * 3), min_size=2, max_size=5)
     )
@@ -346,7 +346,7 @@ def test_several_optimizers(compare: Compare, device: str, first: str, data: st.
 
 @clause("amp.grad_scaler.step.several_optimizers")
 def test_one_optimizer_without_gradients(compare: Compare, device: str) -> None:
-    """It is refused, and the other one is none the worse."""
+    """The step of one optimizer raises, and the other optimizer is not affected."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness, bare = Harness(library, device), Harness(library, device, (Gradient((2,), None),))
@@ -384,7 +384,7 @@ def test_calls_in_any_order(compare: Compare, device: str, optimizer: str, calls
     "calls", ["step step", "unscale_ unscale_", "step unscale_", "unscale_ step step unscale_"]
 )
 def test_wrong_orders(compare: Compare, device: str, optimizer: str, calls: str) -> None:
-    """Refused until update() begins anew, and only for the optimizer that it is about."""
+    """Calls in a wrong order raise until update(), and only for the optimizer in question."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer)
@@ -414,7 +414,7 @@ def test_before_the_first_scale(compare: Compare, device: str, call: str) -> Non
 @pytest.mark.deviation("grad_scaler.refused_step_can_be_taken_again")
 def test_a_step_after_one_that_was_refused(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> tuple[str, str, bool]:
-        """What the step without and the step with gradients raised, and whether the latter changed the weights."""
+        """Return the errors of the steps without and with gradients, and whether the latter changed the weights."""
         harness = Harness(library, device, (Gradient((3,)),), init_scale=8.0).used()
         harness.zero_grad()
         without = harness.did(harness.scaler.step, harness.optimizer)

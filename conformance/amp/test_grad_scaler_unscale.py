@@ -1,4 +1,4 @@
-"""GradScaler.unscale_: division by the scale, the search for inf and nan, and the gradients it refuses."""
+"""GradScaler.unscale_: division by the scale, the check for inf and nan, and gradients that raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1, 7.0])
 
 
 def unscaling(case: GradientList, device: str, **options: Any) -> Scenario:
-    """Unscale, step and update on gradients that lie there already."""
+    """Return a scenario that unscales, steps and updates with existing gradients."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, case.gradients, **options).used()
@@ -50,7 +50,7 @@ def test_divides_in_place(
 @clause("amp.grad_scaler.unscale_.divides")
 @given(init_scale=st.floats(1e-3, 1e6), seed=st.integers(0, 999))
 def test_divides_by_the_true_reciprocal(subject: Library, device: str, init_scale: float, seed: int) -> None:
-    """The scale's reciprocal is rounded once, from float64: an oracle that asks no library."""
+    """The reciprocal of the scale is rounded once, from float64. The expected value comes from no library."""
     harness = Harness(
         subject,
         device,
@@ -90,7 +90,7 @@ def test_finds_the_very_last_element(
 def test_finds_it_wherever_it_lies(
     subject: Library, device: str, dtype: torch.dtype, value: float, where: int
 ) -> None:
-    """In whichever gradient, of whichever group and dtype: the step is skipped."""
+    """The step is skipped no matter which gradient, group or dtype has the non-finite value."""
     gradients = [
         Gradient((3,), torch.float32, seed=1),
         Gradient((1025,), dtype, seed=2, layout="offset"),
@@ -109,7 +109,7 @@ def test_finds_it_wherever_it_lies(
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 def test_large_finite_gradients_are_no_overflow(compare: Compare, device: str, dtype: torch.dtype) -> None:
-    """The largest finite numbers are finite, their sum need not be."""
+    """The largest finite numbers are finite, even if their sum is not."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         for init_scale in (65536.0, 1.0):
@@ -139,7 +139,7 @@ def test_finite_neighbours_are_divided_too(
 
 @clause("amp.grad_scaler.unscale_.same_tensors")
 def test_gradients_stay_the_same_tensors(subject: Library, device: str) -> None:
-    """Whoever holds a view of a gradient (a bucket, a flat buffer) sees it unscaled."""
+    """A view of a gradient, such as a bucket or a flat buffer, sees the unscaled values."""
     harness = Harness(subject, device, FOUR, init_scale=4.0).used()
     flat = torch.full((6,), 8.0, device=device)
     harness.parameters[0].grad = flat[:5]
@@ -151,7 +151,7 @@ def test_gradients_stay_the_same_tensors(subject: Library, device: str) -> None:
 
 
 class BareOptimizer:
-    """Any object with param_groups and step is an optimizer to the scaler."""
+    """An object with only param_groups and step, which is enough for the scaler."""
 
     def __init__(self, param_groups: list[dict[str, Any]]) -> None:
         self.param_groups = param_groups
@@ -189,7 +189,7 @@ def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str,
 @clause("amp.grad_scaler.unscale_.parameters")
 @pytest.mark.parametrize("kind", ["frozen", "shared memory", "no leaf"])
 def test_odd_parameters(compare: Compare, device: str, kind: str) -> None:
-    """A frozen parameter with a gradient counts; memory shared by two gradients is divided twice, as by torch."""
+    """A frozen parameter's gradient counts. Memory that two gradients share is divided twice, like in torch."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, FOUR, init_scale=4.0).used()
@@ -231,13 +231,13 @@ def test_gradients_of_a_graph(compare: Compare, device: str) -> None:
         harness = Harness(library, device, FOUR[:1], init_scale=4.0).used()
         harness.parameters[0].grad = (harness.parameters[0] * 3.0 + 1.0) * torch.ones(5, device=device)
         yield harness.did(harness.scaler.unscale_, harness.optimizer)
-        harness.parameters[0].grad = None  # breaks the cycle
+        harness.parameters[0].grad = None  # breaks a reference cycle
 
     compare(scenario)
 
 
 def sparse_gradient(device: str, dtype: torch.dtype, coalesced: bool, value: float = 1.0) -> torch.Tensor:
-    """Rows 1, 3 and 1 again of a [5, 2] gradient; `value` stands in both parts of the doubled row."""
+    """Return a [5, 2] gradient with rows 1, 3 and 1. `value` is in both entries of the doubled row."""
     rows = torch.tensor([[1, 3, 1]], device=device)
     values = torch.tensor([[2.0, value], [3.0, 4.0], [5.0, value]], dtype=dtype, device=device)
     gradient = torch.sparse_coo_tensor(rows, values, (5, 2))
@@ -252,7 +252,7 @@ def sparse_on_a_rank(rank: Rank) -> None:
 @pytest.mark.profile("full")
 @pytest.mark.reference_limit("sim.sparse_tensors")
 def test_the_simulated_device_has_no_sparse_tensors() -> None:
-    """In a process of its own, which has the device for good."""
+    """Run in a separate process, which keeps the simulated device until it ends."""
     try:
         ensure_built()
     except Unavailable as error:
@@ -295,7 +295,10 @@ def test_sparse_gradients(
 def test_half_precision_duplicates_are_summed_first(
     compare: Compare, device: str, coalesced: bool, value: float, dtype: torch.dtype
 ) -> None:
-    """Two finite parts of one row, whose sum overflows, are an overflow; only optimizers that unscale may hold them."""
+    """Two finite entries of one row whose sum overflows are an overflow.
+
+    Only optimizers that unscale themselves may have float16 gradients.
+    """
     scenario = sparse_scenario(device, lambda: sparse_gradient(device, dtype, coalesced, value), "aware")
     compare(scenario)
 
@@ -317,7 +320,7 @@ def test_refuses_float16_and_leaves_all_alone(
         for attempt in range(3):
             yield harness.used().did(getattr(harness.scaler, call), harness.optimizer)
             yield harness.did(harness.scaler.update)
-            if attempt == 1:  # after which all is well
+            if attempt == 1:  # valid gradients from the next attempt on
                 half.grad = None
 
     compare(scenario)
@@ -336,7 +339,7 @@ def unfit(device: str, kind: str) -> torch.nn.Parameter:
 @pytest.mark.deviation("grad_scaler.refusal_is_whole")
 @pytest.mark.parametrize("kind", ["integer", "complex", "bool", "overlapping"])
 def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, device: str, kind: str) -> None:
-    """The error is torch's; what torch has divided before it noticed stays divided there, and does not here."""
+    """The error is torch's. torch leaves gradients divided that it processed before the error, and Tandem does not."""
     if device != "cpu":
         unavailable("torch's kernels for other devices take other dtypes")
 
@@ -371,7 +374,7 @@ def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, dev
 def test_gradients_on_two_devices(
     deviation: DeviationJudge, device: str, last: float | None, reference: Library
 ) -> None:
-    """The numbers are those of the same gradients on the CPU alone."""
+    """The values are those of the same gradients on only the CPU."""
     if device == "cpu":
         unavailable("one device type only")
 
@@ -389,7 +392,7 @@ def test_gradients_on_two_devices(
         probe,
         torch_does=lambda seen: seen != expected,
         we_do=lambda seen: seen == expected,
-        may_agree=True,  # where the copy is done before the host reads it
+        may_agree=True,  # unless the copy ends after the host reads
     )
 
 
@@ -397,7 +400,7 @@ Seen = list[tuple[str | None, list[list[str]]]]
 
 
 def numbers(parameter: torch.Tensor) -> list[str]:
-    """Of it and of its gradient, of which nan is itself."""
+    """Return the values of `parameter` and its gradient as text, so that nan equals nan."""
     return [str(each.detach().cpu().tolist()) for each in (parameter, parameter.grad) if each is not None]
 
 
@@ -406,7 +409,7 @@ def numbers(parameter: torch.Tensor) -> list[str]:
     "scaler_calls", [["scale", "unscale_"], ["scale", "unscale_", "update", "scale"]], ids=str
 )
 def test_nothing_waits_for_the_device(subject: Library, scaler_calls: list[str]) -> None:
-    """Tensors on the meta device have no values: reading one on the host raises."""
+    """Tensors on the meta device have no values, so reading one on the host raises."""
     harness = Harness(subject, "meta", init_scale=4.0)
     calls = {
         "scale": lambda: harness.scaler.scale(
@@ -447,7 +450,7 @@ def test_strangers_among_the_parameters(compare: Compare, device: str, stranger:
 @clause("amp.grad_scaler.unscale_.refuses_whole")
 @pytest.mark.deviation("grad_scaler.hidden_overlap")
 def test_windows_that_slide_over_one_memory(deviation: DeviationJudge, device: str) -> None:
-    """Rows [0, 1, 2], [1, 2, 3], [2, 3, 4] of one buffer."""
+    """The rows are [0, 1, 2], [1, 2, 3] and [2, 3, 4] of one buffer."""
 
     def probe(library: Library) -> tuple[str, list[float], float]:
         harness = Harness(library, device, (Gradient((3,)), Gradient((3, 3))), init_scale=4.0).used()

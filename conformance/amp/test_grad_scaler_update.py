@@ -1,4 +1,4 @@
-"""GradScaler.update: growth, backoff, a scale set by hand; the getters and setters beside it."""
+"""GradScaler.update: growth, backoff, a manually set scale, and the getters and setters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def scales(harness: Harness, grad_outcomes: list[bool]) -> list[float]:
-    """The scale after each iteration, of which True ones are finite."""
+    """Return the scale after each iteration. The gradients are finite if the outcome is True."""
     seen = []
     for finite in grad_outcomes:
         harness.zero_grad()
@@ -99,7 +99,7 @@ def test_holds_the_largest_finite_scale(
     options = {"init_scale": init_scale, "growth_factor": factor, "growth_interval": interval}
 
     def scenario(library: Library) -> Iterator[Outcome]:
-        # Gradients of size 1e-38 or so: at this scale others would overflow, as they should.
+        # Gradients are about 1e-38, because larger ones would rightly overflow at this scale.
         harness = Harness(library, device, SMALL, **options)
         for _ in range(4):
             harness.zero_grad()
@@ -126,7 +126,7 @@ def tensor(value: float, device: str, **options: Any) -> torch.Tensor:
 def test_a_scale_set_by_hand(
     compare: Compare, device: str, news: list[float | None], as_tensor: bool
 ) -> None:
-    """It takes effect at once, the count of clean steps goes on, and the iteration is over."""
+    """A new scale takes effect at once and ends the iteration. The count of clean steps continues."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=8.0, growth_interval=3)
@@ -145,7 +145,7 @@ def test_a_scale_set_by_hand(
 @clause("amp.grad_scaler.update.new_scale")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64], ids=str)
 def test_a_tensor_is_copied(compare: Compare, device: str, dtype: torch.dtype) -> None:
-    """Changing it later changes nothing, and the scale keeps its own dtype."""
+    """Later changes of the tensor have no effect, and the scale keeps its own dtype."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=8.0, growth_interval=1)
@@ -192,7 +192,7 @@ REFUSED = [
 @clause("amp.grad_scaler.update.bad_new_scale")
 @pytest.mark.parametrize("new", REFUSED, ids=repr)
 def test_scales_that_are_refused(compare: Compare, device: str, new: Any) -> None:
-    """With torch's error; the scale and the iteration are as before."""
+    """The update raises torch's error, and the scale and the iteration are as before."""
     if isinstance(new, torch.Tensor) and new.device.type == "cpu":
         new = new.to(device).detach().requires_grad_(new.requires_grad)
 
@@ -209,7 +209,7 @@ def test_scales_that_are_refused(compare: Compare, device: str, new: Any) -> Non
 @clause("amp.grad_scaler.update.needs_checks")
 @pytest.mark.parametrize("bare", [True, False])
 def test_update_without_any_check(compare: Compare, device: str, bare: bool) -> None:
-    """Refused, twice in a row too; a scale set by hand needs no check."""
+    """The update raises, also twice in a row. With a new scale, no check is needed."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, (Gradient((2,), None),) if bare else FOUR).used()
@@ -225,7 +225,7 @@ def test_update_without_any_check(compare: Compare, device: str, bare: bool) -> 
 @clause("amp.grad_scaler.update.never_dies")
 @pytest.mark.deviation("grad_scaler.scale_never_dies")
 def test_the_scale_never_dies(deviation: DeviationJudge, device: str) -> None:
-    """Two hundred overflows in a row, then a clean step: it must be taken, and somebody must have been told."""
+    """A clean step must be taken after two hundred overflows in a row, and a warning must have been given."""
     floor = torch.finfo(torch.float32).smallest_normal
 
     def probe(library: Library) -> tuple[float, bool, bool]:
@@ -313,7 +313,7 @@ NO_NUMBERS = ["2", None, [2]]
 @clause("amp.grad_scaler.setters.take_effect")
 @pytest.mark.parametrize("interval", [2.5, 2.0, 0, -1, True], ids=repr)
 def test_an_interval_is_kept_as_it_was_given(compare: Compare, device: str, interval: float) -> None:
-    """Also where the next update refuses it."""
+    """The interval is stored unchanged even if the next update rejects it."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=8.0)
@@ -327,7 +327,7 @@ def test_an_interval_is_kept_as_it_was_given(compare: Compare, device: str, inte
 @clause("amp.grad_scaler.getters.answer")
 @pytest.mark.parametrize("getter", ["get_scale", "state_dict", "get_growth_interval", "is_enabled"])
 def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> None:
-    """The first loss decides on which device the scale lies, not the first question."""
+    """The first loss decides the device of the scale, not the first query."""
     harness = Harness(subject, device, SMALL)
     getattr(harness.scaler, getter)()
     with pytest.raises(AssertionError, match="_scale is None"):
@@ -337,7 +337,7 @@ def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> No
 @clause("amp.grad_scaler.setters.bad_values")
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_an_interval_that_is_no_number(compare: Compare, device: str, value: Any) -> None:
-    """torch notices at the next update, with its operator's error; the scale is as before."""
+    """torch raises its operator's error in the next update. The scale is as before."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=8.0)
@@ -356,7 +356,7 @@ def test_an_interval_that_is_no_number(compare: Compare, device: str, value: Any
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_factors_that_are_no_numbers(deviation: DeviationJudge, device: str, name: str, value: Any) -> None:
     def probe(library: Library) -> tuple[str, bool, float]:
-        """Who raised a TypeError, whether the factor is a number, and the scale."""
+        """Return which call raised a TypeError, whether the factor is a number, and the scale."""
         harness = Harness(library, device, SMALL, init_scale=8.0)
         harness.backward()
         harness.scaler.step(harness.optimizer)
@@ -376,7 +376,7 @@ def test_factors_that_are_no_numbers(deviation: DeviationJudge, device: str, nam
 
 
 def ruinous() -> dict[str, Callable[[Library, str], Any]]:
-    """Calls that torch takes in silence, and what they set."""
+    """Return calls that torch silently accepts, with the values that they set."""
     calls: dict[str, Callable[[Library, str], Any]] = {}
     for value in (math.nan, math.inf, -1.0, 0.0):
         calls[f"init_scale {value}"] = lambda library, device, value=value: library.amp.GradScaler(
