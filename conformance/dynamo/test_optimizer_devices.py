@@ -1,4 +1,4 @@
-"""Which tensors lie where, which Dynamo may count on, and what stays when the optimizer is gone."""
+"""Devices of an optimizer's tensors, static addresses, and tensors that remain after the optimizer is deleted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library
 
 
 def where_scalars_go(name: str) -> Script:
-    """On which devices they are after plain steps, and after compiled ones."""
+    """Return a script that reports the devices of scalars after plain steps, and after compiled ones."""
 
     def script(harness: CompiledHarness) -> Any:
         def devices() -> list[str]:
@@ -77,7 +77,7 @@ def where_scalars_go(name: str) -> Script:
 @clause("dynamo.optimizer.devices.scalars_move")
 @pytest.mark.parametrize("name", soon(["Adam", "RMSprop", "Rprop"], "Adam"))
 def test_loaded_step_counts_move(subject: Library, reference: Library, name: str) -> None:
-    """To a device without memory, which every machine has."""
+    """Move the counts to the meta device, which every machine has."""
     script = where_scalars_go("step")
     outcomes = [outcome(library, script, maker(name), device="meta") for library in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -132,7 +132,7 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
 @clause("dynamo.optimizer.devices.capturable")
 @pytest.mark.parametrize("can_capture", ["cuda", "xpu"])
 def test_step_counts_of_fake_tensors(subject: Library, reference: Library, can_capture: str) -> None:
-    """Every machine can have them on a device that it lacks; the optimizer makes them where its group says."""
+    """Fake tensors can be on a device that the machine lacks. The optimizer creates them as its group says."""
     fake = FakeTensorMode()
     with fake:
         parameters = [torch.nn.Parameter(torch.ones(2, 3, device=can_capture)) for _ in range(2)]
@@ -154,7 +154,7 @@ def test_step_counts_of_fake_tensors(subject: Library, reference: Library, can_c
 
 @clause("dynamo.optimizer.devices.capturable")
 def test_no_step_reads_a_count(subject: Library, device: str) -> None:
-    """Nor recompiles for its value, from the second step on, though the groups say that they are not capturable."""
+    """No step is recompiled for a count from the second step on, although no group is capturable."""
 
     def script(harness: CompiledHarness) -> list[int]:
         return harness.train(12).compiled_after
@@ -163,7 +163,7 @@ def test_no_step_reads_a_count(subject: Library, device: str) -> None:
 
 
 def watched(harness: CompiledHarness) -> list[weakref.ref[torch.Tensor]]:
-    """All tensors of the optimizer, in its groups, its state and wherever else it has some."""
+    """Return weak references to all tensors of the optimizer, in its groups, state and other attributes."""
     leaves = tree_leaves([*vars(harness.optimizer).values()])
     tensors = {id(each): each for each in leaves if isinstance(each, torch.Tensor)}
     return [weakref.ref(tensor) for tensor in tensors.values()]
@@ -190,7 +190,7 @@ def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make
 def left_in_what_a_backend_keeps(
     library: Library, make: Make, device: str, graphs: int
 ) -> tuple[int, list[str]]:
-    """How many tensors of an optimizer that is gone, and what was complained of as it went."""
+    """Return how many tensors of a deleted optimizer are alive, and the unraisable errors of its deletion."""
     kept: list[Any] = []
     compile_ = lookup_backend("aot_eager")
 
@@ -213,7 +213,7 @@ def left_in_what_a_backend_keeps(
 @clause("dynamo.optimizer.lifetime.freed")
 @pytest.mark.deviation("optimizer_variable.graphs_that_are_kept")
 def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, device: str) -> None:
-    """And what it has made of them."""
+    """The tensors also leave the backend's compiled versions of the graphs."""
     deviation.judge(
         lambda library: left_in_what_a_backend_keeps(library, SGD, device, graphs=2),
         torch_does=lambda seen: seen == (1, []),

@@ -1,4 +1,4 @@
-"""What may happen between two compiled steps: values, graphs and recompilations are torch's."""
+"""Changes between two compiled steps: values, graphs and recompilations match torch's."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def load_own(harness: CompiledHarness) -> None:
 
 
 def load_aliasing(harness: CompiledHarness) -> None:
-    """The state of another optimizer, whose tensors both then hold."""
+    """Load the state of another optimizer, so that both hold the same tensors."""
     other = CompiledHarness(ADAM, harness.parameters[0].device.type).plain_train(2)
     harness.train(1).optimizer.load_state_dict(other.optimizer.state_dict())
     harness.train(2)
@@ -371,7 +371,7 @@ def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str
 @clause("dynamo.optimizer.graphs.whole_functions")
 @pytest.mark.parametrize("name", soon(["SGD", "Adam", "RAdam"], "Adam"))
 def test_whole_functions(subject: Library, reference: Library, device: str, name: str) -> None:
-    """Of the step itself: torch breaks the graph on purpose in what it is wrapped in."""
+    """Compile the unwrapped step, because torch breaks the graph on purpose in the wrapper."""
 
     def script(harness: CompiledHarness) -> None:
         bare = inspect.unwrap(type(harness.optimizer).step)
@@ -411,7 +411,7 @@ def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
 
 @clause("dynamo.optimizer.init_group.pending_changes")
 def test_closures(subject: Library, reference: Library, device: str) -> None:
-    """They set gradients and change parameters, and what they return comes back."""
+    """Closures set gradients and change parameters, and the step returns their result."""
 
     def script(harness: CompiledHarness) -> Any:
         def closure() -> torch.Tensor:
@@ -426,7 +426,7 @@ def test_closures(subject: Library, reference: Library, device: str) -> None:
 
 @clause("dynamo.optimizer.init_group.pending_changes")
 def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -> None:
-    """What stands before the step in one function counts: no gradient, no update."""
+    """Code before the step in the same function takes effect: without a gradient there is no update."""
 
     def script(harness: CompiledHarness) -> bool:
         def run() -> None:
@@ -453,7 +453,7 @@ def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
 
         return [float(harness.take_step(closure)) for _ in range(2)], harness.seen()
 
-    # The first asking is for nothing: beyond a reset Dynamo remembers which frames it has given up on in a process.
+    # Run once without using the result, because Dynamo remembers skipped frames of the process even after a reset.
     _, *outcomes = (
         outcome(library, script, maker("LBFGS"), device=device) for library in (reference, reference, subject)
     )

@@ -1,4 +1,4 @@
-"""Optimizers of users' own: what one can write beside what torch.optim writes, and torch does harm to."""
+"""User-defined optimizers: features that torch.optim does not use and that torch compiles wrongly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from conformance.strategies.optimizers import Make, maker
 
 STEPS = 4
 KINDS = (users.Collecting, users.ToldWhatIsComputed, users.KeepingElsewhere, users.Plain)
-# A number that changes is a symbol of the graph, which multiplies as a tensor of float64 would.
+# A changing number is a symbol of the graph, which multiplies like a float64 tensor.
 ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
 
 
@@ -32,7 +32,7 @@ def trained(harness: CompiledHarness) -> list[torch.Tensor]:
 
 
 def plainly(script: Script, make: Make, device: str) -> Outcome:
-    """The script with the optimizer's own step in the compiled one's place."""
+    """Run the script with the optimizer's own step instead of the compiled one."""
 
     def run() -> Any:
         harness = CompiledHarness(make, device)
@@ -43,7 +43,7 @@ def plainly(script: Script, make: Make, device: str) -> Outcome:
 
 
 def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
-    """True, False, or the error that compilation made of it."""
+    """Return whether compiled and plain results agree, or the name of the error that compilation raised."""
     expected, actual = plainly(script, make, device), outcome(library, script, make, device=device)
     if actual.raised is not None:
         return actual.raised.kind.__name__
@@ -57,7 +57,7 @@ def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
 def judge_values(
     deviation: DeviationJudge, script: Script, make: Make, device: str, torch_does: Sequence[Any] = (False,)
 ) -> None:
-    """Ours is right; of torch's `is_right` says one of these."""
+    """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch."""
     deviation.judge(
         lambda library: is_right(script, make, device, library),
         torch_does=lambda seen: seen in torch_does,
@@ -99,7 +99,7 @@ def test_made_in_the_compiled_function(subject: Library, reference: Library, dev
     assert outcomes[0].raised is None
 
 
-# --- where torch does harm
+# --- deviations: torch is wrong
 
 
 @clause("dynamo.optimizer.init_group.arguments")
@@ -174,7 +174,7 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
 
 @clause("dynamo.optimizer.guards.state")
 def test_whose_state_there_is(subject: Library, device: str) -> None:
-    """Where `_init_group` made none, and none of its tensors is in a graph."""
+    """`_init_group` created no state, and no graph contains a tensor of a state."""
 
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
         state = harness.train(2).optimizer.state
@@ -209,14 +209,14 @@ def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -
     def script(harness: CompiledHarness) -> Any:
         return trained(harness), harness.optimizer.taken
 
-    # torch 2.11 has no word for it.
+    # torch 2.11 raises an AssertionError without a text.
     judge_values(deviation, script, users.KeepingCount, device, torch_does=(False, "AssertionError"))
 
 
 @clause("dynamo.optimizer.init_group.errors")
 @pytest.mark.deviation("optimizer_variable.errors_as_they_are")
 def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
-    """Adam's is the one that refuses sparse gradients."""
+    """The error is Adam's for sparse gradients."""
 
     def script(harness: CompiledHarness) -> None:
         harness.set_gradients()
@@ -238,7 +238,7 @@ def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
 @clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.deviation("optimizer_variable.groups_stay")
 def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None:
-    """A group without parameters counts for torch as one that lies on a GPU of CUDA's kind."""
+    """torch treats a group without parameters like one on a CUDA or XPU device."""
 
     def script(harness: CompiledHarness) -> list[bool]:
         harness.optimizer.add_param_group({"params": []})

@@ -1,4 +1,4 @@
-"""Parameters and state after compiled steps, against torch's compiled steps and against plain ones."""
+"""Parameters and state after compiled steps, compared with torch's compiled steps and with plain steps."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from conformance.strategies.optimizers import (
 
 STEPS = 5
 CASES = [(name, way) for name in COMPILED for way in WAYS if has_way(name, way)]
-# They differ in what their _init_group collects.
+# These differ in the lists that their _init_group collects.
 SOONEST = ("SGD", "Adam", "Muon")
-# Fused steps are no part of a graph, and the other ways want a device that can capture.
+# Fused steps are not part of a graph, and the other modes need a device that can capture.
 IN_ONE_GRAPH = ("defaults", "foreach", "differentiable")
 EACH_OPTION_SOON = [("SGD", "defaults"), ("Adam", "foreach")]
 
 
 @contextlib.contextmanager
 def inductor_cleared_up() -> Generator[None]:
-    """It compiles in this thread, and what it sets in this process for itself is put back."""
+    """Context manager in which inductor compiles in this thread, and after which its process settings are restored."""
     set_by_it = {name: PROCESS[name] for name in ("the environment", "the recursion limit")}
     before = read(set_by_it)
     try:
@@ -87,7 +87,7 @@ def test_each_way(subject: Library, reference: Library, device: str, name: str, 
 @clause("dynamo.optimizer.values.as_torch_compiles")
 @pytest.mark.parametrize("name", soon(["SGD", "Adam"], "Adam"))
 def test_complex_parameters(subject: Library, reference: Library, device: str, name: str) -> None:
-    """Multi-tensor code has to be told of them, by what _init_group returns."""
+    """Multi-tensor code learns of complex parameters from the result of _init_group."""
 
     def script(harness: CompiledHarness) -> list[object]:
         for parameter in harness.parameters:
@@ -130,7 +130,10 @@ def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
 
 
 def trained_with_each_options(name: str, way: str, device: str, *, compiled: bool) -> list[torch.Tensor]:
-    """The parameters of several optimizers after three steps of all: each one's whole, by one graph."""
+    """Return the parameters of several optimizers after three joint steps.
+
+    Compiled, one graph has the full steps of all optimizers.
+    """
     parameters = [four_parameters(device)[0] for _ in option_groups(name)]
     optimizers = with_each_options(name, way, parameters)
     bare = inspect.unwrap(type(optimizers[0]).step)
@@ -169,7 +172,7 @@ def test_each_option(subject: Library, device: str, name: str, way: str) -> None
 @clause("dynamo.optimizer.values.as_eager")
 @pytest.mark.profile("full")
 def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
-    """The state that compiled steps leave is one that plain steps go on with."""
+    """Plain steps can continue from the state that compiled steps leave."""
     make = maker("Adam", options=["amsgrad", "weight_decay"])
     plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).values()["parameters"])
     mixed = outcome(

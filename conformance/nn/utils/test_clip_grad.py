@@ -1,4 +1,4 @@
-"""clip_grad_norm_: the norm it finds and returns, and what it does to plain gradients; its older spelling."""
+"""clip_grad_norm_: the returned norm, its effect on plain gradients, and its older spelling."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_leaves_small_gradients_alone_to_the_bit(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_a_returned_norm_stays(subject: Library, device: str, dtype: torch.dtype, norm_type: float) -> None:
-    """Training loops gather norms and read them much later."""
+    """Training loops collect norms and read them much later."""
 
     def norm_of_fresh(size: int) -> torch.Tensor:
         parameter = Gradient((size,), dtype, seed=size).parameter(device)
@@ -87,7 +87,7 @@ def test_returns_the_norm_of_before(
 @pytest.mark.parametrize("norm_type", NORM_TYPES, ids=repr)
 @given(data=st.data())
 def test_every_norm_type(compare: Compare, device: str, norm_type: Any, data: st.DataObject) -> None:
-    # The norm of an empty tensor is undefined for negative orders: torch raises, which the next test asks about.
+    # The norm of an empty tensor is undefined for negative orders. torch raises, which the next test covers.
     case = data.draw(gradient_lists().filter(lambda case: all(gradient.numel for gradient in case.gradients)))
     max_norm = data.draw(max_norms)
     compare(
@@ -108,7 +108,7 @@ def test_norm_types_on_the_edge(compare: Compare, device: str, norm_type: Any) -
     case=gradient_lists(dtypes=(torch.float32, torch.bfloat16, torch.float64), min_size=2), max_norm=max_norms
 )
 def test_mixed_dtypes(compare: Compare, device: str, case: GradientList, max_norm: float) -> None:
-    # torch rounds each gradient's norm to that gradient's dtype; the joint norm can be no better than the coarsest.
+    # torch rounds each gradient's norm to the gradient's dtype, so the joint norm is as precise as the coarsest one.
     tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.bfloat16)
     compare(lambda library: clip_of(library, case, device, max_norm), tolerance)
 
@@ -116,7 +116,7 @@ def test_mixed_dtypes(compare: Compare, device: str, case: GradientList, max_nor
 @clause("nn.utils.clip_grad.clip_grad_norm_.mixed_dtypes")
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_mixed_dtypes_keep_their_own_precision(subject: Library, device: str, foreach: bool | None) -> None:
-    """The factor may be as coarse as the coarsest dtype; what it is multiplied with may not."""
+    """The factor may be as coarse as the coarsest dtype, but each gradient keeps its own precision."""
     before = torch.linspace(1.0, 2.0, 37, device=device)
     parameters = [
         torch.nn.Parameter(torch.zeros_like(before, dtype=d)) for d in (torch.bfloat16, before.dtype)

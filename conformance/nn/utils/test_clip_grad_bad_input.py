@@ -1,4 +1,4 @@
-"""Clipping what cannot be clipped, or by what is no number or a ruinous one: refused, with the gradients as before."""
+"""Invalid gradients and invalid numbers for clipping raise, and leave the gradients unchanged."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ruinous_arguments(deviation: DeviationJudge, device: str, call: str) ->
     name, args = RUINOUS[call]
 
     def probe(library: Library) -> tuple[Outcome, bool]:
-        """What the call did, and whether nothing is left of what the gradients told."""
+        """Return the outcome of the call, and whether the gradients lost all information."""
         parameter = Gradient((6,)).parameter(device)
         kept = parameter.grad.clone()
         outcome = observe(getattr(library.nn.utils, name), [parameter], *args)
@@ -108,7 +108,7 @@ def made_in_inference_mode(device: str) -> torch.Tensor:
         return torch.full((4, 3), 2.0, device=device)
 
 
-# What refuses to be changed, where it can be in one list with what does not: (the gradient, its refusal).
+# Gradients that cannot be written, in one list with writable ones: (the gradient, its error).
 REFUSING: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
     "expanded": (
         expanded,
@@ -130,7 +130,7 @@ def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str,
     extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
 
     def probe(library: Library) -> tuple[str, bool]:
-        """What was raised, and whether each gradient is as it was."""
+        """Return the error, and whether each gradient is as it was."""
         grads = [
             Gradient((8,), scale=5.0).parameter(device).grad,
             Gradient((3, 2)).parameter(device).grad.t(),
@@ -151,9 +151,9 @@ def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str,
 
 
 def bounded_by_a_million(library: Library, device: str, half_first: bool) -> tuple[str, bool]:
-    """What was raised, and whether each gradient is as it was; float16 has no 1e6."""
+    """Return the error, and whether each gradient is as it was. float16 cannot hold 1e6."""
     half = torch.full((3,), 6e4, dtype=torch.float16, device=device)
-    # So long that an implementation may well change it by itself.
+    # The gradient is long enough that an implementation may change it on its own.
     whole = torch.full((20_000,), 3e6, device=device)
     grads = [half, whole] if half_first else [whole, half]
     before = [grad.clone() for grad in grads]
@@ -165,13 +165,13 @@ def bounded_by_a_million(library: Library, device: str, half_first: bool) -> tup
 @clause("nn.utils.clip_grad.refusal_is_whole")
 @pytest.mark.deviation("clip_grad.refusal_is_whole")
 def test_a_bound_that_one_dtype_cannot_hold(deviation: DeviationJudge, device: str) -> None:
-    """In one of the two orders torch has clamped the other gradient when it notices."""
+    """torch has clamped the other gradient before it raises, in one of the two orders."""
 
     def probe(library: Library) -> tuple[set[str], list[bool]]:
         seen = [bounded_by_a_million(library, device, half_first) for half_first in (True, False)]
         return {raised for raised, _ in seen}, sorted(whole for _, whole in seen)
 
-    # Kernels of an accelerator may clamp float16 in float32, and have nothing to refuse.
+    # Kernels of an accelerator may clamp float16 in float32 without an error, so the text comes from the CPU.
     raised, _ = bounded_by_a_million(deviation.reference, "cpu", half_first=True)
     assert raised.startswith("RuntimeError: value cannot be converted")
     deviation.judge(

@@ -1,4 +1,4 @@
-"""Gradient clipping where the gradients are DTensors on a mesh of real ranks."""
+"""Gradient clipping of DTensors on a mesh of real ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ max_norms = st.sampled_from([1e-3, 0.5, 10.0, 1e6, 0.0])
 def placed_gradients(
     draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 ) -> list[PlacedGradient]:
-    """Lists whose sharded dimensions are short and odd, so that some ranks hold less than others, or nothing."""
+    """Draw gradients whose sharded dimensions are short and odd, so that some ranks hold fewer elements or none."""
     gradients: list[PlacedGradient] = []
     for _ in range(draw(st.integers(1, 5))):
         shape = draw(st.lists(st.integers(1, 7), min_size=0, max_size=2))
@@ -45,7 +45,7 @@ def placed_gradients(
 
 @dataclass(frozen=True)
 class Clipping:
-    """The fixture `clipping`: what both libraries clip on the ranks of one world."""
+    """The fixture `clipping`: both libraries clip on the ranks of one world."""
 
     reference: Library
     subject: Library
@@ -54,9 +54,12 @@ class Clipping:
     def seen_by(
         self, library: Library, function: str, gradients: Sequence[PlacedGradient], **arguments: Any
     ) -> list[Outcome]:
-        """What every rank saw; `mesh_shape` may be among the arguments, for a mesh of several dimensions."""
+        """Clip on every rank of a library. Return the outcomes.
+
+        `mesh_shape` may be among the arguments, for a mesh of several dimensions.
+        """
         mesh_shape = arguments.pop("mesh_shape", ())
-        # Missing here rather than on the ranks, which is reported as such.
+        # A missing function is detected here, so that it is reported as not provided.
         library.find(f"nn.utils.{function}")
         return self.pool.run(
             "conformance.ranks.cases:clip",
@@ -68,7 +71,7 @@ class Clipping:
         )
 
     def agrees(self, function: str, gradients: Sequence[PlacedGradient], **arguments: Any) -> list[Outcome]:
-        """Judge rank by rank; gives what the subject's saw."""
+        """Compare both libraries rank by rank. Return the subject's outcomes."""
         expected, actual = (
             self.seen_by(library, function, gradients, **arguments)
             for library in (self.reference, self.subject)
@@ -100,7 +103,7 @@ def norm_of_the_unsharded(outcome: Outcome) -> torch.Tensor:
 
 
 def unsharded_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
-    """The gradient after the call, put together from the ranks' parts."""
+    """Return the gradient after the call, concatenated from the ranks' shards."""
     parts = [outcome.watched[index].values for outcome in seen]
     if gradient.shard_dim is not None:
         return torch.cat(parts, gradient.shard_dim)
@@ -121,10 +124,10 @@ def are_unchanged(gradients: Sequence[PlacedGradient], seen: Sequence[Outcome]) 
 def without_empty_parts(
     gradients: Sequence[PlacedGradient], world_size: int, norm_type: float
 ) -> list[PlacedGradient]:
-    """Replicates what leaves some rank with nothing, if the norm is torch's infinity norm.
+    """Replicate gradients of which some rank would hold nothing, if the norm is torch's infinity norm.
 
-    torch refuses that norm of nothing on this rank alone and leaves its peers waiting (selftests/test_ranks.py holds
-    that it still does), so there is no outcome to compare with.
+    With an empty shard, torch raises on that rank only and its peers wait, so there is no outcome to compare with. The
+    test `test_torch_leaves_its_peers_waiting_for_an_empty_part` asserts that torch still does.
     """
     return [
         PlacedGradient(gradient.value, None)
@@ -200,7 +203,7 @@ def test_meshes_of_two_dimensions(
     layout: str,
     function: str,
 ) -> None:
-    """Norms of order 0 and less count tensors or are led by their smallest elements, which parts do not tell."""
+    """Test norm orders of 0 and below as well, which cannot be computed from the norms of shards."""
     generator = seeding.generator(3)
     gradients = [
         PlacedGradient(torch.randn(8, 5, generator=generator), None, placements=placements)
@@ -260,7 +263,7 @@ def test_nonfinite_on_one_rank_is_seen_by_all(
 def test_extreme_dtensors(
     deviation: DeviationJudge, clipping: Clipping, value: float, dtype: torch.dtype
 ) -> None:
-    """Four elements of one size, whose norm is the double of it."""
+    """The gradient has four equal elements, so its norm is twice an element."""
     gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
 
     def has_true_norm(seen: list[Outcome]) -> bool:
@@ -314,7 +317,7 @@ def test_dtensors_among_plain_tensors(
     )
     assert all(outcome.raised is not None for outcome in expected)
     if are_unchanged(gradients, actual):
-        # Better than torch, which with foreach=False has scaled the first gradients when it comes to refuse.
+        # Tandem leaves the gradients unchanged. With foreach=False, torch scales the first ones before it raises.
         expected, actual = (
             [replace(outcome, watched=None) for outcome in seen] for seen in (expected, actual)
         )
@@ -373,7 +376,7 @@ def test_the_largest_element_where_a_part_is_empty(clipping: Clipping) -> None:
 @clause("nn.utils.clip_grad.get_total_norm.dtensor")
 @pytest.mark.reference_limit("dtensor.infinity_norm_of_an_empty_part")
 def test_torch_leaves_its_peers_waiting_for_an_empty_part() -> None:
-    """The day torch is mended this fails, and `without_empty_parts` above can go."""
+    """A failure of this test means that torch is fixed. `without_empty_parts` above can be removed then."""
     with RankPool(2) as pool, pytest.raises(RanksDiverged, match="allreduce"):
         pool.run(
             "conformance.ranks.cases:clip",

@@ -1,4 +1,4 @@
-"""What clipping is handed: containers, and gradients that are missing, sparse, complex, shared, recorded, replaced."""
+"""Inputs of clipping: containers, and gradients that are missing, sparse, complex, shared, recorded or replaced."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_shared_gradients(compare: Compare, device: str, foreach: bool | None, k
 def test_view_that_negates(
     compare: Compare, device: str, name: str, foreach: bool | None, is_contiguous: bool
 ) -> None:
-    """The imaginary part of a conjugate holds the negative of what lies in memory."""
+    """The imaginary part of a conjugate holds the negated values of its memory."""
 
     def outcome(library: Library) -> Outcome:
         whole = torch.view_as_complex(torch.arange(1.0, 9.0, device=device).view(4, 2)).conj()
@@ -117,7 +117,7 @@ def test_view_that_negates(
 @clause("nn.utils.clip_grad.clip_grad_norm_.overlapping_memory")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 def test_expanded_gradient(compare: Compare, device: str, name: str) -> None:
-    """All elements of one gradient are the same memory: torch refuses to write to it."""
+    """All elements of the gradient share memory, so torch raises when it writes to it."""
 
     def outcome(library: Library) -> Outcome:
         parameter = torch.nn.Parameter(torch.zeros(4, 3, device=device))
@@ -134,7 +134,10 @@ def test_expanded_gradient(compare: Compare, device: str, name: str) -> None:
 def test_windows_that_slide_over_one_memory(
     deviation: DeviationJudge, device: str, name: str, foreach: bool | None
 ) -> None:
-    """Rows [0, 1, 2], [1, 2, 3], [2, 3, 4] of one buffer; and a transposed view, which shares nothing."""
+    """The rows of a gradient are [0, 1, 2], [1, 2, 3] and [2, 3, 4] of one buffer.
+
+    The other gradient is a transposed view, which overlaps nothing.
+    """
     extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
 
     def probe(library: Library) -> tuple[str, bool, bool]:
@@ -173,7 +176,7 @@ def test_gradients_with_a_graph(compare: Compare, device: str, name: str) -> Non
 def test_gradients_replaced_between_calls(
     subject: Library, reference: Library, device: str, cases: list[GradientList]
 ) -> None:
-    """Whatever an implementation remembers about addresses must not outlive the tensors there."""
+    """Cached addresses of an implementation must not outlive the tensors."""
     for case in cases:
         tolerance = norm_of(case.numel, len(case.gradients), coarsest=torch.bfloat16)
         expected = clip_of(reference, case, device, 0.5)
@@ -186,7 +189,7 @@ def test_gradients_replaced_between_calls(
 def test_gradients_overwritten_between_calls(
     subject: Library, reference: Library, device: str, case: GradientList
 ) -> None:
-    """What `zero_grad(set_to_none=False)` and the next backward do: other values at addresses that stay."""
+    """Write new values to the same addresses, as `zero_grad(set_to_none=False)` and the next backward do."""
     ours, theirs = case.parameters(device), case.parameters(device)
     for step in range(3):
         for parameters in (ours, theirs):

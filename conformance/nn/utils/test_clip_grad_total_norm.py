@@ -1,4 +1,4 @@
-"""The two halves of clip_grad_norm_: get_total_norm, and clip_grads_with_norm_ with the norm that it is given."""
+"""The two halves of clip_grad_norm_: get_total_norm, and clip_grads_with_norm_ with a given norm."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def test_total_norm(
 def test_many_small_gradients_beside_a_large_one(
     compare: Compare, device: str, length: int, dtype: torch.dtype
 ) -> None:
-    """Each square of theirs is lost in a float32 sum that the large ones have entered; the sum of theirs is not."""
+    """The square of a small gradient is lost in a float32 sum with the large squares.
+
+    The sum of the small squares is not.
+    """
 
     def norm(library: Library) -> Outcome:
         large = torch.full((64,), 1024.0, dtype=dtype, device=device)
@@ -123,7 +126,7 @@ def test_total_norm_foreach(compare: Compare, where: str, foreach: bool | None) 
 @clause("nn.utils.clip_grad.clip_grads_with_norm_.scales_by_given_norm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_scales_long_gradients_among_short_ones(compare: Compare, device: str, dtype: torch.dtype) -> None:
-    """Where an implementation goes another way from some length on, both ways scale."""
+    """Both methods scale if an implementation switches methods at some length."""
 
     def outcome(library: Library) -> Outcome:
         lengths = [3, 20_000, 7, 1 << 17, 5, (1 << 17) + 1]
@@ -150,7 +153,7 @@ def test_scales_by_the_given_norm(
         watch = [*parameters, total_norm]
         return observe(library.nn.utils.clip_grads_with_norm_, parameters, max_norm, total_norm, watch=watch)
 
-    # One quotient and one product on both sides: the same operations, or one rounding apart.
+    # Both sides compute one quotient and one product, so results differ by at most one rounding.
     compare(outcome, norm_of(1, 1))
 
 

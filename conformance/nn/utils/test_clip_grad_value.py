@@ -1,4 +1,4 @@
-"""clip_grad_value_: every element clamped."""
+"""clip_grad_value_ clamps every element."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_clamps_values(compare: Compare, device: str, dtype: torch.dtype, data: 
 @clause("nn.utils.clip_grad.clip_grad_value_.clamps")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_long_gradients_among_short_ones(compare: Compare, device: str, dtype: torch.dtype) -> None:
-    """Where an implementation goes another way from some length on, both ways clamp on both sides."""
+    """Both methods clamp at both bounds if an implementation switches methods at some length."""
 
     def outcome(library: Library) -> Outcome:
         lengths = [3, 20_000, 7, 1 << 16]
