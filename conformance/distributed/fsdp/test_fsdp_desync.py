@@ -28,10 +28,7 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 
 @dataclass
 class SeenByRanks:
-    """The error text of each rank.
-
-    If no rank raised, whether the values are those of ranks that run the same program.
-    """
+    """The error text of each rank that raised, and whether the values are those of ranks with the same program."""
 
     raised: dict[int, str] = field(default_factory=dict)
     diverged: bool = False  # collectives of unequal sizes were issued

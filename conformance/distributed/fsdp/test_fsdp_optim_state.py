@@ -212,7 +212,7 @@ def test_either_library_loads_what_the_other_saved(
 def test_the_group_may_serve_the_device_alone(
     twins: Twins, strategy: str, use_orig_params: bool, way: StateDictMethod
 ) -> None:
-    """Load states that were saved sharded and offloaded. // A rank holds nothing of parameters with one row."""
+    """Load states that were saved sharded and offloaded. A rank holds nothing of parameters with one row."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
     writers, loads = (
         leaf_by_leaf(one, use_orig_params, ranks="group of device") for one in ("FULL_SHARD", strategy)

@@ -1,7 +1,7 @@
 """Traffic between ranks in training, counted between the barriers that `fsdp_cases` puts around each step.
 
-Operators with the same effect count as one kind: a gather into a list of tensors or into one tensor; a reduce-scatter
-or an all-to-all whose receivers add up.
+Operators with the same effect are counted together. A gather into a list of tensors counts like one into a single
+tensor, and an all-to-all whose receivers add up counts like a reduce-scatter.
 """
 
 from __future__ import annotations
