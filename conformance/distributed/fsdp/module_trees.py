@@ -1,7 +1,7 @@
-"""Modules of every shape that sharding meets, described by plain values and built alike in every process.
+"""Module trees for the sharding tests, described by plain values, so that every process builds the same model.
 
-A part takes numbers of any width, [rows, width], and row numbers for lookups; it knows how wide its output is. So parts
-can be put together at will.
+A part takes a tensor [rows, width] of any width, and row numbers for lookups. It knows the width of its output, so
+parts can be combined freely.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from torch.utils.checkpoint import checkpoint
 
 from conformance.judge import seeding
 
-ROWS = 3  # of each rank's data, at each forward
-WIDTH = 3  # of the model's input
-LOOKUPS = 5  # rows of a lookup's table
+ROWS = 3  # rows of each rank's data in each forward
+WIDTH = 3  # width of the model's input
+LOOKUPS = 5  # rows of a lookup table
 FORMS = ("tensor", "tuple", "list", "dict", "dataclass")
 INPUT_FORMS = (*FORMS, "keyword")
 
 
 @dataclass
 class Boxed:
-    """A tensor handed over in a dataclass."""
+    """Dataclass that carries a tensor into or out of a module."""
 
     value: torch.Tensor
     label: str = "box"
 
 
 def in_form(value: torch.Tensor, form: str) -> Any:
-    """`value` as a module may take or return it; beside it stands what is no tensor."""
+    """Return `value` in a container of type `form`, next to non-tensor values, or `value` itself if `form` is no
+    container.
+    """
     match form:
         case "tuple":
             return (value, None)
@@ -55,7 +57,7 @@ def out_of_form(value: Any) -> torch.Tensor:
 
 
 class Part(nn.Module):
-    """Whatever a tree is made of. `out_width` is the width of what it returns."""
+    """Base class of the modules in a tree. `out_width` is the width of the output."""
 
     out_width: int
 
@@ -84,7 +86,7 @@ class Normed(Part):
 
 
 class Batched(Part):
-    """Has floating and integer buffers that its forward changes."""
+    """Module with floating-point and integer buffers that its forward changes."""
 
     def __init__(self, in_width: int) -> None:
         super().__init__()
@@ -106,7 +108,7 @@ class Lookup(Part):
 
 
 class Scaled(Part):
-    """One parameter of two elements: there may be more ranks than that."""
+    """Module with one parameter of two elements, so that some ranks may have none of them."""
 
     def __init__(self, in_width: int) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Scaled(Part):
 
 
 class Tied(Part):
-    """Two modules with one weight."""
+    """Two linear modules that share one weight."""
 
     def __init__(self, in_width: int) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Tied(Part):
 
 
 class Idle(Part):
-    """Has a module that is never called."""
+    """Module with a submodule that is never called."""
 
     def __init__(self, in_width: int) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class Idle(Part):
 
 
 class Bare(Part):
-    """Has neither parameters nor buffers."""
+    """Module without parameters and buffers."""
 
     def __init__(self, in_width: int) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class Bare(Part):
 
 
 class Counted(Part):
-    """Has no parameters, and buffers, floating and integer ones, that its forward changes and computes with."""
+    """Module without parameters whose forward changes floating-point and integer buffers and reads `shift`."""
 
     def __init__(self, in_width: int) -> None:
         super().__init__()
@@ -176,11 +178,11 @@ LEAVES = (Affine, Normed, Batched, Lookup, Scaled, Tied, Idle, Bare, Counted)
 
 @dataclass(frozen=True)
 class Leaf:
-    """`width` counts for those whose output may have any. `frozen` parts of it do not require gradients."""
+    """Description of a leaf module. `width` only applies to types whose output width is free."""
 
     kind: str
     width: int = 1
-    frozen: str = "none"  # none, first (parameter) or all
+    frozen: str = "none"  # parameters without gradients: none, first or all
 
     def build(self, in_width: int) -> Part:
         match self.kind:
@@ -215,9 +217,9 @@ class ModuleGroup:
 
     parts: tuple[Leaf | ModuleGroup, ...]
     kind: str = "chain"
-    calls: int = 1  # how often its forward calls its parts
-    form: str = "tensor"  # of what it returns
-    checkpointing: str = "none"  # none, reentrant or plain: around each part
+    calls: int = 1  # number of times that forward calls the parts
+    form: str = "tensor"  # container of the output, a member of FORMS
+    checkpointing: str = "none"  # values: none, reentrant, plain; applied to each part
 
     def build(self, in_width: int) -> Part:
         return (Chain if self.kind == "chain" else Branches)(self, in_width)
@@ -280,17 +282,17 @@ class Branches(_Grouped):
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """A whole model: `body`, and a head of its own parameters behind it, unless it is to have none."""
+    """Description of a complete model: `body`, followed by a linear head unless `head` is "none"."""
 
     body: ModuleGroup
     takes: str = "tensor"  # form of the input, a member of INPUT_FORMS
     returns: str = "tensor"  # form of the output
     dtype: torch.dtype = torch.float64
     seed: int = 0
-    head: str = "trained"  # frozen, or none
+    head: str = "trained"  # values: trained, frozen, none
 
     def build(self, seed_shift: int = 0) -> Model:
-        """The same module each time; another `seed_shift` gives other values."""
+        """Build the model. The values depend only on the seed of the tree and on `seed_shift`."""
         model = Model(self).to(self.dtype)
         generator = seeding.generator(self.seed + 1000 * seed_shift)
         with torch.no_grad():
@@ -300,7 +302,7 @@ class ModuleTree:
         return model
 
     def batch(self, number: int, rank: int) -> Batch:
-        """What a rank is given at its forward number `number`."""
+        """Return the input of `rank` in its forward number `number`."""
         generator = seeding.generator(self.seed + 7 + 100 * number + 10_000 * rank)
         x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64).to(self.dtype)
         return Batch(x.requires_grad_(), torch.randint(LOOKUPS, (ROWS,), generator=generator))
@@ -312,7 +314,7 @@ class Batch:
     ids: torch.Tensor
 
     def on(self, device: torch.device) -> Batch:
-        """As a root would move it, for what is called by itself."""
+        """Return the batch on `device`, for a module that is called without a root that moves its inputs."""
         return Batch(self.x.detach().to(device).requires_grad_(), self.ids.to(device))
 
 
@@ -336,6 +338,6 @@ def call(model: nn.Module, tree: ModuleTree, batch: Batch) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Has gradients of about one wherever the output lies, so that no training runs away."""
+    """Return a loss whose gradients stay bounded for any output, so that no training diverges."""
     y = out_of_form(output).double()
     return (1 + y.square()).sqrt().mean() + 0.5 * y.mean()
