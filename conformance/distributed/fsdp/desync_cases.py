@@ -1,4 +1,4 @@
-"""Three wrapped blocks and a head that ranks run in the order they are told, or in another; ranks that are killed."""
+"""Cases in which one rank runs other collectives than its peers, is configured differently, or is killed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from conformance.judge import seeding
 from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank
 
-ASTRAY = 1  # the rank that parts from the others
-TIMEOUT_S = 20.0  # of the group over which ranks are killed
-LARGE = 20_000  # hidden elements of a block of real size: another way between ranks may pay for it
+ASTRAY = 1  # rank that deviates from the others
+TIMEOUT_S = 20.0  # timeout of the group in which ranks are killed
+# Hidden elements of a block of realistic size, because ranks may exchange large messages over another transport.
+LARGE = 20_000
 _WIDTH = 4
-_TELLING_S = 15.0  # for the other ranks to raise too
+_TELLING_S = 15.0  # time for the other ranks to raise too
 _PAUSE_S = 1.5
 
 
@@ -54,17 +55,21 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """`orders` are the steps: which blocks all ranks run. In step `parts_at` one rank runs `astray` instead, or from
-    there on does what `by` names in `DIFFERENCES`, or from the beginning on what it names in `SHARDED_WITH`; or all
-    ranks do.
+    """Steps that all ranks run, and the way in which one rank deviates.
+
+    Each entry of `orders` is a step: the blocks that it runs, in order. In step `parts_at` the deviating rank runs
+    `astray` instead. If `by` is a key of `DIFFERENCES`, it changes its model from that step on. If `by` is a key of
+    `SHARDED_WITH`, it shards with other arguments, and `parts_at` is 0. With `alike`, all ranks make the change or use
+    the arguments.
     """
 
     orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
     hidden: tuple[int, ...] = (8, 8, 8)
-    mode: str = "train"  # train, eval, or mixed: an evaluation before each step of training, and no_sync
+    # Values: train, eval or mixed. A mixed step evaluates and runs a backward in no_sync before it trains.
+    mode: str = "train"
     astray: tuple[int, ...] = (0, 2, 1)
     parts_at: int | None = None
-    face: str = "FSDP1"  # or fully_shard
+    face: str = "FSDP1"  # API: FSDP1 or fully_shard
     by: str = "order"
     alike: bool = False
 
@@ -99,7 +104,7 @@ def _kept(blocks: Any, is_astray: bool) -> None:
 
 
 def _divided(blocks: Any, is_astray: bool) -> None:
-    blocks.blocks[1].set_force_sum_reduction_for_comms(True)  # gloo has no sums of multiples
+    blocks.blocks[1].set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
     if is_astray:
         blocks.blocks[1].set_gradient_divide_factor(3.0)
 
@@ -114,7 +119,7 @@ def _by_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if is_even else None
 
 
-# What one rank gives fully_shard for the second block, or FSDP1 for all.
+# Arguments that one rank passes to fully_shard for the second block, or to FSDP1 for the model.
 SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
     "computed": lambda library: {
         "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -132,7 +137,7 @@ SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
     },
     "placed": lambda library: {"shard_placement_fn": _by_columns},
 }
-# What one rank does otherwise than the others, besides the order of blocks.
+# Changes that one rank makes to its model, besides another order of the blocks.
 DIFFERENCES = {
     "unused": _unused,
     "others unused": _others_unused,
@@ -145,7 +150,7 @@ DIFFERENCES = {
 
 
 def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
-    """The outputs of each step and the parameters at the end. Whoever raises waits until the others do too."""
+    """Train. Return the outputs and the final parameters. A rank that raises waits until the others raise too."""
     torch.manual_seed(0)
     found, blocks = load_library(library), Blocks(program.hidden)
     is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
@@ -189,7 +194,7 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
 
 
 def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
-    """One rank has the outermost module, whose policy is not the default, gathered before the first forward."""
+    """Unshard the root explicitly before the first forward, on one rank only. The root has mixed precision."""
     torch.manual_seed(0)
     found = load_library(library)
     policy = found.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -206,7 +211,9 @@ def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
 
 
 def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
-    """One rank writes to its part of the outermost unit, which is kept whole, between a forward and its backward."""
+    """Write to the root unit's parameters on one rank only, between a forward and its backward. The root is unsharded
+    then.
+    """
     torch.manual_seed(0)
     model = _wrapped(load_library(library), Blocks((8,)), use_orig_params=use_orig_params)
     loss = model(torch.ones(3, _WIDTH)).sum()
@@ -222,7 +229,7 @@ def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
 
 
 def synchronise(rank: Rank, *, library: str) -> None:
-    """Two blocks, wrapped by hand so that all ranks begin with the first one's: one rank begins with the other."""
+    """Wrap two blocks with `sync_module_states`, in the opposite order on one rank."""
     blocks = [Block(8), Block(16)]
     try:
         for block in reversed(blocks) if rank.rank == ASTRAY else blocks:
@@ -233,7 +240,7 @@ def synchronise(rank: Rank, *, library: str) -> None:
 
 
 def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: float) -> None:
-    """One rank leaves out a step, and waits for the other one in a collective of its own; what that one raises."""
+    """Leave out a step on one rank, which enters a collective of the default group instead. Every rank raises."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     torch.manual_seed(0)
@@ -249,8 +256,9 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
 
 
 def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s: float) -> None:
-    """One rank asks for a whole state, as the model's or the optimizer's, where the other one begins a step, `pause_s`
-    later.
+    """Request a full state on one rank only, while the others begin a step `pause_s` seconds later.
+
+    FSDP1 requests the state of the optimizer, fully_shard the state of the model.
     """
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
@@ -317,7 +325,7 @@ def _step(model: Any, mode: str, generator: torch.Generator) -> list[torch.Tenso
 
 
 def _wait_until_raised(ranks: int) -> None:
-    """A rank that leaves first would be taken for a cause by the others."""
+    """Wait until `ranks` ranks have raised, because the others would take a rank that exits early for the cause."""
     store = dist.distributed_c10d._get_default_store()
     end = time.monotonic() + _TELLING_S
     with contextlib.suppress(RuntimeError):  # the rank that serves the store may have died
@@ -337,10 +345,10 @@ def _fail(*_: Any) -> None:
 def lose_a_rank(
     rank: Rank, *, library: str, when: str, victim: int, hidden: int, face: str = "FSDP1"
 ) -> None:
-    """Kill one rank: `before` it wraps, in the `middle` of a step, or in a `collective` that the others enter late;
-    or have it end by an `exception`.
+    """Kill one rank, or let it exit after an exception.
 
-    What the others raise, after how many seconds, is told by raising it.
+    `when` is `before` (wrapping), `middle` (of a step), `collective` (which the others enter late) or `exception`. The
+    other ranks raise their error together with the seconds that it took.
     """
     group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
     assert isinstance(group, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""Gradients that are differentiated: penalties on the gradient of an input, and what asks for more."""
+"""Cases of double backward: penalties on the gradients of inputs, and gradients of higher order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _STEPS = 2
 
 @dataclass(frozen=True)
 class Penalty:
-    """On the norm of an input's gradient, or of the gradient of that one's."""
+    """Penalty on the norm of an input's gradient, or of a gradient of higher order."""
 
-    order: int = 1  # of the gradient
-    inputs: int = 1  # each with its forward, all of which run before there is any gradient
-    adds_loss: bool = False  # of one more forward, after the gradients
+    order: int = 1  # order of the gradient
+    # Number of inputs. Each has its own forward, and all forwards run before the first gradient is computed.
+    inputs: int = 1
+    adds_loss: bool = False  # whether the loss of a last forward is added
 
     def backward(self, model: nn.Module, rank: int) -> torch.Tensor:
         given = torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25
@@ -45,7 +46,7 @@ class Penalty:
 
 
 def built(freezes: bool) -> nn.Sequential:
-    """Of several layers, each of which its neighbours' second derivatives pass through."""
+    """Build a model whose inner unit has several layers, so that second derivatives pass through each of them."""
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
     model = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layers, nn.Linear(4, 2)))
     layers.requires_grad_(not freezes)
@@ -55,21 +56,21 @@ def built(freezes: bool) -> nn.Sequential:
 def _wrapped(
     lab: Lab, *, strategy: str = "FULL_SHARD", use_orig_params: bool = True, freezes: bool = False
 ) -> Any:
-    """Its inner unit may be frozen."""
+    """Wrap the model and its inner unit, which may be frozen."""
     model, arguments = built(freezes), {"strategy": strategy, "use_orig_params": use_orig_params}
     model[2] = lab.wrap(model[2], **arguments)
     return lab.wrap(model, **arguments)
 
 
 def penalized(lab: Lab, *, penalty: Penalty, **wrapping: Any) -> dict[str, Any]:
-    """Steps of a penalty on gradients of inputs."""
+    """Run steps with a penalty on gradients of inputs. Return the penalties and the full gradients."""
     model = _wrapped(lab, **wrapping)
     penalties = [penalty.backward(model, lab.rank.rank) for _ in range(_STEPS)]
     return {"penalties": penalties, "whole": gathered_gradients(lab.library, model)}
 
 
 def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dict[str, torch.Tensor]:
-    """The averaged gradients, zero for none."""
+    """Return the gradients of unsharded replicas, averaged, with zero for a missing gradient."""
     replicas = [built(freezes) for _ in range(world_size)]
     for rank, replica in enumerate(replicas):
         for _ in range(_STEPS):
@@ -79,7 +80,10 @@ def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dic
 
 
 def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch.Tensor]:
-    """Of the outputs along the inputs, each by two gradients; the first is begun with one leaf in all steps."""
+    """Return derivatives of the outputs in the direction `along`, each computed from two gradients.
+
+    All steps start the first gradient with the same leaf, `weights`.
+    """
     weights = torch.ones(2, 2, requires_grad=True)
     found = []
     for _ in range(5):
@@ -96,7 +100,7 @@ def differentiated_along(lab: Lab, *, strategy: str) -> list[torch.Tensor]:
 
 
 def input_used_elsewhere(lab: Lab) -> list[torch.Tensor]:
-    """A penalty by another model, on the first rank alone, on what was an input of the sharded one."""
+    """Run a double backward of an unsharded model on rank 0 only, with an input that the sharded model has used."""
     model, x = _wrapped(lab), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
     model(x).sum().backward()
     if lab.rank.rank == 0:
@@ -106,6 +110,6 @@ def input_used_elsewhere(lab: Lab) -> list[torch.Tensor]:
 
 
 def gradients_with_a_graph(lab: Lab, *, use_orig_params: bool) -> None:
-    """A backward that is to leave gradients of parameters which can be differentiated."""
+    """Run a backward with `create_graph=True`, which asks for differentiable gradients of the parameters."""
     model = _wrapped(lab, use_orig_params=use_orig_params)
     model(torch.ones(1, 3) * lab.rank.rank).sum().backward(create_graph=True)

@@ -1,4 +1,4 @@
-"""Training that meets an exception in a forward, a loss, a backward or a collective, drops that step, and goes on."""
+"""Cases of training that drops a step after an exception in a forward, loss, backward or collective, and goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, FAILS_IN = 4, 1
 
 
 class UserError(Exception):
-    """Whatever goes wrong in a user's own code."""
+    """Error in the user's own code."""
 
 
 class _FailsInBackward(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 class Interruption(KeyboardInterrupt):
-    """Whatever a user stops it with."""
+    """Interruption by the user."""
 
 
 def _fail(*_: Any, **__: Any) -> None:
@@ -48,14 +48,15 @@ def _interrupt(*_: Any, **__: Any) -> None:
 def train(
     lab: Lab, *, face: str, fails: str = "", accumulates: str = "", clears: bool | str = True
 ) -> dict[str, Any]:
-    """Losses and whole parameters of the steps but for the second, whose last backward fails, or does not take place.
+    """Train a few steps, of which the second fails or is left out. Return the losses and the full parameters.
 
     Args:
-        face: FSDP1, or fully_shard.
-        fails: where the second step does.
-        accumulates: in each step a backward comes before, `synchronised` or `not`; `throughout`: neither is the one
-            that fails.
-        clears: what the second step has left is cleared, else it counts in the third; by the `model`, or the optimizer.
+        face: API, FSDP1 or fully_shard.
+        fails: place where the second step fails, a key of `_FAULTS`. Empty if the second step is left out.
+        accumulates: type of another backward that comes first in each step: `synchronised`, `not` or `throughout`.
+            With `throughout`, the backward that fails is not synchronised either.
+        clears: whether the gradients of the second step are cleared, by the `model` or by the optimizer. Gradients that
+            are not cleared count in the third step.
     """
     training = _Training(lab, face)
     training.communicate(fails)
@@ -79,7 +80,7 @@ def train(
 
 
 def step_unsynchronised(lab: Lab, *, face: str, clears: bool = False, detects: bool = True) -> dict[str, Any]:
-    """A step behind a backward without synchronisation."""
+    """Step after a backward without synchronisation. Return whether a parameter changed."""
     training = _Training(lab, face)
     if not detects:
         lab.api.set_detect_unsynchronized_step(False)
@@ -99,7 +100,7 @@ def step_unsynchronised(lab: Lab, *, face: str, clears: bool = False, detects: b
 
 
 def step_by_a_closure(lab: Lab, *, face: str, by_name: bool) -> dict[str, torch.Tensor]:
-    """It runs the last backward; those before it were without synchronisation."""
+    """Step with a closure that runs the last backward. The earlier backwards run without synchronisation."""
     training = _Training(lab, face)
     for number in (0, 2):
         with training.synchronised(False):
@@ -129,7 +130,7 @@ class _Training:
         self.inner = self.units[1].module.inner if face == "FSDP1" else self.units[1].inner
 
     def communicate(self, fails: str) -> None:
-        """By what can be made to fail, of one unit, or in FSDP1 of all."""
+        """Set user-defined communication that can fail, on one unit, or with a FSDP1 hook on all units."""
         self.comm = _Failing()
         if fails.startswith("gather"):
             self.units[1].set_custom_all_gather(ReportingAllGather(self.comm.count))
@@ -145,7 +146,7 @@ class _Training:
             self.units[1].set_custom_reduce_scatter(ReportingReduceScatter(self.comm.count))
 
     def backward(self, number: int) -> torch.Tensor:
-        # Behind a forward that failed, torch's fully_shard moves no inputs.
+        # After a failed forward, torch's fully_shard moves no inputs to the device.
         batch = self.lab.tree.batch(number, self.lab.rank.rank).on(self.lab.rank.device)
         output = call(self.model, self.lab.tree, batch)
         loss = loss_of(output)
@@ -165,7 +166,7 @@ class _Training:
     def clear(self, accumulates: str) -> None:
         self.optimizer.zero_grad()
         if hasattr(self.model, "reset_iter_state") and accumulates in ("not", "throughout"):
-            self.model.reset_iter_state()  # an optimizer does not know of what has not been synchronised
+            self.model.reset_iter_state()  # the optimizer cannot clear unsynchronised gradients
 
     @contextlib.contextmanager
     def synchronised(self, is_synchronised: bool) -> Generator[None]:
@@ -201,7 +202,7 @@ def _removed(*handles: Any) -> Generator[None]:
 
 
 def _forward(training: _Training) -> Any:
-    """In the module that a unit wraps."""
+    """Fail inside the module that a unit wraps."""
     return _removed(training.inner.register_forward_pre_hook(_fail))
 
 
@@ -214,7 +215,7 @@ def _post_hook(training: _Training) -> Any:
 
 
 def _behind_body(training: _Training) -> Any:
-    """When all inner units have run."""
+    """Fail after all inner units have run."""
     return _removed(training.body.register_forward_hook(_fail))
 
 
@@ -250,7 +251,7 @@ def _inside_unit(training: _Training) -> Any:
 
 
 def _first_unit(training: _Training) -> Any:
-    """The last one of the backward, behind which nothing comes."""
+    """Fail in the unit that comes last in the backward."""
     unit = training.units[0]
     return _removed(unit.register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),)))
 
@@ -260,7 +261,7 @@ def _interrupted(training: _Training) -> Any:
 
 
 def _recomputed(training: _Training) -> Any:
-    """In the second forward of a unit, of a backward, where activations are checkpointed."""
+    """Fail when backward recomputes a unit whose activations are checkpointed."""
     calls: list[None] = []
 
     def fail(*_: Any) -> None:
@@ -272,7 +273,7 @@ def _recomputed(training: _Training) -> Any:
 
 
 class _Failing:
-    """Has communication of the user's own fail in its call number `at` of the step that fails."""
+    """Counter of user-defined communication calls, which raises in call number `at`."""
 
     def __init__(self) -> None:
         self.at = -1

@@ -1,4 +1,4 @@
-"""Asynchronous finalizations of backwards: of roots that share streams, and with a handle that was lost."""
+"""Cases of asynchronous backward finalization: of two roots that share streams, and of a handle that was dropped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _loss(site: Site, model: Any, number: int = 0) -> Tensor:
 
 
 def of_open_unit(site: Site, is_manual: bool) -> dict[str, Any]:
-    """Run two backwards that leave the first unit open. Return the gradients."""
+    """Run two backwards that leave the first unit open. Return the parameters and gradients."""
     model = _model(site, is_manual=is_manual)
     for number in range(2):
         _loss(site, model, number).backward()
