@@ -1,4 +1,4 @@
-"""Probes of `clip_grad_norm_`."""
+"""Cases that clip gradients with `clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from conformance.distributed.fsdp.lab import Lab, tried
 
 
 def clip(lab: Lab, *, max_norm: Any, norm_type: Any = 2.0, backwards: int = 1, **more: Any) -> dict[str, Any]:
-    """The norm, each rank's gradients behind it, and the whole ones."""
+    """Run backwards and clip. Return the norm, this rank's gradients after clipping, and the full gradients."""
     for number in range(backwards):
         lab.backward(number)
     norm = lab.model.clip_grad_norm_(max_norm, norm_type, **more)
@@ -25,7 +25,7 @@ def clip_with_a_unit_that_is_not_sharded(lab: Lab, *, norm_type: float) -> dict[
 
 
 def clip_nonfinite(lab: Lab, *, value: float) -> dict[str, Any]:
-    """One rank has one bad element."""
+    """Clip after rank 0 has set one gradient element to `value`."""
     lab.backward()
     grad = next(parameter.grad for parameter in lab.model.parameters() if parameter.grad is not None)
     if lab.rank.rank == 0:
@@ -39,7 +39,7 @@ def clip_an_inner_unit(lab: Lab) -> Any:
 
 
 def clip_before_any_forward(lab: Lab) -> Any:
-    """Sets the root up by itself."""
+    """Clip before the first forward, so that the call must initialise the root itself."""
     return {"norm": lab.model.clip_grad_norm_(1.0), "root": lab.model.check_is_root()}
 
 

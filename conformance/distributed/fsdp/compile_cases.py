@@ -1,4 +1,4 @@
-"""What Dynamo makes of sharded modules, as a rank sees it."""
+"""Cases that record the graphs which Dynamo compiles for sharded modules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Block(nn.Module):
         return x + self.second(torch.relu(self.first(self.norm(x))))
 
 
-_FINDS_A_STREAM = "get_external_object_by_index"  # which computes nothing; on an accelerator alone
+_FINDS_A_STREAM = "get_external_object_by_index"  # call that computes nothing, only on accelerators
 
 
 class Noted:
-    """A backend that runs what it is given, and keeps the operations of each graph."""
+    """Backend that records the operations of each graph and runs the graph unchanged."""
 
     def __init__(self) -> None:
         self.graphs: list[list[str]] = []
@@ -44,7 +44,7 @@ def _name_of(target: Any) -> str:
 
 
 def graphs_of_steps(lab: Lab, *, use_orig_params: bool) -> list[list[list[str]]]:
-    """For each step, the graphs that were compiled in it."""
+    """Train a compiled sharded model. Return the graphs that each step compiled."""
     torch._dynamo.reset()
     blocks = (lab.wrap(Block(), use_orig_params=use_orig_params) for _ in range(BLOCKS))
     model = lab.wrap(nn.Sequential(*blocks), use_orig_params=use_orig_params)
@@ -58,7 +58,7 @@ def graphs_of_steps(lab: Lab, *, use_orig_params: bool) -> list[list[list[str]]]
 
 
 def graph_of_a_block() -> list[str]:
-    """Unsharded."""
+    """Return the operations in the graph of one unsharded block."""
     backend = Noted()
     torch._dynamo.reset()
     torch.compile(Block(), backend=backend)(torch.ones(2, WIDTH, requires_grad=True))

@@ -1,4 +1,4 @@
-"""Probes of wrapping itself: what is refused or warned about, what is built late, what starts alike on every rank."""
+"""Cases of wrapping: refused arguments, warnings, deferred initialisation, and module states synchronised by rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from conformance.judge.global_state import default_dtype
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:
-    """What comes of one of `WAYS`: the strategy, whose module it is, names and sizes of what this rank holds."""
+    """Wrap by a function of `WAYS` or `USED_UP`. Return the strategy, the wrapped module's identity, and this rank's
+    shapes.
+    """
     made = (WAYS | USED_UP)[way](lab)
     return {
         "strategy": made.sharding_strategy.name,
@@ -37,7 +39,7 @@ def construct(lab: Lab, *, way: str) -> dict[str, Any]:
 
 
 def logged(lab: Lab) -> list[str]:
-    """What wrapping and a step write to any log, from the level of warnings on, in a process new to the library."""
+    """Return the log messages of level WARNING and above that wrapping and one step write. Needs a new process."""
     records: list[logging.LogRecord] = []
     with mock.patch.object(logging.Logger, "handle", lambda _, record: records.append(record)):
         lab.model = lab.wrap(lab.plain, use_orig_params=True)
@@ -103,7 +105,7 @@ WAYS: dict[str, Callable[[Lab], Any]] = {
     "a device by name": lambda lab: lab.wrap(lab.plain, device_id="cpu"),
     "empty arguments": lambda lab: lab.wrap(lab.plain, ignored_modules=[], ignored_states=None),
 }
-# Arguments that can be read once.
+# Arguments that can be iterated only once.
 USED_UP: dict[str, Callable[[Lab], Any]] = {
     "ignored modules from a generator": lambda lab: lab.wrap(
         lab.plain, ignored_modules=(module for module in [lab.plain.head])
@@ -111,7 +113,7 @@ USED_UP: dict[str, Callable[[Lab], Any]] = {
 }
 
 
-# -- modules that are built late
+# -- modules with deferred initialisation
 
 
 class _WithoutReset(nn.Module):
@@ -124,7 +126,9 @@ class _WithoutReset(nn.Module):
 
 
 def materialised(lab: Lab, *, by: str, strategy: str) -> dict[str, Any]:
-    """A module on the meta device, whole once it is wrapped: `by` reset_parameters, a function, or nothing at all."""
+    """Wrap a module on the meta device and run a step. `by` is how the parameters are initialised: by reset_parameters,
+    by `param_init_fn`, or, for one module, not at all ("no reset").
+    """
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 2)))
     if by == "no reset":
@@ -138,18 +142,18 @@ def materialised(lab: Lab, *, by: str, strategy: str) -> dict[str, Any]:
 
 
 def _fill(module: nn.Module) -> None:
-    """As users write them: for this module's own parameters."""
+    """Initialise only the module's own parameters, as a user's `param_init_fn` does."""
     module.to_empty(device="cpu", recurse=False)
     with torch.no_grad():
         for parameter in module.parameters(recurse=False):
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) * 0.1)
 
 
-# -- modules whose parameters are dealt already
+# -- modules with DTensor parameters
 
 
 def tensor_parallel(lab: Lab, *, use_orig_params: bool, ignored: bool) -> dict[str, Any]:
-    """A step of a module of which one layer is parallel over a dimension of its own of the mesh."""
+    """Run a step of a model with one layer that is tensor parallel over another dimension of the mesh."""
     plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     mesh = lab.rank.mesh(lab.rank.world_size, 1, names=("sharded", "parallel"))
     parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
@@ -168,11 +172,11 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-# -- states that are made equal
+# -- synchronised module states
 
 
 def synchronised(lab: Lab) -> dict[str, Any]:
-    """What the ranks hold after each came with values and buffers of its own."""
+    """Wrap a module whose values differ between ranks. Return the parameters and buffers after wrapping."""
     plain = lab.tree.build(lab.rank.rank)
     with torch.no_grad():
         for buffer in plain.buffers():
@@ -183,7 +187,7 @@ def synchronised(lab: Lab) -> dict[str, Any]:
 
 
 def moved_away(lab: Lab, *, returns: bool = False) -> torch.Tensor:
-    """A forward after the parameters were moved to where nothing can be gathered from, and perhaps back."""
+    """Run a forward after the parameters were moved to the meta device, and back from it if `returns`."""
     lab.model.to("meta")
     if returns:
         lab.model.to_empty(device=lab.rank.device)
@@ -192,7 +196,7 @@ def moved_away(lab: Lab, *, returns: bool = False) -> torch.Tensor:
     return loss_of(lab.forward()).detach()
 
 
-# -- what a wrapped module is to its user
+# -- public interface of a wrapped module
 
 
 def attributes(lab: Lab) -> dict[str, Any]:
@@ -218,7 +222,7 @@ def attributes(lab: Lab) -> dict[str, Any]:
 
 
 def roots(lab: Lab) -> dict[str, Any]:
-    """Who is the root is known once one has been asked."""
+    """Return which units are roots, before and after a call of `check_is_root`."""
     before = [unit._is_root for unit in lab.units]
     return {
         "before": before,
@@ -230,19 +234,19 @@ def roots(lab: Lab) -> dict[str, Any]:
 
 
 def differing(lab: Lab, *, argument: str) -> Any:
-    """An inner unit has an argument that a root and its units must have alike."""
+    """Give an inner unit and the root different values of an argument that must be the same for both."""
     lab.plain.head = lab.wrap(lab.plain.head, **{argument: True})
     return lab.wrap(lab.plain, **{argument: False}).check_is_root()
 
 
 def indexed(lab: Lab) -> list[Any]:
-    """A wrapped Sequential takes indices."""
+    """Index a wrapped Sequential. Return the types of its modules."""
     model = lab.wrap(nn.Sequential(nn.Linear(2, 3), nn.Tanh()))
     return [type(model[0]).__name__, type(model[1]).__name__, len(list(model.named_modules()))]
 
 
 def applied(lab: Lab) -> dict[str, Any]:
-    """`apply` shows whole parameters under their own names, and keeps what it is told."""
+    """Call `apply` with a function that reads the shapes of parameters and writes to them, then run a step."""
     seen: list[Any] = []
 
     def visit(module: nn.Module) -> None:
@@ -261,7 +265,7 @@ def applied(lab: Lab) -> dict[str, Any]:
 
 
 def converted(lab: Lab, *, how: str) -> dict[str, Any]:
-    """The dtype or the place is changed after wrapping, before a first step; then it trains on."""
+    """Change the dtype or the device after wrapping and before the first step, then run a step."""
     conversions: dict[str, Callable[[nn.Module], Any]] = {
         "double": lambda model: model.double(),
         "to": lambda model: model.to(torch.float64),
@@ -281,12 +285,12 @@ def converted(lab: Lab, *, how: str) -> dict[str, Any]:
 
 
 def classes(lab: Lab) -> dict[str, bool]:
-    """Whether optimizers know a parameter for one that they may step together with others."""
+    """Return whether each parameter is exactly an `nn.Parameter`, the class that optimizers update in groups."""
     return {clean(name): type(parameter) is nn.Parameter for name, parameter in lab.model.named_parameters()}
 
 
 def waits_for_offloaded(lab: Lab) -> list[int]:
-    """How often the host waits for the device in a backward, with one unit and with a unit a leaf."""
+    """Return how often the host waits for the device in a backward, with one unit and with one unit per leaf."""
     seen: list[int] = []
     for wrap in ("root", "leaves"):
         lab.model = lab.wrapped(lab.tree.build(), replace(lab.setup, wrap=wrap))
@@ -300,7 +304,7 @@ def waits_for_offloaded(lab: Lab) -> list[int]:
 
 
 def ignored_inside(lab: Lab, *, by: str) -> dict[str, Any]:
-    """Gradients where a unit, and not the one around it, is told what to ignore."""
+    """Return the gradients if an inner unit gets the ignored modules or parameters, and the root does not."""
     kind = {"use_orig_params": lab.setup.uses_orig_params}
     part = lab.plain.body.parts[0]
     ignored = [part] if by == "ignored_modules" else list(part.parameters())
@@ -310,7 +314,7 @@ def ignored_inside(lab: Lab, *, by: str) -> dict[str, Any]:
 
 
 def moved_between(lab: Lab) -> dict[str, Any]:
-    """To where the parameters are, between forward and backward."""
+    """Move the model to the device of its parameters between a forward and its backward."""
     loss = loss_of(lab.forward())
     lab.model.to(lab.rank.device)
     loss.backward()
@@ -318,7 +322,7 @@ def moved_between(lab: Lab) -> dict[str, Any]:
 
 
 def trained_under_defaults(lab: Lab, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """All of a training, and what is saved of it, where tensors are by default made there, and of this dtype."""
+    """Train, save and load while `device` is the default device and `dtype` the default dtype."""
     plain_model, batch = lab.plain, lab.tree.batch(0, lab.rank.rank)
     kinds = ("FULL", "SHARDED") if lab.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
     ways = [StateDictMethod(kind, offloads=False) for kind in kinds]

@@ -1,4 +1,4 @@
-"""A model and its optimizer written by torch.distributed.checkpoint (DCP), and read into others."""
+"""Cases that save a model and its optimizer with torch.distributed.checkpoint (DCP) and load them into other models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GATHERED = StateDictMethod("FULL", offloads=False)
 
 
 class _Trained:
-    """A model of other values for each `seed`, and an optimizer that has stepped it."""
+    """Model whose initial values depend on `seed`, with an optimizer that has stepped."""
 
     def __init__(self, lab: Lab, way: StateDictMethod, seed: int = 0) -> None:
         self.lab, self.way = _lab_of(lab, seed), way
@@ -39,7 +39,7 @@ class _Trained:
         self.optimizer.load_state_dict(self.way.load(self.lab, self.optimizer, state["optimizer"]))
 
     def unsharded(self) -> dict[str, Any]:
-        """Parameters, buffers and states by name, as each rank sees them."""
+        """Return the full parameters, the buffers and the full optimizer states by name."""
         states = _GATHERED.save(self.lab, self.optimizer)["state"]
         return copied(
             {
@@ -69,8 +69,8 @@ def read(lab: Lab, *, path: str, way: StateDictMethod, planner: Any = DefaultLoa
 
 
 def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
-    """The optimizer's rows by a function of DCP's, which reads what has one element whole on every rank."""
-    from impl.distributed.fsdp.checkpoint import LoadPlanner  # noqa: PLC0415  cases bring no subject along
+    """Load the optimizer's rows with DCP's own helper, which reads one-element tensors in full on every rank."""
+    from impl.distributed.fsdp.checkpoint import LoadPlanner  # noqa: PLC0415  importing the cases must not import a subject
 
     trained = _Trained(lab, StateDictMethod("SHARDED"), seed=1)
     state = trained.state()
@@ -83,10 +83,10 @@ def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
 
 
 def written_meanwhile(lab: Lab, *, path: str, way: StateDictMethod) -> Any:
-    """What it was when writing began; it is trained on while a thread writes."""
+    """Save with `async_save` while training goes on. Return the values from the time when the save began."""
     trained = _Trained(lab, way)
     expected = trained.unsharded()
-    # What stages by default asks ShardedTensor for its address, which has none.
+    # The default stager asks each tensor for its data pointer, and a ShardedTensor has none.
     stager = BlockingAsyncStager() if way.name == "SHARDED" and lab.setup.ranks != "mesh" else None
     group = dist.new_group(backend="gloo")
     begun: Any = dcp.async_save(trained.state(), checkpoint_id=path, process_group=group, async_stager=stager)
@@ -96,7 +96,9 @@ def written_meanwhile(lab: Lab, *, path: str, way: StateDictMethod) -> Any:
 
 
 def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
-    """Into a model that has more than was written: what was, what is after, and what should have been read."""
+    """Load a checkpoint that only has the body. Return the target's values before and after, and the saved model's
+    values.
+    """
     way = StateDictMethod("SHARDED", offloads=False)
     written, target = _Trained(lab, way), _Trained(lab, way, seed=1)
     some = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
@@ -108,7 +110,7 @@ def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
 
 
 def named(lab: Lab, *, path: str) -> Any:
-    """The states of two of torch's `_NamedOptimizer`, of which the second has read what the first has written."""
+    """Save the states of one of torch's `_NamedOptimizer` and load them into another one. Return the states of both."""
     first, second = _Named(lab, 0), _Named(lab, 1)
     dcp.save(first.saved(), checkpoint_id=path)
     state = second.saved()
@@ -118,7 +120,9 @@ def named(lab: Lab, *, path: str) -> Any:
 
 
 def named_by_itself(lab: Lab, *, path: str) -> Any:
-    """A rank's states of torch's `_NamedOptimizer`, and what DCP reads of them if it is given them as they are."""
+    """Save states of torch's `_NamedOptimizer` without `optim_state_dict`. Return this rank's states and what DCP
+    loaded.
+    """
     first, second = _Named(lab, 0), _Named(lab, 1)
     dcp.save(first.own_state(), checkpoint_id=path)
     state = second.own_state()
@@ -152,7 +156,7 @@ class _Named:
         self._optimizer.load_state_dict(found)
 
     def own_state(self) -> dict[str, Any]:
-        """Of what the rank steps any of."""
+        """Return the states of the parameters of which this rank has elements."""
         states = self._optimizer.state_dict()["state"]
         owned = {name for name, parameter in self._lab.model.named_parameters() if parameter.numel()}
         return copied({name: states[name] for name in owned})
