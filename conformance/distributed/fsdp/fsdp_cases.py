@@ -1,4 +1,6 @@
-"""Training with FullyShardedDataParallel, described by plain values: on the ranks, and unsharded in one process."""
+"""Cases of training with FullyShardedDataParallel, described by plain values, on the ranks and unsharded in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -35,45 +37,44 @@ COMPILER = "aot_eager"
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is wrapped. What is left out of it stays the constructor's default."""
+    """Arguments for wrapping a model. Arguments that are left out keep the constructor's defaults."""
 
     strategy: str = "FULL_SHARD"
-    # The ranks that share: by default, by a group, by a group of the device alone, or by a mesh; two of each where
-    # strategies are hybrid.
+    # Values: default, group, group of device, or mesh. Hybrid strategies also take meshes (one mesh of two dimensions)
+    # or groups (a pair of process groups).
     ranks: str = "default"
-    shards: int = 1  # ranks that share one model, where strategies are hybrid
+    shards: int = 1  # ranks that shard one replica, for hybrid strategies
     wrap: str = "root"  # root, leaves, groups, size or manual
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # as the constructor takes them
-    # Arguments of MixedPrecision, each ending of `_dtype` with a dtype.
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # arguments of the constructor
+    # Arguments of MixedPrecision. Each argument that ends in `_dtype` is a dtype.
     mixed_precision: Mapping[str, Any] | None = None
     backward_prefetch: str | None = "BACKWARD_PRE"
     offload_params: bool = False
-    ignored: str = (
-        ""  # the first part of the body, given as ignored_modules, ignored_states or its parameters
-    )
+    # How the first part of the body is ignored: ignored_modules, ignored_states or parameters.
+    ignored: str = ""
 
-    compiled: str = ""  # around: the outermost; parts: the body's, before they are wrapped
+    # Compiled modules: around (the root), or parts (the parts of the body, before they are wrapped).
+    compiled: str = ""
 
     @property
     def uses_orig_params(self) -> bool:
         return bool(self.arguments.get("use_orig_params"))
 
     def keeps_parameters_whole(self, world_size: int) -> bool:
-        """Where nothing is sharded, with `use_orig_params`."""
+        """Return whether parameters are not sharded and `use_orig_params` is set."""
         return self.uses_orig_params and (self.strategy == "NO_SHARD" or world_size == 1)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What comes between two steps of the optimizer."""
+    """Forwards and backwards that come before one step of the optimizer."""
 
-    forwards: int = 1  # each with data of its own
-    order: str = (
-        "in turn"  # `together`: all forwards, then one backward; `no_sync`: all backwards but the last in it;
-        # `unfinished`: all backwards but the last are told that they are not (fully_shard)
-    )
-    # eval, no_grad: a forward of that kind; write: a forward without gradients, a write to all parameters, and another
-    # such forward; freeze, thaw: the first part of the body
+    forwards: int = 1  # number of forwards, each with its own data
+    # Values: in turn; together (all forwards, then one backward); no_sync (all backwards but the last run in no_sync);
+    # unfinished (fully_shard gets `set_is_last_backward(False)` for all backwards but the last).
+    order: str = "in turn"
+    # Values: eval or no_grad (a forward in this mode), write (a write to all parameters between two forwards without
+    # gradients), freeze or thaw (the first part of the body).
     before: str = ""
     set_to_none: bool = True
 
@@ -90,13 +91,13 @@ class Training:
         return self.setup.uses_orig_params and (frozen != {"none"} or self.tree.head == "frozen")
 
     def accumulates_what_thawed(self, world_size: int) -> bool:
-        """Where torch may lose gradients: the row fsdp.accumulates_what_thawed."""
+        """Return whether torch may lose gradients, as deviation fsdp.accumulates_what_thawed describes."""
         thaws = [number for number, step in enumerate(self.steps) if step.before == "thaw"]
         behind = self.steps[thaws[0] :] if thaws and self.setup.keeps_parameters_whole(world_size) else ()
         return any(step.order == "no_sync" and step.forwards > 1 for step in behind)
 
     def loses_what_is_frozen(self, world_size: int) -> bool:
-        """Where torch may lose parameters: the row fsdp.frozen_without_sharding."""
+        """Return whether torch may lose parameters, as deviation fsdp.frozen_without_sharding describes."""
         freezes = self.mixes_frozen_with_trained or any(step.before == "freeze" for step in self.steps)
         is_cut = self.tree.takes == "dataclass" or any(
             leaf.kind == "lookup" for leaf in self.tree.body.leaves()
@@ -105,7 +106,7 @@ class Training:
 
 
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:
-    """Wrap and train; the outcome's value is what this rank saw. Barriers stand around each step."""
+    """Wrap and train. Barriers surround the backwards of each step. The outcome's value is what this rank saw."""
 
     found = load_library(library)
     plain = training.tree.build()
@@ -143,7 +144,7 @@ def state_of(parameter: torch.Tensor) -> dict[str, Any]:
 
 
 class Progress:
-    """One rank's way through the steps: each forward has data of its own."""
+    """Progress of one rank through the steps. Each forward gets its own data."""
 
     def __init__(self, case: Training, rank: int, device: torch.device = CPU) -> None:
         self.tree, self.rank, self.setup, self.device = case.tree, rank, case.setup, device
@@ -157,7 +158,7 @@ class Progress:
         }
 
     def accumulate(self, model: nn.Module, step: Step) -> None:
-        """Whatever comes before the optimizer's step."""
+        """Run everything in `step` that comes before the optimizer's step."""
         if step.before in ("freeze", "thaw"):
             for name, parameter in model.named_parameters():
                 if clean(name).startswith("body.parts.0."):
@@ -177,14 +178,14 @@ class Progress:
                 self._train(model, 1)
 
     def _look(self, model: nn.Module, kind: str) -> None:
-        """A forward without a backward."""
+        """Run a forward without a backward, in eval mode if `kind` is "eval"."""
         model.train(kind != "eval")
         with torch.no_grad():
             self._forward(model)
         model.train()
 
     def _write(self, model: Any) -> None:
-        """Scale the parameters, which are gathered for it if the model can do that."""
+        """Scale the parameters, within `summon_full_params` if the model has that method."""
         is_wrapped = hasattr(model, "summon_full_params")
         with model.summon_full_params(model) if is_wrapped else contextlib.nullcontext(), torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -200,7 +201,7 @@ class Progress:
 
     def _forward(self, model: nn.Module) -> tuple[torch.Tensor, Any]:
         batch = self.tree.batch(self.forwards, self.rank)
-        if self.tree.takes == "dataclass":  # into which no root looks for tensors to move
+        if self.tree.takes == "dataclass":  # no root moves the tensors in a dataclass
             batch = batch.on(self.device)
         self.forwards += 1
         output = call(model, self.tree, batch)
@@ -211,7 +212,7 @@ class Progress:
 
 @contextlib.contextmanager
 def _accumulating(model: Any, order: str) -> Generator[None]:
-    """What a model is told of a backward behind which others come; one that is not sharded is told nothing."""
+    """Context manager that sets up a backward of accumulation. It changes nothing for an unsharded model."""
     with model.no_sync() if order == "no_sync" and hasattr(model, "no_sync") else contextlib.nullcontext():
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(order != "no_sync")
@@ -229,7 +230,7 @@ def clean(name: str) -> str:
 def wrapped(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> Any:
     make = functools.partial(library.find(FSDP), **constructor_arguments(rank, library, model, setup))
     if setup.compiled:
-        torch._dynamo.reset()  # of what the case before has left
+        torch._dynamo.reset()  # forget what the previous case compiled
     if setup.compiled == "parts":
         for part in model.body.parts:
             part.compile(backend=COMPILER)
@@ -256,7 +257,7 @@ def constructor_arguments(rank: Rank, library: Library, model: nn.Module, setup:
         arguments["mixed_precision"] = fsdp.MixedPrecision(**setup.mixed_precision)
     if (policy := _policy(library, setup.wrap)) is not None:
         arguments["auto_wrap_policy"] = policy
-    first = model.body.parts[0].to(rank.device) if setup.ignored else None  # nobody else moves it
+    first = model.body.parts[0].to(rank.device) if setup.ignored else None  # no root moves ignored modules
     if setup.ignored == "parameters":
         arguments["ignored_states"] = list(first.parameters())
     elif setup.ignored:
@@ -295,11 +296,11 @@ def _ranks_arguments(rank: Rank, setup: Setup) -> dict[str, Any]:
 
 
 def mesh_of(rank: Rank, shards: int) -> DeviceMesh:
-    """Replicas, each of which `shards` ranks share."""
+    """Return a mesh of replicas that are each sharded over `shards` ranks."""
     return rank.mesh(rank.world_size // shards, shards, names=("replicas", "shards"))
 
 
-# -- what the ranks hold together
+# -- values gathered from all ranks
 
 
 def gathered_parameters(library: Library, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -308,9 +309,9 @@ def gathered_parameters(library: Library, model: nn.Module) -> dict[str, torch.T
 
 
 def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients gathered as if they were parameters, which also does where they have no names of their own.
+    """Return the full gradients. Gather them in place of the parameters, which also works for flat parameters.
 
-    Zero stands for none: a part that has none may share a buffer with others that do.
+    A missing gradient counts as zero, because it may share a buffer with gradients that exist.
     """
     parameters = list(model.parameters())
     kept = [parameter.detach().clone() for parameter in parameters]
@@ -318,7 +319,8 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
         for parameter in parameters:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         gradients = gathered_parameters(library, model)
-        # Offloaded ones may be on their way there, and are not to change on it.
+        # Gradients of offloaded parameters may still be on their way to the device, and must not change until they
+        # arrive.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         for parameter, values in zip(parameters, kept, strict=True):
@@ -330,7 +332,7 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
 
 
 def train_unsharded(case: Training, world_size: int) -> list[dict[str, Any]]:
-    """The same in one process: a replica for each rank, whose gradients are averaged before each step."""
+    """Train unsharded in one process: one replica for each rank, whose gradients are averaged before each step."""
     replicas = [case.tree.build() for _ in range(world_size)]
     optimizers = [torch.optim.SGD(replica.parameters(), LEARNING_RATE, MOMENTUM) for replica in replicas]
     ways = [Progress(case, rank) for rank in range(world_size)]
@@ -362,7 +364,7 @@ def zero_for_none(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def average_gradients(replicas: Sequence[nn.Module], setup: Setup) -> None:
-    """As the ranks do; what they were told to ignore stays each replica's own."""
+    """Average the gradients of the replicas like the ranks do. Ignored parameters keep their own gradients."""
     for name, parameters in _by_name(replicas):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients and not (setup.ignored and name.startswith("body.parts.0.")):

@@ -1,4 +1,4 @@
-"""What ranks do with `fused_step`: a small model is trained that they hold in parts, and beside it the whole one."""
+"""Cases of `fused_step`: training a small model with sharded parameters, and the same model unsharded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from conformance.distributed.fsdp.lab import Lab
 from conformance.judge import seeding
 from conformance.judge.outcome import observe
 
-SIZE = 4  # of a rank's batch
-# An eps as large as the gradients: where one is nearly zero its roundings are not the whole of the update.
+SIZE = 4  # rows of a rank's batch
+# The eps is as large as the gradients. With a smaller one, the rounding of a gradient near zero would decide the
+# update.
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.125, eps=1.0),
     "nesterov": lambda parameters: SGD(parameters, lr=0.125, momentum=0.5, nesterov=True),
@@ -33,12 +34,15 @@ def plain_model() -> nn.Module:
 
 
 def inputs_of(number: int, ranks: int) -> torch.Tensor:
-    """Of all ranks, one behind the other, in one iteration."""
+    """Return the inputs of all ranks in one iteration, concatenated."""
     return torch.randn(SIZE * ranks, 5, generator=seeding.generator(number))
 
 
 def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, ranks: int) -> list[Any]:
-    """After each iteration of torch's four calls: norm, scale and parameters. inf where one is due."""
+    """Train with torch's four calls. Return norm, scale and parameters after each iteration.
+
+    In an iteration whose outcome is not None, one gradient element is inf.
+    """
     model = plain_model()
     optimizer, scaler = OPTIMIZERS[kind](model.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
     seen: list[Any] = []
@@ -64,7 +68,7 @@ def sharded(
     grad_outcomes: tuple[int | None, ...],
     norm_type: float,
 ) -> list[Any]:
-    """The same by `fused_step` of parameters in parts; an outcome is the one rank whose gradients hold inf."""
+    """Train a sharded model with `fused_step`. An outcome is the rank whose gradients contain inf, or None."""
     model = _in_parts(lab, sharding)
     optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), lab.library.find(scaler)("cpu", **OPTIONS)
     seen: list[Any] = []
@@ -80,7 +84,7 @@ def sharded(
 
 
 def offloaded(lab: Lab, *, scaler: str, enabled: bool) -> list[Any]:
-    """Norms and parameters where the group of the ranks has no backend for the host, on which the parameters are."""
+    """Train with parameters on the host and a group that has no backend for it. Return norms and parameters."""
     group = lab.rank.group_of_device()
     model = lab.wrap(
         plain_model(),
@@ -124,7 +128,10 @@ def _spoil(model: nn.Module) -> None:
 
 
 def one_fails(lab: Lab, *, scaler: str, failure: str) -> tuple[Any, Any, list[float]]:
-    """What the first rank's fused step raises, and what the next one once all have cleared their gradients."""
+    """Make a fused step fail on rank 0.
+
+    Return the error, the next step's error after gradients were cleared, and the values.
+    """
     parameter = nn.Parameter(torch.ones(4))
     optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)
     fails = lab.rank.rank == 0
@@ -141,7 +148,7 @@ def one_fails(lab: Lab, *, scaler: str, failure: str) -> tuple[Any, Any, list[fl
 
 
 def no_optimizer(lab: Lab, *, scaler: str) -> list[Any]:
-    """What it raises where all ranks give a model, then the optimizer."""
+    """Return what `fused_step` raises if all ranks pass a model, and what it raises for the optimizer after that."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)
     its_scaler.scale(parameter.sum()).backward()

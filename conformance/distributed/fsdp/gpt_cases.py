@@ -1,4 +1,4 @@
-"""The byte-level GPT that the gate trains, dealt to ranks that have a part of each batch, and whole in one process."""
+"""Cases of the gate's byte-level GPT, trained sharded with the batch split over ranks, and unsharded in one process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import BYTES, GPT, Block
 
 CONFIG = small_config("bf16")
-PARTS = 2  # of a batch, one for each rank
-WINDOWS = PARTS * CONFIG.batch  # of a batch, however many ranks share it
+PARTS = 2  # parts of a batch in the unsharded run
+WINDOWS = PARTS * CONFIG.batch  # windows in a batch, for any number of ranks
 
 
 def train_sharded(lab: Lab, *, strategy: str, use_orig_params: bool, steps: int) -> list[float]:
-    """Bits a byte over the whole batch, before each step."""
+    """Train. Return the loss over the whole batch before each step, in bits per byte."""
     optimizer = _shard(lab, use_orig_params, strategy)
     return _train(optimizer, _backward_of_ranks(lab), range(steps))
 
 
 def begin(lab: Lab, *, use_orig_params: bool, steps: int, folder: str) -> list[float]:
-    """The first steps, after which a checkpoint is written."""
+    """Train the first steps and write a checkpoint. Return the losses."""
     optimizer = _shard(lab, use_orig_params)
     curve = _train(optimizer, _backward_of_ranks(lab), range(steps))
     dcp.save(_state(lab, optimizer), checkpoint_id=folder)
@@ -39,7 +39,7 @@ def begin(lab: Lab, *, use_orig_params: bool, steps: int, folder: str) -> list[f
 
 
 def go_on(lab: Lab, *, use_orig_params: bool, steps: tuple[int, int], folder: str) -> list[float]:
-    """The steps after them, on any number of ranks."""
+    """Load the checkpoint on any number of ranks and train the next steps. Return the losses."""
     optimizer = _shard(lab, use_orig_params)
     _fill(optimizer)
     state = _state(lab, optimizer)
@@ -78,7 +78,7 @@ def _state(lab: Lab, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Moments to be read into, by a step that changes nothing."""
+    """Create the optimizer's moments with a step that changes nothing, so that a checkpoint can be loaded into them."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""Backwards through graphs that were built before a step, which came after another forward and backward."""
+"""Cases of a backward whose graph was built before an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from conformance.distributed.fsdp.written_cases import WritingTrainer
 
 
 class Scale(nn.Sequential):
-    """A unit with a single element, which no rank but one has."""
+    """Unit with a single element, which only one rank has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ def _filled(module: nn.Module) -> nn.Module:
 
 
 class Parted(nn.Module):
-    """Two ways through it that have no parameters in common."""
+    """Model with two paths that share no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Parted(nn.Module):
 
 
 class Normed(nn.Module):
-    """Its inner unit has a weight that backward does not read, and one that it does."""
+    """Model whose inner unit has a weight that backward reads and one that it does not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def stepped_between(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def stepped_between_by_a_fused_optimizer(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Which moves no version counter."""
+    """Step between a forward and its backward with a fused optimizer, which changes no version counter."""
     before = trainer.loss(0)
     trainer.backward(1)
     trainer.step(fused=True)
@@ -92,7 +92,7 @@ def goes_on_after_the_error(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def stepped_elsewhere(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Of what the optimizer has, the graph reads nothing that had a gradient."""
+    """Run a backward whose graph reads no parameter that the step has changed."""
     before = trainer.loss(0, forks=True)
     trainer.backward(1, forks=False)
     trainer.step()

@@ -1,4 +1,4 @@
-"""Ranks that train in process groups of other kinds than torch's own functions make of torch's own backends."""
+"""Cases of training in unusual process groups: plain backends, unregistered groups, groups in Python, and threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THREADS = 2
 
 
 class InPython(dist.ProcessGroup):
-    """Has these methods, and no backends behind them for torch to ask for."""
+    """Process group in Python that has these methods, but no backends that torch could ask for."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
@@ -59,16 +59,16 @@ class InPython(dist.ProcessGroup):
     def reduce_scatter_single(self, *args: Any) -> Any:
         return self._gloo._reduce_scatter_base(*args)
 
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # until 2.12
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # names until torch 2.12
 
 
 def backend(rank: Rank, store: dist.Store) -> Any:
-    """gloo itself."""
+    """Return a gloo backend, which serves as the group itself."""
     return dist.ProcessGroupGloo(store, rank.rank, rank.world_size, _TIMEOUT)
 
 
 def by_hand(rank: Rank, store: dist.Store) -> Any:
-    """A group that torch.distributed was not told of."""
+    """Return a group that is not registered with torch.distributed."""
     group = dist.ProcessGroup(store, rank.rank, rank.world_size)
     of_gloo = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), of_gloo, backend(rank, dist.PrefixStore("gloo", store)))
@@ -101,7 +101,7 @@ def no_default_group() -> Generator[None]:
 
 
 def train(lab: Lab, *, kind: str, path: str, has_default: bool = True) -> list[Any]:
-    """Steps of a sharded model, of which the second finds inf on rank 0."""
+    """Train a sharded model. The data of rank 0 contain inf in the second step."""
     if kind == "of threads":
         return _trained_in_threads(lab)
     model = _model()
@@ -110,7 +110,7 @@ def train(lab: Lab, *, kind: str, path: str, has_default: bool = True) -> list[A
 
 
 def scale(lab: Lab, *, kind: str, path: str, has_default: bool = True) -> list[Any]:
-    """The same of a model that is not sharded, under a scaler alone."""
+    """Train an unsharded model on the same data, with a scaler that uses the group."""
     model = _model()
     with _group(lab.rank, kind, path, has_default) as group:
         return [*_steps(lab, group, lab.rank.rank, model), *model.parameters()]
@@ -126,11 +126,11 @@ def _group(rank: Rank, kind: str, path: str, has_default: bool) -> Generator[Any
 
 
 def _trained_in_threads(lab: Lab) -> list[Any]:
-    """Each process by itself: the ranks are its threads."""
-    # Imported here: torch's scaler keeps for good the default group that there is when its module is first imported.
+    """Train in each process separately, with its threads as the ranks."""
+    # Import the scaler here, because torch's scaler permanently keeps the default group of its module's first import.
     lab.library.find(SCALER)
     reported: list[Any] = [None] * _THREADS
-    models = [_model() for _ in reported]  # here, since threads draw from one generator
+    models = [_model() for _ in reported]  # created here, because threads share one random generator
     store = dist.HashStore()
 
     def work(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Programs of hooks that users register, and of communication hooks."""
+"""Cases of hooks that users register on modules, tensors and parameters, and of communication hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conformance.distributed.fsdp.module_trees import loss_of, out_of_form
 
 
 def hooks_of_modules(lab: Lab, *, on: str) -> dict[str, Any]:
-    """Every kind of hook that a module takes, on the root, on a unit, or on the module that a unit wraps."""
+    """Register every type of module hook on the root, on a unit, or on the module that a unit wraps."""
     module = {"root": lab.model, "unit": lab.units[1], "wrapped": lab.units[1].module}[on]
     events: list[Any] = []
 
@@ -46,7 +46,7 @@ def _described(given: Any) -> Any:
 
 
 def hooks_that_change(lab: Lab) -> dict[str, Any]:
-    """Hooks that replace inputs, outputs and gradients."""
+    """Register hooks that replace inputs, outputs and gradients."""
     unit = lab.units[1]
     unit.register_forward_pre_hook(lambda _, args: (args[0] * 2.0,))
     unit.register_forward_hook(lambda *given: given[2] * 0.5)
@@ -58,18 +58,19 @@ def hooks_that_change(lab: Lab) -> dict[str, Any]:
 
 
 def hooks_of_tensors(lab: Lab) -> dict[str, Any]:
-    """On the input and on the output."""
+    """Register hooks on the input tensor and on the output tensor."""
     events: list[Any] = []
     batch = lab.tree.batch(0, lab.rank.rank)
     batch.x.register_hook(lambda grad: events.append(["input", tuple(grad.shape)]) or grad * 2)
     output = out_of_form(lab.model(batch.x, ids=batch.ids))
     output.register_hook(lambda grad: events.append(["output", tuple(grad.shape)]))
-    loss_of(output).backward()  # a plain sum would be the same for all inputs, of which a statistic is taken
+    # A plain sum after batch statistics would be the same for all inputs.
+    loss_of(output).backward()
     return {"events": events, "input gradient": batch.x.grad}
 
 
 def hooks_of_parameters(lab: Lab) -> list[str]:
-    """On what `named_parameters` holds on this rank."""
+    """Register hooks on the parameters of which this rank has elements."""
     events: list[str] = []
     for name, parameter in lab.model.named_parameters():
         if parameter.numel():
@@ -83,7 +84,9 @@ def _noting(events: list[Any], name: str) -> Any:
 
 
 def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
-    """Return what hooks on parameters get in two backwards, and the gradients that they leave, beside those without."""
+    """Return the shapes that gradient hooks get, the gradients after two backwards, and whether the hooks tripled
+    them.
+    """
     with lab.model.no_sync() if no_sync else contextlib.nullcontext():
         lab.backward(0)
     lab.backward(1)
@@ -107,7 +110,7 @@ def _tripling(shapes: list[Any], name: str) -> Any:
 
 
 def barriers_where_units_compute(lab: Lab) -> None:
-    """Two forwards and backwards; the ranks meet wherever a unit's module begins to compute in them."""
+    """Run two forwards and backwards with a barrier wherever a unit's module begins to compute."""
     for unit in lab.units[1:]:
         unit.module.register_forward_pre_hook(_meet)
         unit.module.register_full_backward_pre_hook(_meet)
@@ -123,14 +126,14 @@ def _meet(*_: Any) -> None:
 
 
 class HookCalls:
-    """State of a hook of our own: what it was given."""
+    """State of a user-defined communication hook, which records the hook's inputs."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
 
 def local_sum(reported: HookCalls, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
-    """Sums over the ranks without dividing, so that whoever divides behind it is seen."""
+    """Sum over the ranks without dividing, so that a division by the library would be visible."""
     parts = None if output is None else grad.numel() // output.numel()
     reported.seen.append([grad.dim(), str(grad.dtype), parts])
     dist.all_reduce(grad)
@@ -140,7 +143,7 @@ def local_sum(reported: HookCalls, grad: torch.Tensor, output: torch.Tensor | No
 
 
 def comm_hook(lab: Lab, *, hook: str, backwards: int = 1, no_sync: bool = False) -> dict[str, Any]:
-    """`hook` is the name of one of torch's, or `own`."""
+    """Train with a communication hook. `hook` is the name of one of torch's hooks, or `own`."""
     if hook == "own":
         state: Any = HookCalls()
         lab.model.register_comm_hook(state, local_sum)
@@ -182,7 +185,7 @@ def comm_hook_refused(lab: Lab, *, why: str) -> Any:
 
 
 def _around_replicas(lab: Lab) -> Any:
-    """A root that is not hybrid, with a unit in it that is."""
+    """Return a root that is not hybrid, with a hybrid unit inside."""
     arguments = constructor_arguments(lab.rank, lab.library, lab.model, lab.setup)
     inner = lab.fsdp(nn.Linear(3, 4), **arguments)
     return lab.fsdp(nn.Sequential(inner, nn.Linear(4, 2)), device_id=lab.rank.device)

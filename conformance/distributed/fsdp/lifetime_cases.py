@@ -1,4 +1,4 @@
-"""What outlives a model, and modules that are called without anything."""
+"""Cases of objects that outlive a model, and of modules that are called without inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.distributed.fsdp.lab import Lab
 
 
 class Passing(nn.Linear):
-    """Returns what it was given, too."""
+    """Linear layer that also returns its input."""
 
     def forward(self, input: torch.Tensor) -> Any:
         return super().forward(input), input
@@ -26,7 +26,10 @@ class Taking(nn.Linear):
 
 
 def left_behind(lab: Lab, *, use_orig_params: bool, returns_input: bool = False) -> list[str]:
-    """The modules and parameters of a trained model that are still there when nobody holds it, but for its input."""
+    """Return the modules and parameters of a trained model that survive after the model was dropped.
+
+    Its input survives.
+    """
     first, second = (Passing, Taking) if returns_input else (nn.Linear, nn.Linear)
     inner = lab.wrap(first(3, 4), use_orig_params=use_orig_params)
     model = lab.wrap(nn.Sequential(inner, second(4, 2)), use_orig_params=use_orig_params)
@@ -40,7 +43,7 @@ def left_behind(lab: Lab, *, use_orig_params: bool, returns_input: bool = False)
 
 
 class Constant(nn.Module):
-    """Takes no input."""
+    """Module whose forward takes no input."""
 
     def __init__(self) -> None:
         super().__init__()
