@@ -1,4 +1,4 @@
-"""Probes of what fully_shard stands beside: compiled blocks, transforms, replicas, losses in chunks, checkpoints."""
+"""Cases of fully_shard with other features: compiled blocks, transforms, replicas, chunked losses, checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def batch_of(site: Site, number: int) -> torch.Tensor:
 
 
 def hooked(site: Site, dtype: torch.dtype, sums_alone: bool, own: bool) -> dict[str, Any]:
-    """What a hook is given of reduced gradients, which it cuts off, and a reduce-scatter of one's `own` is told."""
+    """Return what a hook on reduced gradients gets, and the gradient after the hook clamped it.
+
+    If `own`, a user-defined reduce-scatter also records its inputs.
+    """
     model = nn.Linear(3, 2, bias=False).to(site.rank.device, dtype)
     nn.init.ones_(model.weight)
     sharded = site.shard(model)
@@ -64,7 +67,7 @@ def hooked(site: Site, dtype: torch.dtype, sums_alone: bool, own: bool) -> dict[
 
 
 def without_accelerator(site: Site, what: str) -> torch.Tensor:
-    """What torch has accelerators do: the mean of gradients that are offloaded, or their sum in thirds."""
+    """Use features on the CPU that torch leaves to accelerators: pinned offloading, or a divide factor of three."""
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
     policy = {"offload_policy": site.fsdp.CPUOffloadPolicy()} if what == "pinned" else {}
@@ -83,7 +86,7 @@ def _offloaded(site: Site, **policy: Any) -> Any:
 
 
 def pinned(site: Site, pins: bool) -> dict[str, Any]:
-    """Where shards and gradients lie, and how often the host has waited before a forward or backward is over."""
+    """Return whether shards and gradients are pinned, and how often the host waits during a forward and a backward."""
     model = _offloaded(site, pin_memory=pins)
     seen = {"sharded": _are_pinned(model.parameters())}
     loaded = {name: value.clone() for name, value in model.state_dict().items()}
@@ -114,7 +117,7 @@ def _are_pinned(tensors: Iterable[Any]) -> list[bool]:
 
 
 def changed_behind(site: Site) -> bool:
-    """Whether what a forward has made is what parameters come to that are 0 right behind it."""
+    """Return whether a forward's output is unaffected by zeroing the offloaded parameters right after it."""
     model, batch = _offloaded(site), batch_of(site, 0)
     with torch.no_grad():
         expected = model(batch).cpu()
@@ -126,7 +129,7 @@ def changed_behind(site: Site) -> bool:
 
 
 class _Partly(nn.Module):
-    """Beside a weight it may have a parameter that has no elements."""
+    """Module with a parameter that has no elements, and a weight if `has_weight`."""
 
     def __init__(self, shape: tuple[int, ...], has_weight: bool) -> None:
         super().__init__()
@@ -138,7 +141,10 @@ class _Partly(nn.Module):
 
 
 def without_elements(site: Site, shape: tuple[int, ...], dim: int, has_weight: bool) -> list[Any]:
-    """What two steps make of a root around a unit with such a parameter, and the shapes of its gradients."""
+    """Train a unit with an empty parameter and its root for two steps.
+
+    Return the shapes of its gradients and the parameters.
+    """
     model: Any = nn.Sequential(_Partly(shape, has_weight), nn.Linear(4, 1, bias=False)).to(site.rank.device)
     nn.init.ones_(model[1].weight)
     site.shard(model[0], shard_placement_fn=lambda parameter: Shard(dim))
@@ -165,7 +171,10 @@ def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[A
 
 
 def gathered_for_no_backward(site: Site) -> torch.Tensor:
-    """What a model comes to whose first weights are 0, behind a backward that ended right before these."""
+    """Zero the first weights after a backward that ended just before their unit.
+
+    Return the output of the next forward.
+    """
     model, between = blocks(), []
     for block in (*model, model):
         site.shard(block)
@@ -180,7 +189,9 @@ def gathered_for_no_backward(site: Site) -> torch.Tensor:
 
 
 def kept_for_backward(site: Site, rows: int) -> dict[str, Any]:
-    """What a rank shows between a forward and a backward of a parameter of so many rows."""
+    """Return descriptions of a parameter with `rows` rows between a forward and a backward, while two ranks share
+    it.
+    """
     layer: Any = nn.Linear(64, rows, bias=False).to(site.rank.device)
     with torch.no_grad():
         layer.weight.copy_(1 + torch.arange(float(rows))[:, None].expand(rows, 64))
@@ -198,13 +209,13 @@ def kept_for_backward(site: Site, rows: int) -> dict[str, Any]:
 
 
 def _spoil_memory(numel: int, device: torch.device) -> None:
-    """Tensors of so many elements that nobody writes to are made of this."""
+    """Fill memory with a large value and free it, so that new tensors of `numel` elements contain that value."""
     used = [torch.full((numel,), 1e30, device=device) for _ in range(64)]
     del used
 
 
 class _KeepingAllGather(ReportingAllGather):
-    """Reports what it is given."""
+    """All-gather that reports a copy of its input."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.full(size, 1e30, dtype=dtype, device=device)
@@ -217,7 +228,9 @@ class _KeepingAllGather(ReportingAllGather):
 
 
 def gathered_by_own(site: Site) -> list[Any]:
-    """What an all-gather of one's own is given of parameters that the last rank has fewer rows of."""
+    """Return the output and the inputs of a user-defined all-gather, for parameters with fewer rows on the last
+    rank.
+    """
     layer: Any = nn.Linear(4, 5).to(site.rank.device)
     for parameter in layer.parameters():
         nn.init.ones_(parameter)
@@ -227,7 +240,7 @@ def gathered_by_own(site: Site) -> list[Any]:
 
 
 def compiled(site: Site, how: str) -> dict[str, Any]:
-    """Blocks that are compiled before they are sharded, for themselves or with what shards them."""
+    """Train with blocks that are compiled before they are sharded, in place or by a compiled wrapper."""
     torch._dynamo.reset()
     model = blocks()
     for name, block in list(model.named_children()):
@@ -250,12 +263,12 @@ def compiled(site: Site, how: str) -> dict[str, Any]:
 
 
 def transformed(site: Site, how: str) -> dict[str, Any]:
-    """What a transform of torch.func makes of a model that was never called before, and the step behind it."""
+    """Return the result of a torch.func transform of a model that was never called before, and of a later backward."""
     model = blocks(2)
     for block in (*model, model):
         site.shard(block)
     batch = batch_of(site, 0)
-    with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first one
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first use in a process
         torch.func.jvp(torch.sin, (batch,), (batch,))
     if how == "vjp":
         made = torch.func.vjp(model, batch)[1](torch.ones_like(batch))[0]
@@ -268,7 +281,7 @@ def transformed(site: Site, how: str) -> dict[str, Any]:
 
 
 def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
-    """Evaluations before and after a write to shards: of a sharded model, and of the same one without sharding."""
+    """Evaluate before and after a write to the parameters: a sharded model, then the same model without sharding."""
     outputs: list[torch.Tensor] = []
     for shards in (True, False):
         model = blocks(2).to(site.rank.device)
@@ -289,7 +302,7 @@ def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
 
 
 class _Headed(nn.Module):
-    """Whose head is left to the loss."""
+    """Model whose forward leaves the head to the loss function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +324,7 @@ def _headed(site: Site) -> Any:
 
 
 def evaluated_again(site: Site) -> torch.Tensor:
-    """Inputs on the CPU, behind an evaluation whose head was called for itself."""
+    """Evaluate with inputs on the CPU, after an evaluation that called the head separately."""
     model = _headed(site)
     with torch.no_grad():
         model.head(model(batch_of(site, 0)))
@@ -319,10 +332,12 @@ def evaluated_again(site: Site) -> torch.Tensor:
 
 
 def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
-    """The head is called behind the forward, for two rows each time, with a backward each time; before all that, once.
+    """Train with a chunked loss: after a forward, the head runs forward and backward for two rows at a time.
+
+    An evaluation of model and head comes first.
 
     Args:
-        keeps: it is gathered once for all rows, and its gradients are reduced with the last ones.
+        keeps: whether the head is unsharded once for all chunks and reduces its gradients with the last chunk.
     """
     model = _headed(site)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -354,7 +369,10 @@ def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
 
 
 def replicated(site: Site) -> dict[str, Any]:
-    """A part is sharded, what is around it replicated."""
+    """Train with one part sharded and the model around it replicated.
+
+    Return also the error of replicating that part.
+    """
     first = site.shard(site.model.body.parts[0], reshard_after_forward=True)
     refused = tried(lambda: replicate(first))
     replicate(site.model.to(site.rank.device))
@@ -362,11 +380,13 @@ def replicated(site: Site) -> dict[str, Any]:
 
 
 def full_states(site: Site, offloads: bool, flat: bool) -> dict[str, Any]:
-    """By the library's own helpers, where it has any: of parameters cut by rows, unevenly, and by columns.
+    """Return full state dicts by the library's own helpers, or by torch's if it has none.
+
+    Some parameters are sharded by rows, unevenly, and others by columns.
 
     Args:
-        offloads: the first rank alone keeps them, on the CPU.
-        flat: one dictionary of the optimizer's states.
+        offloads: whether only the first rank keeps the states, on the CPU.
+        flat: whether the optimizer's state is one flat dictionary.
     """
     from_library = site.library.provides(f"{_HELPERS}.get_state_dict")
     helpers: Any = site.library.find(_HELPERS) if from_library else checkpoints
@@ -398,7 +418,7 @@ def _described(state: Any) -> Any:
 
 
 def checkpointed(site: Site, whole: bool) -> dict[str, Any]:
-    """Saved by torch's helpers and loaded into a model that has gone on since."""
+    """Save with torch's helpers, train one step, and load into the same model and optimizer again."""
     model = blocks()
     for block in model:
         site.shard(block)

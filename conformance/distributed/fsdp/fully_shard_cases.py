@@ -1,4 +1,4 @@
-"""Training with fully_shard, described by plain values, on the ranks; what a rank holds comes back tensor by tensor."""
+"""Cases of training with fully_shard, described by plain values. Each rank returns the tensors that it has."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ FULLY_SHARD = "distributed.fsdp.fully_shard"
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded. What is left out of it stays the default."""
+    """Arguments for sharding a model. Arguments that are left out keep the defaults of fully_shard."""
 
-    # Beside the whole model: nothing (root), each leaf, each group, both (nested), or the leaves as one group (list).
+    # Units besides the root: root (none), leaves, groups, nested (leaves and groups), or list (all leaves as one
+    # group).
     units: str = "leaves"
-    ranks: str = "default"  # default, mesh, or replicas: groups of `shards` ranks that hold the same
+    ranks: str = "default"  # values: default, mesh, replicas of `shards` ranks each
     shards: int = 1
     reshard_after_forward: bool | int | None = None
     policy: Mapping[str, Any] | None = None  # arguments of MixedPrecisionPolicy
     offloads: bool = False
-    places: bool = False  # matrices by their last dimension where that can be dealt evenly
-    meshes: bool = False  # matrices over replicas that `shards` ranks share
-    ignores: bool = False  # the parameters of the body's first part
+    places: bool = False  # matrices sharded by their last dimension, if that is even
+    meshes: bool = False  # matrices sharded over replicas of `shards` ranks each
+    ignores: bool = False  # parameters of the body's first part are ignored
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ShardedTraining:
 
     @property
     def plain(self) -> Training:
-        """The same without sharding."""
+        """The same training without sharding."""
         ignored = "parameters" if self.sharding.ignores else ""
         return Training(self.tree, Setup(ignored=ignored), self.steps)
 
@@ -75,7 +76,8 @@ def train(
 def _trained(
     rank: Rank, model: Any, case: ShardedTraining, reshards_after_evaluations: bool
 ) -> dict[str, Any]:
-    # One by one: torch's lists take no tensors beside DTensors, and parameters that are ignored are such.
+    # No foreach: torch's list operators take no plain tensors beside DTensors, and ignored parameters are plain
+    # tensors.
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=False)
     progress = _ShardedProgress(case.plain, rank.rank, rank.device, reshards_after_evaluations)
     shards = []
@@ -151,7 +153,7 @@ def sharded(rank: Rank, library: Library, model: Any, sharding: Sharding) -> Any
 
 
 def units_of(model: nn.Module, units: str) -> list[nn.Module]:
-    """Those within the root, the innermost first."""
+    """Return the units inside the root, innermost first."""
     kinds = {"root": (), "leaves": LEAVES, "groups": (Chain, Branches), "nested": (*LEAVES, Chain, Branches)}
     return [module for module in reversed(list(model.modules())) if isinstance(module, kinds[units])]
 
@@ -168,7 +170,7 @@ def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> d
     if sharding.offloads:
         given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
     if sharding.ignores:
-        ignored = model.body.parts[0].to(rank.device)  # nobody else moves it
+        ignored = model.body.parts[0].to(rank.device)  # no root moves ignored parameters
         given["ignored_params"] = set(ignored.parameters())
     if sharding.places:
         ranks = rank.world_size if sharding.ranks != "replicas" else sharding.shards
@@ -180,7 +182,7 @@ def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> d
 
 def _over_mesh(mesh: DeviceMesh) -> Callable[[torch.Tensor], Any]:
     replicas = _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    placed: Any = _fsdp_common.ShardPlacementResult(None, replicas)  # which torch has from 2.13 on
+    placed: Any = _fsdp_common.ShardPlacementResult(None, replicas)  # exists in torch 2.13 and later
     return lambda parameter: placed if parameter.dim() > 1 else None
 
 
@@ -198,11 +200,11 @@ def mesh_for(rank: Rank, sharding: Sharding) -> DeviceMesh | None:
     return None
 
 
-# -- what is seen
+# -- results of a rank
 
 
 def held(model: nn.Module) -> dict[str, Any]:
-    """What this rank has of each parameter and its gradient."""
+    """Return this rank's value and gradient of each parameter."""
     return {
         name: {"value": described(parameter), "grad": described(parameter.grad)}
         for name, parameter in model.named_parameters()
@@ -210,7 +212,7 @@ def held(model: nn.Module) -> dict[str, Any]:
 
 
 def registered(model: nn.Module) -> dict[str, str]:
-    """What kind of tensor each parameter is just now."""
+    """Return the current layout of each parameter, which shows whether its unit is sharded."""
     return {name: layout_of(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -222,7 +224,7 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 
 def described(tensor: Any) -> Any:
-    """A DTensor by its layout and this rank's part; another tensor by itself, and what is none as it is."""
+    """Return the layout and local values of a tensor, or any other value unchanged."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -237,7 +239,7 @@ def described(tensor: Any) -> Any:
 
 
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
-    """All ranks' parts together, for which they must all ask."""
+    """Return the full tensor. All ranks must call this function together."""
     detached = tensor.detach()
-    # A copy: on one rank what is whole is the part itself.
+    # Return a copy, because on one rank the full tensor is the shard itself.
     return (detached.full_tensor() if isinstance(detached, DTensor) else detached).clone()

@@ -1,4 +1,4 @@
-"""Probes of fully_shard itself: what is refused, what class a module gets, what it works with."""
+"""Cases of fully_shard itself: refused arguments, the class of a sharded module, and use with other features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from conformance.ranks import Rank
 
 @dataclass
 class Site:
-    """A plain model on a rank, about to be sharded."""
+    """Plain model on a rank, which a case is going to shard."""
 
     rank: Rank
     library: Library
@@ -46,9 +46,9 @@ class Site:
         return loss_of(call(self.model, TREE, TREE.batch(number, self.rank.rank)))
 
     def train(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """A step by SGD; what this rank has behind it."""
+        """Run a step of SGD. Return the loss, the gradients before the step and the parameters after it."""
         model = self.model if model is None else model
-        # One by one: DTensors may stand beside tensors.
+        # No foreach, because parameters may be plain tensors beside DTensors.
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         loss = self.forward()
         loss.backward()
@@ -58,12 +58,12 @@ class Site:
 
 
 def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: Any) -> Outcome:
-    """What `asks(site, **arguments)` does; `asks` is a function of a module."""
+    """Return the outcome of `asks(site, **arguments)`. `asks` must be a function of a module."""
     site = Site(rank, load_library(library), TREE.build())
     return observe(lambda: asks(site, **arguments))
 
 
-# -- what is refused
+# -- refused arguments
 
 
 def refused(site: Site, way: str) -> Any:
@@ -72,7 +72,7 @@ def refused(site: Site, way: str) -> Any:
 
 
 def _parameter(site: Site, parameter: nn.Parameter, **arguments: Any) -> Any:
-    """One more, in the root's own group."""
+    """Shard the model with one more parameter, which belongs to the root's own group."""
     site.model.another = parameter
     return site.leaf_by_leaf(**arguments)
 
@@ -114,7 +114,7 @@ WAYS: dict[str, Callable[[Site], Any]] = {
         TREE.batch(0, 0).x, ids=TREE.batch(0, 0).ids
     ),
 }
-# Of torch 2.12 and later.
+# Cases that need torch 2.12 or later.
 LATER_WAYS: dict[str, Callable[[Site], Any]] = {
     "a placement that is none": lambda site: _placed(site, "a word"),
     "a copy as a placement": lambda site: _placed(site, Replicate()),
@@ -136,7 +136,7 @@ LATER_WAYS: dict[str, Callable[[Site], Any]] = {
 
 
 def uneven(site: Site) -> Any:
-    """Three columns on two ranks."""
+    """Shard three columns over two ranks."""
     return refused_placement(site, nn.Linear(3, 2), Shard(1))
 
 
@@ -144,7 +144,7 @@ def refused_placement(site: Site, module: nn.Module, where: Any) -> Any:
     return type(site.shard(module, shard_placement_fn=lambda parameter: where)).__name__
 
 
-# -- what a sharded module is
+# -- the interface of a sharded module
 
 
 def attributes(site: Site) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def attributes(site: Site) -> dict[str, Any]:
 
 
 class _Adapted(nn.Module):
-    """Names what is trained alone, or gives what it has under no name."""
+    """Module whose `named_parameters` only yields trained parameters, or unregistered copies of them."""
 
     def __init__(self, gives: str) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Adapted(nn.Module):
 
 
 def adapted(site: Site, gives: str, around: bool) -> dict[str, Any]:
-    """A step of a module that says itself what its parameters are, sharded for itself or by one around it."""
+    """Run a step of a module that overrides `named_parameters`, sharded itself or inside an outer module."""
     model = _Adapted(gives).to(site.rank.device)
     outer: Any = nn.Sequential(model)
     site.shard(outer if around else model)
@@ -204,7 +204,7 @@ def adapted(site: Site, gives: str, around: bool) -> dict[str, Any]:
 
 
 def states(site: Site) -> dict[str, Any]:
-    """What the function says that it keeps of modules, before and behind the call."""
+    """Return what `fully_shard.state` returns for modules, before and after they are sharded."""
     state = site.fsdp.fully_shard.state
     pair: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
     before = [state(one) for one in (site.model, *pair)]
@@ -226,7 +226,7 @@ def states(site: Site) -> dict[str, Any]:
 
 
 def policies(library: Library) -> list[Any]:
-    """Made from nothing and from what they take, compared, changed; without ranks."""
+    """Create policies with default and other arguments, compare them and try to change one. No ranks are needed."""
     fsdp = library.distributed.fsdp
     mixed, offload = fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy
 
@@ -271,11 +271,11 @@ def _plain(make: Callable[[], Any]) -> Any:
     return {"is": text, **fields}
 
 
-# -- what is built late
+# -- deferred initialisation
 
 
 def materialised_late(site: Site) -> dict[str, Any]:
-    """Behind a forward that was refused, since the parameters were on the meta device still."""
+    """Materialise the parameters after a forward that was refused because they were on the meta device."""
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for module in (*model, model):
@@ -308,7 +308,7 @@ def from_meta(site: Site, materialises: str) -> dict[str, Any]:
     return {"on meta": on_meta, "trained": site.train()}
 
 
-# -- what it works with
+# -- use with other features
 
 
 def clipped(site: Site, by: str) -> dict[str, Any]:
@@ -325,7 +325,7 @@ def clipped(site: Site, by: str) -> dict[str, Any]:
 
 
 def scaled(site: Site, overflows: bool) -> dict[str, Any]:
-    """Two steps by AdamW under a GradScaler; an infinite loss on one rank skips one on all of them."""
+    """Run two steps of AdamW with a GradScaler. An infinite loss on one rank must skip the step on all ranks."""
     site.model.float()
     site.leaf_by_leaf()
     optimizer = torch.optim.AdamW(site.model.parameters(), 0.1)
@@ -352,7 +352,7 @@ def registered_layout(value: Any) -> Any:
 
 
 class _Encoder(nn.Module):
-    """A second method that computes."""
+    """Module with a second method that computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,13 +384,13 @@ def forward_method(site: Site, registers: bool) -> dict[str, Any]:
         "held": held(encoder),
         "input": x.grad,
         "name": encoder.encode.__name__,
-        # Which module a class is said to be of is the library's own affair.
+        # A library may place the class of a sharded module in any Python module.
         "lacking": tried(lambda: register(encoder, "decode")).replace(str(type(encoder)), "its class"),
     }
 
 
 def shared_context(site: Site) -> dict[str, Any]:
-    """Two roots, trained by turns."""
+    """Train two roots that share streams, one after the other."""
     one, other = (Site(site.rank, site.library, TREE.build(shift)) for shift in (0, 1))
     for each in (one, other):
         each.leaf_by_leaf()
@@ -415,7 +415,10 @@ def on_whole_mesh(
     parallel: str | None,
     policies: str = "",
 ) -> Outcome:
-    """Two steps of a model whose weights the dimension `parallel` cuts; over the others ranks have different rows."""
+    """Run two steps of a model whose weights are sharded over the dimension `parallel` of the mesh.
+
+    Ranks along the other dimensions have different rows of the batch.
+    """
     fsdp = load_library(library).distributed.fsdp
     mesh = rank.mesh(*sizes, names=names)
     model = _spread(mesh, parallel)
@@ -453,7 +456,7 @@ def placed_copies(site: Site) -> Any:
 
 
 def settings_of_copies(site: Site, method: str, argument: bool) -> list[Any]:
-    """Of a root that is sharded around a layer that is not; how they are resharded then."""
+    """Call `method` on a sharded root around a replicated layer. Return the error and the layouts afterwards."""
     mesh = _mesh(site, names=("data",))
     model, dims = _spread(mesh, None), site.fsdp.DataParallelMeshDims
     site.shard(model[2], mesh=mesh, dp_mesh_dims=dims(replicate="data"))
@@ -466,7 +469,7 @@ def settings_of_copies(site: Site, method: str, argument: bool) -> list[Any]:
 
 
 def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
-    """The rows of the first weight are cut, and the columns of the last one's."""
+    """Return a model whose first weight is sharded by rows and whose last weight is sharded by columns."""
 
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, nn.Linear):

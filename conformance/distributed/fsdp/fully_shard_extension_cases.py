@@ -1,4 +1,4 @@
-"""Tensors that say how they are gathered, and probes that shard parameters made of them."""
+"""Tensor subclasses that define their own all-gather, and cases that shard parameters of these types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.module_trees import call, loss_of
 
 
 class Halved(torch.Tensor):
-    """Holds values that travel in float32, as halves of them, with their double as the factor."""
+    """Tensor that is all-gathered as half its values in float32, together with a factor of two."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
@@ -71,7 +71,7 @@ class Halved(torch.Tensor):
 
 
 def _unsharded(values: torch.Tensor, out: torch.Tensor | None) -> Any:
-    """The first time what was made, with the memory that it lies in; then `out` is to have it."""
+    """Return new values and the memory that they use, or write the values into `out` if it exists."""
     if out is None:
         return values, (values,)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
@@ -80,7 +80,7 @@ def _unsharded(values: torch.Tensor, out: torch.Tensor | None) -> Any:
 
 
 class Quantised(Halved):
-    """Travels in 8 bits, with a scale for each rank's rows; is handed the mesh alone."""
+    """Tensor that is all-gathered in 8 bits, with one scale for each rank's rows. Its hook only takes the mesh."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
         scale = self.inner.abs().amax().clamp(min=1e-6) / 127
@@ -94,7 +94,7 @@ class Quantised(Halved):
 
 
 class Released(Halved):
-    """Says that the gathered tensors are not read after `fsdp_post_all_gather`."""
+    """Tensor that allows the gathered tensors to be released after `fsdp_post_all_gather`."""
 
     gathered: ClassVar[list[torch.UntypedStorage]] = []
     answer: ClassVar[Any] = True
@@ -170,7 +170,7 @@ def extended(
 
 
 def extended_by_hand() -> torch.Tensor:
-    """The first loss of one rank whose first part has lost what halves in float32 do not hold."""
+    """Return the first loss of rank 0, with weights rounded like halves in float32."""
     model = TREE.build()
     inner = model.body.parts[0].inner
     for parameter in (inner.weight, inner.bias):
@@ -179,7 +179,7 @@ def extended_by_hand() -> torch.Tensor:
 
 
 def released(site: Site, kind: str) -> dict[str, Any]:
-    """Look for the memory of gathered tensors while a weight made of them is unsharded, and train with it."""
+    """Train a weight of type `kind`. Record whether the gathered tensors have memory while the weight is unsharded."""
     linear: Any = nn.Linear(4, 4, bias=False, device=site.rank.device)
     values = torch.linspace(-1, 1, 16, device=site.rank.device).view(4, 4)
     linear.weight = nn.Parameter(globals()[kind](values))
@@ -197,7 +197,10 @@ def released(site: Site, kind: str) -> dict[str, Any]:
 
 
 def unpadded(site: Site) -> str:
-    """Three rows, of which the last rank has fewer; nobody goes on to gather."""
+    """Return the error of the last rank, which has fewer of three rows than its peers.
+
+    The other ranks do not gather.
+    """
     linear = nn.Linear(2, 3, bias=False)
     linear.weight = nn.Parameter(Halved(linear.weight.detach()))
     site.shard(linear)

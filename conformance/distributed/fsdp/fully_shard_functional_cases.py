@@ -1,4 +1,4 @@
-"""Probes of fully_shard under torch.func.functional_call, which has a forward compute with other tensors."""
+"""Cases of fully_shard under torch.func.functional_call, which replaces the parameters that a forward computes with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _loss(site: Site, rank: int, model: nn.Module, tensors: dict[str, Tensor]) -
 
 
 def _gradients(loss_of: _LossOf, tensors: dict[str, Tensor], inner_steps: int) -> dict[str, Tensor | None]:
-    """Differentiate the loss after `inner_steps` of SGD, and keep the names in `tensors`."""
+    """Return the gradients of the loss after `inner_steps` of SGD, by the names in `tensors`."""
     for tensor in tensors.values():
         tensor.requires_grad_()
     fast = dict(tensors)

@@ -1,4 +1,4 @@
-"""Probes of fully_shard: what comes between a forward and its backward, or instead of it, and hooks in the backward."""
+"""Cases of fully_shard: changes between a forward and its backward, forwards without a backward, and gradient hooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cast_between(site: Site, kept: bool) -> dict[str, Any]:
 
 
 def plain_in_its_place(site: Site, trained: bool) -> Any:
-    """What a forward makes of a parameter that is not sharded, in the place of one that is."""
+    """Return the output or the error of a forward after a plain parameter replaced a sharded one."""
     model = site.shard(Block().double())
     if trained:
         model(batch_of(site, 0)).sum().backward()
@@ -40,7 +40,7 @@ def plain_in_its_place(site: Site, trained: bool) -> Any:
 
 
 def whole_assigned(site: Site) -> dict[str, Any]:
-    """Return what a load raises that assigns whole tensors, and whether the model computes the same after it."""
+    """Return the error of a load that assigns full tensors, and whether the model computes the same after it."""
     model = blocks()
     whole = {name: value + 1 for name, value in model.state_dict().items()}
     for block in (*model, model):
@@ -52,7 +52,7 @@ def whole_assigned(site: Site) -> dict[str, Any]:
 
 
 def no_sync(site: Site) -> list[bool]:
-    """Return whether `no_sync` leaves the gradients that settings leave, after each backward."""
+    """Return, for each backward, whether `no_sync` leaves the same gradients as `set_requires_gradient_sync`."""
     by_context, by_settings = (_gradients_unsynchronised(site, by_context) for by_context in (True, False))
     return [
         before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -61,7 +61,7 @@ def no_sync(site: Site) -> list[bool]:
 
 
 def _gradients_unsynchronised(site: Site, by_context: bool) -> list[dict[str, torch.Tensor]]:
-    """Return gradients after each backward. The first two do not synchronise, and those of the last unit never do."""
+    """Return gradients after each backward. The first two do not synchronise, and the last unit never does."""
     model = blocks()
     for block in (*model, model):
         site.shard(block)
@@ -98,7 +98,9 @@ def data_assigned(site: Site, how: str) -> dict[str, Any]:
 
 
 def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:
-    """Return the warnings of a step and a forward after gradients were computed by `by`, and how many there were."""
+    """Return the warnings of a step and a forward after gradients were computed by `by`, and the number of
+    gradients.
+    """
     model = blocks()
     if is_flat:
         wrap = site.library.distributed.fsdp.FullyShardedDataParallel
@@ -127,7 +129,7 @@ def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:
 
 
 def optimizer_made_before(site: Site, is_replaced: bool) -> Any:
-    """Return what the first step of an optimizer returns or raises that was made of the parameters before sharding."""
+    """Create an optimizer before sharding. Return the result or error of its first step."""
     model = blocks()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for block in (*model, model):
@@ -139,7 +141,10 @@ def optimizer_made_before(site: Site, is_replaced: bool) -> Any:
 
 
 def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
-    """By a hook after accumulation a parameter: when each ran, beside how many gradients, and what came of it."""
+    """Step each parameter in its own hook after accumulation. Return the order of the hooks and the final parameters.
+
+    Each event also has the number of gradients that existed at that time.
+    """
     model = blocks()
     for block in (*model, model):
         site.shard(block)
@@ -160,7 +165,7 @@ def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
 
 
 def hooks_on_gradients(site: Site, before: bool) -> dict[str, Any]:
-    """Return which hooks ran, and whether gradients are three times those without hooks that triple them."""
+    """Return which hooks ran, and whether hooks that triple gradients make them three times as large."""
     plain = _accumulated(site, blocks())
     model = blocks()
     events: list[str] = []
@@ -210,7 +215,10 @@ class _TrainsInside(Block):
 
 
 def raised_behind_an_inner_backward(site: Site) -> list[str]:
-    """What a forward raises in which a part was trained, twice; the inputs are differentiable."""
+    """Return the errors of two forwards that run a backward of an inner unit and then raise.
+
+    The inputs need gradients.
+    """
     model = _TrainsInside().double()
     for module in (model.norm, model):
         site.shard(module)
@@ -219,7 +227,7 @@ def raised_behind_an_inner_backward(site: Site) -> list[str]:
 
 
 def kept_by_one_rank(site: Site) -> dict[str, Any]:
-    """An output that no loss has been made of, as for a log; the other ranks drop it."""
+    """Train while one rank keeps an output that is in no loss, as for a log. The other ranks drop it."""
     model = _WithAuxiliary()
     for block in (*model.children(), model):
         site.shard(block)
@@ -234,7 +242,7 @@ def kept_by_one_rank(site: Site) -> dict[str, Any]:
 
 
 def without_a_backward(site: Site) -> dict[str, bool]:
-    """Whether forwards that a graph is made of, and nothing more, leave something: on an input, or anywhere."""
+    """Return whether forwards with a graph but without a backward leave hooks on the input, or objects in memory."""
     model = blocks()
     for block in (*model, model):
         site.shard(block)
@@ -246,7 +254,7 @@ def without_a_backward(site: Site) -> dict[str, bool]:
         gc.collect()
         return len(batch._backward_hooks or ()), len(gc.get_objects())
 
-    hooks, objects = left(80)  # a history of the last steps may be full then
+    hooks, objects = left(80)  # enough forwards to fill any history of recent steps
     more_hooks, more_objects = left(50)
     return {"hooks": more_hooks > hooks, "objects": more_objects >= objects + 50}
 
@@ -254,7 +262,10 @@ def without_a_backward(site: Site) -> dict[str, bool]:
 def stepped_before_backward(
     site: Site, kept: bool, how: dict[str, bool], only: str = "", cleared: bool = False
 ) -> list[torch.Tensor]:
-    """The gradients of a backward whose forward came before a step of the parameters whose names end so."""
+    """Step between a forward and its backward. Return the gradients.
+
+    The optimizer only has the parameters whose names end in `only`.
+    """
     model = blocks()
     for block in (*model, model):
         site.shard(block, reshard_after_forward=not kept)
@@ -262,7 +273,7 @@ def stepped_before_backward(
     optimizer = torch.optim.AdamW(stepped, 0.1, **how)
     model(batch_of(site, 0)).sum().backward()
     loss = model(batch_of(site, 1)).sum()
-    if cleared:  # so that nothing is written
+    if cleared:  # skips every write of the step
         optimizer.zero_grad()
     optimizer.step()
     loss.backward()

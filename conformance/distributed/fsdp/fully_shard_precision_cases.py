@@ -1,4 +1,4 @@
-"""Units of fully_shard whose parameters differ in dtype: their own, or that of a policy per parameter."""
+"""Cases of fully_shard units whose parameters differ in dtype, by themselves or by a policy per parameter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LEARNING_RATE = 0.25
 _STEPS = 2
 _BACKWARDS = 5
 LOW, FULL = torch.bfloat16, torch.float32
-# Of a parameter: to compute, to reduce and to step in.
+# Dtypes in which a parameter computes, is reduced and is stepped.
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
 
 
 class Mixed(nn.Module):
-    """Each layer casts its input to what its weight shows; notes what that is."""
+    """Module in which each layer casts its input to the dtype of its weight, and records that dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class _Waves(nn.Module):
 def of_complex(
     site: Site, dtype: torch.dtype, has_scale: bool, replicates: bool, policy: Mapping[str, torch.dtype]
 ) -> dict[str, Any]:
-    """Two steps, of parameters that real ones may be gathered with.
+    """Run two steps with complex parameters, which may be in one group with a real parameter.
 
     Args:
-        replicates: over all ranks.
-        policy: as MixedPrecisionPolicy takes it.
+        replicates: whether every rank holds a full replica.
+        policy: arguments of MixedPrecisionPolicy.
     """
     model: Any = _Waves(dtype, has_scale).to(site.rank.device)
     given = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
@@ -92,18 +92,21 @@ def of_complex(
     return {"seen": seen, "after": held(model)}
 
 
-# -- what is left unsynchronised
+# -- gradients that are not synchronised yet
 
 
 def accumulated(site: Site, policy: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, Any]:
-    """The gradients of several backwards, of which the last one alone synchronises; all ranks have the same."""
+    """Return the gradients after each of several backwards, of which only the last one synchronises.
+
+    All ranks have the same data.
+    """
     model: Any = nn.Linear(16, 16, bias=False, dtype=dtype).to(site.rank.device)
     nn.init.constant_(model.weight, 0.01)
     site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(**policy))
     shown = []
     for number in range(_BACKWARDS):
         model.set_requires_gradient_sync(number == _BACKWARDS - 1)
-        # 1 / 3 is cut off in every dtype.
+        # The factor 1 / 3 is inexact in every dtype.
         batch = torch.linspace(-1, 2 + number, 64, device=site.rank.device).view(4, 16) / 3
         model(batch.to(dtype)).abs().pow(3).sum().backward()
         shown.append(held(model))
@@ -118,7 +121,7 @@ def _of_two(model: Mixed) -> None:
 
 
 def of_two_dtypes(site: Site, thaws: str) -> dict[str, Any]:
-    """One layer is frozen until the first step is done."""
+    """Train layers of two dtypes, one of which is frozen until the first step is done."""
     model = _frozen(thaws)
     site.shard(model)
     return _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean(), thaws)
@@ -174,7 +177,7 @@ def _policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:
 
 
 def by_policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
-    """A model that is made in low precision."""
+    """Train a model that was created in low precision, with a policy per parameter."""
     model = _model(lambda made: made.to(LOW))
     site.shard(model, mp_policy=_policy(site, everywhere, apart))
     seen = _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
@@ -183,7 +186,7 @@ def by_policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> di
 
 
 def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
-    """With masters, copies of them to compute with, and gradients that are averaged one by one."""
+    """Train without sharding: copies of masters compute, and the gradients of all ranks are averaged."""
     model = _model(lambda made: made.to(site.rank.device, LOW))
     dtypes = {
         name: _in_full(apart.get(name.partition(".")[0], everywhere)) for name, _ in model.named_parameters()
@@ -211,7 +214,7 @@ def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes
 
 
 def _in_full(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of a parameter that is made in low precision."""
+    """Return the dtypes with defaults filled in, for a parameter that was created in low precision."""
     compute, reduce, master = dtypes
     compute, master = compute or LOW, master or LOW
     return compute, reduce or (master if is_torch_in(">=2.15") else compute), master
@@ -233,7 +236,7 @@ def _average(grads: Sequence[Tensor]) -> Tensor:
 
 
 def overridden(site: Site, layers: Sequence[str]) -> dict[str, Any]:
-    """Train in low precision, but `layers` in the dtype of their parameters."""
+    """Train in low precision, except for `layers`, which compute in the dtype of their parameters."""
     model = _model(lambda model: model.to(LOW).to(FULL))
     own = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
     calls: list[int] = []
@@ -300,7 +303,7 @@ def lost_masters(site: Site) -> dict[str, Any]:
 
 
 def reported(site: Site) -> dict[str, Any]:
-    """Of the other face, and of a model that is not sharded."""
+    """Return the precisions that are reported for FullyShardedDataParallel and for an unsharded model."""
     fsdp = site.fsdp
     mixed = fsdp.MixedPrecision(param_dtype=LOW, reduce_dtype=FULL)
     wrapped = fsdp.FullyShardedDataParallel(

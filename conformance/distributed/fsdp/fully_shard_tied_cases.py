@@ -1,4 +1,4 @@
-"""Training by fully_shard where modules of different units have one parameter."""
+"""Cases of fully_shard with one parameter in modules of different units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = ("plain", "accumulated", "checkpointed", "reentrant")
 
 
 class Tied(nn.Module):
-    """A lookup whose table is the last layer's weight as well."""
+    """Model whose embedding table is also the weight of the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,10 @@ def _model() -> Any:
 
 
 def tied(site: Site, units: Sequence[str], not_unsharded: str = "") -> dict[str, Any]:
-    """`units` are sharded in this order, and at last the model; one of them is not unsharded for its backward."""
+    """Train with `units` sharded in this order, and the model last.
+
+    Unit `not_unsharded` is not unsharded for its backward.
+    """
     model = _model()
     for name in units:
         site.shard(model.get_submodule(name))
@@ -60,7 +63,7 @@ def tied(site: Site, units: Sequence[str], not_unsharded: str = "") -> dict[str,
 
 
 class Shifted(nn.Module):
-    """A layer's weight is added up behind it: that comes first in the backward, and reads no weight there."""
+    """Model whose tail adds the sum of the body's weight. In backward the tail comes first and reads no weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +89,7 @@ def shifted(site: Site | None) -> dict[str, torch.Tensor]:
 
 
 def _assigned(model: Any) -> bool:
-    """Whether a parameter that was put in one of its places is in the other one from the next forward on."""
+    """Return whether a parameter that was assigned in one of its two places is in both after the next forward."""
     state = {"embed.weight": model.embed.weight.detach() * 2}
     model.load_state_dict(state, strict=False, assign=True)
     model(torch.arange(2), "plain").sum().backward()
@@ -96,7 +99,7 @@ def _assigned(model: Any) -> bool:
 
 
 def unsharded(site: Site, has_run: bool, waits: bool) -> dict[str, Any]:
-    """What a module shows of a parameter whose owner another one is, when it is unsharded by hand, and behind that."""
+    """Return how a unit shows a parameter that another unit owns, while it is unsharded explicitly and afterwards."""
     model = _model()
     site.shard(model.embed)
     site.shard(model.body[2])
@@ -123,7 +126,9 @@ def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
 
 
 def prefetched(site: Site) -> list[Any]:
-    """When the owner is gathered, and what begins, where those that another module names are gathered before it."""
+    """Return the order of forwards and of the owner's all-gathers, if other units prefetch the unit that shares its
+    weight.
+    """
     events: list[Any] = []
     tied = _model()
     model: Any = nn.Sequential(tied, nn.Tanh())
@@ -140,7 +145,7 @@ def prefetched(site: Site) -> list[Any]:
 
 
 def of_other_dtypes(site: Site, **dtypes: torch.dtype) -> str:
-    """The owner computes and reduces in its own; the other module would in these."""
+    """Return the error if a unit shares a parameter but has other dtypes than the owner."""
     model, policy = _model(), site.fsdp.MixedPrecisionPolicy(**dtypes)
 
     def run() -> None:
@@ -153,7 +158,7 @@ def of_other_dtypes(site: Site, **dtypes: torch.dtype) -> str:
 
 
 class Around(nn.Module):
-    """Has the weight of a module inside for itself too, behind it and before it in the backward."""
+    """Module that also uses the weight of its inner module itself. In backward, the inner module comes first."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -170,7 +175,7 @@ class Around(nn.Module):
 
 
 def around(site: Site, trained: bool, zeros: bool) -> dict[str, Any]:
-    """Gradients where the owner's backward ends before that of the unit around it, which has its weight too."""
+    """Return the gradients if the owner's backward ends before that of the outer unit, which shares its weight."""
     model = _around(trained)
     site.shard(model.inner)
     site.shard(model)
@@ -199,7 +204,7 @@ def _gradients_of(model: Around) -> dict[str, Any]:
 
 
 def tied_in_two_models(site: Site) -> str:
-    """Their first forwards."""
+    """Return the losses of the first forwards of two models that share a weight, or their error."""
     models = [_model(), _model()]
     models[1].embed.weight = models[0].embed.weight
     for model in models:
@@ -210,7 +215,7 @@ def tied_in_two_models(site: Site) -> str:
 
 
 def tied_by_hand(world: int) -> dict[str, Any]:
-    """What each rank sees of a model that one process trains on the data of all."""
+    """Train in one process on the data of all ranks. Return what each rank must see."""
     model = _model()
     seen = _trained(model, range(world), lambda syncs: None)
     return seen | {"keys": list(model.state_dict()), "is freed": True, "assigned": True}

@@ -1,4 +1,4 @@
-"""Memory of unsharded parameters that stays allocated after they are resharded."""
+"""Cases in which memory of unsharded parameters stays allocated after they are resharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _STEPS = 2
 
 
 def kept_storage(site: Site, keep: bool, recurse: bool) -> dict[str, Any]:
-    """Train two units and look at the memory of their weights after each step; `keep` is taken back at the end."""
+    """Train two units. Return whether the memory of their weights is allocated after each step.
+
+    The setting `keep` is reset at the end.
+    """
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(site.rank.device)
     for number, parameter in enumerate(model.parameters()):
         nn.init.constant_(parameter, 0.25 + number / 8)
@@ -44,7 +47,7 @@ def kept_storage(site: Site, keep: bool, recurse: bool) -> dict[str, Any]:
 
 
 def _unsharded(model: Any) -> list[Tensor]:
-    """Return the unsharded weights, which are resharded again."""
+    """Unshard the units, keep their weights, and reshard the units again. Return the weights."""
     for unit in (model[0], model):
         unit.unshard()
     found = [layer.weight.detach() for layer in model]
