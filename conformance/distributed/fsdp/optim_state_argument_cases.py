@@ -1,4 +1,4 @@
-"""What the optimizer-state methods make of each of their arguments, and of arguments that they cannot use."""
+"""Cases of each argument of the optimizer-state methods, and of arguments that they refuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unwrapped(lab: Lab, optimized: Optimized) -> tuple[nn.Module, torch.optim.Op
 
 
 def of_named_optimizer(lab: Lab) -> Any:
-    """An optimizer whose own state dict has names for keys."""
+    """Save and load an optimizer whose own state dict has names as keys."""
     optimizer = Optimized().stepped(lab.model)
     with _FULL.set_on(lab):
         saved = lab.fsdp.optim_state_dict(lab.model, optimizer, by_name(lab.model, optimizer))
@@ -43,7 +43,7 @@ def of_named_optimizer(lab: Lab) -> Any:
 
 
 def while_unsharded(lab: Lab) -> Any:
-    """What is saved after a forward without a backward, when units may have kept their parameters whole."""
+    """Save and load after a forward without a backward, when units may have kept their parameters unsharded."""
     optimizer = Optimized().stepped(lab.model)
     with torch.no_grad():
         lab.forward()
@@ -52,7 +52,7 @@ def while_unsharded(lab: Lab) -> Any:
 
 
 def of_some_ranks(lab: Lab) -> Any:
-    """A model that all ranks but the last have, who save and load its optimizer without it."""
+    """Save and load an optimizer in a group of all ranks but the last. The last rank takes no part."""
     last = lab.rank.world_size - 1
     group = dist.new_group(range(last))
     if lab.rank.rank == last:
@@ -77,7 +77,7 @@ def of_some_ranks(lab: Lab) -> Any:
 
 
 def of_the_first_rank(lab: Lab) -> Any:
-    """What is loaded where the first rank's state alone is asked for, and the others give another one."""
+    """Load with `rank0_only` while the other ranks pass an unrelated state."""
     way = StateDictMethod("FULL", rank0_only=True, offloads=False)
     optimizer = Optimized("momentum").stepped(lab.model)
     saved = way.save(lab, optimizer)
@@ -86,7 +86,10 @@ def of_the_first_rank(lab: Lab) -> Any:
 
 
 def of_each_pair(lab: Lab) -> Any:
-    """What each two ranks save of a model that they have to themselves, and the model that they load again."""
+    """Save in pairs of ranks that each have their own model.
+
+    Return the states and the model after it was loaded again.
+    """
     pairs = [[first, first + 1] for first in range(0, lab.rank.world_size, 2)]
     group, _ = dist.new_subgroups_by_enumeration(pairs)
     model = lab.model = lab.wrap(lab.plain, process_group=group, use_orig_params=True)
@@ -103,7 +106,7 @@ def of_each_pair(lab: Lab) -> Any:
 
 
 def of_one_replica(lab: Lab) -> Any:
-    """A hybrid model whose first replica saves its optimizer, in the midst of a training that all go on with."""
+    """Save the optimizer of a hybrid model in its first replica only, while all ranks train."""
     mesh = mesh_of(lab.rank, 2)
     optimizer = Optimized("momentum").stepped(lab.model)
     lab.backward()
@@ -117,7 +120,7 @@ def of_one_replica(lab: Lab) -> Any:
 
 
 def of_users_own(lab: Lab) -> Any:
-    """A state that belongs to no parameter, and a state dict without groups."""
+    """Save and load a state that belongs to no parameter. Load a state dict without parameter groups."""
     optimizer = Optimized().stepped(lab.model)
     given = optimizer.state_dict()
     given["state"]["mine"] = {"numbers": torch.tensor([1.0, 2.0]), "name": "mine"}
@@ -130,7 +133,7 @@ def of_users_own(lab: Lab) -> Any:
 
 
 def of_a_part_called_module(lab: Lab) -> Any:
-    """Wrappers give this name to what they wrap, and take it out of other names; here it is the user's."""
+    """Use a module called `module`, the name that wrappers give to their module and remove from other names."""
     parts = {"module": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
     plain_model = filled(nn.Sequential(OrderedDict(parts)))
     lab.model = lab.wrap(plain_model, use_orig_params=lab.setup.uses_orig_params)
@@ -146,7 +149,7 @@ def loaded_directly(lab: Lab, directly: bool) -> Any:
 
 
 def by_input(lab: Lab) -> Any:
-    """What an optimizer was made of, given in its place, in every form."""
+    """Pass the optimizer's input, in every form, instead of the optimizer."""
     fsdp, model = lab.fsdp, lab.model
     parameters = list(model.parameters())
     backwards = [{"params": parameters[1:]}, {"params": parameters[:1]}]
@@ -174,7 +177,7 @@ def by_input(lab: Lab) -> Any:
 
 
 def rekeyed(lab: Lab) -> Any:
-    """Names for numbers, numbers for names, and neither."""
+    """Rekey from numbers to names, from names to numbers, and to the same keys."""
     types = lab.api.OptimStateKeyType
     rekey = lab.fsdp.rekey_optim_state_dict
     plain_model, optimizer = unwrapped(lab, Optimized(groups=2))
@@ -205,7 +208,7 @@ def rekeyed(lab: Lab) -> Any:
 
 
 def refused_to_load(lab: Lab) -> dict[str, Any]:
-    """What is wrong with a state dict, for one that is whole on every rank."""
+    """Return the errors for faulty state dicts that are complete on every rank."""
     optimized = Optimized("adam")
     optimizer = optimized.optimizer(lab.model)
 
@@ -239,7 +242,9 @@ def _add_own(given: Any, values: Iterable[str]) -> None:
 
 
 def refused_to_save(lab: Lab) -> dict[str, Any]:
-    """An optimizer of some parameters alone, one that did not step on all ranks, and one of units of both kinds."""
+    """Return the errors of saving an optimizer of some parameters, an uneven step, and units of both parameter
+    types.
+    """
     parameters = list(lab.model.parameters())
     some = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
     step(lab.model, some)

@@ -1,4 +1,4 @@
-"""What is asked of the state dicts of an optimizer of a sharded model."""
+"""Cases that save and load the optimizer state of a sharded model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Optimized:
-    """An optimizer, and what it has done."""
+    """Optimizer type, its number of parameter groups, and the number of steps that it has taken."""
 
     kind: str = "adam"
-    groups: int = 1  # of parameters, dealt out in turn; of each the learning rate is halved
+    groups: int = 1  # parameter groups, each with half the previous learning rate
     steps: int = 2
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -55,7 +55,9 @@ class Optimized:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """With gradients that follow from each element alone, so that libraries that add in another order agree in bits."""
+    """Step with gradients that depend on single elements only, so that libraries that add in another order agree in
+    bits.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.numel():
             parameter.grad = parameter.detach() * 0.5 + parameter.detach().sign()
@@ -64,13 +66,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def plain(value: Any) -> Any:
-    """With the part that this rank has for what is dealt, and how that is laid out among whom; by sorted keys."""
+    """Return a value with sorted keys, in which this rank's shards and their layout replace the sharded tensors."""
     if isinstance(value, ShardedTensor):
         return {
             "metadata": repr(value.metadata()),
-            "parts": [
-                shard.tensor.cpu() for shard in value.local_shards()
-            ],  # `placed_states` asks where they are
+            # The devices are checked by `placed_states`.
+            "parts": [shard.tensor.cpu() for shard in value.local_shards()],
             "ranks": dist.get_process_group_ranks(value._process_group),
         }
     if isinstance(value, DTensor):
@@ -82,9 +83,10 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StateDictMethod:
-    """How a state dict is saved and loaded: by the older methods, or by the state dict type that is set."""
+    """Method of saving and loading a state dict: one of the older methods, or the state dict type that is set."""
 
-    name: str  # full, scattered or sharded: the older methods; or FULL, SHARDED or LOCAL
+    # Older methods are full, scattered and sharded. State dict types are FULL, SHARDED and LOCAL.
+    name: str
     rank0_only: bool = False
     offloads: bool = True
 
@@ -100,7 +102,7 @@ class StateDictMethod:
     def load(
         self, lab: Lab, optimizer: torch.optim.Optimizer, saved: dict[str, Any], **arguments: Any
     ) -> dict[str, Any]:
-        """What the optimizer is to load; the optimizer itself is left alone."""
+        """Return what the optimizer must load, without changing the optimizer."""
         if self.name == "sharded":
             return lab.fsdp.flatten_sharded_optim_state_dict(saved, lab.model, optimizer)
         if self.name == "full":
@@ -128,17 +130,17 @@ class StateDictMethod:
 
 
 def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
-    """What is saved, what a fresh optimizer is to load of it, and what becomes of that at the next step."""
+    """Save, load into a fresh optimizer, and step that optimizer. Return the states in between."""
     optimizer = optimized.stepped(lab.model)
     before = copied(plain(optimizer.state_dict()))
     saved = way.save(lab, optimizer)
-    # Row optim_state.whole_states_that_are_offloaded.
+    # See deviation optim_state.whole_states_that_are_offloaded.
     is_whole = lab.setup.keeps_parameters_whole(lab.rank.world_size)
     kept = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
     seen = {"order": [*saved.get("state", ())], "saved": kept(plain(saved))}
     fresh = optimized.optimizer(lab.model)
     found = way.load(lab, fresh, saved)
-    # What torch scatters is on the host or not as the rank and the parameter have it.
+    # The states that torch scatters are on the host or on the device, depending on the rank and the parameter.
     seen["found"] = (on_host if way.name == "scattered" else kept)(plain(found))
     fresh.load_state_dict(found)
     step(lab.model, fresh)
@@ -146,7 +148,7 @@ def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
 
 
 def saved_beside_meta(lab: Lab, way: StateDictMethod) -> Any:
-    """Where tensors are, with those of a parameter that is ignored and has no values: these cannot be offloaded."""
+    """Return the devices of saved tensors. An ignored parameter on the meta device must not be offloaded."""
     lab.plain.beside = nn.Linear(2, 2, device="meta")
     kind = {"use_orig_params": lab.setup.uses_orig_params}
     lab.model = lab.wrap(lab.plain, ignored_modules=[lab.plain.beside], **kind)
@@ -163,7 +165,7 @@ def on_host(value: Any) -> Any:
 
 
 def outlived(lab: Lab, way: StateDictMethod) -> list[str]:
-    """Names whose tensors are there when the state dict that has them is gone."""
+    """Return the names whose tensors survive the state dict that contained them."""
     optimizer = Optimized().stepped(lab.model)
     saved = way.save(lab, optimizer)
     held = {name: weakref.ref(state["exp_avg"]) for name, state in saved["state"].items()}
@@ -173,7 +175,7 @@ def outlived(lab: Lab, way: StateDictMethod) -> list[str]:
 
 
 def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: StateDictMethod) -> Any:
-    """What a state dict that came from elsewhere is saved as, once an optimizer has loaded it."""
+    """Load a state dict from elsewhere into an optimizer, and save that optimizer."""
     fresh = optimized.optimizer(lab.model)
     is_given = lab.rank.rank == 0 or not (way.rank0_only or way.name == "scattered")
     fresh.load_state_dict(way.load(lab, fresh, copied(saved) if is_given else {}))
@@ -181,7 +183,7 @@ def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: S
 
 
 def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: StateDictMethod) -> Any:
-    """What an optimizer is to load of what another library's saved, of the same module wrapped in its way."""
+    """Load a state that another library saved for the same module. Return it, and the states after a step."""
     wrote = Lab(lab.rank, load_library(writer), writers, lab.tree)
     saved = way.save(wrote, optimized.stepped(wrote.model))
     fresh = optimized.optimizer(lab.model)
@@ -193,7 +195,7 @@ def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: 
 
 
 def trained(lab: Lab, optimized: Optimized, way: StateDictMethod, is_interrupted: bool) -> Any:
-    """Weights, losses and states after training on, in the same model or in one that was saved and loaded."""
+    """Train, and save and load into another model halfway if `is_interrupted`. Return weights, losses and states."""
     optimizer = optimized.optimizer(lab.model)
     losses = [_trained_once(lab, optimizer, number) for number in range(2)]
     if is_interrupted:
@@ -225,7 +227,7 @@ def _fill(lab: Lab, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer by the names that the model has for parameters."""
+    """Return the state dict of an optimizer with the model's parameter names as keys."""
     names = [name for name, _ in model.named_parameters()]
     order = {parameter: name for name, parameter in zip(names, model.parameters(), strict=True)}
     numbered = [order[parameter] for group in optimizer.param_groups for parameter in group["params"]]

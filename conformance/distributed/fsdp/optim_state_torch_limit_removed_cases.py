@@ -1,4 +1,4 @@
-"""What torch gets wrong in state dicts of optimizers, made to happen; each returns what a rank sees of it."""
+"""Cases of optimizer state dicts that torch gets wrong. Each returns what a rank sees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OLDER_FULL, _FULL = StateDictMethod("full"), StateDictMethod("FULL", offloads=F
 
 
 def unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
-    """The state dict of the same model that was never wrapped."""
+    """Return the optimizer's state dict for the same model without wrapping."""
     model = lab.tree.build()
     return copied(by_name(model, optimized.stepped(model)))
 
@@ -35,7 +35,7 @@ def saved(lab: Lab, optimized: Optimized) -> Any:
 
 
 def there_and_back_as_dtensors(lab: Lab) -> dict[str, Any]:
-    """Of which types what is saved is, and whether a fresh optimizer has the states again that were saved."""
+    """Return the types of states that are saved as DTensors, and whether a fresh optimizer loads the same states."""
     fsdp, optimized = lab.api, Optimized("momentum")
     optimizer, fresh = optimized.stepped(lab.model), optimized.optimizer(lab.model)
     before = copied(optimizer.state_dict())
@@ -52,7 +52,7 @@ def there_and_back_as_dtensors(lab: Lab) -> dict[str, Any]:
 
 
 def counts_after_a_step(lab: Lab) -> list[float]:
-    """`step` of each parameter after one more, where those that were loaded had one number in common."""
+    """Return `step` of each parameter after a step, if all loaded states share one tensor for it."""
     saved = unwrapped(lab, Optimized(steps=2))
     common = torch.tensor(2.0)
     for state in saved["state"].values():
@@ -70,7 +70,7 @@ def saved_numbers_are_separate(lab: Lab) -> bool:
 
 
 def given_stays(lab: Lab) -> bool:
-    """Whether a state dict that was loaded is as it was once the optimizer has gone on."""
+    """Return whether a loaded state dict is unchanged after the optimizer has stepped."""
     saved = unwrapped(lab, Optimized())
     before = copied(saved)
     optimizer = Optimized().optimizer(lab.model)
@@ -85,7 +85,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def loaded_without_the_first(lab: Lab) -> Any:
-    """The names under which something is kept, once the first parameter of a unit had no state to load."""
+    """Return the names that are saved after a load in which the first parameter of a unit had no state."""
     optimized = Optimized("momentum")
     given = unwrapped(lab, optimized)
     del given["state"]["head.weight"]
@@ -102,7 +102,7 @@ def misshaped(lab: Lab) -> Any:
 
 
 def groups_of_two_kinds(lab: Lab) -> Any:
-    """Parameters of one unit in two groups, of which one keeps a tensor more."""
+    """Save parameters of one unit in two groups, of which one keeps an additional tensor."""
     parameters = list(lab.model.parameters())
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "amsgrad": True}]
     optimizer = torch.optim.Adam(groups, lr=0.05)
@@ -115,7 +115,7 @@ def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def of_another_shape(lab: Lab) -> Any:
-    """An optimizer that keeps what is shaped like no parameter, with the first of them on the second rank."""
+    """Save an optimizer that keeps a tensor without the shape of a parameter, on the second rank only."""
     optimizer = Optimized("momentum").stepped(lab.model)
     if lab.rank.rank == 1:
         next(iter(optimizer.state.values()))["extra"] = torch.zeros(3)
@@ -123,7 +123,7 @@ def of_another_shape(lab: Lab) -> Any:
 
 
 def in_a_list(lab: Lab) -> Any:
-    """An optimizer that keeps a list of tensors for each parameter, and one that is to load such lists."""
+    """Save and load a list of tensors for each parameter."""
     optimizer, fresh = Optimized("momentum").stepped(lab.model), Optimized("momentum").optimizer(lab.model)
     given = unwrapped(lab, Optimized("momentum"))
     for parameter, state in optimizer.state.items():
@@ -137,7 +137,7 @@ def in_a_list(lab: Lab) -> Any:
 
 
 def numbers_in_a_list(lab: Lab) -> Any:
-    """What was saved, and what was loaded of it, of lists to which the optimizer then goes on to add."""
+    """Return the lists in a saved and in a loaded state, after the optimizers changed their own lists."""
     optimizer, fresh = Optimized("momentum").stepped(lab.model), Optimized("momentum").optimizer(lab.model)
     for state in optimizer.state.values():
         state["losses"] = [0.5, torch.tensor(0.25)]
@@ -157,7 +157,7 @@ def numbers_in_a_list(lab: Lab) -> Any:
 
 
 def transposed(lab: Lab) -> Any:
-    """Of a parameter whose columns lie behind each other: what was kept, and what comes back."""
+    """Return whether the state of a transposed parameter is the same after it was saved and loaded."""
     weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
     module = nn.Module()
     module.register_parameter("weight", weight)
@@ -171,7 +171,7 @@ def transposed(lab: Lab) -> Any:
 
 
 def in_a_group(lab: Lab, of: int) -> Any:
-    """A model on every `of` ranks, and what each rank saves and loads in its group."""
+    """Save and load in groups of `of` ranks that each have a model."""
     ranks = [list(range(first, first + of)) for first in range(0, lab.rank.world_size, of)]
     group, _ = dist.new_subgroups_by_enumeration(ranks)
     model = lab.wrap(lab.plain, process_group=group, use_orig_params=True)
@@ -191,7 +191,7 @@ def in_a_group(lab: Lab, of: int) -> Any:
 
 
 def one_rank_refuses(lab: Lab, what: str) -> Any:
-    """The second rank is given what it cannot load."""
+    """Load a state that does not fit on the second rank."""
     given = copied(_FULL.save(lab, Optimized(steps=2).stepped(lab.model)))
     optimizer = Optimized(steps=1).stepped(lab.model)
     if lab.rank.rank == 1:
@@ -205,7 +205,7 @@ def one_rank_refuses(lab: Lab, what: str) -> Any:
 
 
 def parts_that_differ(lab: Lab) -> Any:
-    """Rows of a state that another rank was not given rows of."""
+    """Load sharded rows of a state that the second rank does not have."""
     optimizer, way = Optimized("momentum").stepped(lab.model), StateDictMethod("SHARDED")
     given = way.save(lab, optimizer)
     if lab.rank.rank == 1:
@@ -220,11 +220,13 @@ def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]
     return {"raised": raised, "is_as_before": _are_equal(before, after)}
 
 
-# -- how much is moved
+# -- amount of communication
 
 
 def received(lab: Lab, way: StateDictMethod) -> dict[str, int]:
-    """Bytes that this rank receives, the bytes of whole states, and those of a row of each of their tensors."""
+    """Return the bytes that this rank receives, and those of full states, of a row of each of their tensors, and of
+    a shard.
+    """
     optimizer = Optimized().stepped(lab.model)
     with Received() as saving:
         saved = way.save(lab, optimizer)

@@ -1,4 +1,4 @@
-"""State dicts of wrapped models: described by plain values, loaded elsewhere, and loaded where they do not fit."""
+"""Cases of state dicts of wrapped models: their contents, loading them elsewhere, and loading dicts that do not fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from conformance.judge.library import Library, load_library
 
 @dataclass(frozen=True)
 class Form:
-    """Which state dict is asked for."""
+    """State dict type and its configuration."""
 
     kind: str = "FULL"  # FULL, SHARDED or LOCAL
     config: Mapping[str, bool] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def set_form(library: Library, model: nn.Module, form: Form) -> None:
 
 
 def described(value: Any) -> Any:
-    """What a value of a state dict is, on this rank."""
+    """Return a description of a state dict's value on this rank."""
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
         parts = [(one.shard_offsets, one.shard_sizes, rank_of(one)) for one in metadata.shards_metadata]
@@ -61,7 +61,7 @@ def described(value: Any) -> Any:
 
 
 def rank_of(part: ShardMetadata) -> int:
-    """Where on the rank it is, is asked by `placed`."""
+    """Return the rank of a shard. The device is checked by `placed`."""
     assert part.placement is not None
     return part.placement.rank()
 
@@ -72,7 +72,7 @@ def rank_of(part: ShardMetadata) -> int:
 def saved(
     lab: Lab, *, form: Form, at: str = "root", inside: bool = False, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A state dict after a forward and a backward, and what has become of the model by it."""
+    """Save after a forward and a backward. Return the state dict, and the state of the model afterwards."""
     lab.backward()
     set_form(lab.library, lab.model, form)
     asked = {"root": lab.model, "inner": lab.units[-1], "body": lab.model.body}[at]
@@ -98,7 +98,7 @@ def saved(
 
 
 def shared(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:
-    """For each key what else has the same memory: keys, and tensors of the model."""
+    """Return, for each key, the other keys and the tensors of the model that share its memory."""
     owners: dict[int, list[str]] = {}
     for key, value in (*state_dict.items(), *model.named_parameters(), *model.named_buffers()):
         for tensor in _memory_of(value):
@@ -113,13 +113,16 @@ def _memory_of(value: Any) -> list[torch.Tensor]:
     return [tensor] if tensor.numel() else []
 
 
-# -- loading what was saved
+# -- loading a saved state dict
 
 
 def exchanged(
     lab: Lab, *, source: str, form: Form, at: str = "root", inside: bool = False, assign: bool = False
 ) -> dict[str, Any]:
-    """What a model of other values is after it has loaded what a model wrapped by the `source` library has saved."""
+    """Load a state dict of a model that the `source` library wrapped into a model with other values.
+
+    Return its state.
+    """
     library = load_library(source)
     origin = wrapped(lab.rank, library, lab.tree.build(), lab.setup)
     target = lab.wrapped(lab.tree.build(1))
@@ -128,7 +131,7 @@ def exchanged(
             buffer.add_(1)
     for one, of in ((origin, library), (target, lab.library)):
         set_form(of, one, form)
-        one.check_is_root()  # torch's body may not come before its root
+        one.check_is_root()  # torch must find the root before the body is used
     state_dict = origin.body.state_dict() if at == "body" else origin.state_dict()
     loaded = target.body if at == "body" else target
     context = lab.fsdp.summon_full_params(target) if inside else contextlib.nullcontext()
@@ -150,7 +153,7 @@ def _copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
-    """Keys are missing or too many, and may be."""
+    """Load a state dict with missing or unexpected keys, with `strict=False`."""
     state_dict = moved(state_dict_of(lab, form))
     FAULTS[fault](state_dict)
     keys = lab.model.load_state_dict(state_dict, strict=False)
@@ -158,7 +161,7 @@ def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
 
 
 def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
-    """Of a model of other values."""
+    """Return the state dict of a model with other values."""
     origin = lab.wrapped(lab.tree.build(1))
     for one in (origin, lab.model):
         set_form(lab.library, one, form)
@@ -166,8 +169,10 @@ def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
 
 
 def with_a_late_parameter(lab: Lab, *, form: Form, of: str) -> dict[str, Any]:
-    """Of what a module of a unit, or one inside it, is given once it is wrapped: the unit around it manages the
-    parameter."""
+    """Save and load a parameter that was added inside a unit after wrapping.
+
+    The unit around the module manages the parameter.
+    """
     kind = {"use_orig_params": lab.setup.uses_orig_params}
     inner = lab.plain.body = lab.wrap(lab.plain.body, **kind)
     inner.module.get_submodule(of).late = nn.Parameter(torch.ones(4))
@@ -187,24 +192,24 @@ def with_a_late_parameter(lab: Lab, *, form: Form, of: str) -> dict[str, Any]:
 
 
 def moved(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """With buffers that are nobody else's and have other values."""
+    """Return the state dict with other values for plain tensors, which are copies."""
     return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
 
 
 def unsharded_state(lab: Lab) -> dict[str, torch.Tensor]:
-    """Whole parameters and buffers."""
+    """Return the full parameters and the buffers."""
     buffers = {f"buffer {name}": buffer.clone() for name, buffer in lab.model.named_buffers()}
     return gathered_parameters(lab.library, lab.model) | buffers
 
 
-# -- loading what does not fit
+# -- loading a state dict that does not fit
 
 Damage = Callable[[dict[str, Any]], Any]
 _SOME, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
 
 
 def _deal_in_two_parts(found: dict[str, Any]) -> None:
-    """Each row of what is dealt is a shard of its own."""
+    """Split the local shards of a ShardedTensor into one shard for each row."""
     dealt = found[_SOME]
     if isinstance(dealt, ShardedTensor):
         parts = [
@@ -242,7 +247,7 @@ FAULTS: dict[str, Damage] = {
 
 
 def failed(lab: Lab, *, form: Form, fault: str, on: Sequence[int], assign: bool = False) -> dict[str, Any]:
-    """What loading a dict raises on each rank, with a fault on some; and whether it has left anything."""
+    """Load a state dict that has a fault on some ranks. Return the error, the changed values and the next loss."""
     state_dict = moved(state_dict_of(lab, form))
     if lab.rank.rank in on:
         FAULTS[fault](state_dict)
@@ -260,7 +265,7 @@ def tried_to_load(
 
 
 def failed_below(lab: Lab) -> dict[str, Any]:
-    """The same at a module around units, with a fault on the second rank."""
+    """Load at a module around units, with a fault on the second rank."""
     state_dict = {
         key.removeprefix("body."): value
         for key, value in moved(state_dict_of(lab, Form())).items()
@@ -272,7 +277,7 @@ def failed_below(lab: Lab) -> dict[str, Any]:
 
 
 def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
-    """Half the ranks have saved what all are to load."""
+    """Load a state dict that half of the ranks have saved."""
     half = Setup("HYBRID_SHARD", ranks="groups", shards=lab.rank.world_size // 2, wrap=lab.setup.wrap)
     origin = lab.wrapped(lab.tree.build(1), half)
     for one in (origin, lab.model):
@@ -281,7 +286,7 @@ def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
 
 
 def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
-    """What a dict has, what is said of loading it into another model, and whether that model then has its values."""
+    """Load a state dict into another model. Return the keys, the result, and whether the model has the values."""
     state_dict = state_dict_of(lab, form)
     reported = tried(lambda: repr(lab.model.load_state_dict(state_dict)))
     return {
@@ -293,7 +298,7 @@ def loads_its_own(lab: Lab, *, form: Form) -> dict[str, Any]:
 
 
 def loads_by_swapping(lab: Lab, *, form: Form) -> dict[str, Any]:
-    """The same where modules swap tensors for others rather than copy into them; it trains on."""
+    """Load while modules swap tensors instead of copying into them, and then train."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         reported = loads_its_own(lab, form=form)
@@ -303,7 +308,7 @@ def loads_by_swapping(lab: Lab, *, form: Form) -> dict[str, Any]:
 
 
 class OnDemand:
-    """Has a tensor's shape and dtype and is none; a function of torch that is called with it gets the tensor itself."""
+    """Object with a tensor's shape and dtype. A function of torch that is called with it gets the actual tensor."""
 
     is_meta = True
 
@@ -320,7 +325,7 @@ def on_demand(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def loads_on_demand(lab: Lab, *, fault: str) -> dict[str, Any]:
-    """What is said of loading a whole dict of no tensors, and whether the model then has its values."""
+    """Load a full dict of objects that are no tensors. Return the result and whether the model has the values."""
     state_dict = state_dict_of(lab, Form("FULL"))
     if fault:
         FAULTS[fault](state_dict)
@@ -333,13 +338,16 @@ def loads_on_demand(lab: Lab, *, fault: str) -> dict[str, Any]:
 
 
 def assigned(lab: Lab, *, form: Form) -> dict[str, Any]:
-    """Whether `assign` loads what units manage; it trains on."""
+    """Load with `assign` into a wrapped model, and then train. Return whether the model has the values."""
     lab.model.load_state_dict(state_dict_of(lab, form), assign=True)
     return {"loaded": _has_values_of_other(lab), "loss": lab.backward()}
 
 
 def built_on_meta(lab: Lab, *, form: Form, assign: bool) -> dict[str, Any]:
-    """What has loaded of a model whose modules had no memory: its unit made some, but for a part that it ignores."""
+    """Load into a model that was wrapped on the meta device. Return what was loaded, and whether torch warned.
+
+    The unit has initialised its modules, except for the one that it ignores.
+    """
     origin = lab.wrapped(lab.tree.build(1))
     target = _wrapped_on_meta(lab)
     for one in (origin, target):
@@ -373,7 +381,7 @@ def _wrapped_on_meta(lab: Lab) -> nn.Module:
 
 
 def _has_values_of_other(lab: Lab) -> bool:
-    """Whether the parameters are those of the model that `state_dict_of` takes the dict of."""
+    """Return whether the parameters equal those of the model in `state_dict_of`."""
     actual = gathered_parameters(lab.library, lab.model)
     expected = lab.tree.build(1).named_parameters()
     return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
@@ -383,7 +391,7 @@ def _has_values_of_other(lab: Lab) -> bool:
 
 
 def written(lab: Lab, *, path: str, form: Form) -> list[str]:
-    """Have torch.distributed.checkpoint write a model's state; its keys."""
+    """Save a model's state with torch.distributed.checkpoint. Return its keys."""
     set_form(lab.library, lab.model, form)
     state_dict = lab.model.state_dict()
     torch.distributed.checkpoint.save(state_dict, checkpoint_id=path)
@@ -391,7 +399,7 @@ def written(lab: Lab, *, path: str, form: Form) -> list[str]:
 
 
 def read(lab: Lab, *, path: str, form: Form) -> dict[str, Any]:
-    """The whole of a model of other values that torch.distributed.checkpoint has read a state into."""
+    """Load a state with torch.distributed.checkpoint into a model with other values. Return the full parameters."""
     target = lab.wrapped(lab.tree.build(1))
     set_form(lab.library, target, form)
     state_dict = target.state_dict()
@@ -400,11 +408,11 @@ def read(lab: Lab, *, path: str, form: Form) -> dict[str, Any]:
     return gathered_parameters(lab.library, target)
 
 
-# -- what is set
+# -- settings
 
 
 def settings(lab: Lab) -> dict[str, Any]:
-    """What can be set, what was set before, and what is refused."""
+    """Return the settings before and after changes, and the errors of settings that are refused."""
     fsdp, types = lab.fsdp, lab.library.distributed.fsdp.StateDictType
     configs = lab.library.distributed.fsdp
     seen: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(lab.model))}
@@ -441,11 +449,13 @@ def _set_now(lab: Lab) -> str:
     try:
         return str(lab.fsdp.get_state_dict_type(lab.model))
     except RuntimeError as error:
-        return f"RuntimeError: {' '.join(error.args)}"  # torch 2.11 hands its sentences over one by one
+        return (
+            f"RuntimeError: {' '.join(error.args)}"  # torch 2.11 passes its sentences as separate arguments
+        )
 
 
 def after_an_error_inside(lab: Lab) -> str:
-    """The type that is set after the context was left by an exception."""
+    """Return the type that is set after an exception inside the context."""
     types = lab.library.distributed.fsdp.StateDictType
     with contextlib.suppress(KeyError), lab.fsdp.state_dict_type(lab.model, types.SHARDED_STATE_DICT):
         raise KeyError("injected")
@@ -453,7 +463,7 @@ def after_an_error_inside(lab: Lab) -> str:
 
 
 def set_on_no_unit(lab: Lab) -> Any:
-    """What comes of the context around a module without any unit."""
+    """Enter the context for a module without units. Return the result or the error."""
     types = lab.library.distributed.fsdp.StateDictType
 
     def enter() -> str:
@@ -464,17 +474,19 @@ def set_on_no_unit(lab: Lab) -> Any:
 
 
 def saved_while_unsharded(lab: Lab, *, form: Form) -> Any:
-    """Inside summon_full_params the keys of a state dict, or what is raised."""
+    """Return the keys of a state dict inside summon_full_params, or the error."""
     set_form(lab.library, lab.model, form)
     with lab.fsdp.summon_full_params(lab.model, writeback=False):
         return tried(lambda: list(lab.model.state_dict()))
 
 
-# -- how much is moved
+# -- amount of communication
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes of tensors that collectives leave on this rank; objects by which ranks agree are not counted."""
+    """Mode that counts the bytes of tensors that collectives leave on this rank, without the objects that ranks
+    exchange.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -489,7 +501,7 @@ class Received(TorchDispatchMode):
 
 
 def traffic(lab: Lab) -> dict[str, int]:
-    """Bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
+    """Return the bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
     set_form(lab.library, lab.model, Form("SHARDED"))
     with Received() as saving:
         state_dict = lab.model.state_dict()

@@ -1,4 +1,4 @@
-"""What modules do to state dicts in ways of their own, and hooks that users register."""
+"""Cases of modules that customise their state dicts, and of state dict hooks that users register."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.distributed.fsdp.state_dict_cases import (
 
 
 class Remembering(nn.Module):
-    """Has a state that is no tensor."""
+    """Module with an extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Remembering(nn.Module):
 
 
 def remembered(lab: Lab) -> list[str]:
-    """A state that is no tensor, after a load that fails."""
+    """Return the extra state of a module after a load that failed."""
     module = lab.model.body.remembering = Remembering()
     state_dict = lab.model.state_dict()
     del state_dict["head.bias"]
@@ -44,7 +44,7 @@ def remembered(lab: Lab) -> list[str]:
 
 
 def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
-    """A user's hook raises on the last rank in the middle of loading."""
+    """Load with a user's hook that raises on the last rank."""
 
     def raises(*args: Any) -> None:
         if lab.rank.rank == lab.rank.world_size - 1:
@@ -55,7 +55,7 @@ def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
 
 
 def hooked(lab: Lab) -> dict[str, Any]:
-    """What hooks of a module inside a unit, and of a unit, are given; they change names and values."""
+    """Return the arguments of hooks on a module inside a unit and on the root. The hooks change names and values."""
     seen: list[Any] = []
     head, root = lab.model.head, lab.model
 
@@ -86,7 +86,7 @@ def hooked(lab: Lab) -> dict[str, Any]:
 
 
 def seen_by_a_hook(lab: Lab) -> Any:
-    """Whether the parameter that a module's own hook meets in SHARDED_STATE_DICT is whole, with values."""
+    """Return whether a module's own hook sees the full parameter and its values in SHARDED_STATE_DICT."""
     whole = gathered_parameters(lab.library, lab.model)["head.weight"]
     set_form(lab.library, lab.model, Form("SHARDED"))
     seen: list[bool] = []
@@ -101,7 +101,7 @@ def seen_by_a_hook(lab: Lab) -> Any:
 
 
 class OwnWay(nn.Linear):
-    """Loads in a way of its own: all of its weight, or what does not fit."""
+    """Linear layer that loads by itself: twice its weight, or a weight that does not fit."""
 
     fits = True
 
@@ -118,7 +118,7 @@ class OwnWay(nn.Linear):
 
 
 def loaded_in_its_own_way(lab: Lab, *, fits: bool) -> dict[str, Any]:
-    """What a module inside a unit makes of a dict, or what comes of that."""
+    """Load into a unit's inner module that loads by itself. Return the error and the full parameters."""
     state_dict = moved(state_dict_of(lab, Form()))
     lab.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
     return tried_to_load(lab, state_dict) | {"whole": gathered_parameters(lab.library, lab.model)}

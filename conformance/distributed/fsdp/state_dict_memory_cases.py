@@ -1,4 +1,4 @@
-"""How much a rank holds while a state dict is saved or loaded; where what is saved is, and what is held of it later."""
+"""Cases of state dicts and memory: the peak while saving or loading, devices of saved tensors, and their lifetime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.distributed.fsdp.state_dict_cases import Form, on_demand, rank_
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that what operators have returned since it began has had at a time; `old` is left out."""
+    """Mode that records the peak bytes of tensors that operators return, without the storages of `old`."""
 
     def __init__(self, old: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def held_while_saving(lab: Lab) -> tuple[int, float]:
-    """How many bytes the state dict of one large unit has on this rank, and how many times the model the rank held."""
+    """Return the bytes of one large unit's state dict on this rank, and the peak memory as a multiple of the model."""
     torch.manual_seed(1)
     body = nn.Sequential(*(nn.Linear(640, 640) for _ in range(5)))
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())
@@ -56,7 +56,7 @@ def held_while_saving(lab: Lab) -> tuple[int, float]:
 
 
 def held_while_loading(lab: Lab) -> float:
-    """How many times the model the rank held while a dict of many units that is read on demand was loaded."""
+    """Return the peak memory, as a multiple of the model, while many units load a dict that is read on demand."""
     torch.manual_seed(1)
     body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())
@@ -77,7 +77,7 @@ def placed_states(lab: Lab, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
 
 
 def _placements(lab: Lab, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
-    """Of each part that this rank has, whether it is where it was asked for, and said to be."""
+    """Return, for each shard of this rank, whether the shard and its metadata are on the requested device."""
     asked = torch.device("cpu") if offloads else lab.rank.device
     seen: list[tuple[bool, bool]] = []
     for value in tree_leaves(saved):
@@ -89,7 +89,7 @@ def _placements(lab: Lab, saved: Mapping[str, Any], *, offloads: bool) -> list[t
 
 
 def devices_of_states(lab: Lab, *, way: StateDictMethod) -> set[str]:
-    """Of what is sharded those of the parts."""
+    """Return the device types of the saved states, or of their local shards."""
     saved = tree_leaves(way.save(lab, Optimized("momentum").stepped(lab.model))["state"])
     parts = (
         [one.tensor for one in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
@@ -99,7 +99,7 @@ def devices_of_states(lab: Lab, *, way: StateDictMethod) -> set[str]:
 
 
 def outlived(lab: Lab, *, form: Form) -> list[str]:
-    """Keys whose tensors are there when the dict that has them is gone; buffers are the model's own."""
+    """Return the keys whose tensors survive the state dict. Buffers are left out, because the model owns them."""
     set_form(lab.library, lab.model, form)
     own = {id(buffer) for buffer in lab.model.buffers()}
     state_dict = lab.model.state_dict()

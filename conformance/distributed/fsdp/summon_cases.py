@@ -1,4 +1,4 @@
-"""Probes of `summon_full_params`."""
+"""Cases of `summon_full_params`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 
 
 def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
-    """What lies inside, and what is left of it: `adds`, and the rank, is added to each parameter, and to each gradient.
+    """Return the tensors inside `summon_full_params`, and after it.
 
-    `at` counts the units from the root.
+    The sum of `adds` and the rank is added to each parameter, and to each gradient. `at` counts the units from the
+    root.
     """
     lab.backward()
     with lab.fsdp.summon_full_params(lab.units[at], **options):
@@ -38,14 +39,17 @@ def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0
 
 
 def unsharded(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole parameters and gradients, and where they lie."""
+    """Return the full parameters and gradients on the device where they are shown."""
     lab.backward()
     with lab.fsdp.summon_full_params(lab.model, **options):
         return {name: state_of(parameter) for name, parameter in lab.model.named_parameters()}
 
 
 def changed_behind(lab: Lab) -> dict[str, torch.Tensor]:
-    """What was shown of parameters that are 0 right behind it: the second time, when they lie where they stay."""
+    """Return the parameters of a second summon, which were zeroed right after it.
+
+    The second summon shows them in memory that is kept.
+    """
     shown: dict[str, torch.Tensor] = {}
     for _ in range(2):
         with lab.fsdp.summon_full_params(lab.model, writeback=False):
@@ -59,7 +63,10 @@ def changed_behind(lab: Lab) -> dict[str, torch.Tensor]:
 def computes(
     lab: Lab, *, options: Mapping[str, Any], by: str = "unit", backward: str = "", adds: float = 0.0
 ) -> dict[str, Any]:
-    """A forward inside, of the outermost unit or of the `module` that it wraps; `backward` is `inside` or `after`."""
+    """Run a forward inside, of the root unit or of the `module` that it wraps.
+
+    `backward` is `inside`, `after` or empty.
+    """
     with lab.fsdp.summon_full_params(lab.model, **options):
         with torch.no_grad():
             for parameter in lab.model.parameters() if adds else ():
@@ -84,7 +91,7 @@ def computes(
 
 
 def backward_beside_gradients(lab: Lab) -> Any:
-    """What comes of a backward inside, where whole gradients are shown; and after the context."""
+    """Return the error of a backward inside the context while full gradients are shown."""
     lab.backward()
 
     def inside() -> None:
@@ -102,7 +109,7 @@ def between_barriers(lab: Lab) -> None:
 
 
 def trains_on(lab: Lab) -> list[torch.Tensor]:
-    """Losses around a summoning that changes the parameters."""
+    """Return the losses before and after a summon that changes the parameters."""
     losses = [lab.backward()]
     with lab.fsdp.summon_full_params(lab.model), torch.no_grad():
         for parameter in lab.model.parameters():
@@ -138,7 +145,7 @@ def _summoned_by(lab: Lab, register: Any) -> Any:
 
 
 def restores_after_an_error(lab: Lab) -> dict[str, Any]:
-    """What is raised inside goes through, and the shards are back behind it."""
+    """Raise inside the context. Return the error, the restored shards and the next loss."""
 
     def raises() -> None:
         with lab.fsdp.summon_full_params(lab.model):
@@ -148,6 +155,6 @@ def restores_after_an_error(lab: Lab) -> dict[str, Any]:
 
 
 def of_plain_modules(lab: Lab) -> dict[str, torch.Tensor]:
-    """A module that is no unit, with units in it and above it."""
+    """Summon a module that is not a unit, with units in it and above it."""
     with lab.fsdp.summon_full_params(lab.model.body):
         return named(lab.model.body)
