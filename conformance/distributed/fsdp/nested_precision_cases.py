@@ -1,4 +1,4 @@
-"""Units inside one another, each with a mixed precision of its own: on the ranks, and unsharded."""
+"""Cases of nested units that each have their own mixed precision, on the ranks and unsharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Precision = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Nesting:
-    """Arguments of MixedPrecision, none for a unit that has none."""
+    """Arguments of MixedPrecision for two units. A unit with empty arguments has no mixed precision."""
 
     outer: Precision = field(default_factory=dict)
     inner: Precision = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Nesting:
 
 
 class Affine(nn.Linear):
-    """Takes what comes to the dtype of its weights, which is `computes_in` where nobody else sees to it."""
+    """Linear layer that computes in the dtype of its weight, or in `computes_in` if that is set."""
 
     computes_in: torch.dtype | None = None
 
@@ -56,7 +56,7 @@ def trained_in_parts(lab: Lab, *, nesting: Nesting, use_orig_params: bool) -> di
 
 
 def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]:
-    """A replica for each rank, whose gradients are averaged in full precision."""
+    """Train unsharded: one replica for each rank, whose gradients are averaged in full precision."""
     replicas = [built() for _ in range(world_size)]
     for replica in replicas:
         for name, module in replica.named_modules():

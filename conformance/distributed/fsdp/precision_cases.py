@@ -1,4 +1,4 @@
-"""Probes of mixed precision."""
+"""Cases of mixed precision in FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gradients(lab: Lab) -> dict[str, Any]:
 
 
 def inside(lab: Lab, *, training: bool) -> dict[str, Any]:
-    """The dtypes that each plain module meets in its forward, the output's, and the input gradient's."""
+    """Return the dtypes in the forward of each plain module, of the output, and of the input's gradient."""
     seen: dict[str, Any] = {}
     for name, module in lab.model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -43,7 +43,7 @@ def _noting(seen: dict[str, Any], name: str) -> Any:
 
 
 def buffers(lab: Lab) -> dict[str, torch.dtype]:
-    """After a forward, which the statistics of a batch may refuse in such a dtype."""
+    """Return the dtypes of buffers after a forward, which fails if batch statistics do not take the dtype."""
     tried(lab.forward)
     return {clean(name): buffer.dtype for name, buffer in lab.model.named_buffers()}
 
@@ -67,7 +67,9 @@ def in_sequence(lab: Lab, *, calls: str) -> list[Any]:
 
 
 def full_precision_in_eval(lab: Lab) -> dict[str, str]:
-    """The dtype in which the weights of the head are in an eval forward, by what the environment says at wrapping."""
+    """Return the dtype of the head's weight in an eval forward, for each value of the environment variable at
+    wrapping.
+    """
     found: dict[str, str] = {}
     for setting in ("", "1", "0"):
         with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):
@@ -78,9 +80,9 @@ def full_precision_in_eval(lab: Lab) -> dict[str, str]:
 
 
 def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
-    """By forwards in training, evaluation, and where some alone evaluate; some dtypes no batch statistics take.
+    """Return the dtypes of buffers after forwards in which none, all or some of the modules evaluate.
 
-    One buffer has low precision itself.
+    One buffer has low precision itself. A forward may fail, because batch statistics do not take every dtype.
     """
     seen = []
     lab.plain.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
@@ -122,7 +124,10 @@ class Normalised(nn.Module):
 
 
 def without_some_classes(lab: Lab, *, kind: str, use_orig_params: bool) -> dict[str, Any]:
-    """Two steps in bfloat16 but for modules of a class: the dtypes in each module's forward, and what is left."""
+    """Run two steps in bfloat16 except for modules of one class.
+
+    Return the dtypes in each forward and the parameters.
+    """
     ignored = (getattr(nn, kind),)
     model = lab.wrap(
         filled(Normalised()),

@@ -1,4 +1,4 @@
-"""What libraries that people train with read of units, and do to them, by names that are private in torch."""
+"""Cases of the private names of torch by which other libraries read and change units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEARNING_RATE = 0.1
 
 
 class Model(nn.Module):
-    """Of units with parameters and without any."""
+    """Model of units with and without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,10 @@ class Model(nn.Module):
 
 
 def read(lab: Lab, *, path: str, name: str, use_orig_params: bool) -> list[Any]:
-    """The attribute of whatever is found at the path of each unit: one thing, or what calling it yields."""
+    """Read an attribute of the object at `path` of each unit.
+
+    If the path leads to a method, read each item that it yields.
+    """
     plain = filled(Model())
     units, ignored = [nn.Linear, nn.Tanh], [plain.last]
     model = lab.wrap(plain, units=units, use_orig_params=use_orig_params, ignored_modules=ignored)
@@ -54,7 +57,7 @@ def _described(value: Any) -> Any:
 def upcast(
     lab: Lab, *, mixed_precision: Mapping[str, Any] | None, frozen: bool, **wrapping: Any
 ) -> dict[str, Any]:
-    """Loaded in bfloat16, trained in float32: what accelerate's `prepare_model` does between wrapping and optimizer."""
+    """Train a bfloat16 model that is cast to float32 after wrapping, as accelerate's `prepare_model` does."""
     plain = filled(Model()).to(torch.bfloat16)
     if frozen:
         plain.first.weight.requires_grad_(False)
@@ -75,7 +78,7 @@ def upcast(
         optimizer.step()
         optimizer.zero_grad()
     return {
-        # Which rank has which element of a unit that is frozen in part is the library's own affair.
+        # A library may choose which rank has which element of a partly frozen unit.
         "seen": {one["grad"].dtype for step in seen for one in step if one["grad"] is not None}
         if frozen
         else seen,

@@ -1,6 +1,6 @@
-"""In which dtypes gradients accumulate and are reduced: coefficients are chosen so that each dtype gives other bits.
+"""Cases of the dtypes in which gradients accumulate and are reduced.
 
-K = backwards, N = elements.
+The coefficients are chosen so that each dtype gives other bits. K = backwards, N = elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMEL = 24
 
 
 class Weighted(nn.Module):
-    """The gradient of its weight is the input, in the dtype that it is computed with."""
+    """Module whose weight has the input as its gradient, in the dtype of the computation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Weighted(nn.Module):
 
 
 def coefficients(rank: int) -> Tensor:
-    """Return the gradients [K, N] of a rank: neither their sums nor those over ranks fit into float32."""
+    """Return the gradients [K, N] of a rank. Neither their sums nor the sums over ranks fit into float32."""
     backward, element = torch.arange(BACKWARDS).view(-1, 1), torch.arange(_NUMEL)
     steps = 1 + (7 * element + 31 * backward + 57 * rank) % 101
     return (steps.to(DOUBLE) / 3) * 2.0 ** (4 * ((element + backward + rank) % 3) - 9)
@@ -43,7 +43,7 @@ def coefficients(rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Dtypes of gradients: as computed, accumulated without synchronization, reduced and shown."""
+    """Dtypes of gradients: as computed, accumulated without synchronisation, reduced and shown."""
 
     computed: torch.dtype
     accumulated: torch.dtype
@@ -79,7 +79,7 @@ def _accumulated(grads: Tensor, dtypes: Dtypes) -> Tensor:
 
 
 def _average(ranks: Sequence[Tensor], dtypes: Dtypes) -> Tensor:
-    """Sums over two ranks are rounded once, in whatever order; a division by two is exact."""
+    """Return the average over ranks. A sum over two ranks is rounded once in any order, and halving is exact."""
     total = _rounded(ranks[0], dtypes.reduced)
     for own in ranks[1:]:
         total = _rounded(total + _rounded(own, dtypes.reduced), dtypes.reduced)
@@ -104,7 +104,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def of_fully_shard(site: Site, schedule: str, replicates: bool) -> dict[str, Tensor]:
-    """Return the gradient of one parameter of float32 under each policy."""
+    """Return the gradient of one float32 parameter under each policy."""
     return {name: _by_fully_shard(site, policy, schedule, replicates) for name, policy in POLICIES.items()}
 
 

@@ -1,6 +1,6 @@
-"""What ranks do with sharded scalers: each makes the calls of a plan on gradients of its own, and tells what they did.
+"""Cases of sharded gradient scalers: each rank makes the calls of a plan on its own gradients and reports them.
 
-`ScalerProgram` is the whole of it: drawn or written in the parent, the same on every rank.
+The parent process creates a `ScalerProgram`, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 
 @dataclass(frozen=True)
 class ScalerCall:
-    """A method of `Player`, the optimizer that it is about, and its argument; `on`: by these ranks alone."""
+    """Call of a method of `Player` for one optimizer. With `on`, only these ranks make the call."""
 
     name: str
     which: int = 0
@@ -39,17 +39,17 @@ class ScalerCall:
 
 @dataclass(frozen=True)
 class ScalerProgram:
-    """What each rank has and which calls it makes."""
+    """Gradients of each rank, and the calls that the ranks make."""
 
-    parts: tuple[tuple[tuple[Gradient, ...], ...], ...]  # by rank, then by optimizer
+    parts: tuple[tuple[tuple[Gradient, ...], ...], ...]  # gradients by rank, then by optimizer
     calls: tuple[ScalerCall, ...]
     optimizers: tuple[str, ...] = ("sgd",)
-    options: Mapping[str, Any] = field(default_factory=dict)  # what the scaler is made with
-    groups: int = 1  # parts of the world, as neighbours, each of which decides for itself
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the scaler
+    groups: int = 1  # groups of neighbouring ranks, which decide separately
 
 
 class Player:
-    """One rank's parts and optimizers, under one scaler of the library's."""
+    """Gradients and optimizers of one rank, under one scaler of the library."""
 
     def __init__(
         self, rank: Rank, library: str, plan: ScalerProgram, group: dist.ProcessGroup | None
@@ -74,7 +74,10 @@ class Player:
             harness.scaler = scaler
 
     def backward(self, harness: Harness, grad_outcomes: tuple[float | None, ...] | None) -> None:
-        """Real gradients, added to what is there; the rank's outcome goes into the last element of the last one."""
+        """Add computed gradients to those of the rank.
+
+        The rank's outcome goes into the last element of the last one.
+        """
         harness.backward(grad_outcomes[self._rank] if grad_outcomes else None)
 
     def zero_grad(self, harness: Harness, _: None) -> None:
@@ -87,18 +90,18 @@ class Player:
                 parameter.grad.fill_(value)
 
     def sparse(self, harness: Harness, values: torch.Tensor) -> None:
-        """One parameter instead of all, with a sparse gradient in which a row comes twice."""
+        """Replace all parameters by one that has a sparse gradient with a repeated row."""
         parameter = torch.nn.Parameter(torch.zeros(4, dtype=values.dtype, device=self._device))
         rows = torch.tensor([[0, 2, 2]], device=self._device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about sparse tensors at large, once a process
+            warnings.simplefilter("ignore")  # general warning about sparse tensors, once per process
             parameter.grad = torch.sparse_coo_tensor(rows, values.to(self._device), (4,))
         harness.parameters = [parameter]
         harness.optimizer = torch.optim.SGD([parameter], lr=0.125)
         harness.used()
 
     def break_optimizer(self, harness: Harness, _: None) -> None:
-        """So that a check of it raises, wherever it looks for gradients."""
+        """Remove the optimizer's groups, so that any search for its gradients raises."""
         harness.optimizer.whole_groups, harness.optimizer.param_groups = harness.optimizer.param_groups, None
 
     def mend_optimizer(self, harness: Harness, _: None) -> None:
@@ -120,7 +123,7 @@ class Player:
     def update(self, harness: Harness, new_scale: Any) -> None:
         harness.scaler.update(new_scale)
         if isinstance(new_scale, torch.Tensor):
-            new_scale.zero_()  # it is the caller's again
+            new_scale.zero_()  # tensor that the caller may reuse
 
     def set(self, harness: Harness, numbers: Mapping[str, Any]) -> Any:
         for name, number in numbers.items():
@@ -131,7 +134,7 @@ class Player:
         return harness.scaler.load_state_dict(dict(state))
 
     def resume(self, harness: Harness, _: None) -> None:
-        """Another scaler, otherwise made, goes on from the state dict."""
+        """Continue with another scaler, created with other arguments, that loads the state dict."""
         other = self._make(self._device, init_scale=2.0, growth_factor=7.0)
         if state := harness.scaler.state_dict():
             other.load_state_dict(state)
@@ -147,11 +150,11 @@ class Player:
         harness.used()
 
     def hold_world(self, harness: Harness, _: None) -> None:
-        """As torch's scalers do from the start if the group is up when their module is imported."""
+        """Set the world group, as torch's scalers do if the group exists when their module is imported."""
         harness.scaler.process_group = dist.group.WORLD
 
     def answers(self, harness: Harness, _: None) -> Any:
-        """What torch's scalers cannot tell."""
+        """Return the results that torch's scalers do not offer, or None if the scaler lacks them."""
         if not hasattr(harness.scaler, "step_was_taken"):
             return None
         return (
@@ -162,7 +165,7 @@ class Player:
 
 
 def play(rank: Rank, *, library: str, plan: ScalerProgram) -> list[Outcome | None]:
-    """The outcome of each call; None where the rank does not make it."""
+    """Return the outcome of each call, or None for a call that this rank does not make."""
     with _group_of(rank, plan.groups) as group:
         player = Player(rank, library, plan, group)
         return [player.make(call) for call in plan.calls]
@@ -170,7 +173,7 @@ def play(rank: Rank, *, library: str, plan: ScalerProgram) -> list[Outcome | Non
 
 @contextlib.contextmanager
 def _group_of(rank: Rank, groups: int) -> Iterator[dist.ProcessGroup | None]:
-    """The rank's own of several groups that share the world out; None if there is one."""
+    """Context manager that splits the world into groups. Yield this rank's group, or None if there is only one."""
     if groups == 1:
         yield None
         return
@@ -184,7 +187,7 @@ def _group_of(rank: Rank, groups: int) -> Iterator[dist.ProcessGroup | None]:
 
 
 def in_anothers_group(rank: Rank, *, library: str) -> str:
-    """Each rank but the last is given a group of the last alone; what its check says."""
+    """Give every rank but the last a group that only has the last rank. Return the error of the scaler's check."""
     alone = dist.new_group([rank.world_size - 1])
     scaler = load_library(library).find(SCALER)(rank.device.type, process_group=alone)
     parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
@@ -196,7 +199,7 @@ def in_anothers_group(rank: Rank, *, library: str) -> str:
 
 
 def older_protocol(rank: Rank, *, library: str) -> tuple[Outcome, bool]:
-    """The step of an optimizer that takes the scaler, and whether that is what it got."""
+    """Return the outcome of a step by an optimizer that takes the scaler, and whether it got the scaler."""
     scaler = load_library(library).find(SCALER)(rank.device.type)
     parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
     scaler.scale(parameter.sum()).backward()
@@ -213,7 +216,7 @@ def train(
     grad_outcomes: tuple[tuple[float | None, ...], ...],
     **options: Any,
 ) -> list[Outcome]:
-    """torch's FSDP, a step for each of `grad_outcomes`, in which a rank's own is a factor of its inputs."""
+    """Train torch's FSDP with a step for each of `grad_outcomes`, in which each rank scales its inputs by a factor."""
     seeding.seed_all()
     half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     model = FullyShardedDataParallel(
