@@ -1,4 +1,4 @@
-"""Programs of no_sync: what may come before it, inside it and behind it."""
+"""Cases of no_sync with other calls before, inside and after the context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.distributed.fsdp.module_trees import loss_of
 
 
 def unpadded(state: dict[str, Any]) -> dict[str, Any]:
-    """A whole flat gradient may end in padding, which is zero."""
+    """Return the state without the padding at the end of a full flat gradient. The padding is zero."""
     grad = state["grad"]
     if grad is None or grad.dim() != 1 or not grad.any():
         return state
@@ -21,7 +21,7 @@ def unpadded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(lab: Lab) -> dict[str, Any]:
-    """This rank's parameters and gradients, averaged or not."""
+    """Return this rank's parameters and gradients. The gradients may be averaged or not."""
     return {name: unpadded(state_of(parameter)) for name, parameter in lab.model.named_parameters()}
 
 
@@ -43,7 +43,7 @@ def several_backwards(lab: Lab) -> Iterator[Any]:
 
 
 def a_backward_before(lab: Lab) -> Iterator[Any]:
-    """What was averaged and what was not are added up."""
+    """Accumulate in no_sync after a backward whose gradients were averaged."""
     lab.backward(0)
     with lab.model.no_sync():
         lab.backward(1)
@@ -52,7 +52,7 @@ def a_backward_before(lab: Lab) -> Iterator[Any]:
 
 
 def a_forward_alone(lab: Lab) -> Iterator[Any]:
-    """Its backward comes behind, and is averaged."""
+    """Run only the forward in no_sync. Its backward comes later, and its gradients are averaged."""
     with lab.model.no_sync():
         loss = loss_of(lab.forward(0))
     loss.backward()
@@ -60,7 +60,7 @@ def a_forward_alone(lab: Lab) -> Iterator[Any]:
 
 
 def a_backward_alone(lab: Lab) -> Iterator[Any]:
-    """Its forward came before; it is not averaged."""
+    """Run only the backward in no_sync, after its forward. The gradients are not averaged."""
     loss = loss_of(lab.forward(0))
     with lab.model.no_sync():
         loss.backward()
@@ -111,7 +111,7 @@ def clipping(lab: Lab) -> Iterator[Any]:
 
 
 def steps(lab: Lab) -> Iterator[Any]:
-    """Each of which begins with one that is not averaged."""
+    """Run steps that each begin with a backward in no_sync."""
     optimizer = torch.optim.SGD(lab.model.parameters(), 0.1, momentum=0.5)
     for number in range(3):
         with lab.model.no_sync():
@@ -139,7 +139,7 @@ DOES = (
 
 
 def around_no_sync(lab: Lab, *, does: Any) -> dict[str, Any]:
-    """What a function of this module shows on its way, and what is there in the end, on this rank and on all."""
+    """Run a function of `DOES`. Return its intermediate results, and this rank's and the full gradients at the end."""
     on_the_way = list(does(lab))
     return {
         "on the way": on_the_way,
@@ -149,7 +149,7 @@ def around_no_sync(lab: Lab, *, does: Any) -> dict[str, Any]:
 
 
 def and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
-    """An exception inside, or one no_sync in another: afterwards gradients are reduced again."""
+    """Leave no_sync by an exception, or nest it. Return the gradients of the next backward, which must be reduced."""
 
     def raises() -> None:
         with lab.model.no_sync():

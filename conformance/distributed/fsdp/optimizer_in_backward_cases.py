@@ -1,4 +1,4 @@
-"""Optimizers that step while the backward runs, so that no gradient outlives it."""
+"""Cases of optimizers that step during backward, so that no gradient outlives it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def built() -> nn.Module:
 def trained(
     lab: Lab, *, by: str, accumulates: bool, of: int | None = None, **wrapping: Any
 ) -> dict[str, Any]:
-    """Each optimizer has one parameter, `of` so many; `by` is `hooks` of the user's or `torch`'s helper.
+    """Train with one optimizer for each of the first `of` parameters, which steps during backward.
 
-    Where it `accumulates`, a backward in no_sync comes before each.
+    `by` is `hooks` for hooks of the user, or `torch` for torch's helper. If `accumulates`, a backward in no_sync
+    precedes each backward.
     """
     model = lab.wrap(built(), **wrapping)
     stepped = [*model.parameters()][:of]
@@ -43,7 +44,7 @@ def trained(
 
 
 def without_original_parameters(lab: Lab, *, strategy: str, is_late: bool) -> None:
-    """torch's helper with the flat parameter, before the first backward or behind it."""
+    """Use torch's helper with the flat parameter, before or after the first backward."""
     model = lab.wrap(built(), strategy=strategy)
     if is_late:
         _backward(model, lab.rank.rank, 0)
@@ -53,7 +54,7 @@ def without_original_parameters(lab: Lab, *, strategy: str, is_late: bool) -> No
 
 
 def only_an_input(lab: Lab, *, use_orig_params: bool) -> list[int]:
-    """How often hooks were called by a backward, and by then asking for the gradient of an input alone."""
+    """Return how often hooks ran in a backward, and after that with a request for the gradient of an input only."""
     model = lab.wrap(built(), use_orig_params=use_orig_params)
     called: list[torch.Tensor] = []
     for parameter in model.parameters():
@@ -81,7 +82,7 @@ def _backward(model: nn.Module, rank: int, number: int) -> None:
 
 
 def trained_unsharded(world_size: int, accumulates: bool, of: int | None = None) -> dict[str, torch.Tensor]:
-    """With one optimizer, `of` so many parameters, after each backward."""
+    """Train unsharded. One optimizer of the first `of` parameters steps after each backward."""
     replicas = [built() for _ in range(world_size)]
     for number in range(_STEPS):
         for rank, replica in enumerate(replicas):

@@ -1,4 +1,4 @@
-"""Units that return whatever a module may, and units of which not every output gets a gradient."""
+"""Cases of units that return any type of value, and of units whose outputs do not all get a gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 4
 
 
 class _Twofold(torch.autograd.Function):
-    """Two outputs of one node."""
+    """Function whose single node has two outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +31,7 @@ class _Twofold(torch.autograd.Function):
 
 
 class _Silent(torch.autograd.Function):
-    """Has no gradient for its input."""
+    """Function without a gradient for its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Forked(nn.Module):
 
 
 class _Attentive(nn.Module):
-    """A transformer's block that returns its attention too; compiled, it is one node with all that it returns."""
+    """Transformer block that also returns its attention. Compiled, it is a single node with both outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Attentive(nn.Module):
 
 
 class Model(nn.Module):
-    """Whose outermost unit uses one output of an inner one, or both, or lets no gradient through."""
+    """Model that uses one output of an inner unit, uses both, or lets no gradient through."""
 
     def __init__(self, uses: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Pair(NamedTuple):
     other: torch.Tensor
 
 
-# How a module returns what it has computed of its input, and how another one makes a tensor of that.
+# Pairs of functions: one makes a module's output of its input and result, and one makes a tensor of that output.
 _Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
 KINDS: dict[str, tuple[_Makes, _Takes]] = {
     "a named tuple": (lambda _, y: Pair(y, y * 2), lambda given: given.one + given.other),
@@ -117,7 +117,7 @@ KINDS: dict[str, tuple[_Makes, _Takes]] = {
     "one number": (lambda _, y: y.square().sum(), lambda given: given),
     "complex numbers": (lambda _, y: torch.complex(y, y * 2), lambda given: given.abs()),
 }
-# By who gets it, in place and not.
+# Outputs that the receiver doubles, in place and not in place.
 DOUBLED: dict[str, tuple[_Makes, _Takes]] = {
     "doubled in place": (lambda _, y: y, lambda given: given.mul_(2)),
     "doubled": (lambda _, y: y, lambda given: given * 2),
@@ -134,7 +134,7 @@ class _Handing(nn.Module):
 
 
 class Returning(nn.Module):
-    """Its `inner` unit returns one of `KINDS`, or the `outermost`."""
+    """Model in which the `inner` or the `outermost` unit returns one of `KINDS`."""
 
     def __init__(self, kind: str, by: str) -> None:
         super().__init__()
@@ -153,7 +153,10 @@ class Returning(nn.Module):
 def trained(
     lab: Lab, *, uses: str, strategy: str = "FULL_SHARD", use_orig_params: bool = False, by: str = ""
 ) -> dict[str, Any]:
-    """What each rank saw of two steps, and holds. `by` a unit that returns one of `KINDS`."""
+    """Train for two steps. Return what this rank saw, and the full gradients.
+
+    `by` names the unit that returns one of `KINDS`.
+    """
     model = Returning(uses, by) if by else Model(uses)
     arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
     if uses == "compiled":

@@ -1,4 +1,4 @@
-"""Models of which tensor parallelism has made some parameters DTensors, sharded by FSDP over the mesh's other ranks."""
+"""Cases of sharding models in which tensor parallelism has made some parameters DTensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOMENTUM = 0.9
 
 
 class Block(nn.Module):
-    """Two weights that tensor parallelism cuts, and a norm that it leaves to each rank."""
+    """Block with two weights that tensor parallelism shards, and a norm that each rank has in full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +43,12 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Parallel:
-    """
+    """Mesh and arguments of a model with tensor parallelism.
+
     Args:
-        sizes: of the mesh: ranks that replicate, if there are three, that share the data, and that share a weight.
-        arguments: of FullyShardedDataParallel, or of fully_shard.
-        leaves_last: the last block is left to the outermost unit.
+        sizes: sizes of the mesh: replicas (if there are three), ranks that share the data, ranks that share a weight.
+        arguments: arguments of FullyShardedDataParallel or of fully_shard.
+        leaves_last: whether the last block is left to the outermost unit.
     """
 
     sizes: tuple[int, ...]
@@ -58,7 +59,7 @@ class Parallel:
 
     @property
     def batches(self) -> int:
-        """Ranks that see data of their own."""
+        """Number of ranks that have their own data."""
         return functools.reduce(int.__mul__, self.sizes[:-1])
 
 
@@ -83,7 +84,7 @@ def mesh_of(rank: Rank, sizes: tuple[int, ...]) -> DeviceMesh:
 
 
 class ParallelSite:
-    """A rank's model, and an optimizer that has not stepped yet."""
+    """Model of a rank, and an optimizer that has not stepped yet."""
 
     def __init__(self, rank: Rank, library: Library, parallel: Parallel, seed: int = 0) -> None:
         self.parallel = parallel
@@ -155,7 +156,7 @@ class ParallelSite:
 
 
 def laid_out(tensor: Any) -> dict[str, Any]:
-    """How a tensor lies over the ranks, and all of it."""
+    """Return a tensor's layout over the ranks and its full values."""
     if not isinstance(tensor, DTensor):
         return {"values": tensor.detach().clone(), "requires_grad": tensor.requires_grad}
     return {
@@ -168,7 +169,7 @@ def laid_out(tensor: Any) -> dict[str, Any]:
 
 
 def probe(rank: Rank, *, library: str, asks: Any, parallel: Parallel, **arguments: Any) -> Outcome:
-    """What `asks(rank, library, parallel, **arguments)` sees; `asks` is a function of this module."""
+    """Return the outcome of `asks(rank, library, parallel, **arguments)`. `asks` must be a function of this module."""
     found = load_library(library)
     return observe(lambda: asks(rank, found, parallel, **arguments))
 
@@ -181,7 +182,7 @@ def train(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
 
 
 def train_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    """What `train` sees of fully_shard, its gradients before the first step, and clipped ones."""
+    """Train with fully_shard. Return also the gradients before the first step, and clipped gradients."""
     site = ParallelSite(rank, library, parallel)
     site.backward(0)
     clipped = [p for p in site.model.parameters() if len(p.placements) == len(parallel.sizes)]
@@ -202,7 +203,7 @@ def accumulate_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict
 
 
 def load_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    """What DCP's own functions make of a model and its optimizer, loaded into another one."""
+    """Save a model and its optimizer with DCP's own functions, and load them into another model."""
     trained, other = (ParallelSite(rank, library, parallel, seed) for seed in (0, 1))
     for site in (trained, other):
         site.step(0)
@@ -214,7 +215,7 @@ def load_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, 
 
 
 def on_another_mesh(rank: Rank, library: Library, parallel: Parallel) -> None:
-    """Parameters are DTensors over a mesh that has nothing to do with the one to shard over."""
+    """Shard a model over a mesh that is unrelated to the mesh of its DTensor parameters."""
     model = plain_model()
     parallelize_module(model[0], mesh_of(rank, parallel.sizes)["model"], {"up": ColwiseParallel()})
     other = rank.mesh(rank.world_size, names=("elsewhere",))
@@ -222,7 +223,7 @@ def on_another_mesh(rank: Rank, library: Library, parallel: Parallel) -> None:
 
 
 def accumulate(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    """Two backwards for a step, of which the first does not synchronise; the second after a look at the gradients."""
+    """Step after two backwards, of which the first does not synchronise. Return the gradients and the parameters."""
     site = ParallelSite(rank, library, parallel)
     with site.model.no_sync():
         site.backward(0)
@@ -233,7 +234,7 @@ def accumulate(rank: Rank, library: Library, parallel: Parallel) -> dict[str, An
 
 
 def write_summoned(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    """Parameters, and gradients where they are the user's own, read and written while they are unsharded."""
+    """Read and write unsharded parameters, and their gradients with `use_orig_params`. Then train."""
     site = ParallelSite(rank, library, parallel)
     originals = bool(parallel.arguments.get("use_orig_params"))
     site.backward(0)
@@ -263,7 +264,7 @@ def save(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict
 
 
 def reload(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
-    """A model of other values is given those of one that was trained."""
+    """Load the state dict of a trained model into a model with other values."""
     trained, other = (ParallelSite(rank, library, parallel, seed) for seed in (0, 1))
     trained.step(0)
     other.load(kind, trained.state_dict(kind))
@@ -271,7 +272,7 @@ def reload(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> di
 
 
 def resume(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
-    """The optimizer's state too; both go on."""
+    """Load the states of a trained model and its optimizer into another model. Then step both."""
     trained, other = (ParallelSite(rank, library, parallel, seed) for seed in (0, 1))
     trained.step(0)
     other.step(0)
@@ -283,7 +284,7 @@ def resume(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> di
 
 
 def reshard(rank: Rank, library: Library, parallel: Parallel, *, path: str, sizes: tuple[int, ...]) -> Any:
-    """What was written over one mesh is read over another one."""
+    """Save a model on one mesh and load it on another one."""
     kind = "SHARDED"
     trained = ParallelSite(rank, library, parallel)
     trained.step(0)
@@ -305,7 +306,7 @@ def clip(rank: Rank, library: Library, parallel: Parallel, *, norm_type: float) 
 
 
 def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int) -> str:
-    """One rank is given a state dict that it cannot load."""
+    """Load a state dict that lacks a key on one rank. Return the error, or "loaded"."""
     site = ParallelSite(rank, library, parallel)
     before = site.shards()
     state = site.state_dict("FULL")
@@ -325,7 +326,10 @@ def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int)
 def train_unsharded(
     parallel: Parallel, norm: tuple[float, float] | None = None, steps: int | None = None, backwards: int = 1
 ) -> dict[str, Any]:
-    """The mean over all batches, of so many backwards a step; with `norm`, the largest one and its order, clipped."""
+    """Train on the mean over all batches, with `backwards` backwards per step.
+
+    `norm` is the maximum norm and its order, for clipping.
+    """
     model = plain_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=_MOMENTUM)
     total = None

@@ -1,4 +1,4 @@
-"""What torch's class refuses or gets wrong, on small modules of their own; a rank returns what it ends with."""
+"""Cases of small modules that torch's FullyShardedDataParallel refuses or gets wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BACKWARDS = 2
 
 
 class Shifted(nn.Module):
-    """Has parameters of two dtypes."""
+    """Module with parameters of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class OneElement(nn.Module):
 
 
 class Position(nn.Module):
-    """Returns a part of its parameter, which the module around it adds."""
+    """Module that returns a slice of its parameter, which the outer module adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Position(nn.Module):
 
 
 class Positioned(nn.Module):
-    """Returns, beside what it computes, a parameter of its own."""
+    """Module that returns its result together with a slice of its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Both(Positioned):
 
 
 class Description:
-    """What no container of torch's or Python's is."""
+    """Object that is no container of torch or of Python, with references to itself."""
 
     def __init__(self, mean: torch.Tensor, spread: torch.Tensor) -> None:
         self.parts = {"mean": mean}
@@ -91,7 +91,7 @@ class _Spread:
 
 
 class Describing(nn.Module):
-    """Returns an object, which may have a parameter among what it holds."""
+    """Module that returns an object, which may hold a parameter."""
 
     def __init__(self, holds_parameter: bool) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Describing(nn.Module):
 
 
 class Described(nn.Module):
-    """Computes with what such an object holds."""
+    """Module that computes with the contents of an object that its inner module returns."""
 
     def __init__(self, holds_parameter: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Described(nn.Module):
 
 
 class Kept:
-    """Goes from unit to unit, and has what each has computed."""
+    """Object that is passed from unit to unit and keeps the output of each."""
 
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
@@ -137,7 +137,7 @@ class Keeping(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Its parameters have no elements."""
+    """Module whose parameter has no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def built(module: str) -> Any:
 
 
 def accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
-    """The losses of backwards that accumulate."""
+    """Run backwards that accumulate. Return their losses."""
     dtype = min((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
     losses = []
     for number in range(_BACKWARDS):
@@ -199,9 +199,10 @@ def accumulate(
     on: str = "cpu",
     strategy: str = "FULL_SHARD",
 ) -> dict[str, Any]:
-    """`on` is the device that is named, or none. Modules with odd parameters are units of their own.
+    """Accumulate gradients of a wrapped module. Inner modules with unusual parameters become units.
 
-    Replicas are as many as ranks, none of which is shared: by a `mesh`, or for want of one and of groups by `default`.
+    `on` is the device that is passed, or empty. With `replicas`, each rank has a full replica, either by a `mesh` or by
+    the `default` of a hybrid strategy.
     """
     arguments: dict[str, Any] = {"device_id": torch.device(on) if on else None}
     if replicas == "mesh":
@@ -215,7 +216,9 @@ def accumulate(
 
 
 def saved_after_a_backward(lab: Lab, *, strategy: str) -> list[str]:
-    """The names of what is saved of a model whose outer unit is frozen and is given what needs no gradients."""
+    """Return the names in the state dict after a backward, if the outer unit is frozen and its input needs no
+    gradient.
+    """
     kind: dict[str, Any] = {"strategy": strategy, "use_orig_params": True}
     outer = nn.Linear(3, 4).requires_grad_(False)
     model = lab.wrap(nn.Sequential(outer, lab.wrap(nn.Linear(4, 2), **kind)), **kind)
@@ -224,7 +227,7 @@ def saved_after_a_backward(lab: Lab, *, strategy: str) -> list[str]:
 
 
 def states_without_elements(lab: Lab) -> dict[str, Any]:
-    """The shapes of gradients, and the names of states that are saved, where the last parameter has no elements."""
+    """Return the shapes of gradients and the names of saved states, if the last parameter has no elements."""
     whole = nn.Sequential(nn.Linear(3, 4), Nothing())
     model = lab.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
@@ -243,7 +246,7 @@ def one_step_of_many_units(lab: Lab, *, keeps: bool) -> None:
 
 
 def output_after_a_step(lab: Lab, *, evaluates: bool, fused: bool) -> torch.Tensor:
-    """What the model makes of one input after a step, between whose backward and itself it may have been evaluated."""
+    """Return the model's output after a step. It may be evaluated between the backward and the step."""
     model = lab.wrap(built("plain"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
     accumulated(model, lab.rank.rank)
@@ -255,13 +258,13 @@ def output_after_a_step(lab: Lab, *, evaluates: bool, fused: bool) -> torch.Tens
 
 
 def output_of_an_inner_module(lab: Lab, *, module: str = "plain") -> torch.Tensor:
-    """A module inside a unit, called by itself."""
+    """Call a module inside a unit by itself."""
     model = lab.wrap(nn.Sequential(built(module), nn.Linear(4, 2)), use_orig_params=True)
     return model.module[0](torch.ones(1, 3)).detach()
 
 
 def returned_parameters(lab: Lab, *, strategy: str, inference: bool) -> torch.Tensor:
-    """What a model without gradients returned of its parameters, after memory of their size was written to."""
+    """Return parameters that a forward without gradients returned, after other memory of their size was written to."""
     model = lab.wrap(Both(), strategy=strategy)
     with torch.inference_mode() if inference else torch.no_grad():
         returned = model(torch.ones(5, 3))[1]
@@ -270,7 +273,7 @@ def returned_parameters(lab: Lab, *, strategy: str, inference: bool) -> torch.Te
 
 
 class Full(nn.Module):
-    """Hands a unit numbers in full precision, and may compute it again."""
+    """Model that passes float32 inputs to a unit, whose forward may be checkpointed."""
 
     def __init__(self, computed_again: bool) -> None:
         super().__init__()
@@ -283,7 +286,7 @@ class Full(nn.Module):
 
 
 def computed_again_in_low_precision(lab: Lab, *, around: str) -> list[dict[str, torch.Tensor]]:
-    """Gradients without and with a region that is computed again, around a `unit` or the `root`."""
+    """Return the gradients without and with activation checkpointing, around a `unit` or the `root`."""
     precision = lab.api.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
 
     def gradients(computed_again: bool) -> dict[str, torch.Tensor]:
@@ -300,14 +303,14 @@ def computed_again_in_low_precision(lab: Lab, *, around: str) -> list[dict[str, 
 
 
 def mapped(lab: Lab, *, use_orig_params: bool) -> torch.Tensor:
-    """What torch.vmap makes of a model that was never called before."""
+    """Return the output of torch.vmap for a model that was never called before."""
     plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     model = lab.wrap(plain, use_orig_params=use_orig_params)
     return torch.vmap(model)(torch.linspace(-1, 1, 12).view(2, 2, 3)).detach()
 
 
 class Doubling(nn.Linear):
-    """Changes its own weight while it computes."""
+    """Linear layer that changes its own weight in forward."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -316,7 +319,7 @@ class Doubling(nn.Linear):
 
 
 def weight_changed_in_forward(lab: Lab) -> torch.Tensor:
-    """The whole weight afterwards, which began with ones."""
+    """Return the full weight after a forward that changed it. The weight began with ones."""
     plain = Doubling(3, 4)
     nn.init.ones_(plain.weight)
     model = lab.wrap(plain)
@@ -326,21 +329,21 @@ def weight_changed_in_forward(lab: Lab) -> torch.Tensor:
 
 
 def tied_in_two_units(lab: Lab) -> int:
-    """How many parameters are left to step where two units, wrapped by hand, have one between them."""
+    """Return the number of parameters to step if two explicitly wrapped units share one."""
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight
     return len(list(lab.wrap(nn.Sequential(lab.wrap(first), lab.wrap(second))).parameters()))
 
 
 def copied(lab: Lab, *, use_orig_params: bool) -> str:
-    """A deep copy of a model with a unit inside."""
+    """Return the type of a deep copy of a model with an inner unit."""
     inner = lab.wrap(nn.Linear(4, 2), use_orig_params=use_orig_params)
     model = lab.wrap(nn.Sequential(nn.Linear(3, 4), inner), use_orig_params=use_orig_params)
     return type(copy.deepcopy(model)).__name__
 
 
 def tied_on_meta(lab: Lab, *, across: bool, by: str) -> tuple[int, float]:
-    """Tied weights of a model on the meta device, in one unit or `across` two: how many there are in the end."""
+    """Wrap tied weights on the meta device, in one unit or `across` two. Return the number of parameters and a sum."""
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)))
     plain[1][0].weight = plain[0].weight
@@ -359,7 +362,7 @@ def tied_on_meta(lab: Lab, *, across: bool, by: str) -> tuple[int, float]:
 
 
 def clipped_with_an_inf(lab: Lab) -> torch.Tensor:
-    """Clipping that is to refuse: one rank's gradients have an inf."""
+    """Clip with `error_if_nonfinite` while one rank's gradients contain an inf."""
     model = lab.wrap(built("plain"))
     accumulated(model, lab.rank.rank)
     if lab.rank.rank == 0:

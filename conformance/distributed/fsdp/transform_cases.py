@@ -1,4 +1,4 @@
-"""Backwards through what transforms of torch.func return of a model, for both APIs and without sharding."""
+"""Cases of backwards through the results of torch.func transforms, for both APIs and without sharding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.fully_shard_cases import full_value
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import Lab, tried
 
-Transform = Callable[[Any, Tensor], Tensor]  # of a model and its inputs [4, 6]
+Transform = Callable[[Any, Tensor], Tensor]  # function of a model and its inputs [4, 6]
 
 
 def _tangents(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _vjp_and_output(model: Any, x: Tensor) -> Tensor:
     return output.square() + pull_back(_tangents(x))[0].square()
 
 
-# Where the model is called with tensors that an outer graph records: torch puts its hooks on these.
+# Transforms that call the model with tensors of an outer graph, on which torch puts its hooks.
 FORWARD: dict[str, Transform] = {
     "vmap": lambda model, x: vmap(model)(x),
     "vmap of vmap": lambda model, x: vmap(vmap(model))(x.view(2, 2, 6)),
@@ -50,7 +50,7 @@ FORWARD: dict[str, Transform] = {
     "vmap of jvp": lambda model, x: vmap(lambda row: jvp(model, (row,), (_tangents(row),))[1])(x),
     "jacfwd": lambda model, x: jacfwd(model)(x[0]),
 }
-# Where a graph inside the transform is differentiated too.
+# Transforms that also differentiate a graph inside the transform.
 REVERSE: dict[str, Transform] = {
     "vjp": lambda model, x: vjp(model, x)[1](_tangents(x))[0],
     "vjp and output": _vjp_and_output,
@@ -74,7 +74,7 @@ def _inputs(device: torch.device, differentiable: bool) -> Tensor:
 def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
     """Run two backwards, since the first one may leave units in another state."""
     outputs: list[Tensor] = []
-    with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first transform
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first transform in a process
         for _ in range(2):
             output = transform(model, x)
             output.square().sum().backward()
@@ -119,9 +119,9 @@ def through_flat(
 
 
 def _linearized_twice(model: Any, device: torch.device) -> list[Tensor]:
-    """Return the derivative before and after the parameters were doubled."""
+    """Return the output and the derivative before and after the parameters were doubled."""
     x = _inputs(device, False)
-    with warnings.catch_warnings(action="ignore"):  # torch's own of a process's first transform
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first transform in a process
         output, derivative = linearize(model, x)
     before = derivative(_tangents(x))
     with torch.no_grad():
@@ -152,7 +152,7 @@ def linearized_flat(lab: Lab, *, strategy: str) -> list[list[Tensor]]:
 
 
 class _Hidden:
-    """An output that no library can search."""
+    """Output type in which no library can find the tensor."""
 
     __slots__ = ("tensor",)
 

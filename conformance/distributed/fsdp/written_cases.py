@@ -1,6 +1,6 @@
-"""What a user does to parameters and gradients between two calls of the model, with and without sharding.
+"""Cases of writes to parameters and gradients between two calls of the model, with and without sharding.
 
-Without sharding one process runs the data of all ranks, and averages their losses; a rank runs its own.
+Without sharding, one process runs the data of all ranks and averages their losses. A rank runs its own data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conformance.distributed.fsdp.lab import Lab, filled
 
 
 class Forked(nn.Module):
-    """One of its two inner units takes no part where the input is narrow."""
+    """Model with two inner units, of which one is only used if `forks`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Forked(nn.Module):
 
 
 class Headed(nn.Module):
-    """Backward reads the weights of the outermost unit."""
+    """Model whose backward reads the weights of the outermost unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Headed(nn.Module):
 
 @dataclass(frozen=True)
 class WritingTrainer:
-    """A model, which may be sharded, and the ranks whose data it is given here."""
+    """Model, which may be sharded, and the ranks whose data it gets."""
 
     model: nn.Module
     ranks: Sequence[int]
@@ -62,7 +62,7 @@ class WritingTrainer:
         self.loss(number, forks=forks).backward()
 
     def step(self, *, of: str = "", fused: bool = False) -> None:
-        """Plain descent, by torch's optimizer, of the parameters that have this in their names."""
+        """Step the parameters whose names contain `of` with torch's SGD, and clear all gradients."""
         stepped = [parameter for name, parameter in self.model.named_parameters() if of in name]
         torch.optim.SGD(stepped, 0.25, fused=fused).step()
         self.model.zero_grad()
@@ -73,7 +73,7 @@ class WritingTrainer:
 
 
 def exchanged_in_place(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Other values through `.data`, an evaluation, and the former ones through `.data`."""
+    """Write other values through `.data`, evaluate, and write the former values through `.data`."""
     parameters = list(trainer.model.parameters())
     former = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
@@ -85,7 +85,7 @@ def exchanged_in_place(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def exchanged_by_memory(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Other memory as `.data`, an evaluation, and the former memory."""
+    """Assign other memory to `.data`, evaluate, and assign the former memory."""
     parameters = list(trainer.model.parameters())
     outputs = [trainer.output()]
     former = [parameter.data for parameter in parameters]
@@ -98,7 +98,7 @@ def exchanged_by_memory(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def given_more_elements(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Other memory as `.data` of parameters that this rank has elements of, with one more."""
+    """Assign memory with one more element to `.data` of the parameters of which this rank has elements."""
     for parameter in trainer.model.parameters():
         if parameter.numel() > 0:
             parameter.data = torch.ones(parameter.numel() + 1)
@@ -106,14 +106,14 @@ def given_more_elements(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def given_one_dimension(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Other memory as `.data`, of as many elements, whatever the parameters' shape."""
+    """Assign one-dimensional memory with as many elements to `.data`."""
     for parameter in trainer.model.parameters():
         parameter.data = parameter.data.reshape(-1) * 0.5
     return [trainer.output()]
 
 
 def from_a_vector(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """torch.nn.utils' way to set all parameters, between two evaluations."""
+    """Set all parameters with torch.nn.utils' vector functions between two evaluations."""
     outputs = [trainer.output()]
     vector = nn.utils.parameters_to_vector(trainer.model.parameters())
     nn.utils.vector_to_parameters(vector.detach() * 0.5, trainer.model.parameters())
@@ -121,7 +121,7 @@ def from_a_vector(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def memory_while_unsharded(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Other memory as `.data` while gradients accumulate, when nothing is released yet."""
+    """Assign other memory to `.data` while gradients accumulate and parameters are still unsharded."""
     with trainer.unsynced():
         trainer.backward(0)
     for parameter in trainer.model.parameters():
@@ -132,7 +132,10 @@ def memory_while_unsharded(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def stepped_and_cleared(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """The optimizer moves no version counter, and has no gradients left; the model is whole for another backward."""
+    """Step with an optimizer that changes no version counter and clears its gradients.
+
+    The model stays unsharded meanwhile for another backward.
+    """
     trainer.backward(0)
     _unused = trainer.loss(1)
     optimizer = torch.optim.SGD(trainer.model.parameters(), 0.25, fused=True)
@@ -142,7 +145,7 @@ def stepped_and_cleared(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def stepped_between(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """By an optimizer, between a forward and its backward."""
+    """Step with an optimizer between a forward and its backward."""
     return _written_between(trainer, trainer.step)
 
 
@@ -151,7 +154,7 @@ def stepped_between_by_a_fused_one(trainer: WritingTrainer) -> list[torch.Tensor
 
 
 def changed_between(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """In place, between a forward and its backward."""
+    """Change the parameters in place between a forward and its backward."""
 
     def change() -> None:
         with torch.no_grad():
@@ -162,7 +165,7 @@ def changed_between(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def memory_between(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Other memory as `.data`, between a forward and its backward."""
+    """Assign other memory to `.data` between a forward and its backward."""
 
     def change() -> None:
         for parameter in trainer.model.parameters():
@@ -180,7 +183,7 @@ def _written_between(trainer: WritingTrainer, write: Callable[[], None]) -> list
 
 
 def stepped_beside(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Between a forward and its backward an optimizer steps what that does not read."""
+    """Step parameters between a forward and its backward that the backward does not read."""
     trainer.backward(0)
     loss = trainer.loss(1)
     trainer.step(of="inner")
@@ -190,7 +193,7 @@ def stepped_beside(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def inferred_first(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """The first forward ever is in inference mode."""
+    """Run the first forward in inference mode, and then train."""
     with torch.inference_mode():
         outputs = [trainer.output().clone()]
     trainer.backward(0)
@@ -199,7 +202,7 @@ def inferred_first(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def zeroed(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Gradients averaged and not averaged yet, set to zero together, and another backward."""
+    """Zero averaged gradients together with gradients that are not averaged yet, and run another backward."""
     trainer.backward(0)
     with trainer.unsynced():
         trainer.backward(1)
@@ -210,7 +213,7 @@ def zeroed(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def replaced_gradients(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """The memory of averaged gradients is replaced, and that of such as are not; each is added to."""
+    """Replace the memory of gradients, once averaged and once not, and accumulate onto it."""
     for context in (contextlib.nullcontext, trainer.unsynced):
         with context():
             trainer.backward(0)
@@ -223,7 +226,7 @@ def replaced_gradients(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def not_reached(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """A unit that took part in a backward that did not average takes none in the one that does."""
+    """Run a backward that averages without a unit that took part in an earlier backward in no_sync."""
     with trainer.unsynced():
         trainer.backward(0)
     trainer.backward(1, forks=False)
@@ -232,7 +235,7 @@ def not_reached(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def moved(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """The model is moved to where it is while gradients wait to be averaged."""
+    """Move the model to its current device while gradients wait to be averaged."""
     trainer.backward(0)
     with trainer.unsynced():
         trainer.backward(1)
@@ -243,7 +246,7 @@ def moved(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def cast_between(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """To another dtype, between forward and backward."""
+    """Cast the model to another dtype between a forward and its backward."""
     loss = trainer.loss(0)
     trainer.model.double()
     loss.backward()
@@ -251,7 +254,7 @@ def cast_between(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def flat_cast_between(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """As accelerate casts: what the flat parameters hold, by name."""
+    """Cast the flat parameters by their private name, as accelerate does, between a forward and its backward."""
     loss = trainer.loss(0)
     model: Any = trainer.model
     for unit in type(model).fsdp_modules(model):
@@ -262,7 +265,7 @@ def flat_cast_between(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def called_with_others(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """torch.func.functional_call with other values for the parameters, and the model's own again."""
+    """Call the model with other parameters by torch.func.functional_call, and then with its own."""
     others = {name: parameter.detach() * 0.5 for name, parameter in trainer.model.named_parameters()}
     with torch.no_grad():
         output = torch.func.functional_call(trainer.model, others, (torch.ones(1, 3), True))
@@ -270,7 +273,7 @@ def called_with_others(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 def given_a_parameter(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Another parameter in the place of one."""
+    """Replace a parameter by another one."""
     inner: Any = trainer.model
     inner.body.bias = nn.Parameter(torch.full((4,), 3.0))
     return [trainer.output()]
@@ -283,7 +286,7 @@ Makes = Callable[[], nn.Module]
 def written(
     lab: Lab, *, does: Does, strategy: str, use_orig_params: bool, makes: Makes = Forked
 ) -> dict[str, Any]:
-    """Outputs that a sharded model gives, and its whole parameters in the end."""
+    """Run `does` on a sharded model. Return the outputs and the full parameters at the end."""
     model = lab.wrap(makes(), strategy=strategy, units=[nn.Sequential], use_orig_params=use_orig_params)
     outputs = does(WritingTrainer(model, [lab.rank.rank], model.no_sync))
     return {"outputs": outputs, "whole": gathered_parameters(lab.library, model)}
