@@ -24,8 +24,9 @@ from conformance.judge.global_state import default_dtype
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:
-    """Wrap by a function of `WAYS` or `USED_UP`. Return the strategy, the wrapped module's identity, and this rank's
-    shapes.
+    """Wrap by a function of `WAYS` or `USED_UP`.
+
+    Return the strategy, the identity of the module and this rank's shapes.
     """
     made = (WAYS | USED_UP)[way](lab)
     return {
@@ -39,7 +40,10 @@ def construct(lab: Lab, *, way: str) -> dict[str, Any]:
 
 
 def logged(lab: Lab) -> list[str]:
-    """Return the log messages of level WARNING and above that wrapping and one step write. Needs a new process."""
+    """Return the log messages of level WARNING and above that wrapping and one step write.
+
+    The case needs a process that has not used the library.
+    """
     records: list[logging.LogRecord] = []
     with mock.patch.object(logging.Logger, "handle", lambda _, record: records.append(record)):
         lab.model = lab.wrap(lab.plain, use_orig_params=True)
@@ -126,8 +130,10 @@ class _WithoutReset(nn.Module):
 
 
 def materialised(lab: Lab, *, by: str, strategy: str) -> dict[str, Any]:
-    """Wrap a module on the meta device and run a step. `by` is how the parameters are initialised: by reset_parameters,
-    by `param_init_fn`, or, for one module, not at all ("no reset").
+    """Wrap a module on the meta device and run a step.
+
+    `by` is the method of initialisation. `function` passes a `param_init_fn`, and `no reset` adds a module that has no
+    reset_parameters.
     """
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 2)))

@@ -96,9 +96,7 @@ def written_meanwhile(lab: Lab, *, path: str, way: StateDictMethod) -> Any:
 
 
 def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
-    """Load a checkpoint that only has the body. Return the target's values before and after, and the saved model's
-    values.
-    """
+    """Load a checkpoint of the body only. Return the target's values before and after, and the saved model's values."""
     way = StateDictMethod("SHARDED", offloads=False)
     written, target = _Trained(lab, way), _Trained(lab, way, seed=1)
     some = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
@@ -120,9 +118,7 @@ def named(lab: Lab, *, path: str) -> Any:
 
 
 def named_by_itself(lab: Lab, *, path: str) -> Any:
-    """Save states of torch's `_NamedOptimizer` without `optim_state_dict`. Return this rank's states and what DCP
-    loaded.
-    """
+    """Pass states of torch's `_NamedOptimizer` to DCP directly. Return this rank's states and what DCP loaded."""
     first, second = _Named(lab, 0), _Named(lab, 1)
     dcp.save(first.own_state(), checkpoint_id=path)
     state = second.own_state()

@@ -57,10 +57,10 @@ class Blocks(nn.Module):
 class Program:
     """Steps that all ranks run, and the way in which one rank deviates.
 
-    Each entry of `orders` is a step: the blocks that it runs, in order. In step `parts_at` the deviating rank runs
-    `astray` instead. If `by` is a key of `DIFFERENCES`, it changes its model from that step on. If `by` is a key of
-    `SHARDED_WITH`, it shards with other arguments, and `parts_at` is 0. With `alike`, all ranks make the change or use
-    the arguments.
+    Each entry of `orders` is a step: the blocks that it runs, in order. If `by` is `order`, the deviating rank runs
+    `astray` in step `parts_at` instead. If `by` is a key of `DIFFERENCES`, it changes its model from that step on. If
+    `by` is a key of `SHARDED_WITH`, it shards with other arguments, and `parts_at` is 0. With `alike`, all ranks make
+    the change or use the arguments.
     """
 
     orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
@@ -211,9 +211,7 @@ def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
 
 
 def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
-    """Write to the root unit's parameters on one rank only, between a forward and its backward. The root is unsharded
-    then.
-    """
+    """Write to the unsharded root unit on one rank only, between a forward and its backward."""
     torch.manual_seed(0)
     model = _wrapped(load_library(library), Blocks((8,)), use_orig_params=use_orig_params)
     loss = model(torch.ones(3, _WIDTH)).sum()

@@ -130,7 +130,7 @@ class _Training:
         self.inner = self.units[1].module.inner if face == "FSDP1" else self.units[1].inner
 
     def communicate(self, fails: str) -> None:
-        """Set user-defined communication that can fail, on one unit, or with a FSDP1 hook on all units."""
+        """Set communication that can fail: on one unit, or by an FSDP1 hook on all units."""
         self.comm = _Failing()
         if fails.startswith("gather"):
             self.units[1].set_custom_all_gather(ReportingAllGather(self.comm.count))

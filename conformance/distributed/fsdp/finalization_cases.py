@@ -59,7 +59,7 @@ def of_two_roots(site: Site) -> dict[str, Any]:
 
 
 def of_lost_handle(site: Site) -> dict[str, Any]:
-    """Go on after a finalization whose handle was not kept."""
+    """Drop the handle of an asynchronous finalization. Return the error's notes, and the gradients after a reset."""
     model = _model(site)
     _loss(site, model).backward()
     model.finalize_backward(async_op=True)

@@ -1,6 +1,4 @@
-"""Cases of training with FullyShardedDataParallel, described by plain values, on the ranks and unsharded in one
-process.
-"""
+"""Cases of FullyShardedDataParallel training, described by plain values, on the ranks and unsharded."""
 
 from __future__ import annotations
 
@@ -319,8 +317,7 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
         for parameter in parameters:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         gradients = gathered_parameters(library, model)
-        # Gradients of offloaded parameters may still be on their way to the device, and must not change until they
-        # arrive.
+        # Shards of offloaded parameters may still be on their way to the device, and must not change until they arrive.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         for parameter, values in zip(parameters, kept, strict=True):

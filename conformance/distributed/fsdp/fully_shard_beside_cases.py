@@ -189,9 +189,7 @@ def gathered_for_no_backward(site: Site) -> torch.Tensor:
 
 
 def kept_for_backward(site: Site, rows: int) -> dict[str, Any]:
-    """Return descriptions of a parameter with `rows` rows between a forward and a backward, while two ranks share
-    it.
-    """
+    """Return descriptions of a parameter with `rows` rows after forwards that reshard it to groups of two ranks."""
     layer: Any = nn.Linear(64, rows, bias=False).to(site.rank.device)
     with torch.no_grad():
         layer.weight.copy_(1 + torch.arange(float(rows))[:, None].expand(rows, 64))
@@ -228,8 +226,9 @@ class _KeepingAllGather(ReportingAllGather):
 
 
 def gathered_by_own(site: Site) -> list[Any]:
-    """Return the output and the inputs of a user-defined all-gather, for parameters with fewer rows on the last
-    rank.
+    """Return the output, and the inputs of a user-defined all-gather.
+
+    The last rank has fewer rows of the parameters.
     """
     layer: Any = nn.Linear(4, 5).to(site.rank.device)
     for parameter in layer.parameters():

@@ -34,8 +34,7 @@ FULLY_SHARD = "distributed.fsdp.fully_shard"
 class Sharding:
     """Arguments for sharding a model. Arguments that are left out keep the defaults of fully_shard."""
 
-    # Units besides the root: root (none), leaves, groups, nested (leaves and groups), or list (all leaves as one
-    # group).
+    # Units besides the root: root (none), leaves, groups, nested (leaves and groups), list (all leaves as one group).
     units: str = "leaves"
     ranks: str = "default"  # values: default, mesh, replicas of `shards` ranks each
     shards: int = 1
@@ -76,8 +75,7 @@ def train(
 def _trained(
     rank: Rank, model: Any, case: ShardedTraining, reshards_after_evaluations: bool
 ) -> dict[str, Any]:
-    # No foreach: torch's list operators take no plain tensors beside DTensors, and ignored parameters are plain
-    # tensors.
+    # No foreach, because torch's list operators take no plain tensors (ignored parameters) beside DTensors.
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=False)
     progress = _ShardedProgress(case.plain, rank.rank, rank.device, reshards_after_evaluations)
     shards = []
@@ -122,7 +120,7 @@ class _ShardedProgress(Progress):
             _reshard_all(model)
 
     def _write(self, model: nn.Module) -> None:
-        # Deviation fully_shard.written_after_evaluation: torch's forward reads what units kept after an evaluation.
+        # Deviation fully_shard.written_after_evaluation: torch's forward reads values kept after an evaluation.
         _reshard_all(model)
         super()._write(model)
 

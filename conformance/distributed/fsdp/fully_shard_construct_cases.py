@@ -325,7 +325,10 @@ def clipped(site: Site, by: str) -> dict[str, Any]:
 
 
 def scaled(site: Site, overflows: bool) -> dict[str, Any]:
-    """Run two steps of AdamW with a GradScaler. An infinite loss on one rank must skip the step on all ranks."""
+    """Run two steps of AdamW with a GradScaler.
+
+    With `overflows`, an infinite loss on one rank skips a step on all ranks.
+    """
     site.model.float()
     site.leaf_by_leaf()
     optimizer = torch.optim.AdamW(site.model.parameters(), 0.1)
@@ -390,7 +393,7 @@ def forward_method(site: Site, registers: bool) -> dict[str, Any]:
 
 
 def shared_context(site: Site) -> dict[str, Any]:
-    """Train two roots that share streams, one after the other."""
+    """Train two roots that share streams, first together and then one after the other."""
     one, other = (Site(site.rank, site.library, TREE.build(shift)) for shift in (0, 1))
     for each in (one, other):
         each.leaf_by_leaf()

@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.lab import tried
 
 
 def cast_between(site: Site, kept: bool) -> dict[str, Any]:
-    """Return what a backward after a cast raises, and what the next forward returns or raises."""
+    """Return the error of a backward after a cast, and the dtype or the error of the next forward."""
     model = blocks()
     for block in (*model, model):
         site.shard(block, reshard_after_forward=not kept)
@@ -98,8 +98,9 @@ def data_assigned(site: Site, how: str) -> dict[str, Any]:
 
 
 def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:
-    """Return the warnings of a step and a forward after gradients were computed by `by`, and the number of
-    gradients.
+    """Compute gradients by `by`.
+
+    Return the warnings of a step and a forward after that, and the number of gradients.
     """
     model = blocks()
     if is_flat:
@@ -273,7 +274,7 @@ def stepped_before_backward(
     optimizer = torch.optim.AdamW(stepped, 0.1, **how)
     model(batch_of(site, 0)).sum().backward()
     loss = model(batch_of(site, 1)).sum()
-    if cleared:  # skips every write of the step
+    if cleared:  # a step without gradients writes nothing
         optimizer.zero_grad()
     optimizer.step()
     loss.backward()

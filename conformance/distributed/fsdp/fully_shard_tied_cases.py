@@ -126,8 +126,9 @@ def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
 
 
 def prefetched(site: Site) -> list[Any]:
-    """Return the order of forwards and of the owner's all-gathers, if other units prefetch the unit that shares its
-    weight.
+    """Return the order of forwards and of the owner's all-gathers.
+
+    Other units prefetch the unit that shares the owner's weight.
     """
     events: list[Any] = []
     tied = _model()
@@ -169,7 +170,7 @@ class Around(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
             self.inner(x[:, :2])
-        except RuntimeError:  # too narrow
+        except RuntimeError:  # input too narrow for the inner module
             x = self.own(x)
         return self.inner(self.own(self.before(x)).sin())
 

@@ -17,8 +17,7 @@ from conformance.judge import seeding
 from conformance.judge.outcome import observe
 
 SIZE = 4  # rows of a rank's batch
-# The eps is as large as the gradients. With a smaller one, the rounding of a gradient near zero would decide the
-# update.
+# The eps is as large as the gradients. With a smaller eps, rounding errors near zero would decide the update.
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.125, eps=1.0),
     "nesterov": lambda parameters: SGD(parameters, lr=0.125, momentum=0.5, nesterov=True),
@@ -130,7 +129,7 @@ def _spoil(model: nn.Module) -> None:
 def one_fails(lab: Lab, *, scaler: str, failure: str) -> tuple[Any, Any, list[float]]:
     """Make a fused step fail on rank 0.
 
-    Return the error, the next step's error after gradients were cleared, and the values.
+    Return its error, the error of the next step after gradients were cleared, and the parameter between the steps.
     """
     parameter = nn.Parameter(torch.ones(4))
     optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)

@@ -84,9 +84,7 @@ def _noting(events: list[Any], name: str) -> Any:
 
 
 def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
-    """Return the shapes that gradient hooks get, the gradients after two backwards, and whether the hooks tripled
-    them.
-    """
+    """Return the shapes that gradient hooks get, the final gradients, and whether the hooks tripled them."""
     with lab.model.no_sync() if no_sync else contextlib.nullcontext():
         lab.backward(0)
     lab.backward(1)

@@ -26,9 +26,9 @@ class Taking(nn.Linear):
 
 
 def left_behind(lab: Lab, *, use_orig_params: bool, returns_input: bool = False) -> list[str]:
-    """Return the modules and parameters of a trained model that survive after the model was dropped.
+    """Return the modules and parameters that survive after a trained model was dropped.
 
-    Its input survives.
+    The model's input stays alive.
     """
     first, second = (Passing, Taking) if returns_input else (nn.Linear, nn.Linear)
     inner = lab.wrap(first(3, 4), use_orig_params=use_orig_params)

@@ -32,9 +32,7 @@ class Boxed:
 
 
 def in_form(value: torch.Tensor, form: str) -> Any:
-    """Return `value` in a container of type `form`, next to non-tensor values, or `value` itself if `form` is no
-    container.
-    """
+    """Return `value` in a container of type `form`, beside non-tensor values. Other forms return `value` itself."""
     match form:
         case "tuple":
             return (value, None)

@@ -55,9 +55,7 @@ class Optimized:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Step with gradients that depend on single elements only, so that libraries that add in another order agree in
-    bits.
-    """
+    """Step with gradients of single elements only, so that the order of additions cannot change the result."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.numel():
             parameter.grad = parameter.detach() * 0.5 + parameter.detach().sign()

@@ -67,9 +67,7 @@ def in_sequence(lab: Lab, *, calls: str) -> list[Any]:
 
 
 def full_precision_in_eval(lab: Lab) -> dict[str, str]:
-    """Return the dtype of the head's weight in an eval forward, for each value of the environment variable at
-    wrapping.
-    """
+    """Return the dtype of the head's weight in an eval forward, for each environment setting at wrapping."""
     found: dict[str, str] = {}
     for setting in ("", "1", "0"):
         with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):

@@ -29,7 +29,7 @@ class Model(nn.Module):
 def read(lab: Lab, *, path: str, name: str, use_orig_params: bool) -> list[Any]:
     """Read an attribute of the object at `path` of each unit.
 
-    If the path leads to a method, read each item that it yields.
+    If the path leads to a method, read the attribute of each object that the method yields.
     """
     plain = filled(Model())
     units, ignored = [nn.Linear, nn.Tanh], [plain.last]

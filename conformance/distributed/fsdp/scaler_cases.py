@@ -1,6 +1,6 @@
-"""Cases of sharded gradient scalers: each rank makes the calls of a plan on its own gradients and reports them.
+"""Cases of sharded gradient scalers: each rank makes the calls of a plan on its own gradients.
 
-The parent process creates a `ScalerProgram`, which is the same on every rank.
+The parent process creates a `ScalerProgram`, which is the same on every rank. Each rank returns the outcomes.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Player:
             harness.scaler = scaler
 
     def backward(self, harness: Harness, grad_outcomes: tuple[float | None, ...] | None) -> None:
-        """Add computed gradients to those of the rank.
+        """Add computed gradients to the existing ones.
 
-        The rank's outcome goes into the last element of the last one.
+        The rank's outcome goes into the last element of the last gradient.
         """
         harness.backward(grad_outcomes[self._rank] if grad_outcomes else None)
 

@@ -119,9 +119,9 @@ def _memory_of(value: Any) -> list[torch.Tensor]:
 def exchanged(
     lab: Lab, *, source: str, form: Form, at: str = "root", inside: bool = False, assign: bool = False
 ) -> dict[str, Any]:
-    """Load a state dict of a model that the `source` library wrapped into a model with other values.
+    """Load a state dict of the `source` library's model into a model with other values.
 
-    Return its state.
+    Return the state of both models.
     """
     library = load_library(source)
     origin = wrapped(lab.rank, library, lab.tree.build(), lab.setup)
@@ -277,7 +277,7 @@ def failed_below(lab: Lab) -> dict[str, Any]:
 
 
 def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
-    """Load a state dict that half of the ranks have saved."""
+    """Load a state dict that was saved over half of the ranks."""
     half = Setup("HYBRID_SHARD", ranks="groups", shards=lab.rank.world_size // 2, wrap=lab.setup.wrap)
     origin = lab.wrapped(lab.tree.build(1), half)
     for one in (origin, lab.model):
@@ -484,8 +484,9 @@ def saved_while_unsharded(lab: Lab, *, form: Form) -> Any:
 
 
 class Received(TorchDispatchMode):
-    """Mode that counts the bytes of tensors that collectives leave on this rank, without the objects that ranks
-    exchange.
+    """Mode that counts the bytes of tensors that collectives leave on this rank.
+
+    Objects by which ranks agree are not counted.
     """
 
     def __init__(self) -> None:

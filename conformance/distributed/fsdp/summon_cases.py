@@ -16,8 +16,8 @@ from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
     """Return the tensors inside `summon_full_params`, and after it.
 
-    The sum of `adds` and the rank is added to each parameter, and to each gradient. `at` counts the units from the
-    root.
+    Unless `adds` is zero, it and the rank are added to each parameter, and with `with_grads` to each gradient. `at`
+    counts the units from the root.
     """
     lab.backward()
     with lab.fsdp.summon_full_params(lab.units[at], **options):
@@ -46,7 +46,7 @@ def unsharded(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_behind(lab: Lab) -> dict[str, torch.Tensor]:
-    """Return the parameters of a second summon, which were zeroed right after it.
+    """Return the values that a second summon showed, although the parameters were zeroed right after it.
 
     The second summon shows them in memory that is kept.
     """

@@ -216,9 +216,7 @@ def accumulate(
 
 
 def saved_after_a_backward(lab: Lab, *, strategy: str) -> list[str]:
-    """Return the names in the state dict after a backward, if the outer unit is frozen and its input needs no
-    gradient.
-    """
+    """Return the saved names after a backward, if the outer unit is frozen and its input needs no gradient."""
     kind: dict[str, Any] = {"strategy": strategy, "use_orig_params": True}
     outer = nn.Linear(3, 4).requires_grad_(False)
     model = lab.wrap(nn.Sequential(outer, lab.wrap(nn.Linear(4, 2), **kind)), **kind)
@@ -246,7 +244,7 @@ def one_step_of_many_units(lab: Lab, *, keeps: bool) -> None:
 
 
 def output_after_a_step(lab: Lab, *, evaluates: bool, fused: bool) -> torch.Tensor:
-    """Return the model's output after a step. It may be evaluated between the backward and the step."""
+    """Return the model's output after a step. The model may be evaluated between the backward and the step."""
     model = lab.wrap(built("plain"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
     accumulated(model, lab.rank.rank)

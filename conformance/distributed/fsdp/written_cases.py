@@ -183,7 +183,7 @@ def _written_between(trainer: WritingTrainer, write: Callable[[], None]) -> list
 
 
 def stepped_beside(trainer: WritingTrainer) -> list[torch.Tensor]:
-    """Step parameters between a forward and its backward that the backward does not read."""
+    """Step, between a forward and its backward, parameters that the backward does not read."""
     trainer.backward(0)
     loss = trainer.loss(1)
     trainer.step(of="inner")
