@@ -78,23 +78,35 @@ def _gradients_unsynchronised(site: Site, by_context: bool) -> list[dict[str, to
     return gradients
 
 
-def data_assigned(site: Site, how: str) -> dict[str, Any]:
-    """Return the warnings and the outputs of forwards after all parameters were written or cast."""
+def data_assigned(site: Site, how: str, only: str = "") -> dict[str, Any]:
+    """Return the warnings and the outputs of forwards after parameters were written or cast.
+
+    Args:
+        only: name of the one parameter that is written. By default all are.
+    """
     model = blocks()
     for block in (*model, model):
         site.shard(block)
     model(batch_of(site, 0)).sum().backward()
     if how == "cast":
         model.float().double()
-    for param in model.parameters() if how != "cast" else ():
+    for name, param in model.named_parameters():
+        if how == "cast" or only not in ("", name):
+            continue
         if how == "assigned":
             param.data = torch.zeros_like(param)
         else:
             param.data.copy_(torch.zeros_like(param))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outputs = [model(batch_of(site, 0)).detach() for _ in range(2)]
+        outputs = [_trained_output(model, batch_of(site, 0)) for _ in range(4)]
     return {"warned": [str(warning.message) for warning in caught], "outputs": outputs}
+
+
+def _trained_output(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch)
+    output.sum().backward()
+    return output.detach()
 
 
 def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:

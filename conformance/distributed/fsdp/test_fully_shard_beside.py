@@ -180,6 +180,19 @@ def test_assignment_to_data_warns(sites: Sites) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.data_assigned")
+@pytest.mark.deviation("fully_shard.data_assigned")
+@pytest.mark.parametrize("name", ["1.norm.weight", "1.norm.bias", "1.inner.weight", "1.inner.bias"])
+def test_assignment_to_data_of_one_parameter_warns(sites: Sites, name: str) -> None:
+    sites.deviate(
+        graph_cases.data_assigned,
+        how="assigned",
+        only=name,
+        torch_does=each(lambda value: not value["warned"]),
+        we_do=each(lambda value: len(value["warned"]) == 1 and name in value["warned"][0]),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.data_assigned")
 @pytest.mark.parametrize("how", ["copied", "cast"])
 def test_other_writes_do_not_warn(sites: Sites, how: str) -> None:
     sites.agree(graph_cases.data_assigned, how=how)

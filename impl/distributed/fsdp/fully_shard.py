@@ -178,7 +178,10 @@ fully_shard.state = state_of  # pyright: ignore[reportFunctionMemberAccess]  tor
 
 def _class_for(cls: type) -> type:
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_copy})
+        attributes: dict[str, Any] = {"__deepcopy__": _refuse_copy}
+        if hasattr(cls, "no_sync"):
+            attributes["no_sync"] = cls.no_sync  # torch's FSDPModule has none that would hide it
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes)
     return _classes[cls]
 
 
@@ -347,7 +350,9 @@ class FSDPModule:
     def no_sync(self) -> Generator[None]:
         """Context manager in which backwards add up gradients unreduced, like `set_requires_gradient_sync(False)`.
 
-        The first backward after it reduces them. Torch has this method of FullyShardedDataParallel alone.
+        The first backward after it reduces them. Until then they have the full size. The settings from before are
+        restored, also if they were changed inside. A `no_sync` of the module's own class takes precedence. Torch has
+        this method only in FullyShardedDataParallel.
         """
         groups = self._groups(recurse=True)
         settings = [(group.syncs, group.reduction.defers_all_reduce) for group in groups]
@@ -531,19 +536,21 @@ class FSDPModule:
             add_cure(cast("nn.Module", self), error)
             raise
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load DTensors. For whole tensors the error names the function that shards them.
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load DTensors, with the arguments of the module's own method. Errors name the function for unsharded tensors.
 
         Raises:
-            RuntimeError: torch's. A note names whole tensors.
-            TypeError: whole tensors were to be assigned. The parameters stay as they were.
+            RuntimeError: torch's error. A note names unsharded tensors.
+            TypeError: `assign=True` and unsharded tensors, which are not assigned.
         """
         load: Any = super().load_state_dict  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
         module = cast("nn.Module", self)
         try:
-            result = load(state_dict, *args, **kwargs)
+            result = load(*args, **kwargs)
         except RuntimeError as error:
-            add_names_of_whole(module, state_dict, error)
+            state_dict = kwargs.get("state_dict", args[0] if args else None)
+            if isinstance(state_dict, Mapping):
+                add_names_of_whole(module, state_dict, error)
             raise
         check_loaded_params(module, self._groups(recurse=True))
         return result

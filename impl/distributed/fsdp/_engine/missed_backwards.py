@@ -64,7 +64,7 @@ def check_gradients(units: Sequence[_Unit]) -> None:
     """Drop the gradients that no unit has seen.
 
     Raises:
-        RuntimeError: there were some.
+        RuntimeError: there were such gradients.
     """
     names = [unit.name for unit in units if unit.drop_unseen_gradients()]
     if names:
@@ -80,8 +80,8 @@ def _check_step(optimizer: Optimizer) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]
         check_gradients(units)
-        params = [param for unit in units for param in unit.stepped if id(param) in stepped]
         names = [unit.name for unit in units if unit.awaits_backward]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
         if names and not has_gradients and any(param.requires_grad for param in params):
             _stepped_without[root] = names

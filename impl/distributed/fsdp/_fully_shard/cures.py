@@ -40,7 +40,7 @@ def check_loaded_params(module: nn.Module, groups: Iterable[DTensorGroup]) -> No
     """Put sharded parameters back where a load has assigned whole ones.
 
     Raises:
-        TypeError: there were some.
+        TypeError: the load has assigned unsharded tensors.
     """
     names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
     whole = [param for group in groups for param in group.take_back_whole()]
@@ -53,9 +53,9 @@ def check_loaded_params(module: nn.Module, groups: Iterable[DTensorGroup]) -> No
 
 def add_cure(module: nn.Module, error: BaseException) -> None:
     """Note on the error of a forward what was left on the meta device, or was sharded too finely."""
-    text = str(error)
     if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
         return
+    text = str(error)
     on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     inner = [name for name, child in module.named_modules() if child is not module and state_of(child)]
     if on_meta and "meta" in text:

@@ -69,7 +69,14 @@ class DTensorGradients:
 
     def has_unreduced(self) -> bool:
         waits = any(grad is not None for grad in self._unreduced) and not self._state.is_being_reduced
+        if waits:
+            self._check_complete()
         return waits or self.must_reduce_zeros()
+
+    def _check_complete(self) -> None:
+        if self._state.is_partial:
+            names = [param.name for param in self._group.params]
+            raise self._state.partial_gradients(names, "drop them by reset_iter_state() of the root")
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         group, unsharded = self._group, self._group.unsharded_params
@@ -94,9 +101,7 @@ class DTensorGradients:
 
     def begin_backward(self) -> None:
         """Set gradients that earlier backwards left unreduced aside, so that new gradients belong to this backward."""
-        if self._state.is_partial:
-            names = [param.name for param in self._group.params]
-            raise self._state.partial_gradients(names, "drop them by reset_iter_state() of the root")
+        self._check_complete()
         unsharded = self._group.unsharded_params
         if unsharded is not None and any(view.grad is not None for view in unsharded.views):
             self._add_to_unreduced(unsharded.take_gradients())
@@ -122,6 +127,9 @@ class DTensorGradients:
             param.sharded.grad = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
+        if self._state.is_being_reduced:
+            # Only a backward that has ended adds to them then. Its reduction includes the earlier ones.
+            self._forget_unreduced()
         self._state.record_addition(to_earlier=bool(self._unreduced))
         self._add_to_unreduced(grads)
 
@@ -267,11 +275,13 @@ class DTensorGradients:
         for param in params:
             sharded, local = param.sharded, param.in_grad_dtype(param.shard_in(flat, start))
             start += param.padded_numel
-            hooked, grad = param.hooked(param.gradient(local)), sharded.grad
-            if grad is None:
-                sharded.grad = hooked
+            if sharded._backward_hooks:
+                # A copy, because hooks may keep their argument or return a tensor that they keep.
+                local = param.hooked(param.gradient(local))._local_tensor.clone()
+            if sharded.grad is None:
+                sharded.grad = param.gradient(local)
             else:
-                grad._local_tensor.add_(hooked._local_tensor)
+                sharded.grad._local_tensor.add_(local)
             if sharded._post_accumulate_grad_hooks:
                 for hook in list(sharded._post_accumulate_grad_hooks.values()):
                     hook(sharded)

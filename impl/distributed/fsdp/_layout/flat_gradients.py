@@ -142,8 +142,10 @@ class GradientShard:
     def _hooked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return what hooks of a flat parameter make of this rank's gradients, which they see as one."""
         handle = self._handle
+        if handle.use_orig_params or not handle.flat_param._backward_hooks:
+            return grads
         present = [grad for grad in grads if grad is not None]
-        if handle.use_orig_params or not handle.flat_param._backward_hooks or not present:
+        if not present:
             return grads
         flat = present[0].new_empty(handle.layout.padded_numel)
         _copy_in(handle.layout, grads, handle.views_of(flat), flat)
@@ -153,13 +155,14 @@ class GradientShard:
     def _apply_hooks(self, reduced: Tensor) -> None:
         """Write back what hooks of the user's own parameters make of their parts of an average [shard_numel]."""
         handle = self._handle
-        if not handle.use_orig_params:
+        if not handle.use_orig_params or not any(param._backward_hooks for param in handle.parameters):
             return
         for slot, parameter, part in zip(
             handle.layout.slots, handle.parameters, handle.pieces_of(reduced), strict=True
         ):
-            if part is not None and parameter._backward_hooks:
-                part.copy_(apply_gradient_hooks(parameter, part, slot.name))
+            if part is not None and parameter._backward_hooks and parameter.requires_grad:
+                # A copy, because hooks may keep their argument.
+                part.copy_(apply_gradient_hooks(parameter, part.clone(), slot.name))
 
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to the averages of this backward.

@@ -163,9 +163,11 @@ class DTensorGroup:
         return was_changed
 
     def _warn_of_assigned_data(self) -> None:
-        # The check takes 0.4 µs, so each forward looks at one parameter, in turn. Loops assign to all of them.
+        # The check takes 0.4 µs, so each gather for a forward looks at one parameter, in turn.
+        if runs_backward():
+            return
         self._checked = (self._checked + 1) % len(self.params)
-        if runs_backward() or not self.params[self._checked].has_assigned_data():
+        if not self.params[self._checked].has_assigned_data():
             return
         others = [param for param in self.params if param.has_assigned_data()]
         names = [param.name for param in (self.params[self._checked], *others)]

@@ -1,0 +1,122 @@
+"""Tests of gradients that wait for a finalization, or that hooks keep, on one rank of two that send nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        raise KeyError("in a backward")
+
+
+class _Late(nn.Module):
+    """Module whose input is differentiated before the gradient of `second` is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = self.second * 2
+        return x * self.first + scaled * 3
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        hidden = self.inner(x)
+        return self.outer(_Fail.apply(hidden) if fails else hidden).sum()
+
+
+def _late_gradients(*, manual: bool) -> list[Tensor]:
+    model: Any = nn.Sequential(_Late())
+    fully_shard(model[0])
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_manual_backward_finalization(manual)
+    model(torch.ones(2)).sum().backward()
+    model(torch.ones(2).requires_grad_()).sum().backward()
+    if manual:
+        model.finalize_backward()
+    return [param.grad.to_local() for param in model.parameters()]
+
+
+def test_finalization_keeps_gradients_that_come_after_a_reduction() -> None:
+    for grad, expected in zip(_late_gradients(manual=True), _late_gradients(manual=False), strict=True):
+        assert torch.equal(grad, expected)
+
+
+def test_finalization_refuses_gradients_of_a_failed_backward() -> None:
+    model: Any = _TwoLayers()
+    for module in (model.inner, model.outer, model):
+        fully_shard(module)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).backward()
+    with pytest.raises(KeyError):
+        model(torch.ones(1, 2), fails=True).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"added some of its gradients .* of outer\.weight; drop them"):
+        model.finalize_backward()
+
+
+def test_result_of_a_hook_stays_unchanged() -> None:
+    model: Any = fully_shard(nn.Linear(2, 2, bias=False))
+    fixed = torch.ones_like(model.weight)
+    model.weight.register_hook(lambda grad: fixed)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(fixed.to_local(), torch.ones(1, 2))
+    assert torch.equal(model.weight.grad.to_local(), torch.full((1, 2), 3.0))
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_gradient_that_a_hook_keeps_stays_unchanged(is_flat: bool) -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    model: Any = (
+        FullyShardedDataParallel(layer, use_orig_params=True, device_id=torch.device("cpu"))
+        if is_flat
+        else fully_shard(layer)
+    )
+    hook_grads: list[Tensor] = []
+    (param,) = model.parameters()
+    param.register_hook(hook_grads.append)
+    model(torch.ones(1, 2)).sum().backward()
+    before = hook_grads[0].clone()
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(hook_grads[0], before)
+
+
+def test_no_sync_of_the_modules_own_class_is_kept() -> None:
+    class Own(nn.Linear):
+        def no_sync(self) -> str:
+            return "own"
+
+    assert fully_shard(Own(2, 2)).no_sync() == "own"
+
+
+def test_load_state_dict_passes_other_arguments_on() -> None:
+    class Own(nn.Linear):
+        def load_state_dict(self, path: str = "default") -> str:  # type: ignore[override]
+            return path
+
+    model: Any = fully_shard(Own(2, 2))
+    assert model.load_state_dict() == "default"
+    assert model.load_state_dict(path="other") == "other"
