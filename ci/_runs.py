@@ -21,12 +21,12 @@ _HEAD = (
     "# Judged versions, by torch, Python and subject. Written by `ci/check --record REPORT`. Do not edit.\n"
 )
 _AREAS = {
-    "amp": ("amp",),
+    "amp": ("amp", "cpu", "cuda"),
     "clipping": ("nn",),
     "compiled optimizers": ("dynamo",),
     "sharding": ("distributed",),
 }
-_RED = ("failed", "hang", "crash", "stale")
+_FAILED = ("failed", "hang", "crash", "stale", "expected")
 _UNTESTED = ("not provided", "not claimed", "unavailable", "reference cannot run here")
 
 Runs = dict[str, dict[str, dict[str, Any]]]
@@ -38,18 +38,22 @@ def recorded() -> Runs:
 
 
 def record(file: Path) -> None:
-    """Add the areas of a report.
+    """Add the areas that a report has judged completely.
 
     Raises:
-        ValueError: the suite or the subject had uncommitted changes, or judging ended early.
+        ValueError: the suite had uncommitted changes, or the run selected tests or ended early.
     """
     report = json.loads(file.read_text())
     commit = report["suite"]["commit"]
-    if commit.endswith("-dirty") or not commit or report["ended_early"]:
-        raise ValueError(f"{file}: only whole runs of a commit are recorded; got commit {commit!r}")
-    packages = report["environment"]["packages"]
-    torch = packages["torch"].partition("+")[0]
-    name = f"torch {torch}, Python {report['environment']['python']}, {report['subject']}"
+    if commit.endswith("-dirty") or not commit:
+        raise ValueError(f"{file}: only runs of a commit are recorded; got {commit!r}")
+    if report["ended_early"] or report["is_narrowed"]:
+        raise ValueError(
+            f"{file}: only complete runs are recorded, but this one selected tests or ended early"
+        )
+    environment, devices = report["environment"], ", ".join(report["devices"])
+    torch = environment["packages"]["torch"].partition("+")[0]
+    name = f"torch {torch}, Python {environment['python']}, {report['subject']} on {devices}"
     runs = recorded()
     runs.setdefault(name, {}).update(
         {
@@ -64,12 +68,12 @@ def _areas(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     areas: dict[str, dict[str, Any]] = {}
     for area, folders in _AREAS.items():
         tests = [test for test in report["tests"] if test["clause"].partition(".")[0] in folders]
-        if not tests:
+        if {test["clause"].partition(".")[0] for test in tests} != {*folders}:
             continue
         areas[area] = {
             "clauses": len({test["clause"] for test in tests if test["outcome"] not in _UNTESTED}),
             "tests": sum(test["outcome"] not in _UNTESTED for test in tests),
-            "red": sorted({test["clause"] for test in tests if test["outcome"] in _RED}),
+            "failed": sorted({test["clause"] for test in tests if test["outcome"] in _FAILED}),
         }
     return areas
 
@@ -102,4 +106,4 @@ def _table(runs: Runs) -> str:
 
 
 def _cell(facts: dict[str, Any]) -> str:
-    return f"{facts['clauses'] - len(facts['red'])} of {facts['clauses']}"
+    return f"{facts['clauses'] - len(facts['failed'])} of {facts['clauses']}"

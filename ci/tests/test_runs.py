@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def write_report(tree: Path, outcomes: dict[str, str], commit: str = "0123456789
         "profile": "quick",
         "began": "2026-11-27T14:33:47+00:00",
         "ended_early": [],
+        "is_narrowed": False,
+        "devices": ["cpu"],
         "tests": [{"clause": clause, "outcome": outcome} for clause, outcome in outcomes.items()],
         **facts,
     }
@@ -38,16 +41,31 @@ def write_report(tree: Path, outcomes: dict[str, str], commit: str = "0123456789
 
 
 def test_table_counts_clauses_that_hold(tree: Path) -> None:
-    outcomes = {"amp.a": "passed", "amp.b": "failed", "amp.c": "known", "amp.d": "unavailable"}
+    outcomes = {
+        "nn.a": "passed",
+        "nn.b": "failed",
+        "nn.c": "known",
+        "nn.d": "unavailable",
+        "nn.e": "expected",
+    }
     _runs.record(write_report(tree, outcomes))
-    assert "| torch 2.13.0, Python 3.11.7, impl | 2 of 3 | not run | not run | not run |" in _runs.page()
-    assert _runs.recorded()["torch 2.13.0, Python 3.11.7, impl"]["amp"]["red"] == ["amp.b"]
+    name = "torch 2.13.0, Python 3.11.7, impl on cpu"
+    assert f"| {name} | not run | 2 of 4 | not run | not run |" in _runs.page()
+    assert _runs.recorded()[name]["clipping"]["failed"] == ["nn.b", "nn.e"]
 
 
 def test_later_report_replaces_its_areas_only(tree: Path) -> None:
-    _runs.record(write_report(tree, {"amp.a": "hang", "nn.a": "passed"}))
-    _runs.record(write_report(tree, {"amp.a": "passed"}))
-    assert "| 1 of 1 | 1 of 1 | not run | not run |" in _runs.page()
+    _runs.record(write_report(tree, {"dynamo.a": "hang", "nn.a": "passed"}))
+    _runs.record(write_report(tree, {"dynamo.a": "passed"}))
+    assert "| not run | 1 of 1 | 1 of 1 | not run |" in _runs.page()
+
+
+def test_area_is_recorded_only_with_all_its_folders(tree: Path) -> None:
+    outcomes = {"amp.a": "passed", "cuda.a": "passed"}
+    _runs.record(write_report(tree, outcomes))
+    assert "2 of 2" not in _runs.page()
+    _runs.record(write_report(tree, outcomes | {"cpu.a": "passed"}))
+    assert "| 3 of 3 | not run |" in _runs.page()
 
 
 def test_page_keeps_text_around_the_table(tree: Path) -> None:
@@ -58,8 +76,27 @@ def test_page_keeps_text_around_the_table(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [{"commit": "0123456789ab-dirty"}, {"commit": ""}, {"ended_early": ["--maxfail"]}]
+    "facts",
+    [{"commit": "0123456789ab-dirty"}, {"commit": ""}, {"ended_early": ["--maxfail"]}, {"is_narrowed": True}],
 )
-def test_report_without_a_commit_or_an_end_is_refused(tree: Path, facts: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="only whole runs of a commit are recorded"):
-        _runs.record(write_report(tree, {"amp.a": "passed"}, **facts))
+def test_incomplete_report_is_refused(tree: Path, facts: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"only (runs of a commit|complete runs) are recorded"):
+        _runs.record(write_report(tree, {"nn.a": "passed"}, **facts))
+
+
+def test_report_of_pytest_has_what_is_recorded(tmp_path: Path) -> None:
+    command = [
+        "pytest",
+        "conformance/nn",
+        "-k",
+        "test_clamps_values",
+        "-n",
+        "0",
+        "-q",
+        f"--report={tmp_path}",
+    ]
+    subprocess.run([sys.executable, "-m", *command], cwd=_runs.ROOT, check=False, timeout=240)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_narrowed"]
+    assert report["ended_early"] == []
+    assert {"suite", "subject", "environment", "devices", "profile", "began", "tests"} <= report.keys()

@@ -135,7 +135,8 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._judgements and session.exitstatus in (0, 1):
-            self._evaluate_expectations(is_complete=not session.shouldstop and not session.shouldfail)
+            self._ended_early = [str(why) for why in (session.shouldstop, session.shouldfail) if why]
+            self._evaluate_expectations(is_complete=not self._ended_early)
             # pytest's status does not know of subjects that provide nothing and of stale expectations.
             session.exitstatus = BAD_INPUT if self._bad_input() else int(self._verdict() == "red")
         if self._log is not None:
@@ -185,6 +186,8 @@ class Recorder:
             "verdict": self._verdict(),
             "provides_nothing": self._subject.claims == frozenset(),
             "bad_input": self._bad_input(),
+            "ended_early": self._ended_early,
+            "is_narrowed": _is_narrowed(self._config),
             "devices": sorted({judgement.device for judgement in judgements} - {""}),
             "expectations": [result.as_dict() for result in self._expectations],
             "tests": [asdict(judgement) for judgement in judgements],
