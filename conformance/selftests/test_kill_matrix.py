@@ -46,7 +46,7 @@ from conformance.judge.clauses import all_clauses
 from conformance.judge.library import Library
 from conformance.ranks.soak import marked_processes
 
-OF_MEMORY = ("what_killed_is_remembered", "what_is_remembered_is_there", "reasons_are_for_what_there_is")
+OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_are_for_what_there_is")
 # Faults in torch, one of each type. The command has all of them.
 ON_TORCH = [
     "grad_scaler.third_group_missed",
