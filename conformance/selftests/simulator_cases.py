@@ -1,8 +1,8 @@
-"""Small programs of streams for the simulator's tests: each right, and with one thing left out.
+"""Small programs with streams for the simulator's tests, each correct and with one step left out.
 
-`python -m conformance.selftests.simulator_cases SEEDS` runs them all in one process, because a process cannot
-release the simulated device, and prints the result of each under every seed as JSON. The result is 6000 if nothing is
-missing.
+`python -m conformance.selftests.simulator_cases SEEDS` runs all programs in one process, because a process cannot
+release the simulated device. It prints the result of each program under every seed as JSON. The result of a correct
+program is 6000.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Small programs of graphs for the simulator's tests, beside those of streams: each right, and with one thing left out.
+"""Small programs with graphs for the simulator's tests, each correct and with one step left out.
 
-`python -m conformance.selftests.simulator_graph_cases SEEDS` runs both kinds. `refusals` and `facts` return what a
-capture does not allow, and where a graph's memory is.
+`python -m conformance.selftests.simulator_graph_cases SEEDS` runs them and the programs of `simulator_cases`.
+`refusals` returns the errors of calls that a capture does not allow. `facts` describes a graph's memory and stream.
 """
 
 from __future__ import annotations
@@ -242,13 +242,13 @@ def _replay_of_what_is_gone() -> None:
 
 
 def facts() -> dict[str, object]:
-    """Return what a graph does with its memory and its stream. True means like CUDA."""
+    """Return statements about a graph's memory and stream, and whether each is true, as it is on CUDA."""
     x, results, facts_by_name = filled(1.0), [], {}
 
     def work() -> None:
         facts_by_name["its stream says that it captures"] = main_stream().is_capturing()
         results.append(x * 2)
-        results.append(torch.empty(N, device="sim") + x)  # reads what nothing writes
+        results.append(torch.empty(N, device="sim") + x)  # reads memory that nothing writes
 
     graph = captured(work)
     facts_by_name["other streams do not"] = not main_stream().is_capturing()

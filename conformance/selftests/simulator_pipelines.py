@@ -30,7 +30,7 @@ def overwrite_what_is_sent(stage: pipelining.PipelineStage) -> None:
         operations = send_ops(index)
         for operation in operations:
             dist.isend(operation.tensor, operation.peer)
-            # Through .data, because autograd would refuse the backward.
+            # Write through .data, because autograd would otherwise reject the backward.
             operation.tensor.data.zero_()
         return []
 

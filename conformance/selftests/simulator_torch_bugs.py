@@ -95,7 +95,7 @@ def rewritten(owner: Any, name: str, *replaced: tuple[str, str]) -> Patch:
 
 
 def accumulates_behind_the_computation() -> Patch:
-    """Free what a chunk's reduction reads too early, and let the next chunk's gradients not wait for it."""
+    """Free the input of a chunk's reduction too early, and drop the wait for the reduction before the next chunk."""
     return rewritten(
         _fsdp_param_group.FSDPParamGroup,
         "post_backward",
@@ -108,7 +108,7 @@ def accumulates_behind_the_computation() -> Patch:
 
 
 def frees_what_is_all_reduced() -> Patch:
-    """Free the memory before it was copied to the host."""
+    """Free the all-reduced memory before it is copied to the host."""
     return rewritten(
         _fsdp_param_group.FSDPParamGroup,
         "post_backward",

@@ -1,34 +1,36 @@
-"""A simulated accelerator, `sim`, on which a forgotten wait is a wrong number, at the same place for the same seed.
+"""A simulated accelerator, `sim`, on which a missing wait gives a wrong number, the same one for the same seed.
 
     from conformance import simulator
     simulator.enable(devices=2)             # torch.device("sim"), torch.sim, and the c10d backend simccl
-    simulator.set_schedule(17)              # the order in which streams go on
-    ...                                     # any program that is not written for one device alone
+    simulator.set_schedule(17)              # the order in which streams run
+    ...                                     # any program that is not specific to one device type
     for hazard in simulator.take_hazards(): print(hazard)
 
-`python -m conformance.simulator train.py --seeds 100` runs a script under a hundred of them. It needs torch 2.13
-to 2.15 and, once, a C++ compiler, but nothing else of this project. TANDEM_SIMULATOR_NAME gives it another name.
+`python -m conformance.simulator train.py --seeds 100` runs a script under a hundred schedules. The simulator needs
+torch 2.13 to 2.15 and, for the first build, a C++ compiler, but nothing else of this project. TANDEM_SIMULATOR_NAME
+gives the device another name.
 
-How an operator travels, and the file of csrc that it passes:
+The path of an operator through the files of csrc:
 
     y = x * 2                        Python
-    │ operators.cpp                  outputs at once, by the meta kernel; the CPU kernel is what is left to do
-    │ memory.cpp                     memory of the current stream's pool, full of poison
-    │ launch.cpp: enqueue            the stream's capture may keep it (graphs.cpp): it goes on from here in each replay
-    │ hazards.cpp                    who touched this memory before, and does this stream know that it was done?
-    ▼ schedule.cpp: append           and the host goes on
+    │ operators.cpp                  outputs at once, by the meta kernel; the CPU kernel becomes a task
+    │ memory.cpp                     memory of the current stream's pool, filled with poison
+    │ launch.cpp: enqueue            a capture keeps the task (graphs.cpp); each replay starts here
+    │ hazards.cpp                    checks whether this stream waits for earlier uses of the memory
+    ▼ schedule.cpp: append           the host continues
     stream 0   ▕ mul ▏ record e ▏                   streams are queues: nothing runs by itself
-    stream 1   ▕ wait e ▏ all_gather ▏ copy_ ▏      collectives.cpp: gloo carries it, who needs it ends it
-    ▼ the seed says which queue moves, and when; at the latest where the host waits for it
+    stream 1   ▕ wait e ▏ all_gather ▏ copy_ ▏      collectives.cpp: gloo runs it, and the task that needs it ends it
+    ▼ the seed decides which queue runs, and when, at the latest when the host waits
     the CPU's kernel, on raw memory
 
-Messages (`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`) have NCCL's order. A batch is one task on the stream of
-the group's collectives. Other messages have a stream for each pair of ranks. They match in the order of the calls. A
-send waits for no receive. If every rank waits for another one or has ended, the ranks that wait raise an error. It says
-what each rank waits for, and where.
+Messages (`send`, `recv`, `isend`, `irecv`, `batch_isend_irecv`) run in the same order as NCCL's. A batch is one task on
+the stream of the group's collectives. Other messages have a stream for each pair of ranks. Messages match in the order
+of the calls, and a send waits for no receive. If every rank waits for another one or has ended, the waiting ranks raise
+an error that says what each rank waits for, and where.
 
-Seed 0 runs all in the order of the program, 1 everything as late as the host allows, 2 the default stream early and the
-others late, 3 the other way round; from 4 on streams are early, late or in between as drawn, and change.
+Seed 0 runs everything in program order, and seed 1 everything as late as the host allows. Seed 2 runs the default
+stream early and the others late, and seed 3 the reverse. From seed 4 on, each stream is early, late or in between at
+random, and this changes during the run.
 """
 
 from conformance.simulator._build import Unavailable, ensure_built

@@ -58,11 +58,11 @@ class HostWait:
 
 
 def enable(devices: int = 1) -> None:
-    """Bring `sim` with `devices` devices: `torch.device("sim")`, `torch.sim`, the backend simccl of torch.distributed.
+    """Register `sim` with `devices` devices: `torch.device("sim")`, `torch.sim`, and the c10d backend simccl.
 
     Raises:
         Unavailable: torch is not 2.13 to 2.15, or there is no compiler and the extension was not built before.
-        RuntimeError: another accelerator has torch's room for one, or another number of devices was asked for before.
+        RuntimeError: another accelerator has torch's only slot, or an earlier call requested another number of devices.
     """
     global _extension  # noqa: PLW0603 - a device is registered once for the process
     if devices < 1:

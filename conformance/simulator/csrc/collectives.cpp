@@ -51,12 +51,12 @@ struct Collective {  // one that has been asked for: how it begins on memory of 
   bool in_place = false;                // inputs and outputs are the same
   int64_t divide_by = 1;
   std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // what comes of it, where `start` leaves that in its inputs
-  bool is_message = false;  // or several: of one rank to another
+  bool is_message = false;  // a message, or a batch of messages
 };
 
-constexpr int kAll = -1;  // instead of a peer
+constexpr int kAll = -1;  // no single peer
 
-struct Batch {  // of messages that progress together
+struct Batch {  // messages that progress together
   Tensors inputs, outputs;
   Messages sends, receives;
   std::vector<WorkP> on_host;
@@ -203,9 +203,9 @@ class SimBackend final : public c10d::Backend {
   WorkP endCoalescing() override {
     auto batch = *std::exchange(batch_, std::nullopt);
     if (!batch.on_host.empty()) return c10::make_intrusive<HostWorks>(std::move(batch.on_host));
-    if (batch.sends.empty() && batch.receives.empty())  // of collectives, each of which was issued on its own
+    if (batch.sends.empty() && batch.receives.empty())  // only collectives, each issued on its own
       return work_of(stream_of(current_device(), kAll), {}, {}, OpType::COALESCED);
-    return issue(std::move(batch), kAll, OpType::COALESCED);  // on the stream of the collectives, like nccl
+    return issue(std::move(batch), kAll, OpType::COALESCED);  // on the stream of the collectives, like NCCL
   }
   WorkP barrier(const c10d::BarrierOptions& options) override {
     settle();
@@ -238,7 +238,7 @@ class SimBackend final : public c10d::Backend {
   template <class F>
   WorkP add_message(int peer, const Tensors& tensors, int tag, std::pair<int, int> way, const char* name,
       Tensors Batch::*its_tensors, Messages Batch::*its_messages, F&& on_host) {
-    if (!tensors.empty() && tensors[0].is_cpu()) {  // gloo's own, which a peer may answer when it gets what is queued here
+    if (!tensors.empty() && tensors[0].is_cpu()) {  // sent by gloo; the peer may first need queued messages
       begin_queued();
       auto work = on_host();
       if (batch_) batch_->on_host.push_back(work);
@@ -335,9 +335,9 @@ class SimBackend final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   StoreP store_;
-  std::vector<int> ranks_;  // of the whole program, by rank of the group
-  std::map<std::pair<int, int>, int64_t> streams_;  // of each device for collectives and for each peer, like nccl
-  std::map<std::pair<int, int>, int64_t> messages_;  // how many, by sender and receiver
+  std::vector<int> ranks_;  // global ranks, by rank of the group
+  std::map<std::pair<int, int>, int64_t> streams_;  // by device and peer (kAll: collectives), like NCCL
+  std::map<std::pair<int, int>, int64_t> messages_;  // number of messages by sender and receiver
   std::optional<Batch> batch_;
 };
 }  // namespace

@@ -73,8 +73,8 @@ struct Task {  // what waits for its turn on a stream
   std::function<void()> run;
   std::function<bool()> is_complete = nullptr;  // a collective goes on elsewhere after `run`; it ends with `finish`
   std::function<void()> finish = nullptr;
-  bool is_message = false;  // of one rank to another
-  bool gave_up = false;  // it was waited for, and the peers took too long
+  bool is_message = false;  // a message, or a batch of messages
+  bool gave_up = false;  // an earlier wait for its peers was given up
 };
 struct Work {
   std::string name;
@@ -145,10 +145,10 @@ void close_to_host(const AllocationP& pinned);  // as far as tasks that it does 
 void open_to_device(const AllocationP& allocation);
 std::vector<Hazard> take_hazards();
 
-// -- peers.cpp: what the ranks write into the store of their default group while they wait for each other
+// -- peers.cpp: reports of waiting ranks in the store of the default group
 void meet_peers(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
-// Report that this rank waits, once a second as long as that is so. Raise if no rank can go on. If this one can, by
-// giving up, return whether all others wait.
+// Report that this rank waits. Call it once a second during the wait. Raise if no rank can go on. With `may_give_up`,
+// this rank can go on, so return whether all other ranks wait instead of raising.
 bool report_wait(const std::string& what, bool may_give_up = false);
 void note_progress();  // this rank goes on
 void report_end();     // this rank ends
@@ -165,9 +165,9 @@ void wait_on_host(const RecordingP& recording, const char* why);
 void synchronize_stream(StreamKey stream, const char* why);
 void synchronize_device(int device, const char* why);
 void drain();  // what all devices have to do
-void begin_queued();  // all that waits for no peer
+void begin_queued();  // run all tasks that can run without waiting for peers
 void settle();  // the host is held up by something else: meanwhile the device does all it can
-void wait_for_peers(const std::string& what, const std::function<bool()>& is_over);  // of the host; the device goes on
+void wait_for_peers(const std::string& what, const std::function<bool()>& is_over);  // block the host; the device goes on
 void watch_for_held_up_host();
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
 

@@ -1,7 +1,7 @@
 // Messages between two ranks.
 //
 // A message is in the store of its group from the send until the receive ends. So a send waits for no rank, like a send
-// of NCCL that fits into its buffers. Messages between two ranks match in the order of the calls, whatever their tags.
+// of NCCL that fits into NCCL's buffers. Messages between two ranks match in the order of the calls, and tags must agree.
 #include "messages.h"
 
 #include <cstring>
@@ -73,7 +73,7 @@ void send_messages(const StoreP& store, const Messages& messages, const Tensors&
     std::vector<uint8_t> bytes(sizeof header + tensors[i].nbytes());
     std::memcpy(bytes.data(), &header, sizeof header);
     std::memcpy(bytes.data() + sizeof header, tensors[i].data_ptr(), tensors[i].nbytes());
-    for (auto piece = (bytes.size() - 1) / kPiece + 1; piece-- > 0;) {  // the first last: it stands for all
+    for (auto piece = (bytes.size() - 1) / kPiece + 1; piece-- > 0;) {  // the first piece last, as it marks all as complete
       auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(piece * kPiece);
       auto end = bytes.begin() + static_cast<std::ptrdiff_t>(std::min(bytes.size(), (piece + 1) * kPiece));
       store->set(piece_of(messages[i].key, piece), std::vector<uint8_t>(begin, end));

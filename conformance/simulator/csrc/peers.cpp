@@ -1,17 +1,17 @@
-// What ranks report to each other while they wait.
+// Reports of ranks to each other while they wait.
 //
-// A rank that can do nothing but wait for its peers says so in the store of the default group, once a second. If all
-// ranks have said so several times or have ended, nothing is on its way any more: none will ever go on.
+// A rank that can only wait for its peers reports this in the store of the default group, once a second. If every rank
+// has ended or has reported its wait several times, no message is on its way, and no rank can ever go on.
 #include "device.h"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace sim {
 namespace {
-constexpr int kSureAfter = 3;  // reports of a wait
+constexpr int kSureAfter = 3;  // reports of one wait, until it counts as blocked
 const std::string kEnded = "ended";
 
-struct Peers {  // of the default group
+struct Peers {  // the ranks of the default group
   c10::intrusive_ptr<c10d::Store> store = nullptr;
   int rank = 0, size = 1;
   int reports = 0;
@@ -50,7 +50,7 @@ bool report_wait(const std::string& what, bool may_give_up) {
 
 void report_end() {
   auto& p = peers();
-  // Without this condition, peers would not learn what this rank has waited for.
+  // Keep the last report of a blocked rank, because the errors of its peers show it.
   if (p.store && p.reports < kSureAfter) p.store->set(wait_key(p.rank), kEnded);
 }
 }  // namespace sim

@@ -17,8 +17,8 @@ namespace sim {
 namespace {
 using Time = std::chrono::steady_clock;
 constexpr auto kPatience = std::chrono::seconds(3);     // with a collective, before other streams go on
-constexpr auto kGiveUp = std::chrono::seconds(20);      // with a collective that the program does not need yet
-constexpr auto kReport = std::chrono::seconds(1);       // between two reports to peers that this rank waits
+constexpr auto kGiveUp = std::chrono::seconds(20);      // with a collective that the host does not need yet
+constexpr auto kReport = std::chrono::seconds(1);       // between two reports of a wait
 constexpr auto kHeldUp = std::chrono::milliseconds(1500);  // a host of several that calls nothing is waiting elsewhere
 constexpr auto kHang = std::chrono::seconds(300);
 
@@ -112,12 +112,12 @@ void run_part(Queue& queue, const std::function<void()>& part) {
   queue.busy = false;
 }
 
-enum class End { Never, IfSoon, Surely };  // of what has begun and waits for peers
+enum class End { Never, IfSoon, Surely };  // whether to wait for the peers of a task that has begun
 
 bool step(Queue& queue, End end);
 bool step_any(bool only_drawn);
 
-// Ends something that waits for peers no more.
+// Ends one task whose peers are done.
 bool end_any() {
   for (auto& [key, queue] : runtime().queues) {
     if (queue.busy || queue.entries.empty()) continue;
@@ -127,7 +127,7 @@ bool end_any() {
   return false;
 }
 
-// Moves what the head of a queue needs first, and waits for no peer.
+// Runs the next step that the head of a queue needs, unless that step waits for peers.
 bool towards_begin(Queue& queue) {
   if (queue.busy || queue.entries.empty()) return false;
   auto& head = queue.entries.front();
@@ -135,8 +135,8 @@ bool towards_begin(Queue& queue) {
   return step(queue, End::Never);
 }
 
-// Begins what peers may need before they can do what `task` waits for. Streams do not wait for each other by themselves,
-// so a message in one stream must not keep those of others from their peers.
+// Begins tasks that peers may need before they can complete `task`. Streams do not wait for each other by themselves,
+// so a message in one stream must not hold back messages of other streams.
 void begin_messages(const Task& task) {
   auto is_needed = [&](auto& entry) {
     return entry.task.run && (entry.task.is_message || (task.is_message && entry.task.is_complete));
@@ -145,7 +145,7 @@ void begin_messages(const Task& task) {
     while (std::any_of(queue.entries.begin(), queue.entries.end(), is_needed) && towards_begin(queue)) {}
 }
 
-// Waits until the collective or message at the head of a queue is complete; false if `end` allows to give up, and it did.
+// Waits until the collective or message at the head of a queue is complete. Returns false if it gave up, as `IfSoon` allows.
 bool complete(Queue& queue, End end) {
   auto& r = runtime();
   auto& task = queue.entries.front().task;
@@ -225,8 +225,8 @@ bool towards_end(Queue& queue, End end) {
   return step(queue, end);
 }
 
-// In the order of the program a collective ends where it is called. A message need not: its peer may first wait for what
-// the host does next.
+// In program order, a collective ends where it is called. A message may end later, because its peer may first wait for
+// something that this host does next.
 End end_of_early(const Queue& queue) {
   if (runtime().order != Order::Serial || queue.entries.empty() || queue.entries.front().task.is_message) return End::Never;
   return End::IfSoon;

@@ -1,7 +1,7 @@
 """torch 2.13 and later: GradScaler unscales gradients on the host before the scale has arrived from the device.
 
 `inv_scale.to("cpu", non_blocking=True)` returns pinned memory that is still being filled, and the CPU's kernel reads it
-at once. Gradients become arbitrary, or a whole step is lost. ShardedGradScaler with CPUOffload does the same.
+at once. Gradients become arbitrary, or a step is lost. ShardedGradScaler with CPUOffload does the same.
 
     python -m conformance.simulator conformance/simulator/findings/grad_scaler_host_copy.py
 """
