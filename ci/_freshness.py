@@ -89,7 +89,7 @@ def folders_are_named() -> list[str]:
 
 
 def generated_are_current() -> list[str]:
-    """Complain about generated documents that are missing or differ from what their sources give."""
+    """Complain about generated documents that are missing or out of date."""
     return [
         f"{path} is not what its sources give: run ci/check --fix"
         for path, generate in GENERATED.items()

@@ -1,4 +1,4 @@
-"""Regions on a backend that registers its own name, which is possible once a process."""
+"""Regions on a backend that registers its own name, which is possible once per process."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_new_region_sees_new_weights(subject: Library, device: str, update: Ca
 @clause("amp.autocast_mode.autocast.cache")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_outermost_region_ends_the_casts(subject: Library, device: str, enabled: bool) -> None:
-    """The outermost region may be disabled. The casts end when no region is left around it."""
+    """Cached casts are dropped when the outermost region ends, even if that region is disabled."""
     weight, x = torch.nn.Parameter(torch.ones(2, 2, device=device)), torch.ones(2, 2, device=device)
     seen = []
     for value in (1.0, 3.0):

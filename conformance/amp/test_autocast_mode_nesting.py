@@ -115,7 +115,7 @@ def test_one_instance_again_and_again(subject: Library, device: str, dtype: torc
 @pytest.mark.deviation("autocast.one_instance_in_itself")
 def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
-        """Return whether the state after both exits is that from before, and whether autocast is on between them."""
+        """Return whether both exits restore the first state, and whether autocast is on between them."""
         before = state()
         region = library.amp.autocast("cpu")
         try:
@@ -137,7 +137,7 @@ def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
 @pytest.mark.parametrize("where", ["here", "another thread"])
 def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None:
     def probe(library: Library) -> tuple[str, bool]:
-        """Return the error of one exit too many, and whether the thread that made it keeps its state."""
+        """Return the error of an extra exit, and whether the state of its thread is unchanged."""
         region = library.amp.autocast("cpu", cache_enabled=False)
         seen: list[tuple[str, bool]] = []
 

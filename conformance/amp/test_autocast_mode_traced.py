@@ -153,7 +153,7 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
 @clause("amp.autocast_mode.autocast.compiled_made_before")
 @pytest.mark.profile("full")
 def test_instances_are_guarded_by_value(subject: Library, device: str) -> None:
-    """An instance with other values needs another graph, one with equal values does not (pytorch/pytorch#194754)."""
+    """Instances with other values need another graph, and equal instances do not (pytorch/pytorch#194754)."""
     torch._dynamo.reset()
     graphs = RecordedGraphs()
     net = model(device)

@@ -58,7 +58,7 @@ def test_arguments_by_position(compare: Compare, device: str) -> None:
 @clause("amp.grad_scaler.constructor.arguments")
 @pytest.mark.parametrize("interval", [0, -1, 2.5, 1.0, True], ids=repr)
 def test_intervals_that_count_nothing(compare: Compare, device: str, interval: float) -> None:
-    """An interval that is no positive integer is stored unchanged, and its effect shows in the updates."""
+    """An interval that is not a positive integer is stored unchanged, and its effect shows in the updates."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0, growth_interval=interval)

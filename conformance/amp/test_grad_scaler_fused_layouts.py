@@ -190,7 +190,7 @@ STATES: dict[str, Callable[[Tensor], Tensor]] = {
     "cut off where it lies": lambda state: state[:2],
     "a view that negates": lambda state: torch._neg_view(state.neg()),
 }
-# No fused updates, because torch's would read such a state in the layout of the parameter.
+# Without fused updates, because torch's fused updates read a state in the layout of its parameter.
 STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda groups: AdamW(groups, lr=0.125, foreach=True),
     "momentum": lambda groups: SGD(groups, lr=0.125, momentum=0.5, foreach=True),
@@ -231,7 +231,7 @@ def test_a_state_of_another_form_than_before(fused: FusedStep, device: str, form
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 def test_a_parameter_swapped_for_one_without_memory(fused: FusedStep, device: str) -> None:
-    """Swap a parameter after two steps. The new one is sparse, so it has no address, and it has no gradient."""
+    """Swap a parameter in the fourth step. The new parameter is sparse, without an address, and has no gradient."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(

@@ -84,9 +84,9 @@ def test_copies_in_lower_precision(
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dtype: torch.dtype) -> None:
-    """Low-precision parameters are upcast, and rounded once an update. A loop around float32 parameters does the same.
+    """Low-precision parameters are upcast, and rounded once per update. A loop around float32 parameters does the same.
 
-    torch's own fused updates are no reference, as the next test shows.
+    torch's own fused updates cannot be the reference, as the next test shows.
     """
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     shapes = ((5, 1.0), (16_500, 0.1))

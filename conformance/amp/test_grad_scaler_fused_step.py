@@ -141,7 +141,7 @@ def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float |
 def test_several_optimizers(
     fused: FusedStep, device: str, grad_outcomes: Any, kinds: tuple[str, str]
 ) -> None:
-    """The scale moves once an iteration, by the checks of all optimizers, no matter which uses the fused step."""
+    """The scale moves once per iteration, by the checks of all optimizers, no matter which uses the fused step."""
 
     def reported(library: Library, take: Take) -> list[Outcome]:
         harnesses = [

@@ -29,7 +29,7 @@ from conformance.strategies.scaling import Harness
 @pytest.mark.parametrize("comes_to_it", [True, False])
 @pytest.mark.parametrize("on", ["the optimizer", "its class"])
 def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_to_it: bool) -> None:
-    """A replaced `step` is called once a step, with unscaled and clipped gradients, as torch's scaler calls it."""
+    """A replaced `step` is called once per step, with unscaled and clipped gradients, as torch's scaler calls it."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
@@ -62,7 +62,7 @@ def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
 def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
-    """A taken step counts for hooks and schedulers, a skipped one does not. The scaler reports both."""
+    """A taken step counts for hooks and schedulers, and a skipped step does not. The scaler reports both."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, SOME, KINDS[kind])

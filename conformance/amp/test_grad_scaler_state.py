@@ -215,7 +215,7 @@ def test_a_missing_entry_changes_nothing(
     )
 
 
-# A used scaler's tensor rejects a scale that is no number before torch has loaded any other entry.
+# A used scaler's tensor rejects a scale that is not a number before torch has loaded any other entry.
 CORRUPTED = [
     (entry, value, used)
     for entry in GOOD
@@ -231,7 +231,7 @@ CORRUPTED = [
 def test_a_corrupted_entry_changes_nothing(
     deviation: DeviationJudge, device: str, entry: str, value: Any, used: bool
 ) -> None:
-    """Values that are no numbers, or that a scaler cannot use, raise without changing anything."""
+    """Values that are not numbers, or that a scaler cannot use, raise without changing anything."""
 
     def probe(library: Library) -> tuple[bool, bool]:
         harness = lived(library, device, [None] * used, **OTHERS)

@@ -339,7 +339,7 @@ def unfit(device: str, kind: str) -> torch.nn.Parameter:
 @pytest.mark.deviation("grad_scaler.refusal_is_whole")
 @pytest.mark.parametrize("kind", ["integer", "complex", "bool", "overlapping"])
 def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, device: str, kind: str) -> None:
-    """The error is torch's. torch leaves gradients divided that it processed before the error, and Tandem does not."""
+    """The error is torch's. torch has divided some gradients before it, and Tandem changes none."""
     if device != "cpu":
         unavailable("torch's kernels for other devices take other dtypes")
 
@@ -374,7 +374,7 @@ def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, dev
 def test_gradients_on_two_devices(
     deviation: DeviationJudge, device: str, last: float | None, reference: Library
 ) -> None:
-    """The values are those of the same gradients on only the CPU."""
+    """The values match those of the same gradients on the CPU."""
     if device == "cpu":
         unavailable("one device type only")
 

@@ -1,4 +1,4 @@
-"""Results of `impl` for a policy, compared with torch by a stand-in wrapper, and the owners of shared parameters."""
+"""Auto-wrapping by `impl`, compared with torch's by a stand-in wrapper, and the owners of shared parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def wrapped_by_torch(built: Built, policy: Any, kwargs: dict[str, Any]) -> Outco
     def run() -> Any:
         theirs._auto_wrap(built.root, policy, built.ignored, built.ignored_params, kwargs, wrapper_cls)
         for _, given_kwargs in notes:
-            given_kwargs.pop("auto_wrap_policy", None)  # a None equals a missing argument
+            given_kwargs.pop("auto_wrap_policy", None)  # torch passes None, `impl` passes nothing
         return notes, shape(built.root)
 
     return observe(run)

@@ -26,7 +26,7 @@ from conformance.strategies.operator_outcomes import (
 from conformance.strategies.optimizers import unknown_options
 from conformance.strategies.regions import LOW
 
-# The build of torch decides whether these run at all. Names of dimensions are not implemented for the last.
+# Operators that only some builds of torch can run. The last one takes dimension names, which are not implemented.
 NOT_EVERYWHERE = {*RECURRENT, "cudnn_convolution", "cudnn_convolution_transpose", "index_copy.dimname"}
 
 

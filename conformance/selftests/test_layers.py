@@ -95,13 +95,13 @@ EXCEPTIONS = {
     ("impl.kernels.scale_update", "imports impl.kernels._triton.scale_update in a function"): _OPTIONAL,
     ("impl.kernels.unscale", "imports impl.kernels._triton.unscale in a function"): _OPTIONAL,
 }
-# This module names what it replaces. Its callers and imports are checked like those of others.
+# This module names what it replaces. Its callers and imports are checked like those of other modules.
 NAMES_WHAT_IS_REWRITTEN = "impl.drop_in"
 
 
 @dataclass
 class Reading:
-    """Imports of a module, and what else of it violates the rules."""
+    """Imports of a module, and its violations of other rules."""
 
     name: str
     imports: set[str] = field(default_factory=set)  # modules of this project
@@ -260,7 +260,7 @@ def by_module(files: Iterable[Path]) -> dict[str, Path]:
 
 
 def imports_of(package: str, source: str, modules: Collection[str]) -> set[str]:
-    """Return those of `modules` that a source in `package` imports, in functions and for type checkers too."""
+    """Return the members of `modules` that a source in `package` imports, also in functions and for type checkers."""
     imported_modules: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -365,7 +365,7 @@ def parts_of(header: str) -> dict[str, set[str]]:
 
 
 def used_in(source: str, names: Collection[str]) -> set[str]:
-    """Return those of `names`, all types or all functions, that a C++ file uses.
+    """Return the members of `names`, all types or all functions, that a C++ file uses.
 
     Members of the same name do not count.
     """

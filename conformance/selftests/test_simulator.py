@@ -102,7 +102,7 @@ def test_claims_file_can_name_simulated_device(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
-# Quick programs that have shown most there. All of them take minutes.
+# The quick tests that found most faults on the simulated device. All tests together take minutes.
 SAMPLE = (
     "nn/utils/test_clip_grad_parameters.py",
     "amp/test_grad_scaler_unscale.py",

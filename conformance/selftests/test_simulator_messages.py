@@ -18,7 +18,7 @@ pytestmark = pytest.mark.deadline(560.0)
 
 
 def line_of(text: str, after: str) -> int:
-    """Return the line of the first `text` below the function `after`."""
+    """Return the number of the first line with `text` in or below the function `after`."""
     lines = MESSAGES.read_text().splitlines()
     start = lines.index(next(line for line in lines if line.startswith(f"def {after}(")))
     return next(number for number, line in enumerate(lines, 1) if number > start and text in line)
@@ -32,7 +32,7 @@ def run_programs(*names: str, words: tuple[object, ...], ranks: int = 2, cwd: Pa
     ("names", "ranks", "tensors", "replays"),
     [
         (("every_call", "host_memory", "larger_than_a_piece", "receive_before_all_reduce"), 2, 18, True),
-        # The clock decides when a rank gives up waiting for a message that is sent after what its host does next.
+        # Not replayable, because the clock decides when a host goes on without a message that its peer sends later.
         (("receive_over_a_barrier", "query_before_the_send"), 2, 6, False),
         (("ring", "answer_through_a_third_rank"), 3, 6, True),
     ],
@@ -93,7 +93,7 @@ def test_missing_wait_for_a_message_is_found_with_its_line(
     assert re.search(r"[1-5] of 5 schedules change the result", report), report
 
 
-# By name: what the error says of ranks 0 and 1, with the call whose line it names.
+# By program: the texts of the error for ranks 0 and 1, each with the call whose line it names.
 DEADLOCKS = {
     "both_receive_first": [
         ("waits in recv from rank 1", "dist.recv"),

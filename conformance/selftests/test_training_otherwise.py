@@ -42,7 +42,7 @@ def test_captured_it_has_the_same_bits(subject: Library, optimizer: str) -> None
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_fused_it_has_the_same_curve(subject: Library, dtype: str) -> None:
-    """The difference is below that between two of torch's own ways to update."""
+    """The curve differs from torch's less than the curves of torch's own update implementations differ."""
     if subject.package != "impl":
         return
     config = dataclasses.replace(small_config(dtype), optimizer="fused")

@@ -140,7 +140,7 @@ def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Out
     """Run the script with this library's tracing. Return its outcome."""
     with tracing_of(library):
         found = observe(lambda: script(CompiledHarness(make, **harness)))
-    # Drop warnings that come once a process from backends' imports and torch's C++, because only the first run gets
+    # Drop warnings that imports of backends and torch's C++ give once per process, because only the first run gets
     # them.
     reported = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
     often = tuple(each for each in reported if "Triggered internally" not in each[1])

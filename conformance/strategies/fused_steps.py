@@ -29,8 +29,8 @@ SOME = (
     Gradient((16_500,), seed=4, scale=0.1),
     Gradient((7,), seed=5),
 )
-# Betas that float32 holds exactly. On CUDA, torch's operators round betas to float32 before 1 - beta, on the CPU after
-# it.
+# Betas that float32 holds exactly. torch's operators round betas to float32 before they compute 1 - beta on CUDA, and
+# after it on the CPU.
 _BETAS = (0.875, 0.984375)
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda groups: Adam(groups, lr=0.125, betas=_BETAS, amsgrad=True, weight_decay=0.25, fused=True),
@@ -80,7 +80,7 @@ def norms_in(seen: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
 
 
 def by_four_with(norms: Iterable[torch.Tensor | None]) -> Take:
-    """Return a step with torch's four calls that clips by these norms, one an iteration.
+    """Return a step with torch's four calls that clips by these norms, one per iteration.
 
     Results that follow from a norm have the same bits, no matter how the norm was computed.
     """

@@ -232,7 +232,7 @@ def ended_by_an_exception(scene: CastScene) -> None:
 
 
 def as_decorator(scene: CastScene) -> None:
-    """Call a decorated function. Each call is a region of its own, unless it runs inside another region."""
+    """Call a decorated function. Each call is its own region, unless it runs inside another region."""
     use = scene.region()(lambda: scene.use(scene.weight, times=2))
     for value in (1.0, 2.0):
         fill(scene.weight, value)

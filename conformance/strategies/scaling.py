@@ -1,7 +1,7 @@
 """A scaler in use: parameters in two groups, an optimizer, a scaler, and scenarios that two libraries run in lockstep.
 
-A scenario is a generator that takes a library and yields one `Outcome` a call. The scenarios of both libraries advance
-and are compared step by step.
+A scenario is a generator that takes a library and yields one `Outcome` per call. The scenarios of both libraries
+advance and are compared step by step.
 """
 
 from __future__ import annotations

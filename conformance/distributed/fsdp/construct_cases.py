@@ -24,7 +24,7 @@ from conformance.judge.global_state import default_dtype
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:
-    """Wrap by a function of `WAYS` or `USED_UP`.
+    """Wrap with a function of `WAYS` or `USED_UP`.
 
     Return the strategy, the identity of the module and this rank's shapes.
     """

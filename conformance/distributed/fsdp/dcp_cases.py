@@ -108,7 +108,7 @@ def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
 
 
 def named(lab: Lab, *, path: str) -> Any:
-    """Save the states of one of torch's `_NamedOptimizer` and load them into another one. Return the states of both."""
+    """Save the states of one `_NamedOptimizer` of torch and load them into another. Return the states of both."""
     first, second = _Named(lab, 0), _Named(lab, 1)
     dcp.save(first.saved(), checkpoint_id=path)
     state = second.saved()
@@ -118,7 +118,7 @@ def named(lab: Lab, *, path: str) -> Any:
 
 
 def named_by_itself(lab: Lab, *, path: str) -> Any:
-    """Pass states of torch's `_NamedOptimizer` to DCP directly. Return this rank's states and what DCP loaded."""
+    """Pass states of torch's `_NamedOptimizer` to DCP directly. Return this rank's states and the loaded states."""
     first, second = _Named(lab, 0), _Named(lab, 1)
     dcp.save(first.own_state(), checkpoint_id=path)
     state = second.own_state()

@@ -307,7 +307,7 @@ def gathered_parameters(library: Library, model: nn.Module) -> dict[str, torch.T
 
 
 def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the full gradients. Gather them in place of the parameters, which also works for flat parameters.
+    """Return the full gradients. Write them to the parameters and gather those, which also works for flat parameters.
 
     A missing gradient counts as zero, because it may share a buffer with gradients that exist.
     """

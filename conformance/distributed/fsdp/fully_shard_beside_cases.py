@@ -67,7 +67,7 @@ def hooked(site: Site, dtype: torch.dtype, sums_alone: bool, own: bool) -> dict[
 
 
 def without_accelerator(site: Site, what: str) -> torch.Tensor:
-    """Use features on the CPU that torch leaves to accelerators: pinned offloading, or a divide factor of three."""
+    """Use features on the CPU that torch has only on accelerators: pinned offloading, or a divide factor of three."""
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
     policy = {"offload_policy": site.fsdp.CPUOffloadPolicy()} if what == "pinned" else {}
@@ -370,7 +370,7 @@ def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
 def replicated(site: Site) -> dict[str, Any]:
     """Train with one part sharded and the model around it replicated.
 
-    Return also the error of replicating that part.
+    Also return the error of replicating that part.
     """
     first = site.shard(site.model.body.parts[0], reshard_after_forward=True)
     refused = tried(lambda: replicate(first))

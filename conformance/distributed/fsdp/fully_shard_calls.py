@@ -88,7 +88,7 @@ class CallScene:
             "made": made,
             "reported": sorted(self.reported, key=str),  # the order of gathers and reductions may vary
             "keeps the event": self.event() is not None,
-            # After an exception, what is registered is undefined until the state is reset.
+            # After a failed call, it is undefined which parameters are registered, until the state is reset.
             "registered": {} if one.name in _FAILING else registered(self.model),
         }
 

@@ -75,7 +75,7 @@ def train(
 def _trained(
     rank: Rank, model: Any, case: ShardedTraining, reshards_after_evaluations: bool
 ) -> dict[str, Any]:
-    # No foreach, because torch's list operators take no plain tensors (ignored parameters) beside DTensors.
+    # Without foreach, because torch's list operators do not mix plain tensors (ignored parameters) with DTensors.
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=False)
     progress = _ShardedProgress(case.plain, rank.rank, rank.device, reshards_after_evaluations)
     shards = []

@@ -48,7 +48,7 @@ class Site:
     def train(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Run a step of SGD. Return the loss, the gradients before the step and the parameters after it."""
         model = self.model if model is None else model
-        # No foreach, because parameters may be plain tensors beside DTensors.
+        # Without foreach, which does not mix plain tensors with DTensors.
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         loss = self.forward()
         loss.backward()
@@ -58,7 +58,7 @@ class Site:
 
 
 def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: Any) -> Outcome:
-    """Return the outcome of `asks(site, **arguments)`. `asks` must be a function of a module."""
+    """Return the outcome of `asks(site, **arguments)`. `asks` must be defined at module level."""
     site = Site(rank, load_library(library), TREE.build())
     return observe(lambda: asks(site, **arguments))
 

@@ -22,5 +22,5 @@ class Sites(Twins):
         return outcomes(self.pool, library, "fully_shard_construct_cases:probe", asks=program, **arguments)
 
     def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
-        """Judge a deviation: every rank of the subject must do what one process does without sharding."""
+        """Judge a deviation: every rank of the subject must have the results of one unsharded process."""
         self.deviate(program, we_do=lambda seen: all(does_as(expected, each) for each in seen), **arguments)

@@ -159,7 +159,7 @@ def of_other_dtypes(site: Site, **dtypes: torch.dtype) -> str:
 
 
 class Around(nn.Module):
-    """Module that also uses the weight of its inner module itself. In backward, the inner module comes first."""
+    """Module that also uses the weight of its inner module. In backward, the inner module comes first."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def sharded(
 
 
 def offloaded(lab: Lab, *, scaler: str, enabled: bool) -> list[Any]:
-    """Train with parameters on the host and a group that has no backend for it. Return norms and parameters."""
+    """Train with parameters on the host and a group without a backend for the host. Return norms and parameters."""
     group = lab.rank.group_of_device()
     model = lab.wrap(
         plain_model(),
@@ -147,7 +147,7 @@ def one_fails(lab: Lab, *, scaler: str, failure: str) -> tuple[Any, Any, list[fl
 
 
 def no_optimizer(lab: Lab, *, scaler: str) -> list[Any]:
-    """Return what `fused_step` raises if all ranks pass a model, and what it raises for the optimizer after that."""
+    """Return the error of `fused_step` if all ranks pass a model, and then for the optimizer."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)
     its_scaler.scale(parameter.sum()).backward()

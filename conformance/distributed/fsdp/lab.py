@@ -122,7 +122,7 @@ def run(
 def tried(call: Callable[[], Any]) -> Any:
     """Return the result of `call`, or the type and text of the error that it raised.
 
-    For calls after which the program continues.
+    Use it for calls after which the program continues.
     """
     try:
         return call()

@@ -32,7 +32,7 @@ class Boxed:
 
 
 def in_form(value: torch.Tensor, form: str) -> Any:
-    """Return `value` in a container of type `form`, beside non-tensor values. Other forms return `value` itself."""
+    """Return `value` in a container of type `form`, with non-tensor values. Other forms return `value` itself."""
     match form:
         case "tuple":
             return (value, None)

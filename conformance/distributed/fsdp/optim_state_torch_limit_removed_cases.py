@@ -224,7 +224,7 @@ def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]
 
 
 def received(lab: Lab, way: StateDictMethod) -> dict[str, int]:
-    """Return the bytes that this rank receives, beside the bytes of full states, of single rows and of its shard."""
+    """Return the bytes that this rank receives, and the bytes of full states, of single rows and of its shard."""
     optimizer = Optimized().stepped(lab.model)
     with Received() as saving:
         saved = way.save(lab, optimizer)

@@ -1,6 +1,6 @@
 """Cases of the dtypes in which gradients accumulate and are reduced.
 
-The coefficients are chosen so that each dtype gives other bits. K = backwards, N = elements.
+The coefficients are chosen so that each dtype gives different bits. K = backwards, N = elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMEL = 24
 
 
 class Weighted(nn.Module):
-    """Module whose weight has the input as its gradient, in the dtype of the computation."""
+    """Module whose weight gets the input as its gradient, in the dtype of the computation."""
 
     def __init__(self) -> None:
         super().__init__()

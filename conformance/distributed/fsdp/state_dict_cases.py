@@ -325,7 +325,7 @@ def on_demand(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def loads_on_demand(lab: Lab, *, fault: str) -> dict[str, Any]:
-    """Load a full dict of objects that are no tensors. Return the result and whether the model has the values."""
+    """Load a full dict of objects that are not tensors. Return the result and whether the model has the values."""
     state_dict = state_dict_of(lab, Form("FULL"))
     if fault:
         FAULTS[fault](state_dict)

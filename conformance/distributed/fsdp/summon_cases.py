@@ -16,8 +16,8 @@ from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 def summon(lab: Lab, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
     """Return the tensors inside `summon_full_params`, and after it.
 
-    Unless `adds` is zero, it and the rank are added to each parameter, and with `with_grads` to each gradient. `at`
-    counts the units from the root.
+    If `adds` is not zero, `adds` plus the rank is added to each parameter, and with `with_grads` to each gradient. `at`
+    is the number of the unit, counted from the root.
     """
     lab.backward()
     with lab.fsdp.summon_full_params(lab.units[at], **options):
@@ -46,9 +46,9 @@ def unsharded(lab: Lab, *, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_behind(lab: Lab) -> dict[str, torch.Tensor]:
-    """Return the values that a second summon showed, although the parameters were zeroed right after it.
+    """Return the tensors that a second summon showed. The parameters are zeroed right after it.
 
-    The second summon shows them in memory that is kept.
+    The second summon shows them in memory that the first one kept.
     """
     shown: dict[str, torch.Tensor] = {}
     for _ in range(2):
@@ -155,6 +155,6 @@ def restores_after_an_error(lab: Lab) -> dict[str, Any]:
 
 
 def of_plain_modules(lab: Lab) -> dict[str, torch.Tensor]:
-    """Summon a module that is not a unit, with units in it and above it."""
+    """Summon a module that is not a unit, with units inside and around it."""
     with lab.fsdp.summon_full_params(lab.model.body):
         return named(lab.model.body)

@@ -169,7 +169,7 @@ def laid_out(tensor: Any) -> dict[str, Any]:
 
 
 def probe(rank: Rank, *, library: str, asks: Any, parallel: Parallel, **arguments: Any) -> Outcome:
-    """Return the outcome of `asks(rank, library, parallel, **arguments)`. `asks` must be a function of this module."""
+    """Return the outcome of `asks(rank, library, parallel, **arguments)`. `asks` must be defined in this module."""
     found = load_library(library)
     return observe(lambda: asks(rank, found, parallel, **arguments))
 
@@ -182,7 +182,7 @@ def train(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
 
 
 def train_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
-    """Train with fully_shard. Return also the gradients before the first step, and clipped gradients."""
+    """Train with fully_shard. Also return the gradients before the first step, and clipped gradients."""
     site = ParallelSite(rank, library, parallel)
     site.backward(0)
     clipped = [p for p in site.model.parameters() if len(p.placements) == len(parallel.sizes)]

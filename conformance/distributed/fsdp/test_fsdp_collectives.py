@@ -51,7 +51,7 @@ LEAST = {
 def steps_of_all(
     twins: Twins, training: Training, library: Library | None = None
 ) -> list[list[list[Collective]]]:
-    """Return what each rank issued in each step of the training. The library is the subject by default."""
+    """Return the collectives of each rank in each step of the training. The library is the subject by default."""
     values_of(twins.trained(library or twins.subject, training))
     return [steps_of(trace) for trace in twins.pool.traces]
 

@@ -85,7 +85,7 @@ def is_wrong_in_silence(seen: SeenByRanks) -> bool:
 def judge_at_once(deviation: DeviationJudge, program: Program, *told: str, are_alike: bool = False) -> None:
     """Both ranks of the subject must raise the error that `tells_both` describes, in the step in which they diverge.
 
-    torch's ranks issue collectives of unequal sizes. If the sizes are alike, torch computes wrong values silently.
+    torch's ranks issue collectives of unequal sizes. If the sizes are equal, torch silently computes wrong values.
     """
     deviation.judge(
         lambda library: seen_of(library, program),

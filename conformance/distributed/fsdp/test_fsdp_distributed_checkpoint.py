@@ -59,7 +59,7 @@ def assert_reads(
 
 
 def unsharded() -> dict[str, Any]:
-    """Return what `cases.written` returns, for a model that is not wrapped."""
+    """Return the result of `cases.written` for a model that is not wrapped."""
     model, optimized = TREE.build(), Optimized(steps=1)
     states = by_name(model, optimized.stepped(model))["state"]
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())

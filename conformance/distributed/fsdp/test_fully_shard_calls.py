@@ -316,7 +316,7 @@ def assert_leaves(
 ) -> None:
     """Judge a deviation by other calls on torch's side.
 
-    The result of the first of `calls`, and what the ranks hold at the end, must be those of torch's ranks after `like`.
+    The result of the first call and the final state of the ranks must equal those of torch's ranks after `like`.
     """
 
     def probe(library: Library, calls: Sequence[UnitCall] = calls) -> list[Any]:
@@ -426,7 +426,7 @@ def test_gradients_of_a_failed_backward_are_gone(twins: Twins) -> None:
         UnitCall("zero_grad"),
         *TRAIN,
     )
-    # A look uses the batch of the failed backward.
+    # The evaluation uses up the batch of the failed backward.
     assert_leaves(twins, failing, (*TRAIN, LOOK, *TRAIN))
 
 

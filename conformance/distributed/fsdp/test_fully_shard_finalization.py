@@ -49,7 +49,7 @@ PROGRAMS = {
     "a unit unused": (MANUAL, *PASS, SKIP, FINALIZE, STEP, SKIP, FINALIZE, STEP),
     "back to automatic": (MANUAL, *PASS, FINALIZE, AUTOMATIC, *PASS, STEP),
 }
-# The automatic programs in which only the last backward synchronises.
+# Programs with automatic finalization, in which only the last backward before the first step synchronises.
 LIKE = {
     "unsynchronised": (NO_SYNC, *PASS, SYNC, *PASS, STEP, *PASS, STEP),
     "a unit unsynchronised": (NO_SYNC_OF_ONE, *PASS, SYNC, *PASS, STEP),
@@ -114,7 +114,7 @@ def _held(outcomes: Seen) -> Seen:
 
 
 def _raised(outcomes: Seen) -> list[str]:
-    """Return what the calls on the first rank raised."""
+    """Return the errors of the calls on the first rank."""
     results = [call["made"] for call in values_of(outcomes)[0]["seen"]]
     return [text.partition("\n")[0] for text in results if isinstance(text, str) and "Error: " in text]
 
@@ -137,7 +137,7 @@ def test_finalization_trains_like_automatic(twins: Twins, program: str, sharding
 def _assert_trains_like(
     twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = SHARDED
 ) -> None:
-    """Assert that the subject holds after `calls` what torch holds after `like`."""
+    """Assert that the subject's state after `calls` equals torch's state after `like`."""
     expected = seen_by(twins, twins.reference, like, sharding=sharding)
     assert_ranks_agree(
         _held(expected), _held(seen_by(twins, twins.subject, calls, sharding=sharding)), TRAINED

@@ -196,7 +196,7 @@ def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale:
 @pytest.mark.parametrize("more_ranks", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["aware", "fused sgd"])
 def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimizer: str) -> None:
-    """Check the flag that optimizers which skip steps themselves get after unscale_, such as torch's fused SGD."""
+    """Check the flag after unscale_, for optimizers that skip steps themselves, such as torch's fused SGD."""
     twins = twins_of(more_ranks)
     calls = iteration((math.inf,) * more_ranks, unscale=True)
     plan = ScalerProgram(parts(more_ranks), calls, (optimizer,))

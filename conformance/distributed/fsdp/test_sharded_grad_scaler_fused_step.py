@@ -20,7 +20,7 @@ from conformance.strategies.fused_steps import ROW
 def judge(
     twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **asked: Any
 ) -> None:
-    """Run the program on the ranks of each library. `judged` asserts what is right about the results of all ranks."""
+    """Run the program on the ranks of each library. `judged` asserts the expected results of all ranks."""
     fused_steps.judge(
         twins,
         lambda library: values_of(twins.of(library, program, scaler=scaler, **asked)),

@@ -1,4 +1,4 @@
-"""Wrap policies, called for one module and for whole trees, with a stand-in for the wrapper class."""
+"""Wrap policies, called for one module and for complete trees, with a stand-in for the wrapper class."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_functions_choose_alike(
 
 
 def _run(policy: Any, built: Built, kwargs: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the modules that a policy of the whole tree chooses, by name."""
+    """Return the modules that a policy for the complete tree chooses, by name."""
     chosen = policy._run_policy(built.root, built.ignored, kwargs)
     return [(built.names[module], found) for module, found in chosen.items()]
 

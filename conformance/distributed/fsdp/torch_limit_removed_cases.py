@@ -72,7 +72,7 @@ class Both(Positioned):
 
 
 class Description:
-    """Object that is no container of torch or of Python, with references to itself."""
+    """Object that is not a container of torch or Python, with references to itself."""
 
     def __init__(self, mean: torch.Tensor, spread: torch.Tensor) -> None:
         self.parts = {"mean": mean}
@@ -216,7 +216,7 @@ def accumulate(
 
 
 def saved_after_a_backward(lab: Lab, *, strategy: str) -> list[str]:
-    """Return the saved names after a backward, if the outer unit is frozen and its input needs no gradient."""
+    """Return the saved names after a backward. The outer unit is frozen, and its input needs no gradient."""
     kind: dict[str, Any] = {"strategy": strategy, "use_orig_params": True}
     outer = nn.Linear(3, 4).requires_grad_(False)
     model = lab.wrap(nn.Sequential(outer, lab.wrap(nn.Linear(4, 2), **kind)), **kind)
@@ -225,7 +225,7 @@ def saved_after_a_backward(lab: Lab, *, strategy: str) -> list[str]:
 
 
 def states_without_elements(lab: Lab) -> dict[str, Any]:
-    """Return the shapes of gradients and the names of saved states, if the last parameter has no elements."""
+    """Return the shapes of gradients and the names of saved states. The last parameter has no elements."""
     whole = nn.Sequential(nn.Linear(3, 4), Nothing())
     model = lab.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)

@@ -86,7 +86,7 @@ class Twins:
     def of(self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
         """Run the program on every rank of a library.
 
-        `arguments` are those of the program, besides the model's `tree` and the limit `deadline_s`.
+        `arguments` are the program's arguments, besides the model's `tree` and the limit `deadline_s`.
         """
         limits = {name: arguments.pop(name) for name in ("deadline_s",) if name in arguments}
         asked = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}

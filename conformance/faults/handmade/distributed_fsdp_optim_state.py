@@ -42,9 +42,9 @@ def saving(
 def loading(
     fault_id: str, says: str, thread: str = OWN, about: str = _TO_LOAD
 ) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(load, model, saved)`, called in the place of any of the methods that load.
+    """Return a decorator of `fault(load, model, saved)`, which replaces every method that loads.
 
-    `load()` returns what is to be loaded of `saved`.
+    `load()` calls the original method and returns its result for `saved`.
     """
 
     def enter(fault: Substitute) -> Substitute:
