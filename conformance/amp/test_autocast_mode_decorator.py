@@ -118,7 +118,7 @@ def test_decorating_what_cannot_be_called(subject: Library, reference: Library, 
         observe(lambda lib=lib: lib.amp.autocast("cpu")(value) and None) for lib in (reference, subject)
     )
     if expected.raised is None and actual.raised is not None:
-        # torch 2.11 returns a function that fails when it is called. Later versions raise at once, and Tandem may too.
+        # torch 2.11 returns a function that fails when it is called. Later versions raise at once, as may the subject.
         assert actual.raised.kind is TypeError
         assert actual.raised.text.startswith("autocast()(func) requires a callable, but got")
     else:

@@ -256,7 +256,7 @@ def test_backward_without_custom_fwd(compare: Compare) -> None:
 @pytest.mark.deviation("autocast.no_attributes_on_inputs")
 def test_new_style_functions(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> list[str]:
-        """Return the attributes that a forward without ctx finds on its first input."""
+        """Return the attributes that remain on the first input of a forward without ctx."""
 
         class Double(torch.autograd.Function):
             @staticmethod

@@ -56,7 +56,7 @@ def test_any_program_of_regions(subject: Library, reference: Library, program: R
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
 def test_left_in_the_order_of_entering(compare: Compare) -> None:
-    """Leave regions in the order of entering, as two alternating generators do.
+    """Leave regions out of order, as alternating generators do.
 
     Each exit restores the state from before its region.
     """

@@ -23,7 +23,7 @@ from conformance.strategies.regions import LOW, state
 class RecordedGraphs:
     """Backend of torch.compile that records the operators of each graph that compute tensors, and their dtypes.
 
-    Nodes that set a region's state are left out: torch's own class has one node, others several.
+    Nodes that set a region's state are left out: torch's own class has one, and other classes have several.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
 @clause("amp.autocast_mode.autocast.compiled_made_before")
 @pytest.mark.profile("full")
 def test_instances_are_guarded_by_value(subject: Library, device: str) -> None:
-    """Instances with other values need another graph, and equal instances do not (pytorch/pytorch#194754)."""
+    """Instances with different values must not share a graph (pytorch/pytorch#194754)."""
     torch._dynamo.reset()
     graphs = RecordedGraphs()
     net = model(device)

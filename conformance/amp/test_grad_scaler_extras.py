@@ -58,7 +58,7 @@ def test_whether_the_step_was_taken(
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) -> None:
-    """The methods raise before any step, also of a pickled copy. A disabled scaler skips nothing."""
+    """The methods raise before any step, also on an unpickled copy. A disabled scaler skips nothing."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, enabled=enabled)

@@ -20,7 +20,7 @@ from conformance.strategies.scaling import Harness
 
 
 class HostKnowsNothing(TorchDispatchMode):
-    """Mode in which the host reads no values of CPU tensors, as on another device."""
+    """Mode in which the host does not know the values of CPU tensors, as on another device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -95,7 +95,7 @@ class KeepsAttributes(UserOptimizer):
 
 
 class MovesAll(UserOptimizer):
-    """Moves all parameters, even without a gradient, by the largest gradient of the others."""
+    """Moves all parameters, even without a gradient, by the largest 1-norm of all gradients."""
 
     def move(self, group: dict[str, Any], param: Tensor, grad: Tensor | None) -> None:
         grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]

@@ -139,7 +139,7 @@ def test_loads_in_the_middle_of_an_iteration(compare: Compare, device: str) -> N
 def test_loads_the_other_librarys(
     subject: Library, reference: Library, device: str, grad_outcomes: list[float | None]
 ) -> None:
-    """Tandem continues from torch's checkpoint, and torch continues from Tandem's."""
+    """The subject continues from torch's checkpoint, and torch continues from the subject's."""
     for writer, reader in ((reference, subject), (subject, reference)):
         written = lived(writer, device, grad_outcomes, init_scale=8.0, growth_interval=3)
         stays = lived(writer, device, grad_outcomes, init_scale=8.0, growth_interval=3)

@@ -189,7 +189,7 @@ def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str,
 @clause("amp.grad_scaler.unscale_.parameters")
 @pytest.mark.parametrize("kind", ["frozen", "shared memory", "no leaf"])
 def test_odd_parameters(compare: Compare, device: str, kind: str) -> None:
-    """A frozen parameter's gradient counts. Memory that two gradients share is divided twice, like in torch."""
+    """A frozen parameter's gradient counts. Memory that two gradients share is divided twice, as in torch."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, FOUR, init_scale=4.0).used()

@@ -154,7 +154,7 @@ def test_step_counts_of_fake_tensors(subject: Library, reference: Library, can_c
 
 @clause("dynamo.optimizer.devices.capturable")
 def test_no_step_reads_a_count(subject: Library, device: str) -> None:
-    """No step is recompiled for a count from the second step on, although no group is capturable."""
+    """No step after the first is recompiled for a count, although no group is capturable."""
 
     def script(harness: CompiledHarness) -> list[int]:
         return harness.train(12).compiled_after

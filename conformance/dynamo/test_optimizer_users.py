@@ -174,7 +174,7 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
 
 @clause("dynamo.optimizer.guards.state")
 def test_whose_state_there_is(subject: Library, device: str) -> None:
-    """`_init_group` created no state, and no graph contains a tensor of a state."""
+    """`_init_group` creates no state, and skips a parameter that the user gives a state."""
 
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
         state = harness.train(2).optimizer.state

@@ -35,7 +35,7 @@ def callable_spellings(device: str) -> dict[str, list[tuple[str, Callable[..., A
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """Context manager that hides deprecation warnings and uses one thread, because all operands are tiny."""
+    """Context manager that hides warnings and uses one thread, because all operands are tiny."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -9,7 +9,7 @@ import torch
 
 
 class Collecting(torch.optim.Optimizer):
-    """Like torch's optimizers: `_init_group` creates state and fills lists."""
+    """Like torch's optimizers: `_init_group` fills lists. It creates no state here, but may in subclasses."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})

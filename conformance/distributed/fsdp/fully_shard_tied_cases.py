@@ -176,7 +176,7 @@ class Around(nn.Module):
 
 
 def around(site: Site, trained: bool, zeros: bool) -> dict[str, Any]:
-    """Return the gradients if the owner's backward ends before that of the outer unit, which shares its weight."""
+    """Return the gradients of a model in which the owner's backward ends before that of a sharer around it."""
     model = _around(trained)
     site.shard(model.inner)
     site.shard(model)

@@ -242,7 +242,7 @@ def _add_own(given: Any, values: Iterable[str]) -> None:
 
 
 def refused_to_save(lab: Lab) -> dict[str, Any]:
-    """Return the errors of saving an incomplete optimizer, an uneven step, and units of both parameter types."""
+    """Return the errors of saving an incomplete optimizer, a step on rank 0 only, and units of both parameter types."""
     parameters = list(lab.model.parameters())
     some = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
     step(lab.model, some)

@@ -55,7 +55,7 @@ class Optimized:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Step with gradients of single elements only, so that the order of additions cannot change the result."""
+    """Step with a gradient that is computed element by element, so that no order of additions changes the result."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.numel():
             parameter.grad = parameter.detach() * 0.5 + parameter.detach().sign()

@@ -115,7 +115,7 @@ def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def of_another_shape(lab: Lab) -> Any:
-    """Save an optimizer that keeps a tensor without the shape of a parameter, on the second rank only."""
+    """Save an optimizer that keeps a tensor of another shape than its parameter, on the second rank only."""
     optimizer = Optimized("momentum").stepped(lab.model)
     if lab.rank.rank == 1:
         next(iter(optimizer.state.values()))["extra"] = torch.zeros(3)

@@ -35,7 +35,7 @@ class Weighted(nn.Module):
 
 
 def coefficients(rank: int) -> Tensor:
-    """Return the gradients [K, N] of a rank. Neither their sums nor the sums over ranks fit into float32."""
+    """Return the gradients [K, N] of a rank. Their sums and the sums over ranks are not exact in float32."""
     backward, element = torch.arange(BACKWARDS).view(-1, 1), torch.arange(_NUMEL)
     steps = 1 + (7 * element + 31 * backward + 57 * rank) % 101
     return (steps.to(DOUBLE) / 3) * 2.0 ** (4 * ((element + backward + rank) % 3) - 9)

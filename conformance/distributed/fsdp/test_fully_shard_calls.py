@@ -48,11 +48,11 @@ def played(
     gathers_anew: bool = True,
     **how: Any,
 ) -> tuple[list[Trace], list[Trace]]:
-    """Compare the calls, and that they send no more than torch's. Return the traces of torch's ranks and the subject's.
+    """Compare the calls. They must send at most as much as torch's. Return the traces of both libraries' ranks.
 
     Args:
-        names_groups: the ranks name a group by its members and cannot make one of that name again, so new ranks run it.
-        gathers_anew: units that stay unsharded after an evaluation may be gathered again in the next forward.
+        names_groups: whether new ranks run the calls, because a name of a group is made of its members and not reusable.
+        gathers_anew: whether units that stay unsharded after an evaluation may be gathered again in the next forward.
     """
     seen, traces = [], []
     for library in (twins.reference, twins.subject):

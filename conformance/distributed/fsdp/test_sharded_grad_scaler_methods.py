@@ -110,7 +110,7 @@ def test_switched_off(twins: Twins, optimizer: str) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
 def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> None:
-    """A ShardedGradScaler loads state dicts of torch's class and of GradScaler, which loads its state dicts too."""
+    """ShardedGradScaler, GradScaler and torch's ShardedGradScaler load each other's state dicts."""
     sharded, plain = subject.find(SCALER), subject.amp.GradScaler
     assert issubclass(sharded, plain)
     first = reference.find(SCALER)(device, 4.0, 0.25, 3.0, 7)

@@ -341,7 +341,10 @@ def copied(lab: Lab, *, use_orig_params: bool) -> str:
 
 
 def tied_on_meta(lab: Lab, *, across: bool, by: str) -> tuple[int, float]:
-    """Wrap tied weights on the meta device, in one unit or `across` two. Return the number of parameters and a sum."""
+    """Wrap tied weights on the meta device, in one unit or `across` two.
+
+    Return the number of parameters and the sum of their absolute gradients.
+    """
     with torch.device("meta"):
         plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)))
     plain[1][0].weight = plain[0].weight
