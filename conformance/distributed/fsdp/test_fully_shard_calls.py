@@ -51,7 +51,7 @@ def played(
     """Compare the calls. They must send at most as much as torch's. Return the traces of both libraries' ranks.
 
     Args:
-        names_groups: whether new ranks run the calls, because a name of a group is made of its members and not reusable.
+        names_groups: whether new ranks run the calls, because groups are named by their members, only once each.
         gathers_anew: whether units that stay unsharded after an evaluation may be gathered again in the next forward.
     """
     seen, traces = [], []

@@ -203,7 +203,7 @@ def test_meshes_of_two_dimensions(
     layout: str,
     function: str,
 ) -> None:
-    """Also test norm orders of 0 and below, which count gradients or depend on the smallest elements."""
+    """Include norm orders of 0 and below, which count gradients or depend on the smallest elements."""
     generator = seeding.generator(3)
     gradients = [
         PlacedGradient(torch.randn(8, 5, generator=generator), None, placements=placements)
