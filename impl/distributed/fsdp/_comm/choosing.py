@@ -15,7 +15,7 @@ LEAST_BYTES = 1 << 19
 def transport_for(collectives: GroupCollectives, nbytes: int, on_host: bool, complete: Complete) -> Transport:
     """Return the transport for an exchange of `nbytes`, counted over all ranks.
 
-    Every rank of the group must ask, and all get the same answer.
+    Every rank of the group must call this, and all get the same transport.
 
     Collectives: two, of a few numbers, at the first call for a group over gloo.
     """

@@ -44,7 +44,7 @@ def all_gather_into(
 ) -> None:
     """Fill `unsharded` with every rank's `shard`, concatenated in rank order.
 
-    Collectives: one all-gather, or what paces `SameHostPeers`.
+    Collectives: one all-gather, or the all-reduces that pace `SameHostPeers`.
     """
 
     def steps(complete: Complete) -> None:
@@ -57,7 +57,7 @@ def all_gather_into(
 def all_gather_rows(rows: Sequence[Tensor], groups: Groups, group: dist.ProcessGroup, entry: str) -> None:
     """Fill each tensor [W, n] of `rows` with every rank's row. This rank's rows must already be in place.
 
-    Collectives: one all-gather, or what paces `SameHostPeers`.
+    Collectives: one all-gather, or the all-reduces that pace `SameHostPeers`.
     """
     nbytes, on_host = sum(row.nbytes for row in rows), rows[0].is_cpu
 
@@ -89,7 +89,7 @@ class Reduction:
     def __init__(self, groups: Groups, sharded_with: Callable[[], str]) -> None:
         self.groups = groups
         self._sharded_with = sharded_with
-        # Kinds of collectives that have not come yet. The first entry of each also names the settings.
+        # Actions that were not recorded yet. The first entry of each also names the settings.
         self._introduces = {GATHERED, REDUCED}
         self.hook: _Hook | None = None
         self.hook_state: Any = None
@@ -123,7 +123,7 @@ class Reduction:
 
         Return this rank's shard [S] for `finish`, or None if its all-reduce is put off. The buffer is overwritten. The
         shard is the buffer itself if nothing is sharded.
-        Collectives: a reduce-scatter if parameters are sharded (over gloo an all-to-all, or what paces
+        Collectives: a reduce-scatter if parameters are sharded (over gloo an all-to-all, or the all-reduces that pace
             `SameHostPeers`).
         """
         factor = self.divide_factor

@@ -15,7 +15,7 @@ from impl.distributed.fsdp._comm.transport import Complete
 class GroupMethod:
     """Collective that is issued by a method of the group itself: the first of `names` that the group has.
 
-    The functions of torch.distributed check and log what cannot differ here, which takes as long as the rest of a
+    The functions of torch.distributed check and log values that are fixed here, which takes as long as the rest of a
     unit's step. A group that is written in Python may have no other methods.
     """
 

@@ -99,7 +99,7 @@ def process_groups_for(
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """Return the strategy that is used for `world_size` ranks. Warn like torch if it changes, and of NO_SHARD."""
+    """Return the strategy that is used for `world_size` ranks. Warn like torch if it differs, or is NO_SHARD."""
     if world_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
             warnings.warn(

@@ -3,11 +3,11 @@
 gloo sends through sockets, also to a process of the same host: into the kernel and out of it again, by threads that
 take the processor from those that compute. Linux lets a process read the memory of another process of the same user
 (`process_vm_readv`), unless a security module like Yama reserves that for debuggers. If every rank of a group can read
-all others, each publishes the address of its data, reads what it needs from the others, and goes on when all have
+the memory of all others, each publishes the address of its data, reads the others' data, and continues when all have
 read. If one rank cannot, no rank does.
 
 Small all-reduces over gloo synchronise the ranks: no rank reads before all have published, and no rank overwrites its
-data before all have read. For little data that takes longer than sending it.
+data before all have read. If there is little data, this takes longer than sending it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def same_host_peers_in(group: dist.ProcessGroup, complete: Complete) -> SameHost
 
 
 def has_same_host_peers(group: dist.ProcessGroup) -> bool:
-    """Return the answer of the first `same_host_peers_in` call, or False before it."""
+    """Return whether the first `same_host_peers_in` call found peers. False before that call."""
     return _processes.get(group) is not None
 
 

@@ -27,8 +27,8 @@ def joint_norm(
 
     Args:
         full_grads: full tensors, which every rank has.
-    Collectives: one all-gather of a number a rank for each group that gradients are sharded over. With tensor
-        parallelism one in each group of every set of groups.
+    Collectives: one all-gather of one number per rank for each group that gradients are sharded over. Gradients with
+        the same tensor-parallel groups share theirs.
     """
     group_by_mesh: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for unit in units:

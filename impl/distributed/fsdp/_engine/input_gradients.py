@@ -36,7 +36,7 @@ class InputGradients:
 
     @property
     def have_come(self) -> bool:
-        """Whether there were any to wait for, and they are complete."""
+        """Whether gradients were expected, and all of them have arrived."""
         return bool(self._hooks) and self.are_complete
 
     def watch(self, inputs: Any, on_gradient: Callable[[], None]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Phases of a unit and the moves between them: one enum, one table, one function."""
+"""Phases of a unit and the moves between them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Root:
         self._forwards = 0  # number of nested running forwards
         self._thread = 0  # thread of the last forward, which also calls backward
         self._ending: weakref.ref[_EndOfBackward] | None = None  # alive while a backward runs
-        # Whether the user finalizes the backwards since the last finalization. None if there was none.
+        # Whether the user (True) or a last backward (False) ends the iteration. None if no backward is left open.
         self.awaits_user: bool | None = None
         groups = [group for unit in units for group in unit.param_groups]
         self._order_checkers = list(
@@ -247,7 +247,7 @@ class Root:
         self.order.end_forward(unit)
         self._leave_forward()
         if self._forwards == 0 and not torch.is_grad_enabled():
-            self._end_step()  # no backward will do it
+            self._end_step()  # no backward will end it
             for evaluated in self.units:
                 evaluated.gather_again_if_kept()
 

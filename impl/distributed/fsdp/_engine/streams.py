@@ -1,4 +1,4 @@
-"""Owner of streams and events: the concurrent work of units, and the waits that order it.
+"""Streams and events of the concurrent work of units, and the waits that order it.
 
 Streams have four *roles*. COMPUTE is the stream the user computes in. GATHER brings shards to the device, casts and
 gathers them. REDUCE sums gradients over the ranks. In hybrid sharding ALL_REDUCE sums shards of gradients over
@@ -8,14 +8,13 @@ Writes that must happen before reads:
 
 - GATHER waits for COMPUTE when an outermost forward or summoning begins, when the user requests a gather between them,
   and when the user has replaced a parameter's tensor, because an optimizer or the user may have written to the shards
-  there. Before an outermost forward it waits for the user's event instead, if there is one. In a backward it waits
+  by then. Before an outermost forward it waits for the user's event instead, if there is one. In a backward it waits
   only if version counters say that shards were written to since they were gathered, so that the first gathers run
   concurrently with the end of the forward. A write to `.data` between a forward and its backward increments no
   counter. Gathers may miss it, like in torch.
 - COMPUTE waits for a unit's gather before it reads the unsharded buffer: in forward, in backward, and summoned.
 - REDUCE waits for COMPUTE, which copies in a unit's gradients, before it reads them. ALL_REDUCE waits for REDUCE
-before
-  it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.
+  before it reads the shard that REDUCE scattered, and REDUCE waits for ALL_REDUCE at the end of backward.
 - COMPUTE waits for REDUCE at the end of backward, before `.grad` is published. With parameters on the CPU the host
   waits for COMPUTE too. After a backward that is not the last, REDUCE itself adds to `.grad`, in its own memory. If
   nothing is sharded it copies the buffer.
@@ -33,15 +32,15 @@ Reads that must happen before memory is overwritten or given to others:
   `summon_full_params`, and when the user waits for a gather between forwards or reshards a module that was gathered.
 - A shard that REDUCE scattered for ALL_REDUCE is REDUCE's memory. It is kept until REDUCE has waited for ALL_REDUCE.
 - The buffer that gradients were copied into is COMPUTE's memory. It is kept until COMPUTE has waited for its
-reduction.
-  COMPUTE does so before a third buffer is kept, or at the end of backward.
+  reduction. COMPUTE does so before a third buffer is kept, or at the end of backward.
 
 Assumptions:
 
 - Memory belongs to the stream that was current when it was allocated, also by resizing a storage, and returns to that
   stream only. `record_stream` is never called, so memory usage does not depend on the speed of the device.
 - In autograd's hooks the current stream is that of the forward operator whose node is running. In the callback at the
-  end of backward it is the stream of the caller of backward, which has waited for all that accumulated gradients.
+  end of backward it is the stream of the caller of backward, which has waited for all streams that accumulated
+  gradients.
 - Waiting for a collective on a device blocks the current stream and not the host.
 
 The third implementation records events: `impl/distributed/fsdp/tests/recording_streams.py`.

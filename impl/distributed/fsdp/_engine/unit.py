@@ -268,7 +268,7 @@ class Unit(Generic[_Group]):
             for unit in (self, *self.param_owners):
                 if unit.phase not in BACKWARDS:
                     unit._begin_backward(unshards=self.unshards_in_backward or unit.unshards_in_backward)
-                elif self.unshards_in_backward:  # the owner itself may not
+                elif self.unshards_in_backward:  # the owner's own setting may differ
                     unit.unshard()
             if self.config.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_for_backward()
@@ -332,7 +332,7 @@ class Unit(Generic[_Group]):
 
     @outside_transforms
     def finish_backward(self) -> None:
-        """Reduce the gradients and reshard the parameters. A second call reduces the gradients that came since."""
+        """Reduce the gradients and reshard the parameters. A second call reduces the gradients that arrived since."""
         if self.phase in BACKWARDS:
             self._move(Move.END_BACKWARD)
         grads = [unsharded.take_gradients() for unsharded in self._in_graph]
@@ -378,7 +378,7 @@ class Unit(Generic[_Group]):
         self._forget_backward()
 
     def leave_backward_open(self) -> None:
-        """End the backward, but leave what it has not reduced to `finalize_backward`."""
+        """End the backward, but leave the gradients that it has not reduced to `finalize_backward`."""
         synchronises = all(group.syncs for group in self.param_groups)
         if not synchronises or (self.phase in BACKWARDS and self._inputs.have_come):
             self.close_backward()
@@ -441,7 +441,7 @@ class Unit(Generic[_Group]):
     # Unsharding and resharding
 
     def unshard(self) -> None:
-        """Gather the parameters if they are not unsharded, and register them in the modules. COMPUTE waits."""
+        """Register the unsharded parameters in the modules. Gather them first if needed, and let COMPUTE wait."""
         if not self.param_groups:
             return
         self._may_have_gradients = True
@@ -525,7 +525,7 @@ class Unit(Generic[_Group]):
         self.root.streams.wait(StreamRole.COMPUTE, self._gathered)
 
     def reshard_unused(self) -> None:
-        """Reshard parameters that were prefetched for a forward that did not come, because the shards may change.
+        """Reshard parameters that were prefetched for a forward that did not run, because the shards may change.
 
         Parameters of a pending backward are kept for it, and gathered again there if the shards have changed.
         """
@@ -534,7 +534,7 @@ class Unit(Generic[_Group]):
         self._was_prefetched = False
 
     def gather_again_if_kept(self) -> None:
-        """Make the next forward gather again, because no backward reads the parameters before.
+        """Make the next forward gather again, unless a backward reads the parameters first or the user keeps them.
 
         A write to `.data` of a shard, or by a foreach operator to DTensors, increments no version counter.
         """
@@ -623,7 +623,7 @@ class Unit(Generic[_Group]):
         root.memory.keep_until_reduced(buffer)
 
     def _begin_all_reduce(self, group: _Group, shard: Tensor) -> StreamRole:
-        """Return the stream that reduces a scattered `shard` over replicas, beside the next reduce-scatter."""
+        """Return the stream that reduces a scattered `shard` over replicas during the next reduce-scatter."""
         if not group.groups.are_hybrid:
             return StreamRole.REDUCE
         streams = self.root.streams

@@ -9,28 +9,30 @@ defaults.
 - *After each step* a thread, the monitor, compares a digest of the step's collectives with the digest of the rank that
   arrived first. A step does not end before this rank has compared the previous step. So a rank that
   finds a difference raises at most one step late. The others raise at their next collective, which they do not enter.
-- *Before a collective* that never followed its predecessor before, if waiting for collectives blocks the host (over
-  gloo, also for tensors of an accelerator). This is the first step, any change of order, and the second step of units
-  that named their settings in the first. A difference is detected before anything is sent. If the predecessor was once
-  followed by another collective, this rank waits until all ranks have reported their next one, 10 s at most.
+- *Before a collective* that never followed its predecessor before, the ranks compare at once, if waiting for
+  collectives blocks the host (over gloo, also for tensors of an accelerator). This happens in the first step, at any
+  change of order, and in the second step of units that named their settings in the first. A difference is detected
+  before anything is sent. If the predecessor was once followed by another collective, this rank waits until all ranks
+  have reported their next one, 10 s at most.
 - *In a collective* that takes longer than 5 s, the monitors compare the step so far. A rank whose host waits in a
   user's collective for a rank that waits here is named. If a collective fails or reaches the group's time-out,
   the monitors are called: a rank that does not answer has ended or is stopped, and is named.
 
-The first difference is the verdict. The monitors, which look once a second, carry it to all ranks. There it is raised
+The first difference is the verdict. The monitors read the store once a second, so every rank gets it. It is raised
 from a collective that waits, or else at the next collective or at the end of the step. A group with a verdict stays
 unusable. Before they raise, ranks complete the collectives that only some of them have entered
 (`entered_collectives.py`), so that the user's own collectives over the group keep working.
 
 With nccl the host does not wait in collectives. The verdict is logged too, because a host that waits for the device
-cannot be interrupted. A rank that died is found by nccl's own watchdog, which does not name it. Orders that change in
-the same way on all ranks are correct. If ranks diverge at a collective after which each branch has been seen before,
-only the digests detect it.
+cannot be interrupted. A rank that died is detected by nccl's own watchdog, which does not name it. Orders that change
+in the same way on all ranks are accepted. If ranks diverge at a collective after which each branch has been seen
+before, only the digests detect it.
 
 The check is always on because it is cheap. For a step of 12 units on two ranks over gloo (36 collectives), recording
 takes 0.2 to 0.3 ms of CPU and the monitor 0.1 to 0.2 ms, of 22 ms (Linear(64, 64)) to 86 ms (Linear(768, 768)) in all.
-If the store cannot serve, or is gone while collectives succeed, nothing is compared. If rank 0 of the group kept the
-store, a collective that still waits 5 s after the store is gone is abandoned: its peer may have raised and live on.
+If there is no usable store, or it is gone while collectives succeed, nothing is compared. If rank 0 of the group kept
+the store, a collective that still waits 5 s after the store is gone is abandoned. Its peer may have raised without
+ending its process.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class CollectiveOrderChecker:
         """Record a collective, issue it, and wait for it as its backend does.
 
         Args:
-            entry: the collective, in the words of an error text.
+            entry: text that names the collective in errors.
             arguments: of the collective. The first is a tensor or a list of tensors.
         """
         device = (arguments[0][0] if type(arguments[0]) is list else arguments[0]).device
@@ -177,7 +179,7 @@ class CollectiveOrderChecker:
             weakref.finalize(group, self._monitor.stop)
 
     def _meet(self, entry: str, monitor: DesyncMonitor, group: dist.ProcessGroup, awaits_all: bool) -> None:
-        """Compare before anything is sent. If no rank knows a follower yet, all ranks come here and claim."""
+        """Compare before anything is sent. Wait for the other ranks if they may know a follower and not come here."""
         number = self._history.now.stop
         store = monitor.store
         try:

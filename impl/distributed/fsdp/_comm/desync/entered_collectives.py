@@ -19,7 +19,7 @@ from torch import Tensor
 
 from impl.distributed.fsdp._comm.group_collectives import GroupMethod
 
-# Time for an equal collective that all other ranks have entered or will enter.
+# Time limit of an equal collective, which all other ranks have entered or will enter.
 _COMPLETES = timedelta(seconds=10)
 
 

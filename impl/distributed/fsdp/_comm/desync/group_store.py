@@ -107,7 +107,7 @@ def group_store_of(group: dist.ProcessGroup) -> GroupStore | None:
     """
     try:
         store = group.get_group_store()
-        # Count before the clone, whose own connection would be tried for minutes.
+        # Count first. If the store is gone, this fails at once, but a clone would try to connect for minutes.
         generation = (store.add("impl.fsdp/joined", 1) - 1) // group.size()
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch has no stub for it
         # torch 2.14's store of a fake group lacks this method.

@@ -1,7 +1,7 @@
 """Thread that compares this rank's collectives with those of other ranks while the main thread computes.
 
 `collective_order.py` says when ranks compare, this file how. Ranks compare *spans* of their collectives. The rank that
-ends a step first publishes its span. The others compare digests with it, and read the span if the digests differ.
+ends a step first publishes its span. The others compare its digest with theirs, and read the span if they differ.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class DesyncMonitor:
         return True
 
     def _report_foreign_wait(self, rank: int, other: CollectiveSpan) -> bool:
-        """Report a host that waits in a user's collective for a rank that waits for it. Return whether it does."""
+        """Report this rank if it waits in a user's collective for a rank that waits for it. Return whether it does."""
         now_s, (earlier, since_s) = time.monotonic(), self._elsewhere
         current = None if self._logs else foreign_collective(self._history.thread)
         if current is None or current != earlier:
@@ -292,7 +292,7 @@ class DesyncMonitor:
             f"{self._ranks[self.store.rank]} waits in torch.distributed.{current.name}() where rank "
             f"{self._ranks[rank]} {other.entries[-1]}; call it, and the model, on every rank in the same order"
         )
-        _log.error("%s", self.verdict)  # logged too, where nothing can be raised
+        _log.error("%s", self.verdict)  # logged, because nothing can be raised there
         return True
 
     def _post(self, kind: str, **content: Any) -> int:
@@ -329,7 +329,7 @@ class DesyncMonitor:
 
 
 def describe_difference(*entries: str) -> tuple[str, str]:
-    """Return what two ranks with these entries do wrong, and the cure."""
+    """Return the problem of two ranks with these entries, and its cure."""
     if any(entry.startswith(GATHERED_AGAIN) for entry in entries):
         return (
             "parameters that were kept unsharded were written to on some ranks only",
