@@ -1,4 +1,4 @@
-"""Parameters that FullyShardedDataParallel exposes of a unit unless `use_orig_params` is set."""
+"""Parameters of a unit that FullyShardedDataParallel exposes unless `use_orig_params` is set."""
 
 from __future__ import annotations
 

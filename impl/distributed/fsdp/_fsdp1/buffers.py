@@ -16,7 +16,7 @@ class Buffers:
     """All buffers of a root, once it is known.
 
     Args:
-        wrappers: its FullyShardedDataParallel, the outermost first. Referenced weakly, because they refer to the root.
+        wrappers: wrappers of the root, the outermost first. Referenced weakly, because they refer to the root.
         device: compute device.
     """
 
@@ -64,7 +64,7 @@ class Buffers:
 
 
 def _deciding(wrappers: Sequence[Wrapper]) -> Sequence[Wrapper]:
-    """Return the wrappers that decide: the outermost one, or all if that has no parameters."""
+    """Return the wrappers that decide for the root: the outermost one, or all if that one has no parameters."""
     return wrappers[:1] if wrappers and wrappers[0]._unit.param_groups else wrappers
 
 

@@ -1,4 +1,4 @@
-"""Calls of a module inside a unit without the unit. The module's forward unshards the unit like the unit's own."""
+"""Calls of a module inside a unit that bypass the unit. The module's forward unshards the unit like the unit's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 
 
 def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:
-    """Register hooks so that each module with a parameter of the unit starts a forward of it, if none is running.
+    """Register hooks so that each module with a parameter of the unit starts the unit's forward, if none is running.
 
     Args:
-        prepare: a method, referenced weakly, that is called before. It finds the root.
+        prepare: a method that finds the root. Called before the unit's forward, and referenced weakly.
     """
     modules = {
         location.module: None

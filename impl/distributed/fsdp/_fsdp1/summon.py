@@ -219,7 +219,7 @@ class _SummonedHandle:
     def _take_in(self) -> None:
         """Copy assigned tensors into the buffer, and count writes to summoned parameters as writes to the shard.
 
-        With original parameters a write counts for the single parameter.
+        With `use_orig_params` a write counts for that parameter only.
         """
         handle = self._handle
         for index, shown in self._registered():

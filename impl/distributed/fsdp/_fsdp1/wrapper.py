@@ -1,4 +1,4 @@
-"""Interface of FullyShardedDataParallel for its parts, and the root of nested wrappers."""
+"""Base class of FullyShardedDataParallel's mixins, and the root of nested wrappers."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Wrapper(nn.Module):
 
 
 def root_over(wrappers: Sequence[Wrapper], device: torch.device) -> Root:
-    """Return the root of nested wrappers, the outermost first. Check that each fits its root and device.
+    """Create the root of nested wrappers, of which the outermost comes first. Check their settings and devices.
 
     Raises:
-        ValueError: the wrappers differ in a setting that a root has once.
+        ValueError: the wrappers differ in a setting that applies to the whole root.
         RuntimeError: parameters are not on the compute device.
     """
     check_alike(wrappers)
@@ -80,7 +80,7 @@ def check_alike(wrappers: Sequence[Wrapper]) -> None:
     """Check that wrappers of one root have the same settings.
 
     Raises:
-        ValueError: a setting that a root has once differs between two wrappers.
+        ValueError: a setting that applies to the whole root differs between two wrappers.
     """
     for name in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
         values = {getattr(wrapper, name) for wrapper in wrappers}

@@ -12,7 +12,7 @@ from impl.distributed.fsdp._layout.per_param import DTensorGroup
 
 
 def check_same_mesh(call: str, comm_name: str, groups: Sequence[DTensorGroup]) -> None:
-    """Raise if the groups have different meshes. Groups that differ in dtypes only can share communication."""
+    """Raise if the groups have different meshes. Groups that only differ in dtypes can share communication."""
     if len({(group.groups.shard, group.groups.replicate) for group in groups}) > 1:
         raise ValueError(
             f"{call} is not supported with multiple param groups (from per-param mesh via shard_placement_fn). "

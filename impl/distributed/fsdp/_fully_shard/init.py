@@ -234,7 +234,7 @@ def on_whole_mesh(managed: Sequence[ManagedParam], data: DataDims) -> list[Manag
     """Return the parameters with the data-parallel dimensions of their mesh.
 
     Raises:
-        ValueError: a parameter is no DTensor, or is not replicated over these dimensions.
+        ValueError: a parameter is not a DTensor, or is not replicated over these dimensions.
     """
     params: list[ManagedParam] = []
     for param in managed:
@@ -293,7 +293,7 @@ def group_by_mesh(
     in.
 
     Raises:
-        ValueError: a placement is no Shard, or nothing is sharded.
+        ValueError: a placement is not a Shard, or nothing is sharded.
         NotImplementedError: a parameter's own mesh has other dimensions, or dp_mesh_dims was passed too.
     """
     if shard_placement_fn is not None and data is not None and not data.shard:

@@ -51,9 +51,9 @@ class ModuleState:
         self.comm = CommContext()
         self.is_root: bool | None = None  # not known until the first forward of the root
         self.param_owners: list[ModuleState] = []  # states of the unit's param_owners
-        self.has_root = False  # root of this unit only, until the first forward
+        self.has_root = False  # True for a temporary root of this unit, too
         self.settings = StepSettings()  # the root's, from the first forward on
-        self._pending_modules: set[nn.Module] = set()  # modules of several left in this forward
+        self._pending_modules: set[nn.Module] = set()  # modules left in this forward, for units of several
         # Only the root's state has one, after its first forward.
         self.own_root: Root | None = None
         self._inner: Sequence[ModuleState] = ()  # states of the root's inner units
@@ -106,7 +106,7 @@ class ModuleState:
             group.record_load(owner, state_dict, prefix, assigned=assigned)
 
     def reshard(self) -> None:
-        """Register the shards in the modules. A gather that is not used yet stays for its user."""
+        """Register the shards in the modules. Keep gathered parameters that were not used yet."""
         unit = self.unit
         if unit.is_unsharded:
             if any(group.is_shown for group in self.groups):
@@ -132,7 +132,7 @@ class ModuleState:
             state.unit.is_kept_by_user = all(option.reshards_after_forward is False for option in options)
 
     def show_unsharded(self) -> None:
-        """Register the parameters in the modules that the user has requested to gather."""
+        """Register the parameters that the user requested to gather."""
         if self.unit.is_unsharded:
             self.unit.unshard()
             self.unit.root.wait_for_pinned_reads()
@@ -150,8 +150,8 @@ class ModuleState:
         """Create the root, because the module whose forward comes first is the outermost one.
 
         Raises:
-            RuntimeError: it is one of several modules of its unit, an inner module has run a forward before, or an
-                inner module finalizes backwards.
+            RuntimeError: the outermost module is one of several of its unit, an inner module has run a forward before,
+                or an inner module finalizes backwards.
             ValueError: a parameter belongs to a unit of another model.
         """
         if self.is_root is not None:

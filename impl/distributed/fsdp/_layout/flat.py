@@ -19,7 +19,7 @@ from impl.distributed.fsdp._params.param_registration import ManagedParam
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import copy_into_, to_device
 
-# An unsharded buffer that is needed elsewhere is gathered in at most so many runs, each of at least so many bytes.
+# Limits of `gather_runs`: the most all-gathers, and the fewest bytes of each, counted over all ranks.
 _MOST_RUNS = 8
 _LEAST_RUN_BYTES = 1 << 20
 
@@ -90,7 +90,7 @@ class FlatParamGroup(FlatParamHandle):
             )
 
     def gradients_by_groups(self) -> Iterator[tuple[tuple[dist.ProcessGroup, ...], list[Tensor]]]:
-        """Yield `.grad` of the stepped parameters, by the groups of ranks that each have other elements."""
+        """Yield the gradients of stepped parameters with the groups whose ranks have different elements of them."""
         shard = () if self.groups.shard is None else (self.groups.shard,)
         parallel_layouts = [info.parallel for info in self.param_infos]
         if not any(parallel_layouts):
@@ -158,7 +158,7 @@ def flat_param_groups(
 ) -> list[FlatParamGroup]:
     """Return a group for each dtype.
 
-    Frozen parameters have groups of their own, which need no memory for gradients.
+    Frozen parameters have their own groups, which need no memory for gradients.
     """
     by_dtype: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
     for param in managed:

@@ -58,7 +58,7 @@ class UnshardedBuffer:
         self.has_frozen = len(self.trainable) < len(self.views)
 
     def alias(self, shard: Tensor) -> None:
-        """Follow a shard that has other memory now. Only for a buffer that aliases the shard."""
+        """Use the new memory of the shard. Only for a buffer that aliases the shard."""
         self.flat = shard
         self._storage = shard.untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
@@ -81,7 +81,7 @@ class UnshardedBuffer:
     def fill_from(self, versions: list[int]) -> list[int]:
         """Record that the elements come from a shard with these versions. Return the indices of changed views.
 
-        For graphs of earlier values this is a change in place.
+        Graphs of earlier values see a change in place.
         """
         before, self._filled_from = self._filled_from, versions
         if before == versions:

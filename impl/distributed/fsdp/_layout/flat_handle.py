@@ -33,7 +33,7 @@ class FlatParamHandle:
 
     Args:
         managed: parameters of one dtype and one `requires_grad`, on one device.
-        layout: positions of all of them.
+        layout: positions of the parameters in the buffer.
         rank: rank in the group that the buffer is sharded over.
         compute_dtype: dtype of the unsharded buffer; None: the parameters' own.
         reduce_dtype: dtype of gradient reductions; None: `compute_dtype` or the parameters' own.
@@ -66,7 +66,7 @@ class FlatParamHandle:
         self.pieces: list[Piece | None] = [layout.piece(slot, rank) for slot in layout.slots]
         self._sizes, self._numbers = split_sizes(self.pieces, layout.shard_numel)
         params = [param.parameter for param in managed]
-        # The user's own parameters, whose memory the unit does not need.
+        # The user's own parameters, which become views of the shard.
         self.parameters = params if use_orig_params else []
         with torch.no_grad():
             shard = self._shard_of([p.data for p in params])
@@ -111,7 +111,7 @@ class FlatParamHandle:
         return [self.flat_param._version, *[p._version for p in self.parameters]]
 
     def set_param_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype that the optimizer steps. The dtypes for computing and reducing stay.
+        """Set the dtype that the optimizer steps in. The dtypes to compute and reduce in stay the same.
 
         The shard may have been cast already. The unsharded buffers follow at the next gather.
         """
@@ -147,7 +147,7 @@ class FlatParamHandle:
         return shard.pin_memory()
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedBuffer:
-        """Return the buffer in a dtype. Its storage is freed until it is allocated."""
+        """Return the buffer of a dtype, whether its storage is allocated or not."""
         buffer = self._unsharded.get(dtype)
         if buffer is None:
             shard = self.flat_param.data
@@ -191,7 +191,7 @@ class FlatParamHandle:
             unsharded.free()
 
     def point_params_into_shard(self) -> None:
-        """Point the user's parameters into the shard: to 1-D pieces of it, or to all of it if nothing is sharded."""
+        """Make the user's parameters views of the shard: 1-D pieces, or unsharded views if nothing is sharded."""
         shard = self.flat_param.data
         nothing = shard.new_empty(0)
         views = [nothing if piece is None else piece for piece in self.pieces_of(shard)]
@@ -206,7 +206,7 @@ class FlatParamHandle:
         Return whether there were any.
 
         Raises:
-            RuntimeError: a tensor has another shape than this rank's piece, or is no parameter.
+            RuntimeError: a tensor has another shape than this rank's piece, or is not a parameter.
         """
         if not self.use_orig_params:
             return self._write_back_flat_param()
@@ -412,7 +412,7 @@ class FlatParamHandle:
     def register_flat_param(self, module: nn.Module, name: str) -> None:
         """Set the place of the flat parameter.
 
-        With `use_orig_params` it is only registered while the others are not.
+        With `use_orig_params` it is only registered while the user's parameters are not.
         """
         self._flat_param_place = (cast("dict[str, Any]", module._parameters), name)
         if not self.use_orig_params:
@@ -427,7 +427,7 @@ class FlatParamHandle:
             self._flat_param_place[0].pop(self._flat_param_place[1], None)
 
     def pieces_of(self, flat_shard: Tensor) -> list[Tensor | None]:
-        """Split a tensor like the shard into the pieces of each parameter, in the shape of this rank's piece."""
+        """Split a tensor that is laid out like the shard into each parameter's piece, None if this rank has none."""
         if not self.is_sharded:
             return [*self.views_of(flat_shard)]
         pieces = flat_shard.split_with_sizes(self._sizes)

@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of one parameter that is in one rank's shard."""
+    """Range of one parameter's elements in one rank's shard."""
 
     offset: int  # position of the first element in the shard
     numel: int
@@ -77,14 +77,14 @@ class FlatLayout:
 
 
 def aligned_elements(itemsize: int) -> int:
-    """Return the number of elements of a dtype in the alignment of parameters."""
+    """Return the alignment of parameters as a number of elements of `itemsize` bytes."""
     return _ALIGNED_BYTES // itemsize
 
 
 def layout_of(
     named_shapes: Sequence[tuple[str, Sequence[int], Sequence[int]]], world: int, alignment: int = 1
 ) -> FlatLayout:
-    """Return the layout of (name, shape, stride), one after the other, for `world` ranks.
+    """Return the layout of consecutive parameters, given as (name, shape, stride), for `world` ranks.
 
     With an `alignment` above 1 the buffer is also padded to a multiple of `world`, so that no rank's shard is short.
     """

@@ -56,7 +56,7 @@ class GatherExtension:
         """Return this rank's tensors for a gather, each [n] of any dtype. Allocate the outputs.
 
         Raises:
-            AssertionError: the method takes other arguments than torch passes, or omits padding.
+            AssertionError: the first method takes other arguments than torch passes, or omits padding.
         """
         param: Any = self._param
         local: Any = param.local if param.local.device == self._device else param.local.to(self._device)
@@ -128,7 +128,7 @@ def has_extension(param: ShardedParam) -> bool:
     """Return whether a parameter's local tensor defines its own all-gather.
 
     Raises:
-        AssertionError: it has only one of the methods, or a third one without them or that returns no bool.
+        AssertionError: it has only one of the two methods, or a third one without them or whose result is not a bool.
     """
     local = param.local
     has_both = [hasattr(local, name) for name in (_BEFORE, _AFTER)]

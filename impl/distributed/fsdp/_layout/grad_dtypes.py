@@ -1,7 +1,7 @@
 """Dtypes in which the gradients of `fully_shard` accumulate and are reduced.
 
 Without a `reduce_dtype` in the policy, the parameter decides. Since torch 2.15 its `grad_dtype` counts, or else its
-own dtype. Before, gradients stayed in the dtype that they were computed in, and torch ignored `grad_dtype`.
+own dtype. In earlier versions gradients stay in the dtype that they are computed in, and torch ignores `grad_dtype`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class GroupOptions:
     """Settings of a group. All but the dtypes may change between steps. A dtype of None is the parameters' own."""
 
     precision: ParamPrecision
-    # With None the root's group stays unsharded. A number is that of the ranks that gather again for backward.
+    # With None only the root's group stays unsharded. A number counts the ranks that gather again for backward.
     reshards_after_forward: bool | int | None = None
     reshards_after_backward: bool = True
     keeps_storage: bool = False  # unsharded memory stays allocated

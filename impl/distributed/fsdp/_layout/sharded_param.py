@@ -97,7 +97,7 @@ class ShardedParam:
             local = local.cpu()
         # An nn.Parameter, and a DTensor.
         self.sharded: Any = nn.Parameter(new_dtensor(local, spec), requires_grad=parameter.requires_grad)
-        # The same dictionaries, so that handles of hooks from before can still remove them.
+        # The same dictionaries, so that handles of earlier hooks can still remove them.
         self.sharded._backward_hooks = managed.original._backward_hooks
         self.sharded._post_accumulate_grad_hooks = managed.original._post_accumulate_grad_hooks
         if has_grad_dtype(managed.original):
@@ -122,7 +122,7 @@ class ShardedParam:
     def _copy_shard(self, unsharded: Tensor, rank: int, width: int) -> Tensor:
         """Return a copy of the shard of `rank`.
 
-        For subclasses use torch's operators, because they may support no others.
+        Subclasses are split by the same operators as in torch, because they may support no others.
         """
         if type(unsharded) is Tensor:
             start = rank * self.padded_shape[self.dim]
@@ -158,7 +158,7 @@ class ShardedParam:
         self._shard = weakref.ref(self.sharded._local_tensor)
 
     def has_assigned_data(self) -> bool:
-        """Return whether `.data` was assigned since the last call, which a DTensor takes without its local tensor."""
+        """Return whether the user assigned `.data` since the last call, which does not change the local tensor."""
         # A cast or move of the module gives the parameter another local tensor too.
         if self.sharded.untyped_storage()._cdata == self._storage:
             return False
@@ -244,7 +244,7 @@ class ShardedParam:
         return (*self.shape[: self.dim], self.world, *self.padded_shape[self.dim :])
 
     def shard_in(self, flat: Tensor, start: int) -> Tensor:
-        """Return the view with this rank's shard of a contiguous tensor, from `start` in its storage on."""
+        """Return this rank's shard as a view of a contiguous tensor, from the offset `start` of its storage on."""
         return flat.as_strided(self.local_shape, self._local_stride, start)
 
 
@@ -268,7 +268,7 @@ def side_by_side(shards: Tensor, world: int, shape: Sequence[int], dim: int) -> 
 
 
 def leading_view(run: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the view of a tensor of `shape` at the start of a run, which may have padding at its end."""
+    """Return a view of `shape` at the start of a run, which may end with padding."""
     return run[: prod(shape)].view(shape)
 
 

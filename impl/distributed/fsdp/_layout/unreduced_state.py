@@ -37,7 +37,7 @@ class UnreducedState:
         self.is_being_reduced = self.is_partial = False
 
     def partial_gradients(self, names: Sequence[str], cure: str) -> RuntimeError:
-        """Return the error for gradients that contain only some of a backward's."""
+        """Return the error for accumulated gradients that include only some gradients of a backward."""
         return RuntimeError(
             "a backward without synchronisation raised after it had added some of its gradients to those of earlier "
             f"backwards, of {describe_names(names, 3)}; {cure} before the next backward"

@@ -24,7 +24,7 @@ class Packing:
     """Buffer of a gather from `ranks` ranks, whose memory is freed and allocated again.
 
     Args:
-        runs: tensors that are filled from it, [ranks * n] each.
+        runs: tensors that are filled from the buffer, [ranks * n] each.
         device: compute device.
     """
 
@@ -32,9 +32,8 @@ class Packing:
         dtypes = {run.dtype for run in runs}
         self.is_bytes = len(dtypes) > 1
         self.dtype = torch.uint8 if self.is_bytes else dtypes.pop()
-        self.sizes = [
-            run.nbytes // ranks // self.dtype.itemsize for run in runs
-        ]  # elements of a rank's shard of each run
+        # Number of elements of a rank's shard of each run.
+        self.sizes = [run.nbytes // ranks // self.dtype.itemsize for run in runs]
         self.total = sum(self.sizes)
         self.rows = [run.view(self.dtype).view(ranks, -1) for run in runs]
         self.output = torch.empty(ranks * self.total, dtype=self.dtype, device=device)
@@ -187,7 +186,7 @@ class UnshardedParams:
         """Return the tensors that are filled with a row [n] of each of `ranks` ranks, for each run.
 
         Args:
-            is_split: the ranks give shards of runs, not of parameters.
+            is_split: the ranks contribute shards of runs that they kept after forward, not shards of parameters.
         """
         packing = self.packing(ranks)
         if is_split or not self._has_columns:
@@ -227,7 +226,7 @@ class UnshardedParams:
     def record_filled(self) -> list[int]:
         """Record that the parameters have the shards' current values. Return the indices of changed parameters.
 
-        For graphs of earlier values this is a change in place.
+        Graphs of earlier values see a change in place.
         """
         before, self._filled_from = self._filled_from, self._current_shards()
         now_and_before = zip(*self._filled_from, *before, strict=False)  # empty at first
@@ -240,7 +239,7 @@ class UnshardedParams:
         return written
 
     def is_filled(self) -> bool:
-        """Return whether the parameters have the shards' current values. A shard may be another tensor."""
+        """Return whether the parameters have the shards' current values, and no shard was replaced."""
         (before, *versions), (now, *versions_now) = self._filled_from, self._current_shards()
         return versions == versions_now and all(map(operator.is_, before, now))
 

@@ -40,10 +40,10 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Remov
 
 
 def apply_gradient_hooks(param: Tensor, grad: Any, name: str) -> Any:
-    """Return what the hooks of `param` make of a gradient that autograd does not accumulate itself.
+    """Apply the hooks of `param` to a gradient that autograd does not accumulate itself, and return the result.
 
     Raises:
-        TypeError: a hook returned something else than a tensor of the gradient's type and shape.
+        TypeError: a hook returned neither None nor a tensor of the gradient's type and shape.
     """
     for hook in list((param._backward_hooks or {}).values()):
         result: Any = hook(grad)
@@ -105,7 +105,7 @@ def runs_backward() -> bool:
 def outside_transforms(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorate a function that manages memory, so that it runs outside the transforms of torch.func.
 
-    A tensor that is created within a transform wraps its memory, and ends with the transform.
+    A tensor that is created within a transform becomes invalid when the transform ends.
     """
 
     @wraps(function)

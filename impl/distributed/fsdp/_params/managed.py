@@ -1,4 +1,4 @@
-"""Parameters that a wrapper manages: all below it, without ignored ones and those of inner wrappers."""
+"""Parameters that a wrapper manages: all below it, except ignored ones and those of inner wrappers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from impl.distributed.fsdp._params.tensor_parallel import (
 
 # Prefixes that wrappers add to names. The second one comes from activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-# Set on a parameter once a unit has it. The name is torch's, because other libraries read it.
+# Set on a parameter once a unit manages it. The name is torch's, because other libraries read it.
 MANAGED = "_fsdp_flattened"
 # The same mark, set on modules.
 _MANAGED_MODULE, _USES_ORIG_PARAMS = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
@@ -52,7 +52,7 @@ def ignored_by(
     ignored_states: Iterable[Any] | None,
     wrapper: type[nn.Module],
 ) -> Ignored:
-    """Return what a wrapper ignores: the arguments, all modules below them, and what inner wrappers ignore.
+    """Return all that a wrapper ignores: the arguments, the modules below them, and all that inner wrappers ignore.
 
     Raises:
         ValueError: both arguments are passed, or one contains a value of another type or a wrapper.

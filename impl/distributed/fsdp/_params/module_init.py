@@ -173,7 +173,7 @@ def _materialize(
 
 @contextlib.contextmanager
 def _keep_tied(module: nn.Module) -> Generator[None]:
-    """Context manager that replaces parameters of the module which another module shares and has materialized."""
+    """Context manager that keeps shared parameters shared while their modules are materialized one by one."""
     before = [
         (submodule, name, parameter)
         for submodule in module.modules()

@@ -48,7 +48,7 @@ class ParamAssignment:
     def __init__(
         self, root: nn.Module, units: Collection[nn.Module], ignored_params: Collection[nn.Parameter]
     ) -> None:
-        """`units` may omit the root, which always is a unit."""
+        """Assign the parameters. `units` may omit the root, which is always a unit."""
         self.order = post_order(root)
         self._position = {module: index for index, module in enumerate(self.order)}
         self._manager = {

@@ -1,8 +1,8 @@
 """Protocols between the engine and the layouts of parameters that a unit gathers and reduces together.
 
-A layout is a file in `_layout/` whose groups implement these protocols. Units, their root and the collectives use no
-other name of it. W is the number of ranks that a group is sharded over, S the number of elements of a rank's shard in
-a collective.
+A layout is a file in `_layout/` whose groups implement these protocols. Units, their root and the collectives use
+nothing else of a layout. W is the number of ranks that a group is sharded over, S the number of elements of a rank's
+shard in a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import no_grad_fast
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
-# Memory for a reduction: number of elements, dtype, and the views that a layout creates of it once.
+# Returns memory for a reduction, and the layout's views of it. Called with the number of elements, dtype and `ViewsOf`.
 NewBuffer = Callable[[int, torch.dtype, ViewsOf], tuple[Tensor, list[Tensor]]]
 
 
@@ -100,7 +100,7 @@ class Gradients(Protocol):
         """Set the current `.grad` aside, so that this backward is added to it."""
 
     def abandon_backward(self) -> None:
-        """Discard the backward after it raised. Gradients of earlier backwards stay and count."""
+        """Discard the backward after it raised. Gradients of earlier backwards stay valid."""
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of all parameters to the input of the next synchronising backward."""
@@ -129,7 +129,7 @@ class ParamGroup(Protocol):
     offloads: bool  # keeps the shards on the CPU
     pins: bool  # keeps the shards in pinned memory
     syncs: bool  # a backward reduces its gradients
-    is_tracked: bool  # optimizer steps report to the group, and it to them
+    is_tracked: bool  # registers its parameters for write tracking and norms
 
     @property
     def reduction(self) -> Reduction: ...
@@ -195,7 +195,7 @@ class ParamGroup(Protocol):
         ...
 
     def use_sharded_views(self, *, after_forward: bool = False) -> None:
-        """Register the shards or placeholders in the modules, or what is kept for backward after a forward."""
+        """Register the shards or placeholders in the modules, or after a forward the larger shards for backward."""
 
     def show_kept(self) -> None:
         """Register in the modules a group that stays unsharded after a forward or backward."""
@@ -230,8 +230,8 @@ def describe_dtypes(group: ParamGroup) -> list[str]:
 def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
     """Unshard a group of the unit `name`. Gather it again if it `is_kept` unsharded and its shards were written to.
 
-    Collectives: one all-gather over the ranks that it is sharded over, or what paces `SameHostPeers`; none if it is
-        not sharded.
+    Collectives: one all-gather over the ranks that the group is sharded over, or the all-reduces that pace
+        `SameHostPeers`; none if it is not sharded.
     """
     request = group.begin_gather(dtype)
     if request is None:

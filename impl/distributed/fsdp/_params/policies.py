@@ -21,8 +21,8 @@ class MixedPrecisionPolicy:
             the parameter's dtype, and otherwise reduce gradients as computed.
         output_dtype: dtype that floating-point outputs of the modules are cast to.
         cast_forward_inputs: whether floating-point inputs are cast to `param_dtype`.
-        param_dtype_override_fn: called once with each parameter. Returns the parameter's dtype to compute in it, or
-            `param_dtype` or None to keep the policy. All ranks must return the same.
+        param_dtype_override_fn: called once with each parameter. Returns the dtype to compute in: the parameter's own,
+            or `param_dtype` or None to keep the policy. All ranks must return the same.
 
     Source: torch.distributed.fsdp.MixedPrecisionPolicy 2.15; differences: before 2.15 torch has no
         `param_dtype_override_fn` and ignores `grad_dtype`; a real `reduce_dtype` does not drop the imaginary part of
@@ -47,7 +47,7 @@ class ParamPrecision:
 
     Args:
         param_dtype: dtype to compute and gather in; None: the parameter's own.
-        reduce_dtype: dtype to reduce gradients in; None: like None of MixedPrecisionPolicy.
+        reduce_dtype: dtype to reduce gradients in; None: the same as in MixedPrecisionPolicy.
         master_dtype: dtype of the shards that the optimizer steps, and of `.grad`; None: the parameter's own.
 
     Source: torch has no such thing.
@@ -68,8 +68,8 @@ class PerParamPrecisionPolicy(MixedPrecisionPolicy):
     `param_dtype_override_fn` only chooses between two compute dtypes. `precision_of` also knows the name, sets
     all three dtypes to any value, and takes precedence over it.
 
-    With a master dtype, parameters are cast to it when they are sharded. Without a `param_dtype` they are computed with
-    in their original dtype. A forward raises a RuntimeError that names masters of another dtype.
+    With a master dtype, parameters are cast to it when they are sharded. Without a `param_dtype`, modules compute in
+    the parameters' original dtype. A forward raises a RuntimeError if masters have another dtype, and names them.
 
     Args:
         master_dtype: dtype of the shards that the optimizer steps, and of `.grad`; None: the parameters' own.

@@ -112,7 +112,7 @@ def check_mesh_of_dtensors(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
 
 
 def is_in_same_root(parallel: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Return whether both meshes are parts of one mesh, with dimension names that they do not share."""
+    """Return whether both meshes are parts of one mesh, and have different dimension names."""
     names, others = parallel.mesh_dim_names or (), mesh.mesh_dim_names or ()
     return (
         root_mesh_of(parallel) == root_mesh_of(mesh) and bool(names and others) and not {*names} & {*others}

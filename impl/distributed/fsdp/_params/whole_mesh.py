@@ -50,7 +50,7 @@ class DataDims:
                     )
 
     def reduced(self, of_grad: Sequence[Placement], of_param: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Return the placements of a gradient whose sums over these dimensions a unit takes."""
+        """Return the placements to redistribute a gradient to. The unit itself sums over these dimensions."""
         own = {*self.shard, *self.replicate}
         pairs = enumerate(zip(of_grad, of_param, strict=True))
         return tuple(grad if number in own else param for number, (grad, param) in pairs)
