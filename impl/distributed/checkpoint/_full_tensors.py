@@ -29,7 +29,7 @@ _EXCHANGE_BYTES = 1 << 26  # bytes of all ranks' shards together
 
 @dataclass(frozen=True)
 class _ShardedTensor:
-    """DTensor that one group of ranks has sharded in one dimension, evenly unless that is the first."""
+    """DTensor that is sharded over one group of ranks in one dimension, evenly unless it is the first dimension."""
 
     index: int  # index among the leaves of the state
     local: Tensor
@@ -60,7 +60,7 @@ def with_full_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
     DTensors that several mesh dimensions shard, or that are sharded unevenly in a later dimension, stay unchanged.
 
     Args:
-        keep: returns what replaces a full tensor in the state. Called before the next tensors are gathered.
+        keep: returns the replacement of a full tensor in the state. Called before the next tensors are gathered.
 
     Collectives: an all-gather for each 64 MiB of full tensors. On one host ranks may read each other's memory instead,
         paced by small all-reduces.

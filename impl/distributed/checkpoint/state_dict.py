@@ -1,4 +1,4 @@
-"""Mirrors `torch.distributed.checkpoint.state_dict`: torch's functions with another way to gather full states."""
+"""Mirrors `torch.distributed.checkpoint.state_dict`: torch's functions, with fewer, larger gathers of full states."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def get_model_state_dict(
         options: torch's options.
 
     Returns:
-        The state by name. With `full_state_dict` it has full tensors; with `cpu_offload` too only on the first rank,
-        on the CPU.
+        The state by name. With `full_state_dict` its tensors are full. With `cpu_offload` too, they are on the CPU,
+        and only the first rank has them.
     Raises:
         ValueError, RuntimeError: like torch's function.
     Sync: with cpu_offload on an accelerator. Collectives: for a full state an all-gather for each 64 MiB; torch's for
@@ -104,7 +104,7 @@ def get_state_dict(
 
 
 def _options_for_shards(model: nn.Module, options: StateDictOptions | None) -> StateDictOptions | None:
-    """Return options for torch to return a state's shards, or None if torch must gather the full state."""
+    """Return options with which torch returns the shards, or None to call torch with the user's options."""
     if options is None or not options.full_state_dict:
         return None
     modules = list(model.modules())

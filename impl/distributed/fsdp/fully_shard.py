@@ -84,7 +84,7 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
         module: a module, or a list of modules that are gathered together.
         mesh: one dimension to shard over, or two: to replicate and to shard over; by default all ranks.
         reshard_after_forward: whether parameters are freed between forward and backward; None: True except for the
-            root. A number: reshard to so many ranks, which gather again for the backward.
+            root. A number: reshard to that many ranks, which gather again for the backward.
         shard_placement_fn: returns the dimension to shard a parameter in, as a `Shard`; None: the first. torch's
             `ShardPlacementResult` also names a mesh. Parameters over other ranks are gathered separately.
         mp_policy: dtypes. `param_dtype_override_fn` or a PerParamPrecisionPolicy sets them per parameter.
@@ -97,12 +97,12 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
         `module`.
     Raises:
         ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; with
-            dp_mesh_dims a parameter that is no DTensor on the mesh, or not replicated over the dimensions; other dtypes
-            in `mp_policy` for a parameter of an earlier call.
+            dp_mesh_dims a parameter that is not a DTensor on the mesh, or not replicated over the dimensions; other
+            dtypes in `mp_policy` for a parameter of an earlier call.
         RuntimeError: a parameter is a DTensor over a mesh that does not share a root with `mesh`. In forward and
             backward: ranks run or shard modules differently, have other gradients, or are lost. The error names them.
-        NotImplementedError: a parameter is not contiguous; uneven columns; a number of ranks with dp_mesh_dims; a
-            parameter's own mesh with dp_mesh_dims, or with other dimensions than `mesh` may have.
+        NotImplementedError: a parameter is not contiguous, or sharded unevenly by columns; a number of ranks with
+            dp_mesh_dims; a parameter's own mesh with dp_mesh_dims, or with other dimensions than `mesh` may have.
     Sync: none. Collectives: none, except those that create a mesh; in forward and backward of each unit an all-gather,
         and a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: a parameter with an all-gather extension is
@@ -123,9 +123,8 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     check_mesh(mesh, dp_mesh_dims)
     data = None if dp_mesh_dims is None else data_dims_of(mesh, dp_mesh_dims)
     mesh = mesh if data is None else data.mesh
-    check_reshard_after_forward(
-        reshard_after_forward, mesh.size(mesh.ndim - 1), data
-    )  # checked before anything is moved
+    # Check before anything is moved.
+    check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
     modules = [module] if isinstance(module, nn.Module) else outermost_modules(module)
     for root in modules:
         check_not_sharded(root)
@@ -217,7 +216,7 @@ class _Pending(UnshardHandle):
 
 
 class FSDPModule:
-    """Class of a module after fully_shard, in addition to its own class.
+    """Base class that fully_shard adds to the class of a module.
 
     Methods that end with `recurse` act on all sharded modules below too, unless it is False.
 
@@ -263,9 +262,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module, and of the earlier calls whose parameters it shares.
 
-        Evaluations without gradients gather a unit again, because a write to `parameter.data` or by `torch._foreach`
-        operators to DTensors cannot be noticed. They do not if it stays unsharded (`reshard_after_forward=False`) and
-        was gathered by this method. Call `reshard` before such a write then.
+        Evaluations without gradients gather a unit again, because writes to `parameter.data`, or by `torch._foreach`
+        operators to DTensors, cannot be detected. The exception is a unit that stays unsharded
+        (`reshard_after_forward=False`) and was gathered by this method. Call `reshard` before such writes to it.
 
         Sync: over gloo the host waits, also with `async_op`, until all ranks have reached a gather that never followed
             its predecessor before; torch's call returns at once.
@@ -285,7 +284,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Drop gradients that are not reduced yet, after a forward or backward that raised.
 
-        Handles of `finalize_backward` are invalid then. From torch 2.15 on, `.grad` is set to None too.
+        Handles of `finalize_backward` become invalid. From torch 2.15 on, `.grad` is set to None too.
 
         Raises:
             RuntimeError: this is not the root.
@@ -372,7 +371,7 @@ class FSDPModule:
         """Set whether parameters are freed between forward and backward.
 
         Raises:
-            ValueError: the argument is no bool.
+            ValueError: the argument is not a bool.
             AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
         check_bool(reshard_after_forward)
@@ -444,7 +443,7 @@ class FSDPModule:
         self._state.settings.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Set the factor like `set_gradient_divide_factor`, its new name."""
+        """Set the divide factor. Deprecated: use `set_gradient_divide_factor`."""
         warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
@@ -472,14 +471,14 @@ class FSDPModule:
         """Check the number of gradient buffers in flight. On a device it is always two.
 
         Raises:
-            TypeError: the argument is no int.
+            TypeError: the argument is not an int.
             ValueError: the argument is less than 1.
         """
         del recurse
         check_max_input_buffers(max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether gradients are reduced in a process group of their own.
+        """Set whether gradients are reduced in a separate process group.
 
         Collectives: creates the group; all its ranks must call this.
 

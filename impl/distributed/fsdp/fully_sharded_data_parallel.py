@@ -92,7 +92,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         forward_prefetch: gather the next unit before this one computes, in the order of the previous iteration.
         limit_all_gathers: let the host wait instead of gathering more than two units.
         use_orig_params: `parameters()` are the module's own, as views of this rank's shard. Otherwise they are one
-            `FlatParameter` a unit.
+            `FlatParameter` per unit.
         ignored_states: parameters or modules that are not managed.
         device_mesh: replaces `process_group`: one dimension, or two, to replicate and to shard over; the slice
             `mesh["dp"]` if `parallelize_module` has made DTensors over another one. Then state dicts have DTensors.
@@ -276,7 +276,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         return [wrapper for wrapper in wrappers if wrapper.check_is_root()] if root_only else wrappers
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply `fn` to every submodule and to self, with unsharded parameters. Changes of parameters are kept.
+        """Apply `fn` to every submodule and to self, with unsharded parameters. Changes to parameters are kept.
 
         Raises:
             ValueError: called during a forward or backward, or inside `summon_full_params`.
@@ -387,10 +387,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         Raises:
             RuntimeError: this is not the outermost wrapper; or `error_if_nonfinite` is set and the norm is not finite.
         Sync: none, unless `error_if_nonfinite` or offloading.
-        Collectives: one all-gather of a number a rank for each group that parameters are sharded over; all ranks must
-            call this.
+        Collectives: one all-gather of one number per rank for each group that parameters are sharded over; all ranks
+            must call this.
         Source: torch's 2.13; differences: the last two arguments; the norm neither overflows nor underflows, and is
-            taken over the groups that each unit is sharded over. torch takes the root's groups for all.
+            taken over the groups that each unit is sharded over. torch uses the root's groups for all units.
         """
         root = self._find_root()
         if not root.is_root(self._unit):

@@ -57,15 +57,15 @@ class ShardedGradScaler(GradScaler):
     checks in another order get each other's check result.
 
     Args:
-        device: like for `GradScaler`. Check results are reduced on it, also those of gradients on the CPU.
-        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: like for
+        device: as for `GradScaler`. Check results are reduced on it, also those of gradients on the CPU.
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: as for
             `GradScaler`; equal on all ranks.
         process_group: the ranks that decide together; None: the default group at the time of a check. Groups are not
             pickled or copied. The default group is used again; assign another one (`scaler.process_group = group`)
             before the next check.
 
     Raises:
-        AssertionError, ValueError: like for `GradScaler`.
+        AssertionError, ValueError: as for `GradScaler`.
     Sync: as for `GradScaler`; a backend such as gloo waits for the peers in its collective.
     Collectives: one all-reduce of one f32 for each `unscale_`, and for each `step` without an `unscale_` before it;
         none if disabled.
@@ -184,8 +184,8 @@ class ShardedGradScaler(GradScaler):
             AssertionError: there is no scale yet.
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
         Sync: as `GradScaler.fused_step`.
-        Collectives: one all-gather of a number a rank, and one for each group that parameters are sharded over. If the
-            optimizer has no fused update, the all-reduce of `unscale_` comes first.
+        Collectives: one all-gather of one number per rank, and one for each group that parameters are sharded over. If
+            the optimizer has no fused update, the all-reduce of `unscale_` comes first.
         """
         check_has_param_groups(optimizer)
         params = (param for group in optimizer.param_groups for param in group["params"])

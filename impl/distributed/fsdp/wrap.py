@@ -58,10 +58,10 @@ class ModuleWrapPolicy(_Policy):
     """Policy that wraps each instance of the given classes, with the root's arguments.
 
     Args:
-        module_classes: like for `isinstance`, subclasses count.
+        module_classes: subclasses count, as for `isinstance`.
 
     Raises:
-        TypeError: `module_classes` is no iterable of classes. Raised by the constructor or when the policy is called.
+        TypeError: `module_classes` is not an iterable of classes. The constructor or a call of the policy raises it.
     Source: torch.distributed.fsdp.wrap.ModuleWrapPolicy 2.13; differences: none.
 
     >>> policy = ModuleWrapPolicy({nn.Linear})
@@ -170,7 +170,7 @@ def transformer_auto_wrap_policy(
         module: the module asked about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
-        transformer_layer_cls: like for `isinstance`, subclasses count.
+        transformer_layer_cls: subclasses count, as for `isinstance`.
 
     Source: torch.distributed.fsdp.wrap.transformer_auto_wrap_policy 2.13; differences: none.
 
@@ -189,7 +189,7 @@ def size_based_auto_wrap_policy(  # noqa: PLR0913 torch's signature
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wrap a module if that many elements below it have no unit. Look inside modules that large.
+    """Wrap a module if at least `min_num_params` elements below it have no unit. Look inside modules that large.
 
     Args:
         module: the module asked about.
@@ -366,7 +366,7 @@ def _choose_by_callable(
 ) -> list[nn.Module]:
     """Return the modules that a callable chooses below `root`, inner ones first.
 
-    A shared module is asked about once.
+    The callable decides once about a shared module.
     """
     chosen: list[nn.Module] = []
 

@@ -7,5 +7,5 @@ elements.
     flat parameter   | slot of a (6 elements) | slot of b (4) |
     shards           | rank 0: 5 elements | rank 1: 5         |
     pieces of a      | 5 on rank 0        | 1 on rank 1       |
-    chunks of a      | rows 0 of [2, 3]   | row 1 of [2, 3]   |
+    chunks of a      | row 0 of [2, 3]    | row 1 of [2, 3]   |
 """

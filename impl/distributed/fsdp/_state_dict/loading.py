@@ -47,7 +47,7 @@ class StateDictLoading:
     """Call of `load_state_dict` for the units at and below a wrapper.
 
     Args:
-        wrappers: the units' FullyShardedDataParallel, the outermost first.
+        wrappers: the units' wrappers, the outermost first.
         errors: errors that nn.Module will raise, if an outer module was called.
     """
 
@@ -111,7 +111,7 @@ class StateDictLoading:
         return verdict
 
     def finish_for_outer_module(self) -> None:
-        """Do the same as `finish` where nn.Module raises.
+        """Finish like `finish`, but leave it to nn.Module to raise the problem.
 
         Missing and unexpected keys do not count, because they may be allowed.
         """
@@ -207,7 +207,7 @@ class UnitLoading:
         return f"a tensor of shape {slot.shape}"
 
     def source_of(self, handle: FlatParamGroup, index: int) -> str:
-        # This type has one part, of all parameters together.
+        # LOCAL_STATE_DICT has one shard of all parameters together.
         if self._kind is StateDictType.LOCAL_STATE_DICT:
             return "nothing"
         source = self._sources[handle][index]
@@ -319,7 +319,7 @@ class UnitLoading:
 
     def _begin_local(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         problems: list[str] = []
-        if self._wrapper._use_orig_params:  # torch's dicts contain them beside the shards
+        if self._wrapper._use_orig_params:  # torch's dicts contain them too
             for _, _, name in self._names():
                 state_dict.pop(prefix + WRAPPED + name, None)
         for name, handle in self._wrapper._named_handles():

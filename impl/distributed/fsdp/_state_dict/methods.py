@@ -48,7 +48,7 @@ _INSTEAD_OF_LOADING = "When using ``NO_SHARD`` for ``ShardingStrategy``, full_st
 class StateDicts(LoadableWrapper):
     """Saving and loading of the parameters that a unit manages, by hooks around nn.Module's own walk.
 
-    So it makes no difference whether FullyShardedDataParallel or a module around it is asked for its state dict.
+    So `state_dict` of a module around a FullyShardedDataParallel works too.
     """
 
     def _begin_state_dicts(self, module: nn.Module) -> None:
@@ -106,7 +106,7 @@ class StateDicts(LoadableWrapper):
         Raises:
             RuntimeError: a key is missing, unexpected or misshaped, on this rank or on another one.
             AssertionError: a key has a value of another type than the state dict's type requires.
-        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all a unit.
+        Collectives: all-reduces of a number for each parameter, then for SHARDED_STATE_DICT an all-to-all per unit.
         Source: torch's 2.13; differences: a failed load leaves everything unchanged; `assign` loads parameters of
             units too; LOCAL_STATE_DICT can be loaded with `use_orig_params` too. Modules with their own load function
             may copy into unsharded parameters, and cannot read them. If an outer module is loaded, missing and
@@ -139,8 +139,8 @@ class StateDicts(LoadableWrapper):
         Args:
             module: any module.
             state_dict_type: see `state_dict`.
-            state_dict_config: config of that type, by default with its defaults. `offload_to_cpu` puts tensors on the
-                CPU. `rank0_only` of FULL_STATE_DICT returns them on the group's first rank only.
+            state_dict_config: config of that type; None: its defaults. `offload_to_cpu` puts tensors on the CPU.
+                `rank0_only` of FULL_STATE_DICT returns them on the group's first rank only.
             optim_state_dict_config: the same for optimizers.
 
         Returns:

@@ -92,7 +92,7 @@ class FlatParamState:
         self._reported = [by_rank[rank] for rank in self._peers]
 
     def collect(self, options: OptimSaveOptions, destination: int) -> dict[str, StateDict]:
-        """Return the states by name, or nothing if only the destination needs them and this rank is another."""
+        """Return the states by name. With `rank0_only`, only the destination gets the gathered tensors."""
         handle, names = self._handle, self._named.names
         if is_stepped_unsharded(self._named):
             copy_state = offload if options.offloads else copy.copy
@@ -237,7 +237,7 @@ class FlatParamState:
     def _gather_at(self, destination: int, shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
         """Return all elements [padded_numel] on the destination, None elsewhere.
 
-        Groups without it exchange nothing.
+        Groups without the destination exchange nothing.
         """
         if destination not in self._peers:
             return None
@@ -284,7 +284,7 @@ class FlatParamState:
 
 
 def own_copy(value: Any) -> Any:
-    """Return a copy of a number or of a list of them, because optimizers count up and append in place."""
+    """Return a copy of a number or of a container of numbers, because optimizers change them in place."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 

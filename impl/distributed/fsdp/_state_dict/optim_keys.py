@@ -153,7 +153,7 @@ class Source:
         """Return the parameters that the optimizer steps.
 
         Raises:
-            TypeError, ValueError: `optim_input` is no valid argument of an optimizer.
+            TypeError, ValueError: `optim_input` is not a valid argument of an optimizer.
         """
         if self.optim_input is None and self.optim is not None:
             return [parameter for group in self.optim.param_groups for parameter in group["params"]]
@@ -181,7 +181,7 @@ def _parameters_of_input(optim_input: Iterable[Any]) -> list[nn.Parameter]:
 
 
 def is_keyed_by_name(state_dict: StateDict) -> bool:
-    """Return whether the optimizer's own state dict has names as keys. One without state counts as having numbers."""
+    """Return whether the optimizer's own state dict has names as keys. Without any state the keys are numbers."""
     return any(isinstance(key, str) for key in [*(state_dict.get("state") or ())][:1])
 
 
@@ -193,7 +193,7 @@ def rekey(
     A dict that has the requested keys is returned unchanged.
 
     Raises:
-        AssertionError: `key_type` is no `OptimStateKeyType` of Tandem or torch.
+        AssertionError: `key_type` is not an `OptimStateKeyType` of Tandem or torch.
         ValueError: the dict has keys of both types.
         RuntimeError: the model has flat parameters.
     """

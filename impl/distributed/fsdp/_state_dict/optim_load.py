@@ -50,7 +50,8 @@ class OptimStateLoading:
         wrappers: every FullyShardedDataParallel at and below it.
         source: source of the stepped parameters.
         state_dict: the state dict. With `rank0_only` only that of the group's first rank counts.
-        keeper: an optimizer whose state dict has names as keys, and states for parameters of which a rank has nothing.
+        keeper: an optimizer whose state dict has names as keys. It keeps its states of parameters of which this rank
+            has no piece.
         agrees: report problems to other ranks. Without it, other ranks need not take part unless tensors are
             exchanged.
     """
@@ -88,8 +89,8 @@ class OptimStateLoading:
 
         Raises:
             ValueError, KeyError, RuntimeError: the state dict does not fit the model or the optimizer.
-        Collectives: over the group, one of objects if only rank 0's dict counts, and one if ranks agree; and those
-            that bring this rank's shards if other ranks have the tensors.
+        Collectives: over the group, one of objects if only rank 0's dict counts, and one if ranks agree; and the
+            exchange of shards if other ranks have the tensors.
         """
         problem: Exception | None = None
         try:
@@ -113,7 +114,7 @@ class OptimStateLoading:
         return self._assemble(scatters)
 
     def _check(self) -> None:
-        """Check everything that may be wrong."""
+        """Check the state dict against the model and the optimizer, and prepare to load it."""
         if not self._rank0_only and "state" not in self._descriptions:
             raise ValueError(
                 '`optim_state_dict` must have the keys "state"to be a valid optimizer state dict'
@@ -235,7 +236,7 @@ class OptimStateLoading:
         return copy.deepcopy(own_state)
 
     def _fetch(self, description: Any, value: Any) -> Any:
-        """Return a copy of a value that each rank has completely."""
+        """Return a copy of a value that is not sharded here. Broadcast it if only the first rank has it."""
         if isinstance(description, TensorMeta):
             if not isinstance(value, Tensor):
                 value = torch.empty(description.shape, dtype=description.dtype, device=self._device)

@@ -157,11 +157,9 @@ def _problems_of(stepped: Stepped, state: StateDict) -> Iterable[str]:
 
 
 def _merged_keys(reported: Sequence[RankStates], names: Names) -> list[_Key]:
-    """Return the keys that any rank has.
+    """Return the keys that any rank has. Parameters that no unit manages come first, then the units' in order.
 
-    For `use_orig_params`: a rank with an empty piece of a parameter has no state.
-
-    Keys that no unit manages come first, then unit by unit.
+    With `use_orig_params`, a rank with an empty piece of a parameter has no state of the parameter.
 
     Raises:
         RuntimeError: some trained parameters of a unit have a state, and some have none.

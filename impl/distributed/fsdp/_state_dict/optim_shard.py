@@ -23,7 +23,7 @@ from impl.distributed.fsdp._state_dict.redistribution import ShardChunk, chunk_o
 
 @dataclass(frozen=True)
 class Scatter:
-    """Scatter from the first rank, which has every tensor. `owners`: whose shard each rank of the group has."""
+    """Scatter from the first rank, which has every tensor. `owners` has the index of each rank's shard."""
 
     group: dist.ProcessGroup | None
     owners: Sequence[int]
@@ -77,7 +77,7 @@ class FlatParamLoad:
             check_states_agree(self._named.names, self._states)
 
     def shard(self, scatter: Scatter | None) -> dict[int, StateDict]:
-        """Return copies of this rank's part: one state of a flat parameter, else one for each parameter with a piece.
+        """Return copies of this rank's shards: one state of the flat parameter, or one per parameter with a piece.
 
         Collectives: with `scatter` one for each tensor of a state, else one for all that are ShardedTensor or DTensor.
         """
@@ -184,7 +184,7 @@ def unsharded_of(value: Tensor, named: NamedHandle, index: int) -> Tensor:
     """Return the part of a tensor in a parameter's shape that the unit shards.
 
     Raises:
-        ValueError: the parameter is a DTensor, and the tensor is none.
+        ValueError: the parameter is a DTensor, and the tensor is not.
     Collectives: those of `full_tensor_of`; none over the ranks of tensor parallelism.
     """
     parallel = named.handle.param_infos[index].parallel

@@ -107,7 +107,7 @@ def dtensor_of_rows(
 
 
 def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout | None) -> Tensor:
-    """Return this rank's rows of what the unit shards, from a DTensor of any placements over the root mesh.
+    """Return this rank's rows of the tensor that the unit shards, from a DTensor of any placements on the root mesh.
 
     Collectives: none if the DTensor has the placements of `dtensor_of_rows` and tensor parallelism shards no rows;
         else a redistribution, which every rank of the root mesh has to call.
@@ -126,7 +126,7 @@ def rows_in(value: DTensor, slot: Slot, mesh: DeviceMesh, layout: ParallelLayout
 
 
 def unsharded_in(value: DTensor, mesh: DeviceMesh, layout: ParallelLayout) -> Tensor:
-    """Return all that the unit shards, from a DTensor over the mesh of tensor parallelism or the root mesh."""
+    """Return the tensor that the unit shards, from a DTensor over the mesh of tensor parallelism or the root mesh."""
     if value.device_mesh == layout.mesh:
         return layout.local_part(value)
     whole = root_mesh_of(mesh)

@@ -20,7 +20,7 @@ from impl.distributed.fsdp._layout.sharded_param import rows_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that one rank has of a parameter, or of a tensor in its shape. The last ranks of many have none."""
+    """Rows that one rank has of a parameter, or of a tensor in its shape. The last ranks may have none."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -90,7 +90,7 @@ class ShardChunk:
     """A rank's chunk of a tensor in a parameter's shape."""
 
     slot: int
-    # Tensor [rows, ...] of any strides, without rows for the last ranks of many.
+    # Tensor [rows, ...] of any strides. The last ranks may have no rows.
     chunk: Tensor
 
 
@@ -126,7 +126,7 @@ class Redistribution:
 
     @torch.no_grad()
     def chunks_from(self, tensors: Sequence[ShardPiece]) -> list[Tensor]:
-        """Return copies of the rank's chunk of each tensor. The last ranks of many get no rows.
+        """Return copies of the rank's chunk of each tensor. The last ranks may get no rows.
 
         Args:
             tensors: on all ranks the same slots and dtypes, in the same order.

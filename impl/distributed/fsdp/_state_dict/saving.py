@@ -2,7 +2,7 @@
 
 Before the walk the unit's values are created, one flat parameter after the other, and registered in the modules
 instead of the parameters. So nn.Module gives them their keys, and users' hooks see them. If a rank must not have a
-parameter unsharded, a stand-in is registered, and its value replaces it after the walk.
+parameter unsharded, a stand-in is registered. After the walk, the value of the stand-in replaces it in the dict.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class StateDictSaving:
             chunks = self._chunks_of(handle)
             sources = [(chunk, handle, index) for index, chunk in enumerate(chunks)]
             return stand_ins_for(handle, self, sources)
-        copies = self._unsharded_copies(handle)  # takes every rank
+        copies = self._unsharded_copies(handle)  # every rank must take part
         if self._is_left_out:
             return stand_ins_for(handle, self)
         self._copies.update((_storage_of(copy), False) for copy in copies)
@@ -196,7 +196,7 @@ class StateDictSaving:
             )
 
     def _put_buffers(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Convert buffers to the dtype that they were wrapped in."""
+        """Convert buffers to the dtype that they had before wrapping."""
         casts = self._wrapper.mixed_precision.buffer_dtype is not None
         for name, dtype in self._wrapper._buffer_dtypes.items():
             key = prefix + name

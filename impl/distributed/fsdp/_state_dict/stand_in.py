@@ -58,9 +58,9 @@ class StandIn(ShardedPlaceholder):
         return stand_in
 
     def keep(self, value: Any) -> None:
-        """Keep the value as source. If it is no tensor, the owner converts it and keeps this rank's piece.
+        """Keep the value as source. If it is not a tensor, keep this rank's piece, which the owner extracts.
 
-        Lazy loaders pass such values.
+        Lazy loaders pass other values than tensors.
 
         Raises:
             TypeError: the value is sharded over ranks and an unsharded tensor is expected, or the reverse.

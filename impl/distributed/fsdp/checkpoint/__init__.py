@@ -4,7 +4,7 @@
 renames it when all files are on the disk. `load` reads them on any number of ranks, and changes the model, its
 optimizer and other saved objects on all ranks or on none. `latest` finds the newest complete checkpoint.
 
-torch's own `dcp.load` reads such a folder too. It unpickles the metadata, and every value that is no tensor. So the
+torch's own `dcp.load` reads such a folder too. It unpickles the metadata, and every value that is not a tensor. So the
 author of the files can run code in the process that loads them. `Reader` and `LoadPlanner` only accept the classes of
 a checkpoint. Pass them to `dcp.load` for checkpoints that other programs saved:
 

@@ -2,7 +2,7 @@
 
 After a save that was killed, there may be two folders beside a checkpoint `step-10`: `.step-10.<id>.writing`, which is
 incomplete, and `.step-10.<id>.replaced`, the previous checkpoint, which counts as long as there is no `step-10`. The
-next save of that name removes them. A link is followed.
+next save of that name removes them. Links are followed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.(?P<kind>writing|replaced)"
 
 
 def begin(path: Path) -> Path:
-    """Remove what killed saves have left beside `path`. Create and return a folder to write to.
+    """Remove folders that killed saves of `path` have left. Create and return a folder to write to.
 
     Raises:
-        FileExistsError: `path` exists and is no checkpoint. It is not changed.
+        FileExistsError: `path` exists and is not a checkpoint. It is not changed.
     """
     if path.exists() and not _is_complete(path):
         raise FileExistsError(f"{path} exists and is no checkpoint; save to another path, or move it away")
@@ -39,7 +39,7 @@ def begin(path: Path) -> Path:
 
 
 def commit(folder: Path, path: Path) -> None:
-    """Move the written `folder` to `path`, and replace what is there.
+    """Move the written `folder` to `path`. Replace a previous checkpoint.
 
     Raises:
         OSError: the move failed. The previous checkpoint is unchanged.
@@ -61,7 +61,7 @@ def commit(folder: Path, path: Path) -> None:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the complete checkpoint that counts as `path`.
+    """Return `path` if it is a complete checkpoint, else a previous checkpoint of `path` that a killed save has left.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
@@ -111,7 +111,7 @@ def _target_of(path: Path) -> Path:
 
 
 def _remove(leftover: Path, path: Path) -> None:
-    """Remove what an earlier save of this name has left. What cannot be removed counts as incomplete."""
+    """Remove a folder that an earlier save of `path` has left. If that fails, the folder counts as incomplete."""
     with contextlib.suppress(OSError):
         unread = leftover.rename(_hidden(path, _WRITING))
         shutil.rmtree(unread, ignore_errors=True)

@@ -130,7 +130,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """DCP's planner, which loads values other than tensors with `weights_only`.
 
     A rank may have no rows of a ShardedTensor, like ranks beyond a parameter's last row. With
-    `flatten_sharded_tensors`, which is for nested ShardedTensors, DCP loses these and misses other keys.
+    `flatten_sharded_tensors`, which is for nested ShardedTensors, DCP loses such tensors and misses other keys.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def save(
         process_group: the ranks that take part, by default all.
 
     Raises:
-        FileExistsError: `path` exists and is no checkpoint.
+        FileExistsError: `path` exists and is not a checkpoint.
         TypeError: a value could not be loaded again; see `others`.
         Exception: this rank's problem; on the others a RuntimeError that names it. `path` is unchanged.
     Collectives: those of sharded state dicts; of DCP, over objects; four of objects.
@@ -87,7 +87,7 @@ def save(
             dcp.save(
                 entries,
                 storage_writer=dcp.FileSystemWriter(folder),
-                # Flattening makes a dict of every mapping, and of its keys strings.
+                # Flattening would turn every mapping into a dict, and its keys into strings.
                 planner=dcp.DefaultSavePlanner(
                     flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
                 ),
@@ -278,7 +278,7 @@ def _raise_on_all_ranks(action: str, group: _Group) -> Generator[_Reports]:
 
 @contextmanager
 def _explain_dcp_errors(action: str) -> Generator[None]:
-    """Raise a RuntimeError that explains DCP's error, which is no Exception and names no cause."""
+    """Raise a RuntimeError that explains DCP's error, which is not an Exception and names no cause."""
     try:
         yield
     except dcp.CheckpointException as error:

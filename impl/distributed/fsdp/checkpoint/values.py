@@ -28,7 +28,7 @@ def check_readable(values: Mapping[str, Any]) -> None:
     """Check that `load` can read the values.
 
     Raises:
-        TypeError: `load` would refuse one of them. The error has its name.
+        TypeError: `load` would refuse one of them. The error names it.
     """
     for name, value in values.items():
         written = io.BytesIO()
@@ -55,7 +55,7 @@ def optimizer_values_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's settings and state other than tensors, by name.
 
     Raises:
-        TypeError: a key of the state is no string.
+        TypeError: a key of the state is not a string.
     """
     states = list(optimizer.state.values())
     numbered = [key for state in states for key in state if not isinstance(key, str)]
