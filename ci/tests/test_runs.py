@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,19 +85,23 @@ def test_incomplete_report_is_refused(tree: Path, facts: dict[str, object]) -> N
         _runs.record(write_report(tree, {"nn.a": "passed"}, **facts))
 
 
-def test_report_of_pytest_has_what_is_recorded(tmp_path: Path) -> None:
-    command = [
-        "pytest",
-        "conformance/nn",
-        "-k",
-        "test_clamps_values",
-        "-n",
-        "0",
-        "-q",
-        f"--report={tmp_path}",
-    ]
-    subprocess.run([sys.executable, "-m", *command], cwd=_runs.ROOT, check=False, timeout=240)
-    report = json.loads((tmp_path / "report.json").read_text())
+def pytest_report(folder: Path, *options: str) -> dict[str, object]:
+    """Return the report of a run of one test. `options` go to pytest."""
+    command = ["pytest", "conformance/nn", "-k", "test_clamps_values", "-n", "0", "-q", f"--report={folder}"]
+    environ = os.environ | {"PYTHONPATH": str(folder)}
+    run = [sys.executable, "-m", *command, *options]
+    subprocess.run(run, cwd=_runs.ROOT, env=environ, check=False, timeout=240)
+    report: dict[str, object] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def test_report_of_pytest_has_recorded_facts(tmp_path: Path) -> None:
+    report = pytest_report(tmp_path)
     assert report["is_narrowed"]
     assert report["ended_early"] == []
     assert {"suite", "subject", "environment", "devices", "profile", "began", "tests"} <= report.keys()
+
+
+def test_report_of_interrupted_pytest_is_incomplete(tmp_path: Path) -> None:
+    (tmp_path / "interrupt.py").write_text("def pytest_runtest_logfinish():\n    raise KeyboardInterrupt\n")
+    assert pytest_report(tmp_path, "-p", "interrupt")["ended_early"] == ["pytest ended with code 2"]

@@ -64,6 +64,7 @@ class Recorder:
         self._expectations: list[ExpectationResult] = []  # evaluated at the end
         self._judgements: dict[str, Judgement] = {}
         self._began = time.time()
+        self._ended_early: list[str] = []
         self._log: TextIO | None = None
         if config.option.report:
             directory = Path(config.option.report)
@@ -134,8 +135,11 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._judgements and session.exitstatus in (0, 1):
-            self._ended_early = [str(why) for why in (session.shouldstop, session.shouldfail) if why]
+        is_complete = session.exitstatus in (0, 1)
+        self._ended_early = [str(why) for why in (session.shouldstop, session.shouldfail) if why]
+        if not is_complete and not self._ended_early:
+            self._ended_early = [f"pytest ended with code {int(session.exitstatus)}"]
+        if self._judgements and is_complete:
             self._evaluate_expectations(is_complete=not self._ended_early)
             # pytest's status does not know of subjects that provide nothing and of stale expectations.
             session.exitstatus = BAD_INPUT if self._bad_input() else int(self._verdict() == "red")
