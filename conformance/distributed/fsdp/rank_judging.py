@@ -28,8 +28,6 @@ _TO_TORCH_ITSELF = (
 _OF_FROZEN_PARTS = (
     "has both parameters with requires_grad=True and False"  # deviation fsdp.frozen_in_part_by_policy
 )
-# Deviation fsdp.gradients_by_inputs. It also comes if a model returns its input, so that no parameter gets a gradient.
-_OF_STEPS_WITHOUT_GRADIENTS = "an optimizer stepped sharded parameters that had no gradients"
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
 
 
@@ -49,7 +47,7 @@ def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> l
 
 def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return each warning once, without the warnings about torch itself and those for its sharding developers."""
-    of_torch = (*_TO_TORCH_ITSELF, _OF_FROZEN_PARTS, _OF_STEPS_WITHOUT_GRADIENTS)
+    of_torch = (*_TO_TORCH_ITSELF, _OF_FROZEN_PARTS)
     return tuple(sorted(one for one in set(warned) if not any(text in one[1] for text in of_torch)))
 
 

@@ -34,6 +34,8 @@ class _Unit(Protocol):
 class _Root(Protocol):
     @property
     def units(self) -> Sequence[_Unit]: ...
+    @property
+    def awaits_backward(self) -> bool: ...
     def is_idle(self) -> bool: ...
 
 
@@ -80,8 +82,10 @@ def _check_step(optimizer: Optimizer) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]
         check_gradients(units)
-        names = [unit.name for unit in units if unit.awaits_backward]
+        # A model whose outputs no graph leads to, such as its input, gets no gradients in any backward.
+        if not units or not root.awaits_backward:
+            continue
         params = [param for group in optimizer.param_groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
-        if names and not has_gradients and any(param.requires_grad for param in params):
-            _stepped_without[root] = names
+        if not has_gradients and any(param.requires_grad for param in params):
+            _stepped_without[root] = [unit.name for unit in units if unit.awaits_backward]

@@ -140,6 +140,10 @@ class Root:
         self.memory.free_resharded()
         self.order.next_iteration()
 
+    @property
+    def awaits_backward(self) -> bool:
+        return self._outermost.awaits_backward
+
     def is_root(self, unit: Unit[Any]) -> bool:
         return unit is self._outermost
 
