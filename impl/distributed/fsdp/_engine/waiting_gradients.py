@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -26,15 +27,13 @@ class _Detection:
 
     def record(self, groups: Iterable[ParamGroup], unit: str, is_open: bool) -> None:
         for group in groups:
-            if is_open:
-                self._open[group] = unit
-            else:
-                self._open.pop(group, None)
             may_be_unsynchronized = not group.syncs or group.reduction.defers_all_reduce
-            if may_be_unsynchronized and group.gradients.unsynchronized():
-                self._waiting[group] = unit
-            else:
-                self._waiting.pop(group, None)
+            is_waiting = may_be_unsynchronized and bool(group.gradients.unsynchronized())
+            for units, is_in in ((self._open, is_open), (self._waiting, is_waiting)):
+                if is_in:
+                    units[group] = unit
+                else:
+                    units.pop(group, None)
         has_any = bool(self._waiting or self._open)
         if has_any and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -67,36 +66,44 @@ class _Detection:
         if not self.is_on:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._check_finalized(stepped)
-        names = sorted(
-            f"{name} of '{unit}'"
-            for group, unit in list(self._waiting.items())
-            for name, parameter in group.gradients.unsynchronized()
-            if id(parameter) in stepped
-        )
-        if not names:
-            return
-        raise RuntimeError(
-            f"the gradients of {describe_names(names)} wait to be synchronised, since backwards inside "
-            "no_sync() or after set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run "
-            "the last backward before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or "
-            "call set_detect_unsynchronized_step(False) to step anyway"
-        )
-
-    def _check_finalized(self, stepped: Collection[int]) -> None:
-        names = sorted(
-            f"{name} of '{unit}'"
-            for group, unit in list(self._open.items())
-            for name, parameter in zip(group.names, group.stepped, strict=True)
-            if parameter.requires_grad and id(parameter) in stepped
-        )
-        if names:
+        if names := _stepped_names(self._open, _trained, stepped):
             raise RuntimeError(
-                f"the gradients of {describe_names(names)} are not finalized, since "
-                "set_manual_backward_finalization(True) leaves that to the caller; before the step, call "
-                "finalize_backward() of the root and wait() of the handle that it returns with async_op=True, or call "
-                "set_detect_unsynchronized_step(False) to step all the same"
+                f"the gradients of {names} are not finalized, since set_manual_backward_finalization(True) leaves that "
+                "to the caller; before the step, call finalize_backward() of the root and wait() of the handle that it "
+                "returns with async_op=True, or call set_detect_unsynchronized_step(False) to step anyway"
             )
+        if names := _stepped_names(self._waiting, _unsynchronized, stepped):
+            raise RuntimeError(
+                f"the gradients of {names} wait to be synchronised, since backwards inside no_sync() or after "
+                "set_requires_gradient_sync(False) or set_requires_all_reduce(False) left them; run the last backward "
+                "before a step with synchronisation, clear them (fully_shard's by reset_iter_state()) or call "
+                "set_detect_unsynchronized_step(False) to step anyway"
+            )
+
+
+_NamedParams = Iterable[tuple[str, Tensor]]
+
+
+def _trained(group: ParamGroup) -> _NamedParams:
+    pairs = zip(group.names, group.stepped, strict=True)
+    return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
+
+
+def _unsynchronized(group: ParamGroup) -> _NamedParams:
+    return group.gradients.unsynchronized()
+
+
+def _stepped_names(
+    units: Mapping[ParamGroup, str], params_of: Callable[[ParamGroup], _NamedParams], stepped: Collection[int]
+) -> str:
+    """Return the names of the parameters of `params_of` that an optimizer steps, or "" if there are none."""
+    names = sorted(
+        f"{name} of '{unit}'"
+        for group, unit in list(units.items())
+        for name, parameter in params_of(group)
+        if id(parameter) in stepped
+    )
+    return describe_names(names) if names else ""
 
 
 _detection = _Detection()
