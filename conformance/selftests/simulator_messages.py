@@ -8,27 +8,22 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-PROGRAMS: dict[str, Callable[[int, torch.device], list[torch.Tensor]]] = {}
+# A program gets its rank, that rank's values [4], and memory [4] for a message. It returns what arrived.
+Program = Callable[[int, torch.Tensor, torch.Tensor], list[torch.Tensor]]
+PROGRAMS: dict[str, Program] = {}
 
 
-def program(
-    function: Callable[[int, torch.device], list[torch.Tensor]],
-) -> Callable[[int, torch.device], list[torch.Tensor]]:
+def program(function: Program) -> Program:
     PROGRAMS[function.__name__] = function
     return function
-
-
-def make_values(rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(4.0, device=device) + 10 * rank, torch.zeros(4, device=device)
 
 
 # Right programs: what each rank returns is the same under every seed.
 
 
 @program
-def every_call(rank: int, device: torch.device) -> list[torch.Tensor]:
+def every_call(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     peer = 1 - rank
-    x, received = make_values(rank, device)
     if rank == 0:
         dist.send(x * 2, peer)
         dist.recv(received, peer)
@@ -40,7 +35,7 @@ def every_call(rank: int, device: torch.device) -> list[torch.Tensor]:
     receiving.wait()
     second = received.clone()
     sending.wait()
-    short = torch.zeros(2, dtype=torch.int64, device=device)
+    short = torch.zeros(2, dtype=torch.int64, device=x.device)
     batch = [
         dist.P2POp(dist.irecv, received, peer),
         dist.P2POp(dist.irecv, short, peer),
@@ -53,7 +48,7 @@ def every_call(rank: int, device: torch.device) -> list[torch.Tensor]:
 
 
 @program
-def host_memory(rank: int, device: torch.device) -> list[torch.Tensor]:
+def host_memory(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     peer = 1 - rank
     x, received = torch.full((2,), float(rank)), torch.zeros(2)
     if rank == 0:
@@ -70,19 +65,18 @@ def host_memory(rank: int, device: torch.device) -> list[torch.Tensor]:
 
 
 @program
-def larger_than_a_piece(rank: int, device: torch.device) -> list[torch.Tensor]:
-    received = torch.zeros(3 << 20, device=device)
+def larger_than_a_piece(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    received = torch.zeros(3 << 20, device=x.device)
     if rank == 0:
-        dist.send(torch.arange(received.numel(), device=device, dtype=received.dtype), 1)
+        dist.send(torch.arange(received.numel(), device=x.device, dtype=received.dtype), 1)
     else:
         dist.recv(received, 0)
     return [received]
 
 
 @program
-def receive_before_all_reduce(rank: int, device: torch.device) -> list[torch.Tensor]:
+def receive_before_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """The all-reduce of rank 0 must begin while rank 0 waits for a message."""
-    x, received = make_values(rank, device)
     total = x.clone()
     reducing = dist.all_reduce(total, async_op=True)
     if rank == 0:
@@ -97,9 +91,8 @@ def receive_before_all_reduce(rank: int, device: torch.device) -> list[torch.Ten
 
 
 @program
-def receive_over_a_barrier(rank: int, device: torch.device) -> list[torch.Tensor]:
+def receive_over_a_barrier(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """The host of rank 0 must get to a barrier before the message that it has asked for is sent."""
-    x, received = make_values(rank, device)
     receiving = dist.irecv(received, 1) if rank == 0 else None
     dist.barrier()
     if receiving is not None:
@@ -110,9 +103,8 @@ def receive_over_a_barrier(rank: int, device: torch.device) -> list[torch.Tensor
 
 
 @program
-def query_before_the_send(rank: int, device: torch.device) -> list[torch.Tensor]:
+def query_before_the_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """A query must be answered although the message is sent after what the host does next."""
-    x, received = make_values(rank, device)
     if rank == 0:
         receiving = dist.irecv(received, 1)
         receiving.is_completed()
@@ -127,8 +119,7 @@ def query_before_the_send(rank: int, device: torch.device) -> list[torch.Tensor]
 
 
 @program
-def ring(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def ring(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     size = dist.get_world_size()
     if rank == 0:
         dist.send(x, 1)
@@ -140,9 +131,8 @@ def ring(rank: int, device: torch.device) -> list[torch.Tensor]:
 
 
 @program
-def answer_through_a_third_rank(rank: int, device: torch.device) -> list[torch.Tensor]:
+def answer_through_a_third_rank(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """Rank 0 waits for rank 2, which waits for what rank 0 makes of a message of rank 1."""
-    x, received = make_values(rank, device)
     if rank == 0:
         answer = torch.zeros_like(received)
         answering = dist.irecv(answer, 2)
@@ -161,8 +151,7 @@ def answer_through_a_third_rank(rank: int, device: torch.device) -> list[torch.T
 
 
 @program
-def sent_memory_is_overwritten(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def sent_memory_is_overwritten(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         sending = dist.isend(x, 1)
         x.fill_(5)
@@ -173,8 +162,7 @@ def sent_memory_is_overwritten(rank: int, device: torch.device) -> list[torch.Te
 
 
 @program
-def received_memory_is_read(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def received_memory_is_read(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.send(x, 1)
         return []
@@ -185,8 +173,7 @@ def received_memory_is_read(rank: int, device: torch.device) -> list[torch.Tenso
 
 
 @program
-def batched_memory_is_read(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def batched_memory_is_read(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     (work,) = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
     )
@@ -199,24 +186,21 @@ def batched_memory_is_read(rank: int, device: torch.device) -> list[torch.Tensor
 
 
 @program
-def both_receive_first(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def both_receive_first(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     dist.recv(received, 1 - rank)
     dist.send(x, 1 - rank)
     return [received]
 
 
 @program
-def send_without_receive(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, _ = make_values(rank, device)
+def send_without_receive(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.send(x, 1)
     return []
 
 
 @program
-def receive_without_send(rank: int, device: torch.device) -> list[torch.Tensor]:
-    _, received = make_values(rank, device)
+def receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.recv(received, 1)
         received.sum().item()
@@ -225,8 +209,7 @@ def receive_without_send(rank: int, device: torch.device) -> list[torch.Tensor]:
 
 
 @program
-def receive_against_all_reduce(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def receive_against_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.recv(received, 1)
         received.sum().item()
@@ -238,8 +221,7 @@ def receive_against_all_reduce(rank: int, device: torch.device) -> list[torch.Te
 
 
 @program
-def tags_in_another_order(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def tags_in_another_order(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     for tag in (1, 2) if rank == 0 else (2, 1):
         if rank == 0:
             dist.send(x + tag, 1, tag=tag)
@@ -249,8 +231,7 @@ def tags_in_another_order(rank: int, device: torch.device) -> list[torch.Tensor]
 
 
 @program
-def size_differs(rank: int, device: torch.device) -> list[torch.Tensor]:
-    x, received = make_values(rank, device)
+def size_differs(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.send(x[:3], 1)
     else:
@@ -263,7 +244,8 @@ def main() -> None:
     rank = dist.get_rank()
     device = torch.device("sim", rank)
     for name in sys.argv[1:]:
-        tensors = PROGRAMS[name](rank, device)
+        x = torch.arange(4.0, device=device) + 10 * rank
+        tensors = PROGRAMS[name](rank, x, torch.zeros(4, device=device))
         torch.save(tensors, f"{name}{rank}.pt")
         for tensor in tensors:
             print(tensor[-4:].tolist())  # noqa: T201 - output is compared
