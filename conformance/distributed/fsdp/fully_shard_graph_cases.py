@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.fully_shard_beside_cases import Block, batch_of, blocks
-from conformance.distributed.fsdp.fully_shard_cases import held
+from conformance.distributed.fsdp.fully_shard_cases import held, layout_of, registered
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
@@ -188,6 +188,7 @@ def hooks_on_gradients(site: Site, before: bool) -> dict[str, Any]:
     pairs = zip(plain, hooked, strict=True)
     return {
         "events": events,
+        "layouts": registered(model),
         "are tripled": all(torch.allclose(3 * grad, tripled) for grad, tripled in pairs),
     }
 
@@ -205,7 +206,7 @@ def _accumulated(site: Site, model: Any, events: list[str] | None = None) -> lis
 
 def _register_hooks(model: nn.Module, events: list[str]) -> None:
     for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: events.append(f"{name} of {tuple(grad.shape)}"))
+        parameter.register_hook(lambda grad, name=name: events.append(f"{name} {layout_of(grad)}"))
         parameter.register_hook(lambda grad: grad * 3)
         parameter.register_hook(lambda grad: grad * 5).remove()
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))

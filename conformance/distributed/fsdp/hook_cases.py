@@ -84,7 +84,7 @@ def _noting(events: list[Any], name: str) -> Any:
 
 
 def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
-    """Return the shapes that gradient hooks get, the final gradients, and whether the hooks tripled them."""
+    """Return the shapes that gradient hooks get and those of `.grad`, and whether the hooks tripled the gradients."""
     with lab.model.no_sync() if no_sync else contextlib.nullcontext():
         lab.backward(0)
     lab.backward(1)
@@ -100,7 +100,16 @@ def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
     lab.backward(1)
     whole = gathered_gradients(lab.library, lab.model)
     are_tripled = [torch.allclose(whole[name], 3 * plain[name]) for name in plain]
-    return {"shapes": sorted(shapes), "whole": whole, "are tripled": all(are_tripled)}
+    return {
+        "shapes": sorted(shapes),
+        "grad shapes": sorted(
+            (clean(name), tuple(parameter.grad.shape))
+            for name, parameter in lab.model.named_parameters()
+            if parameter.grad is not None
+        ),
+        "whole": whole,
+        "are tripled": all(are_tripled),
+    }
 
 
 def _tripling(shapes: list[Any], name: str) -> Any:

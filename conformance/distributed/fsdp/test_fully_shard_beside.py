@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -262,9 +263,10 @@ def test_hooks_on_gradients_of_sharded_parameters_run(sites: Sites, before: bool
     after_accumulation = [name for name, _ in blocks().named_parameters()]
 
     def ran(value: Any) -> bool:
-        events = value["events"]
+        on_gradients = [f"{name} {layout}" for name, layout in value["layouts"].items()]
         # Two of the three backwards synchronise.
-        return value["are tripled"] and all(events.count(name) == 2 for name in after_accumulation)
+        expected = dict.fromkeys([*after_accumulation, *on_gradients], 2)
+        return value["are tripled"] and Counter(value["events"]) == expected
 
     sites.deviate(
         graph_cases.hooks_on_gradients,
