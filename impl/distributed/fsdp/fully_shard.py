@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.unit import Unit
-from impl.distributed.fsdp._fully_shard.cures import add_cure, add_names_of_whole, check_loaded_params
+from impl.distributed.fsdp._fully_shard.cures import add_cure, check_loaded_params, note_unsharded_values
 from impl.distributed.fsdp._fully_shard.finalization import finalize, set_manual_finalization
 from impl.distributed.fsdp._fully_shard.group_settings import (
     check_all_sharded,
@@ -347,11 +347,11 @@ class FSDPModule:
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager in which backwards add up gradients unreduced, like `set_requires_gradient_sync(False)`.
+        """Accumulate the unreduced gradients of backwards inside, like `set_requires_gradient_sync(False)`.
 
-        The first backward after it reduces them. Until then they have the full size. The settings from before are
-        restored, also if they were changed inside. A `no_sync` of the module's own class takes precedence. Torch has
-        this method only in FullyShardedDataParallel.
+        The first backward after the context reduces them. Until then each rank keeps unsharded gradients. The earlier
+        settings are restored, even if they were changed inside. A `no_sync` of the module's own class is kept. In
+        torch only FullyShardedDataParallel has this method.
         """
         groups = self._groups(recurse=True)
         settings = [(group.syncs, group.reduction.defers_all_reduce) for group in groups]
@@ -536,11 +536,11 @@ class FSDPModule:
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load DTensors, with the arguments of the module's own method. Errors name the function for unsharded tensors.
+        """Load DTensors with the module's own method. Its errors get a note on how to load unsharded tensors.
 
         Raises:
-            RuntimeError: torch's error. A note names unsharded tensors.
-            TypeError: `assign=True` and unsharded tensors, which are not assigned.
+            RuntimeError: raised by torch. A note names the unsharded tensors.
+            TypeError: unsharded tensors were assigned with `assign=True`. The parameters stay sharded.
         """
         load: Any = super().load_state_dict  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
         module = cast("nn.Module", self)
@@ -549,7 +549,7 @@ class FSDPModule:
         except RuntimeError as error:
             state_dict = kwargs.get("state_dict", args[0] if args else None)
             if isinstance(state_dict, Mapping):
-                add_names_of_whole(module, state_dict, error)
+                note_unsharded_values(module, state_dict, error)
             raise
         check_loaded_params(module, self._groups(recurse=True))
         return result

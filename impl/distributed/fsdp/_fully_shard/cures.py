@@ -1,4 +1,4 @@
-"""Errors of sharded models that torch raises without naming the cause: what they name here."""
+"""Notes that name the cause and the cure on errors of sharded models."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._params.param_group import describe_names
 
 _MIXED = "mixed torch.Tensor and DTensor"
-_LOAD_WHOLE = (
-    "load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+_LOAD_UNSHARDED = (
+    "load unsharded tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
     "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them"
 )
 
 
-def add_names_of_whole(module: nn.Module, state_dict: Mapping[str, Any], error: Exception) -> None:
-    """Note on the error of a load which values are whole although their parameters are sharded."""
+def note_unsharded_values(module: nn.Module, state_dict: Mapping[str, Any], error: Exception) -> None:
+    """Name the unsharded values for sharded parameters in a note on the error of a load."""
     names = [
         name
         for name, param in module.named_parameters(remove_duplicate=False)
-        if isinstance(param, DTensor) and _is_whole(state_dict.get(name))
+        if isinstance(param, DTensor) and _is_unsharded(state_dict.get(name))
     ]
     if names:
         error.add_note(
-            f"{describe_names(names)}: whole in the state dict, but sharded in the model; {_LOAD_WHOLE}"
+            f"{describe_names(names)}: unsharded in the state dict, but sharded in the model; {_LOAD_UNSHARDED}"
         )
 
 
-def _is_whole(value: object) -> bool:
+def _is_unsharded(value: object) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def check_loaded_params(module: nn.Module, groups: Iterable[DTensorGroup]) -> None:
-    """Put sharded parameters back where a load has assigned whole ones.
+    """Register sharded parameters again if a load has assigned unsharded ones.
 
     Raises:
         TypeError: the load has assigned unsharded tensors.
     """
     names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
-    whole = [param for group in groups for param in group.take_back_whole()]
-    if whole:
-        described = describe_names([names.get(id(param), "a parameter") for param in whole])
+    unsharded = [param for group in groups for param in group.replace_unsharded()]
+    if unsharded:
+        described = describe_names([names.get(id(param), "a parameter") for param in unsharded])
         raise TypeError(
-            f"{described}: sharded, but the state dict has whole tensors to assign; {_LOAD_WHOLE}"
+            f"{described}: sharded, but the state dict has unsharded tensors to assign; {_LOAD_UNSHARDED}"
         )
 
 
 def add_cure(module: nn.Module, error: BaseException) -> None:
-    """Note on the error of a forward what was left on the meta device, or was sharded too finely."""
+    """Note buffers on the meta device, or modules that must not be sharded separately, on the error of a forward."""
     if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
         return
     text = str(error)

@@ -1,4 +1,4 @@
-"""Backwards whose end the user decides: what may be called when."""
+"""Finalization of backwards by the user, and checks of its calls."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def set_manual_finalization(state: ModuleState, enabled: bool) -> None:
 
 
 def finalize(state: ModuleState) -> GradientReductionHandle:
-    """Reduce what backwards of the root `state` left. Before its first forward there is nothing to reduce.
+    """Reduce the gradients that backwards of the root `state` left. Do nothing before its first forward.
 
     Raises:
-        RuntimeError: it is no root, its backward does not end by hand or is running, the handle of the last
-            finalization was not waited for, or replicas put off their all-reduce.
+        RuntimeError: the state is not a root's, its backwards are finalized automatically, a backward is running, the
+            handle of the last finalization was not waited for, or replicas defer their all-reduce.
     """
     if state.is_root is None:
         return GradientReductionHandle()

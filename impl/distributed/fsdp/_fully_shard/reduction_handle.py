@@ -1,4 +1,4 @@
-"""Handles of asynchronous finalizations, and what roots with the same streams share."""
+"""Handles of asynchronous finalizations, and the context that roots with the same streams share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GradientReductionHandle:
 
 
 class PendingReduction(GradientReductionHandle):
-    """A finalization of `root` that roots with the same `comm` have to wait for."""
+    """Finalization of `root` that all roots with the same `comm` have to wait for."""
 
     def __init__(self, root: Root, comm: CommContext) -> None:
         self.root = root

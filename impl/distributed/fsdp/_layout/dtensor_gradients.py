@@ -69,8 +69,6 @@ class DTensorGradients:
 
     def has_unreduced(self) -> bool:
         waits = any(grad is not None for grad in self._unreduced) and not self._state.is_being_reduced
-        if waits:
-            self._check_complete()
         return waits or self.must_reduce_zeros()
 
     def _check_complete(self) -> None:
@@ -128,7 +126,7 @@ class DTensorGradients:
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         if self._state.is_being_reduced:
-            # Only a backward that has ended adds to them then. Its reduction includes the earlier ones.
+            # The backward has ended, and its reduction includes the earlier gradients.
             self._forget_unreduced()
         self._state.record_addition(to_earlier=bool(self._unreduced))
         self._add_to_unreduced(grads)
@@ -148,6 +146,7 @@ class DTensorGradients:
         group, unsharded = self._group, self._group.unsharded_params
         assert unsharded is not None
         if self._unreduced and not self._state.is_being_reduced:
+            self._check_complete()
             grads = self._added_to_unreduced(grads)
             # If this backward raises, the gradients of earlier backwards still count.
             self._state.is_being_reduced = True
@@ -276,8 +275,7 @@ class DTensorGradients:
             sharded, local = param.sharded, param.in_grad_dtype(param.shard_in(flat, start))
             start += param.padded_numel
             if sharded._backward_hooks:
-                # A copy, because hooks may keep their argument or return a tensor that they keep.
-                local = param.hooked(param.gradient(local))._local_tensor.clone()
+                local = param.apply_hooks(param.gradient(local))
             if sharded.grad is None:
                 sharded.grad = param.gradient(local)
             else:

@@ -113,7 +113,7 @@ class GradientShard:
             self._averaged = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        handle, grads = self._handle, self._hooked(grads)
+        handle, grads = self._handle, self._run_flat_hooks(grads)
         self._state.record_addition(to_earlier=self._unreduced is not None)
         if self._unreduced is None:
             dtype = next(grad.dtype for grad in grads if grad is not None)
@@ -128,7 +128,7 @@ class GradientShard:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
-        unsharded, handle, grads = self._unreduced, self._handle, self._hooked(grads)
+        unsharded, handle, grads = self._unreduced, self._handle, self._run_flat_hooks(grads)
         dtype = dtype or handle.reduce_dtype
         if unsharded is not None and not self._state.is_being_reduced:
             self._state.is_being_reduced = True
@@ -139,8 +139,8 @@ class GradientShard:
         _copy_in(handle.layout, grads, views, buffer)
         return buffer
 
-    def _hooked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return what hooks of a flat parameter make of this rank's gradients, which they see as one."""
+    def _run_flat_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run the hooks of a flat parameter on this rank's gradients as one tensor, and return the results."""
         handle = self._handle
         if handle.use_orig_params or not handle.flat_param._backward_hooks:
             return grads
@@ -149,11 +149,11 @@ class GradientShard:
             return grads
         flat = present[0].new_empty(handle.layout.padded_numel)
         _copy_in(handle.layout, grads, handle.views_of(flat), flat)
-        hooked = apply_gradient_hooks(handle.flat_param, flat[: handle.layout.numel], "a flat parameter")
-        return handle.views_of(hooked.contiguous())
+        result = apply_gradient_hooks(handle.flat_param, flat[: handle.layout.numel], "a flat parameter")
+        return handle.views_of(result.contiguous())
 
-    def _apply_hooks(self, reduced: Tensor) -> None:
-        """Write back what hooks of the user's own parameters make of their parts of an average [shard_numel]."""
+    def _run_original_hooks(self, reduced: Tensor) -> None:
+        """Run the hooks of original parameters on their pieces of an average [shard_numel], in place."""
         handle = self._handle
         if not handle.use_orig_params or not any(param._backward_hooks for param in handle.parameters):
             return
@@ -191,7 +191,7 @@ class GradientShard:
         averaged, self._averaged = self._averaged, None
         reduced, self._reduced = self._reduced, None
         if reduced is not None:
-            self._apply_hooks(reduced)
+            self._run_original_hooks(reduced)
         if averaged is None:
             averaged = reduced
         elif reduced is not None:

@@ -177,17 +177,17 @@ class DTensorGroup:
             stacklevel=2,
         )
 
-    def take_back_whole(self) -> list[nn.Parameter]:
-        """Put the sharded parameters back where the user has put whole ones, and return the whole ones."""
-        tensors, whole = list(self._own_tensors()), list[nn.Parameter]()
+    def replace_unsharded(self) -> list[nn.Parameter]:
+        """Register the sharded parameters again if the user has assigned unsharded ones, and return these."""
+        tensors, unsharded = list(self._own_tensors()), list[nn.Parameter]()
         for index, tensor in self._registration.replacements_of(tensors):
             if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
-                whole.append(tensor)
+                unsharded.append(tensor)
             elif isinstance(tensor, nn.Parameter):
                 tensors[index] = tensor
-        if whole:
+        if unsharded:
             self._registration.register(tensors)
-        return whole
+        return unsharded
 
     def _own_tensors(self) -> Sequence[nn.Parameter]:
         """Return the tensors that modules have now unless the user replaced them."""

@@ -195,12 +195,11 @@ class ShardedParam:
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         return new_dtensor(local, spec)
 
-    def hooked(self, grad: Any) -> Any:
-        """Return what the hooks of the sharded parameter make of a gradient, placed like the parameter."""
-        if not self.sharded._backward_hooks:
-            return grad
+    def apply_hooks(self, grad: Any) -> Tensor:
+        """Run the parameter's hooks on a gradient, and return this rank's shard of the result."""
         result = apply_gradient_hooks(self.sharded, grad, self.name)
-        return result.redistribute(placements=grad.placements)
+        # A copy, because hooks may keep their argument or return a tensor that they keep.
+        return result.redistribute(placements=grad.placements)._local_tensor.clone()
 
     def post_forward_shard(self, run: Tensor, rank: int, ranks: int) -> Tensor:
         """Return a copy of the shard of a run [W * n] that `rank` of fewer `ranks` keeps for a backward.

@@ -29,12 +29,12 @@ def test_complex_flat_parameter_is_named() -> None:
     assert note.startswith("weight has torch.complex64; pass it in ignored_states")
 
 
-def test_load_of_whole_tensors_names_function_that_shards_them() -> None:
+def test_load_of_unsharded_tensors_names_function_that_shards_them() -> None:
     model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False)))
     with pytest.raises(RuntimeError, match="got mixed torch") as caught:
         model.load_state_dict({name: torch.ones(param.shape) for name, param in model.named_parameters()})
     (note,) = caught.value.__notes__
-    assert note.startswith("0.weight, 0.bias, 1.weight: whole in the state dict")
+    assert note.startswith("0.weight, 0.bias, 1.weight: unsharded in the state dict")
     assert "set_model_state_dict(" in note
     with pytest.raises(RuntimeError, match="Missing key") as caught:
         model.load_state_dict({})
