@@ -180,3 +180,16 @@ def _by_fsdp(lab: Lab, policy: Policy, schedule: str, strategy: str) -> Tensor:
             model(grad.to(lab.rank.device)).backward()
     (gradient,) = gathered_gradients(lab.library, model).values()
     return gradient.cpu()
+
+
+def of_existing_gradient(lab: Lab, *, strategy: str) -> Tensor:
+    """Return the gradient after a backward that adds to a `.grad` of 1 / 3, which no low precision can hold."""
+    mixed = lab.api.MixedPrecision(LOW, cast_forward_inputs=False)
+    model = lab.wrap(Weighted(), strategy=strategy, mixed_precision=mixed, use_orig_params=True)
+    for _ in range(2):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(1 / 3)
+        model(coefficients(lab.rank.rank)[0].to(lab.rank.device)).backward()
+    (gradient,) = gathered_gradients(lab.library, model).values()
+    return gradient.cpu()

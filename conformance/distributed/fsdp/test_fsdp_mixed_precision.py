@@ -62,8 +62,8 @@ def _shows_low_precision_twice(training: Training) -> bool:
 def _adds_in_one_order(training: Training, world_size: int) -> bool:
     """Return whether nothing but dtypes decides how gradients are rounded.
 
-    Without sharding, torch rounds the sum of several backwards to reduce_dtype, and Tandem the gradient of each. The
-    gradients of a unit that is called twice may be added to those of earlier backwards one by one or together.
+    Without sharding, torch rounds existing gradients again (deviation fsdp.existing_gradients_rounded). The gradients
+    of a unit that is called twice may be added to those of earlier backwards one by one or together.
     """
     is_whole = training.setup.strategy == "NO_SHARD" or world_size == 1
     adds_whole = is_whole and any(step.forwards > 1 for step in training.steps)

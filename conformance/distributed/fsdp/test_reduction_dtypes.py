@@ -10,7 +10,7 @@ import torch
 from conformance.distributed.fsdp import reduction_dtype_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Policy
-from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, values_of
+from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
@@ -96,3 +96,17 @@ def test_zeros_for_unused_parameters_need_one_dtype(sites: Sites, reduce_dtype: 
 def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
     seen = twins.agree(cases.of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
     _assert_rounded(seen, _of_fsdp, schedule)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.existing_gradients")
+@pytest.mark.deviation("fsdp.existing_gradients_rounded")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_existing_gradients_keep_their_precision(twins: Twins, strategy: str) -> None:
+    added = cases.expected(_of_fsdp((LOW, None)), twins.world_size, "one").float()
+    twins.deviate(
+        cases.of_existing_gradient,
+        strategy=strategy,
+        torch_does=each(lambda gradient: torch.equal(gradient.values, gradient.values.to(LOW).float())),
+        we_do=each(lambda gradient: torch.equal(gradient.values, added + 1 / 3)),
+        may_agree=strategy == "FULL_SHARD" and not twins.is_alone,
+    )
