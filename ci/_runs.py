@@ -1,4 +1,4 @@
-"""Record of the versions that were judged: `ci/runs.toml`, and the table in README that is made of it.
+"""Record of the versions that were judged: `ci/runs.toml`, and the table in README that is made from it.
 
 `ci/check --record report/report.json` adds the areas that a report has judged. A later report of the same torch, Python
 and subject replaces them.

@@ -55,7 +55,7 @@ def test_any_program_of_regions(subject: Library, reference: Library, program: R
 
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
-def test_left_in_the_order_of_entering(compare: Compare) -> None:
+def test_regions_left_out_of_order(compare: Compare) -> None:
     """Leave regions out of order, as alternating generators do.
 
     Each exit restores the state from before its region.

@@ -18,7 +18,7 @@ def program(function: Program) -> Program:
     return function
 
 
-# Right programs: what each rank returns is the same under every seed.
+# Correct programs. Each rank returns the same under every seed.
 
 
 @program
@@ -92,7 +92,7 @@ def receive_before_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor
 
 @program
 def receive_over_a_barrier(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
-    """The host of rank 0 must get to a barrier before the message that it has asked for is sent."""
+    """Rank 0's host must reach a barrier before rank 1 sends the message."""
     receiving = dist.irecv(received, 1) if rank == 0 else None
     dist.barrier()
     if receiving is not None:
@@ -104,7 +104,7 @@ def receive_over_a_barrier(rank: int, x: torch.Tensor, received: torch.Tensor) -
 
 @program
 def query_before_the_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
-    """A query must be answered although the message is sent after what the host does next."""
+    """A query must return even if the peer sends only after the host goes on."""
     if rank == 0:
         receiving = dist.irecv(received, 1)
         receiving.is_completed()
@@ -132,7 +132,7 @@ def ring(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tenso
 
 @program
 def answer_through_a_third_rank(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
-    """Rank 0 waits for rank 2, which waits for what rank 0 makes of a message of rank 1."""
+    """Rank 0 waits for rank 2, rank 2 for rank 1, and rank 1 for rank 0's reply."""
     if rank == 0:
         answer = torch.zeros_like(received)
         answering = dist.irecv(answer, 2)

@@ -50,7 +50,7 @@ def test_right_messages_have_one_result(
     assert status == 0
 
 
-def test_messages_arrive_like_they_were_sent(tmp_path: Path) -> None:
+def test_messages_arrive_as_sent(tmp_path: Path) -> None:
     _, report = run_programs("every_call", words=("--seed", 5), cwd=tmp_path)
     assert report.splitlines()[:8] == [
         "rank 0: [10.0, 13.0, 16.0, 19.0]",

@@ -15,9 +15,7 @@ from conformance.distributed.fsdp.lab import filled, tried
 def _model(site: Site, *, is_manual: bool = True) -> Any:
     """Return a model whose first unit has no differentiable input, so that its backward does not end by itself."""
     model: Any = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(site.rank.device)
-    for layer in model:
-        site.shard(layer)
-    site.shard(model)
+    site.shard_children(model)
     if is_manual:
         model.set_manual_backward_finalization(True)
     return model

@@ -80,8 +80,7 @@ def without_accelerator(site: Site, what: str) -> torch.Tensor:
 
 def _offloaded(site: Site, **policy: Any) -> Any:
     model = blocks()
-    for block in (*model, model):
-        site.shard(block, offload_policy=site.fsdp.CPUOffloadPolicy(**policy))
+    site.shard_children(model, offload_policy=site.fsdp.CPUOffloadPolicy(**policy))
     return model
 
 
@@ -176,8 +175,7 @@ def gathered_for_no_backward(site: Site) -> torch.Tensor:
     Return the output of the next forward.
     """
     model, between = blocks(), []
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     first = list(model[0].parameters())
     model.set_reshard_after_backward(False)
     model[2].register_forward_pre_hook(lambda module, args: between.append(*args))
@@ -264,8 +262,7 @@ def compiled(site: Site, how: str) -> dict[str, Any]:
 def transformed(site: Site, how: str) -> dict[str, Any]:
     """Return the result of a torch.func transform of a model that was never called before, and of a later backward."""
     model = blocks(2)
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     batch = batch_of(site, 0)
     with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first use in a process
         torch.func.jvp(torch.sin, (batch,), (batch,))
@@ -284,8 +281,8 @@ def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
     outputs: list[torch.Tensor] = []
     for shards in (True, False):
         model = blocks(2).to(site.rank.device)
-        for block in (*model, model) if shards else ():
-            site.shard(block, reshard_after_forward=False)
+        if shards:
+            site.shard_children(model, reshard_after_forward=False)
         params = list(model.parameters())
         batch = batch_of(site, 0)
         with torch.no_grad():

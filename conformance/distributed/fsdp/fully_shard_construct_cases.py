@@ -37,6 +37,12 @@ class Site:
     def shard(self, module: Any = None, **arguments: Any) -> Any:
         return self.library.find(FULLY_SHARD)(self.model if module is None else module, **arguments)
 
+    def shard_children(self, model: Any, **arguments: Any) -> Any:
+        """Shard each child as a unit, and the model as the root."""
+        for child in model.children():
+            self.shard(child, **arguments)
+        return self.shard(model, **arguments)
+
     def leaf_by_leaf(self, **arguments: Any) -> Any:
         for part in self.model.body.parts:
             self.shard(part, **arguments)
@@ -278,8 +284,7 @@ def materialised_late(site: Site) -> dict[str, Any]:
     """Materialise the parameters after a forward that was refused because they were on the meta device."""
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    for module in (*model, model):
-        site.shard(module)
+    site.shard_children(model)
     x = torch.ones(1, 2, device=site.rank.device)
     refused = tried(lambda: model(x)) is not None
     model.to_empty(device=site.rank.device)

@@ -44,8 +44,7 @@ def substituted(site: Site, how: str, keeps: bool, inner_steps: int) -> list[dic
     rank, device = site.rank.rank, site.rank.device
     plain, model = (blocks(2).to(device) for _ in range(2))
     whole = {name: param.detach() * 2 for name, param in plain.named_parameters()}
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=not keeps)
+    site.shard_children(model, reshard_after_forward=not keeps)
     sharded = {name: param.detach() * 2 for name, param in model.named_parameters()}
     tensors = sharded if how == "sharded" else {name: tensor.clone() for name, tensor in whole.items()}
     with torch.no_grad():

@@ -19,8 +19,7 @@ from conformance.distributed.fsdp.lab import tried
 def cast_between(site: Site, kept: bool) -> dict[str, Any]:
     """Return the error of a backward after a cast, and the dtype or the error of the next forward."""
     model = blocks()
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=not kept)
+    site.shard_children(model, reshard_after_forward=not kept)
     batch = batch_of(site, 0)
     loss = model(batch).sum()
     model.float()
@@ -43,8 +42,7 @@ def whole_assigned(site: Site) -> dict[str, Any]:
     """Return the error of a load that assigns full tensors, and whether the model computes the same after it."""
     model = blocks()
     whole = {name: value + 1 for name, value in model.state_dict().items()}
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     before = model(batch_of(site, 0)).detach()
     raised = tried(lambda: model.load_state_dict(whole, assign=True))
     after = tried(lambda: model(batch_of(site, 0)).detach())
@@ -63,8 +61,7 @@ def no_sync(site: Site) -> list[bool]:
 def _gradients_unsynchronised(site: Site, by_context: bool) -> list[dict[str, torch.Tensor]]:
     """Return gradients after each backward. The first two do not synchronise, and the last unit never does."""
     model = blocks()
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     model[-1].set_requires_gradient_sync(False)
     gradients: list[dict[str, torch.Tensor]] = []
     for number in range(4):
@@ -85,8 +82,7 @@ def data_assigned(site: Site, how: str, only: str = "") -> dict[str, Any]:
         only: name of the one parameter that is written. By default all are.
     """
     model = blocks()
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     model(batch_of(site, 0)).sum().backward()
     if how == "cast":
         model.float().double()
@@ -110,17 +106,13 @@ def _trained_output(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_by_inputs(site: Site, by: str, is_flat: bool) -> dict[str, Any]:
-    """Compute gradients by `by`.
-
-    Return the warnings of a step and a forward after that, and the number of gradients.
-    """
+    """Compute gradients by `by`, step, and run a forward. Return the warnings and the number of gradients."""
     model = blocks()
     if is_flat:
         wrap = site.library.distributed.fsdp.FullyShardedDataParallel
         model = wrap(model, device_id=site.rank.device, use_orig_params=True)
     else:
-        for block in (*model, model):
-            site.shard(block)
+        site.shard_children(model)
     params = [param for param in model.parameters() if param.requires_grad and param.numel()]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss = model(batch_of(site, 0)).sum()
@@ -145,8 +137,7 @@ def optimizer_made_before(site: Site, is_replaced: bool) -> Any:
     """Create an optimizer before sharding. Return the result or error of its first step."""
     model = blocks()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     if is_replaced:
         optimizer.param_groups[0]["params"] = list(model.parameters())
     model(batch_of(site, 0)).sum().backward()
@@ -159,8 +150,7 @@ def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
     Each event also has the number of gradients that existed at that time.
     """
     model = blocks()
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     events: list[Any] = []
     for name, parameter in model.named_parameters():
         optimizer = torch.optim.AdamW([parameter], 0.1)
@@ -194,8 +184,7 @@ def hooks_on_gradients(site: Site, before: bool) -> dict[str, Any]:
 
 
 def _accumulated(site: Site, model: Any, events: list[str] | None = None) -> list[torch.Tensor]:
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     if events is not None:
         _register_hooks(model, events)
     for number in range(3):
@@ -241,10 +230,9 @@ def raised_behind_an_inner_backward(site: Site) -> list[str]:
 
 
 def kept_by_one_rank(site: Site) -> dict[str, Any]:
-    """Train while one rank keeps an output that is in no loss, as for a log. The other ranks drop it."""
+    """Train while one rank keeps an output that is in no loss, for example to log it. The other ranks drop it."""
     model = _WithAuxiliary()
-    for block in (*model.children(), model):
-        site.shard(block)
+    site.shard_children(model)
     logged = []
     for number in range(3):
         output, auxiliary = model(batch_of(site, number))
@@ -258,8 +246,7 @@ def kept_by_one_rank(site: Site) -> dict[str, Any]:
 def without_a_backward(site: Site) -> dict[str, bool]:
     """Return whether forwards with a graph but without a backward leave hooks on the input, or objects in memory."""
     model = blocks()
-    for block in (*model, model):
-        site.shard(block)
+    site.shard_children(model)
     batch = batch_of(site, 0).requires_grad_()
 
     def left(forwards: int) -> tuple[int, int]:
@@ -281,8 +268,7 @@ def stepped_before_backward(
     The optimizer only has the parameters whose names end in `only`.
     """
     model = blocks()
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=not kept)
+    site.shard_children(model, reshard_after_forward=not kept)
     stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
     optimizer = torch.optim.AdamW(stepped, 0.1, **how)
     model(batch_of(site, 0)).sum().backward()

@@ -85,20 +85,14 @@ def _noting(events: list[Any], name: str) -> Any:
 
 def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
     """Return the shapes that gradient hooks get and those of `.grad`, and whether the hooks tripled the gradients."""
-    with lab.model.no_sync() if no_sync else contextlib.nullcontext():
-        lab.backward(0)
-    lab.backward(1)
-    plain = gathered_gradients(lab.library, lab.model)
+    plain = _accumulated(lab, no_sync=no_sync)
     lab.model.zero_grad()
     shapes: list[Any] = []
     for name, parameter in lab.model.named_parameters():
         if parameter.numel():
             parameter.register_hook(_tripling(shapes, clean(name)))
             parameter.register_hook(_tripling(shapes, clean(name))).remove()
-    with lab.model.no_sync() if no_sync else contextlib.nullcontext():
-        lab.backward(0)
-    lab.backward(1)
-    whole = gathered_gradients(lab.library, lab.model)
+    whole = _accumulated(lab, no_sync=no_sync)
     are_tripled = [torch.allclose(whole[name], 3 * plain[name]) for name in plain]
     return {
         "shapes": sorted(shapes),
@@ -110,6 +104,13 @@ def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
         "whole": whole,
         "are tripled": all(are_tripled),
     }
+
+
+def _accumulated(lab: Lab, *, no_sync: bool) -> dict[str, torch.Tensor]:
+    with lab.model.no_sync() if no_sync else contextlib.nullcontext():
+        lab.backward(0)
+    lab.backward(1)
+    return gathered_gradients(lab.library, lab.model)
 
 
 def _tripling(shapes: list[Any], name: str) -> Any:

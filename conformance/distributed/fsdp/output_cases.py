@@ -52,7 +52,7 @@ class _Forked(nn.Module):
 
 
 class _Attentive(nn.Module):
-    """Transformer block that also returns its attention. Compiled, it is a single node with both outputs."""
+    """Transformer block that also returns its attention. The compiled block is a single node with both outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Pair(NamedTuple):
     other: torch.Tensor
 
 
-# Pairs of functions: one makes a module's output of its input and result, and one makes a tensor of that output.
+# Pairs of functions: one makes a module's output from its input and result, and one makes a tensor of that output.
 _Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
 KINDS: dict[str, tuple[_Makes, _Takes]] = {
     "a named tuple": (lambda _, y: Pair(y, y * 2), lambda given: given.one + given.other),

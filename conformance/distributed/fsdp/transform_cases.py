@@ -97,8 +97,7 @@ def _gradient(param: Tensor) -> Tensor:
 def through_fully_shard(site: Site, name: str, differentiable: bool, reshards: bool) -> list[dict[str, Any]]:
     """Return the results of a sharded model, and of the same model without sharding."""
     model = blocks(2).to(site.rank.device)
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=reshards)
+    site.shard_children(model, reshard_after_forward=reshards)
     device = site.rank.device
     seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
     for block in (*model, model):
@@ -135,8 +134,7 @@ def linearized(site: Site, reshards: bool) -> list[list[Tensor]]:
     """Return results of linearize for a sharded model, and for the same model without sharding."""
     device = site.rank.device
     plain, model = (blocks(2).to(device) for _ in range(2))
-    for block in (*model, model):
-        site.shard(block, reshard_after_forward=reshards)
+    site.shard_children(model, reshard_after_forward=reshards)
     sharded = _linearized_twice(model, device)
     # An unsharded model would differentiate with its changed parameters.
     expected = _linearized_twice(plain, device)
