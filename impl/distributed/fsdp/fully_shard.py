@@ -389,7 +389,7 @@ class FSDPModule:
         """Gather the parameters of `modules` in each forward of this module.
 
         Raises:
-            ValueError: one is not sharded.
+            ValueError: a module is not sharded.
         """
         self._state.unit.prefetches_in_forward = _units_of(modules)
 
@@ -397,7 +397,7 @@ class FSDPModule:
         """Gather the parameters of `modules` in each backward of this module, instead of the default prefetch.
 
         Raises:
-            ValueError: one is not sharded.
+            ValueError: a module is not sharded.
         """
         self._state.unit.prefetches_in_backward = _units_of(modules)
 
@@ -405,7 +405,7 @@ class FSDPModule:
         """Gather with `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`.
 
         Raises:
-            ValueError: this module's parameters lie over several meshes.
+            ValueError: this module's parameters are on several meshes.
         """
         check_same_mesh("set_custom_all_gather", "custom comm", self._state.groups)
         for group in self._state.groups:
@@ -415,7 +415,7 @@ class FSDPModule:
         """Reduce with `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`.
 
         Raises:
-            ValueError: this module's parameters lie over several meshes.
+            ValueError: this module's parameters are on several meshes.
         """
         check_same_mesh("set_custom_reduce_scatter", "custom comm", self._state.groups)
         for group in self._state.groups:
@@ -617,7 +617,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Args:
         modules: the roots.
     Raises:
-        ValueError: one is not sharded.
+        ValueError: a module is not sharded.
     Source: torch.distributed.fsdp.share_comm_ctx 2.13; differences: none.
 
     >>> share_comm_ctx([])

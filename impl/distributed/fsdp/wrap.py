@@ -147,7 +147,7 @@ def lambda_auto_wrap_policy(
     """Wrap the modules that a function chooses. Look inside all modules.
 
     Args:
-        module: the module asked about.
+        module: the module to decide about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
         lambda_fn: returns whether to wrap a module. Its result is returned unchanged.
@@ -167,7 +167,7 @@ def transformer_auto_wrap_policy(
     """Wrap each instance of the given classes, for example the blocks of a transformer. Look inside all modules.
 
     Args:
-        module: the module asked about.
+        module: the module to decide about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet; does not matter here.
         transformer_layer_cls: subclasses count, as for `isinstance`.
@@ -192,7 +192,7 @@ def size_based_auto_wrap_policy(  # noqa: PLR0913 torch's signature
     """Wrap a module if at least `min_num_params` elements below it have no unit. Look inside modules that large.
 
     Args:
-        module: the module asked about.
+        module: the module to decide about.
         recurse: whether the question is to look inside, or to wrap.
         nonwrapped_numel: elements below `module` that no unit has yet.
         min_num_params: least number of elements (not parameters) to wrap a module.

@@ -98,7 +98,7 @@ class SameHostPeers:
     def _read(self, peer: int, address: int, into: Tensor) -> None:
         if not _is_read(self.pids[peer], address, into):
             reason = (
-                os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "it ends before what was offered"
+                os.strerror(ctypes.get_errno()) if ctypes.get_errno() else "it ends before the offered data"
             )
             # Not an OwnFault: the rank has ended or given up, and the monitors name the lost rank.
             raise RuntimeError(f"the memory of rank {peer} of the group cannot be read: {reason}")

@@ -47,8 +47,8 @@ def first_problem_on_any_rank(
         for (key, source), high, low in zip(sources, highest, lowest, strict=True):
             if high != -low:
                 return (
-                    f"rank {rank} got {source} for {key}, and another rank something else; nothing was loaded, because "
-                    "ranks exchange the parts that they load"
+                    f"rank {rank} got {source} for {key}, but another rank got something else; nothing was loaded, "
+                    "because ranks exchange the shards that they load"
                 )
         return ""
     text = problem.encode()[:_TEXT_BYTES] if first == rank else b""

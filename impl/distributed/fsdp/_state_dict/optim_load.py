@@ -187,7 +187,7 @@ class OptimStateLoading:
                 added = [move for move in moves if move not in first]
                 raise RuntimeError(
                     f"the optimizer's state dicts differ between ranks: rank 0 has {lacked[:2]}, rank {rank} has "
-                    f"{added[:2]} instead; load parts that were saved together. Nothing was changed on any rank"
+                    f"{added[:2]} instead; load state dicts that were saved together. Nothing was changed on any rank"
                 )
 
     # Assembling

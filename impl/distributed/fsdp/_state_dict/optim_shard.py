@@ -192,7 +192,7 @@ def unsharded_of(value: Tensor, named: NamedHandle, index: int) -> Tensor:
         return full_tensor_of(value, named.handle.device)
     if not isinstance(value, DTensor):
         raise ValueError(
-            f"the state of {named.names[index]} is a {type(value).__name__}, but the parameter a DTensor over "
+            f"the state of {named.names[index]} is a {type(value).__name__}, but the parameter is a DTensor over "
             f"{parallel.mesh}; convert an unsharded tensor by torch.distributed.tensor.distribute_tensor"
         )
     return unsharded_in(value, named.wrapper._mesh, parallel)

@@ -38,7 +38,7 @@ def check_readable(values: Mapping[str, Any]) -> None:
         except Exception as error:  # any error of pickling a user's object
             raise TypeError(
                 f"{name} cannot be loaded again: it holds {_culprit(error)}, and a checkpoint holds numbers, strings, "
-                "tensors and containers of them, whose loading runs nothing"
+                "tensors and containers of them, which load without running code"
             ) from error
 
 
@@ -48,7 +48,7 @@ def _without_elements(value: Any) -> Any:
 
 def _culprit(error: Exception) -> str:
     named = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    return named[1] if named else f"what cannot be pickled ({type(error).__name__}: {error})"
+    return named[1] if named else f"a value that cannot be pickled ({type(error).__name__}: {error})"
 
 
 def optimizer_values_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def _described(func: OpOverload) -> str:
 
 
 def _arguments(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """Each tensor, and whether it is written to."""
+    """Yield each tensor argument, and whether it is written to."""
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write

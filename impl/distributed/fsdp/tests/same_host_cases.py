@@ -33,7 +33,7 @@ def given_by(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exchange(rank: Rank, *, shard_numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A gathered whole and a shard of a sum; None where ranks cannot read one another's memory.
+    """Return a gathered tensor and a shard of a sum, or None if ranks cannot read one another's memory.
 
     The default device is meta, on which the numbers that ranks exchange would be lost.
     """
@@ -83,7 +83,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def unshard(rank: Rank, *, kind: str) -> list[bool]:
-    """Whether parameters are unsharded as they were, and at last row by row."""
+    """Return whether unsharded parameters are the original ones, and whether the last gather filled row by row."""
     filled: list[bool] = []
 
     def noted(*arguments: Any) -> bool:

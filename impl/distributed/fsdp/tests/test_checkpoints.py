@@ -44,7 +44,7 @@ def are_same(value: Any, other: Any) -> bool:
 
 
 class Saved:
-    """Checkpoints by numbers of ranks, each made when it is first asked for; none may be changed."""
+    """Checkpoints by number of ranks, each saved when it is first requested. Tests must not change them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -115,7 +115,7 @@ def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool],
         assert kind == "float"
 
 
-# By what is given to be saved, a part of what every rank says of it.
+# Excerpt of every rank's error by the value to save.
 UNREADABLE = {
     "an error": "KeyError: 'injected'",
     "an object": "others.mine cannot be loaded again: it holds pathlib.PosixPath",
@@ -190,7 +190,7 @@ def test_latest_complete_checkpoint_loads_after_kill(
 
 
 def left_in(folder: Path) -> list[str]:
-    """Folders, each with the number of its files: what is being written has none before its first write."""
+    """Return the folders, each with its number of files. A folder that is being written is empty at first."""
     return sorted(f"{entry.name}:{len(list(entry.iterdir()))}" for entry in folder.iterdir())
 
 
@@ -210,7 +210,7 @@ def kill_while_saving(
 
 # Refused checkpoints
 
-# By what is done to a checkpoint, a part of what every rank says of it.
+# Excerpt of every rank's error by the damage to a checkpoint.
 REFUSALS = {
     "cut off": "is cut off or damaged",
     "a bit": "is damaged",
@@ -316,7 +316,7 @@ def test_failed_replacement_restores_old_checkpoint(tmp_path: Path, monkeypatch:
 
 
 def test_unremovable_folder_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save has succeeded; what is left of the old one is no checkpoint, and the next save removes it."""
+    """The save succeeds. The rest of the old folder is not a checkpoint, and the next save removes it."""
     path, remove = tmp_path / "step-1", shutil.rmtree
 
     def fails(folder: Path, ignore_errors: bool = False) -> None:

@@ -160,9 +160,9 @@ WAITS = (
     ("all_reduce", "_begin_all_reduce"),
     (HOST, "_show_gradients"),
 )
-# The host is held up for the sake of memory alone: no more than so many units are unsharded.
+# Wait of the host that only bounds memory: at most two units are unsharded.
 BOUNDS_MEMORY = {(HOST, "admit")}
-# For what fully_shard gathers by hand before there is a root: its programs run on the simulated accelerator.
+# Wait for gathers that the user of fully_shard requests before there is a root, tested on the simulated accelerator.
 SEEN_ELSEWHERE = {("gather", "wait_for_earlier_gathers")}
 RECORDS = (
     ("gather", "gather"),
@@ -181,7 +181,7 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
 }
 # A night run tests that each wait is needed, and that these programs detect a missing one.
 AT_NIGHT = pytest.mark.profile("full")
-# Few that together ask for every wait.
+# Few programs that together need every wait.
 HYBRID = TRAININGS[5 * STRATEGIES.index("HYBRID_SHARD") + 1]
 TELLING: list[Program] = [*TRAININGS[2:5], HYBRID, OFFLOADING[0], *OTHERS]
 
