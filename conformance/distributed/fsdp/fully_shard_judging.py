@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from conformance.distributed.fsdp.lab import ONE_UNIT, Program
-from conformance.distributed.fsdp.rank_judging import outcomes
-from conformance.distributed.fsdp.twins import Seen, Setup, Twins
+from conformance.distributed.fsdp.rank_judging import run_on_ranks
+from conformance.distributed.fsdp.twins import RankOutcomes, Setup, Twins
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
@@ -18,8 +18,12 @@ class Sites(Twins):
 
     tolerance = TRAINED
 
-    def of(self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
-        return outcomes(self.pool, library, "fully_shard_construct_cases:probe", asks=program, **arguments)
+    def of(
+        self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
+    ) -> RankOutcomes:
+        return run_on_ranks(
+            self.pool, library, "fully_shard_construct_cases:probe", asks=program, **arguments
+        )
 
     def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
         """Judge a deviation: every rank of the subject must have the results of one unsharded process."""

@@ -324,14 +324,14 @@ class Model(nn.Module):
         self.head = nn.Identity() if tree.head == "none" else nn.Linear(self.body.out_width, 2)
         self.head.requires_grad_(tree.head == "trained")
 
-    def forward(self, given: Any, *, ids: torch.Tensor) -> Any:
-        x = out_of_form(self.body(out_of_form(given), ids=ids))
+    def forward(self, inputs: Any, *, ids: torch.Tensor) -> Any:
+        x = out_of_form(self.body(out_of_form(inputs), ids=ids))
         return in_form(self.head(x), self.tree.returns)
 
 
 def call(model: nn.Module, tree: ModuleTree, batch: Batch) -> Any:
     if tree.takes == "keyword":
-        return model(given=batch.x, ids=batch.ids)
+        return model(inputs=batch.x, ids=batch.ids)
     return model(in_form(batch.x, tree.takes), ids=batch.ids)
 
 

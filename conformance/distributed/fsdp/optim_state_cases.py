@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return {
             "metadata": repr(value.metadata()),
-            # The devices are checked by `placed_states`.
+            # The devices are checked by `state_placements`.
             "parts": [shard.tensor.cpu() for shard in value.local_shards()],
             "ranks": dist.get_process_group_ranks(value._process_group),
         }

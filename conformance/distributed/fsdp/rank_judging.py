@@ -36,19 +36,21 @@ def share_of_examples(share: float) -> settings:
     return settings(max_examples=max(2, round(settings.default.max_examples * share)))
 
 
-def outcomes(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
+def run_on_ranks(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
     """Run a case on all ranks. Return the outcomes, with each warning once.
 
     How often a warning is given depends on the number of units, so it is not compared.
     """
-    seen = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
-    return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in seen]
+    outcomes = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
+    return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in outcomes]
 
 
 def _without_torchs_own(warned: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """Return each warning once, without the warnings about torch itself and those for its sharding developers."""
     of_torch = (*_TO_TORCH_ITSELF, _OF_FROZEN_PARTS)
-    return tuple(sorted(one for one in set(warned) if not any(text in one[1] for text in of_torch)))
+    return tuple(
+        sorted(warning for warning in set(warned) if not any(text in warning[1] for text in of_torch))
+    )
 
 
 def assert_ranks_agree(
@@ -81,41 +83,41 @@ def without_layout(outcome: Outcome) -> Outcome:
 
 
 def assert_like_unsharded(
-    seen: Sequence[Outcome], training: Training, tolerance: Tolerance = TRAINED
+    outcomes: Sequence[Outcome], training: Training, tolerance: Tolerance = TRAINED
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        unsharded = train_unsharded(training, len(seen))
-    for rank, (expected, outcome) in enumerate(zip(unsharded, seen, strict=True)):
+        unsharded = train_unsharded(training, len(outcomes))
+    for rank, (expected, outcome) in enumerate(zip(unsharded, outcomes, strict=True)):
         assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
-        for what in _UNSHARDED:
-            assert_all_close(f"{what} of rank {rank}", expected[what], outcome.value[what], tolerance)
+        for key in _UNSHARDED:
+            assert_all_close(f"{key} of rank {rank}", expected[key], outcome.value[key], tolerance)
 
 
 def trains_like_unsharded(
-    seen: Sequence[Outcome] | RankFault, training: Training, tolerance: Tolerance = TRAINED
+    outcomes: Sequence[Outcome] | RankFault, training: Training, tolerance: Tolerance = TRAINED
 ) -> bool:
     try:
-        if not isinstance(seen, RankFault):
-            assert_like_unsharded(seen, training, tolerance)
+        if not isinstance(outcomes, RankFault):
+            assert_like_unsharded(outcomes, training, tolerance)
     except AssertionError:
         return False
-    return not isinstance(seen, RankFault)
+    return not isinstance(outcomes, RankFault)
 
 
-def assert_all_close(what: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
+def assert_all_close(label: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:
     """Compare the tensors that a rank reported, by name or by position, with the unsharded ones."""
     named = dict(expected) if isinstance(expected, dict) else dict(enumerate(expected))
-    found = dict(actual) if isinstance(actual, dict) else dict(enumerate(actual))
-    assert named.keys() == found.keys(), f"{what}: {list(found)}, unsharded {list(named)}"
+    reported = dict(actual) if isinstance(actual, dict) else dict(enumerate(actual))
+    assert named.keys() == reported.keys(), f"{label}: {list(reported)}, unsharded {list(named)}"
     for name, value in named.items():
-        _assert_close(f"{what}[{name!r}]", value, found[name].values, tolerance)
+        _assert_close(f"{label}[{name!r}]", value, reported[name].values, tolerance)
 
 
-def _assert_close(what: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> None:
+def _assert_close(label: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: Tolerance) -> None:
     assert expected.shape == actual.shape, (
-        f"{what}: shape {tuple(actual.shape)}, unsharded {tuple(expected.shape)}"
+        f"{label}: shape {tuple(actual.shape)}, unsharded {tuple(expected.shape)}"
     )
     assert (excess := tolerance.excess(expected.detach(), actual)) is None, (
-        f"{what}, against unsharded: {excess}"
+        f"{label}, against unsharded: {excess}"
     )

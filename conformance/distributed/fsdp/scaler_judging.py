@@ -16,7 +16,7 @@ from conformance.ranks.collective_traces import Collective
 CASES = "conformance.distributed.fsdp.scaler_cases"
 
 # For each rank, the outcome of each call.
-Seen = Sequence[Sequence[Outcome]]
+ScalerOutcomes = Sequence[Sequence[Outcome]]
 
 
 def on_ranks(twins: Twins, library: Library, case: str, **arguments: Any) -> list[Any]:
@@ -26,42 +26,42 @@ def on_ranks(twins: Twins, library: Library, case: str, **arguments: Any) -> lis
     return twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
 
 
-def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) -> Seen:
+def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) -> ScalerOutcomes:
     """Run the plan on the ranks of `library`, by default the subject."""
     return on_ranks(twins, library or twins.subject, "play", plan=plan)
 
 
-def assert_same(twins: Twins, plan: ScalerProgram) -> Seen:
+def assert_same(twins: Twins, plan: ScalerProgram) -> ScalerOutcomes:
     """Run the plan on the ranks of both libraries and compare the outcome of every call.
 
     Return the subject's outcomes.
     """
     expected, actual = played(twins, plan, twins.reference), played(twins, plan)
-    for rank, (one, other) in enumerate(zip(expected, actual, strict=True)):
-        for call, outcome, theirs in zip(plan.calls, other, one, strict=True):
-            if theirs is None:
+    for rank, (expected_calls, actual_calls) in enumerate(zip(expected, actual, strict=True)):
+        for call, outcome, expected_outcome in zip(plan.calls, actual_calls, expected_calls, strict=True):
+            if expected_outcome is None:
                 assert outcome is None
                 continue
             try:
-                assert_same_outcome(theirs, outcome)
+                assert_same_outcome(expected_outcome, outcome)
             except AssertionError as error:
                 error.add_note(f"on rank {rank} of {len(actual)}, at {call}")
                 raise
     return actual
 
 
-def scales(seen: Seen) -> list[float]:
+def scales(outcomes: ScalerOutcomes) -> list[float]:
     """Return each rank's scale after the last call."""
-    return [calls[-1].watched["scaler"]["scale"] for calls in seen]
+    return [calls[-1].watched["scaler"]["scale"] for calls in outcomes]
 
 
-def stepped(seen: Seen, plan: ScalerProgram) -> list[list[bool]]:
+def stepped(outcomes: ScalerOutcomes, plan: ScalerProgram) -> list[list[bool]]:
     """Return, for each rank, whether each `step` of the plan moved the parameters.
 
     Every parameter must have a gradient.
     """
     moved: list[list[bool]] = []
-    for calls in seen:
+    for calls in outcomes:
         weights = [_weights(outcome) for outcome in calls]
         moved.append(
             [

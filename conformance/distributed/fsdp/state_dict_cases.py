@@ -46,10 +46,12 @@ def described(value: Any) -> Any:
     """Return a description of a state dict's value on this rank."""
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
-        parts = [(one.shard_offsets, one.shard_sizes, rank_of(one)) for one in metadata.shards_metadata]
+        parts = [
+            (shard.shard_offsets, shard.shard_sizes, rank_of(shard)) for shard in metadata.shards_metadata
+        ]
         local = [
-            (one.metadata.shard_offsets, one.metadata.shard_sizes, one.tensor.detach().cpu().clone())
-            for one in value.local_shards()
+            (shard.metadata.shard_offsets, shard.metadata.shard_sizes, shard.tensor.detach().cpu().clone())
+            for shard in value.local_shards()
         ]
         return ["ShardedTensor", parts, metadata.size, str(metadata.tensor_properties), local]
     if isinstance(value, DTensor):
@@ -75,21 +77,21 @@ def saved(
     """Save after a forward and a backward. Return the state dict, and the state of the model afterwards."""
     lab.backward()
     set_form(lab.library, lab.model, form)
-    asked = {"root": lab.model, "inner": lab.units[-1], "body": lab.model.body}[at]
+    module = {"root": lab.model, "inner": lab.units[-1], "body": lab.model.body}[at]
     context = lab.fsdp.summon_full_params(lab.model, writeback=False) if inside else contextlib.nullcontext()
     with context:
         if inside:
             with torch.no_grad():
                 for parameter in lab.model.parameters():
                     parameter.add_(1)
-        state_dict = asked.state_dict(**(options or {}))
-        seen = {
+        state_dict = module.state_dict(**(options or {}))
+        result = {
             "items": [(key, described(value)) for key, value in state_dict.items()],
             "type": type(state_dict).__name__,
             "metadata": [(key, dict(value)) for key, value in state_dict._metadata.items()],
             "shared": shared(state_dict, lab.model),
         }
-    return seen | {
+    return result | {
         "settings": str(lab.fsdp.get_state_dict_type(lab.model)),
         "shards": named(lab.model),
         "buffers": list(lab.model.named_buffers()),
@@ -108,7 +110,7 @@ def shared(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, list[st
 
 def _memory_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, ShardedTensor):
-        return [one.tensor for one in value.local_shards() if one.tensor.numel()]
+        return [shard.tensor for shard in value.local_shards() if shard.tensor.numel()]
     tensor = value.to_local() if isinstance(value, DTensor) else value
     return [tensor] if tensor.numel() else []
 
@@ -129,9 +131,9 @@ def exchanged(
     with torch.no_grad():
         for buffer in target.buffers():
             buffer.add_(1)
-    for one, of in ((origin, library), (target, lab.library)):
-        set_form(of, one, form)
-        one.check_is_root()  # torch must find the root before the body is used
+    for model, model_library in ((origin, library), (target, lab.library)):
+        set_form(model_library, model, form)
+        model.check_is_root()  # torch must find the root before the body is used
     state_dict = origin.body.state_dict() if at == "body" else origin.state_dict()
     loaded = target.body if at == "body" else target
     context = lab.fsdp.summon_full_params(target) if inside else contextlib.nullcontext()
@@ -163,8 +165,8 @@ def loaded_in_part(lab: Lab, *, form: Form, fault: str) -> dict[str, Any]:
 def state_dict_of(lab: Lab, form: Form) -> dict[str, Any]:
     """Return the state dict of a model with other values."""
     origin = lab.wrapped(lab.tree.build(1))
-    for one in (origin, lab.model):
-        set_form(lab.library, one, form)
+    for model in (origin, lab.model):
+        set_form(lab.library, model, form)
     return origin.state_dict()
 
 
@@ -205,44 +207,44 @@ def unsharded_state(lab: Lab) -> dict[str, torch.Tensor]:
 # -- loading a state dict that does not fit
 
 Damage = Callable[[dict[str, Any]], Any]
-_SOME, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
+_WEIGHT, _BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
 
 
-def _deal_in_two_parts(found: dict[str, Any]) -> None:
+def _split_into_rows(state_dict: dict[str, Any]) -> None:
     """Split the local shards of a ShardedTensor into one shard for each row."""
-    dealt = found[_SOME]
-    if isinstance(dealt, ShardedTensor):
+    sharded = state_dict[_WEIGHT]
+    if isinstance(sharded, ShardedTensor):
         parts = [
             Shard.from_tensor_and_offsets(row, [shard.metadata.shard_offsets[0] + number, 0], dist.get_rank())
-            for shard in dealt.local_shards()
+            for shard in sharded.local_shards()
             for number, row in enumerate(shard.tensor.split(1))
         ]
-        found[_SOME] = ShardedTensor._init_from_local_shards(parts, dealt.size())
+        state_dict[_WEIGHT] = ShardedTensor._init_from_local_shards(parts, sharded.size())
 
 
-def _drop_values(found: dict[str, Any]) -> None:
+def _drop_values(state_dict: dict[str, Any]) -> None:
     """Put a tensor on the meta device. `ShardedTensor.to("meta")` asks for an accelerator from torch 2.14 on."""
-    value = found[_SOME]
+    value = state_dict[_WEIGHT]
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             shard.tensor = shard.tensor.to("meta")
     else:
-        found[_SOME] = value.to("meta")
+        state_dict[_WEIGHT] = value.to("meta")
 
 
 FAULTS: dict[str, Damage] = {
-    "missing": lambda found: (found.pop(_SOME), found.pop("head.bias")),
-    "missing buffer": lambda found: found.pop(_BUFFER),
-    "unexpected": lambda found: found.update(
+    "missing": lambda state_dict: (state_dict.pop(_WEIGHT), state_dict.pop("head.bias")),
+    "missing buffer": lambda state_dict: state_dict.pop(_BUFFER),
+    "unexpected": lambda state_dict: state_dict.update(
         {"head.more": torch.ones(1), "body.parts.0.more": torch.ones(1)}
     ),
-    "misshaped": lambda found: found.update({_SOME: torch.ones(2), "head.bias": torch.ones(7)}),
-    "misshaped buffer": lambda found: found.update({_BUFFER: torch.ones(2)}),
-    "a word": lambda found: found.update({_SOME: "word"}),
-    "whole": lambda found: found.update({_SOME: torch.ones(4, 3)}),
+    "misshaped": lambda state_dict: state_dict.update({_WEIGHT: torch.ones(2), "head.bias": torch.ones(7)}),
+    "misshaped buffer": lambda state_dict: state_dict.update({_BUFFER: torch.ones(2)}),
+    "a word": lambda state_dict: state_dict.update({_WEIGHT: "word"}),
+    "whole": lambda state_dict: state_dict.update({_WEIGHT: torch.ones(4, 3)}),
     "without values": _drop_values,
-    "two parts": _deal_in_two_parts,
-    "misshaped part": lambda found: found.update({_SOME: found["head.weight"]}),
+    "two parts": _split_into_rows,
+    "misshaped part": lambda state_dict: state_dict.update({_WEIGHT: state_dict["head.weight"]}),
 }
 
 
@@ -272,7 +274,7 @@ def failed_below(lab: Lab) -> dict[str, Any]:
         if key.startswith("body.")
     }
     if lab.rank.rank == 1:
-        state_dict[_SOME.removeprefix("body.")] = torch.ones(2)
+        state_dict[_WEIGHT.removeprefix("body.")] = torch.ones(2)
     return tried_to_load(lab, state_dict, lab.model.body)
 
 
@@ -280,8 +282,8 @@ def of_another_world(lab: Lab, *, kind: str) -> dict[str, Any]:
     """Load a state dict that was saved over half of the ranks."""
     half = Setup("HYBRID_SHARD", ranks="groups", shards=lab.rank.world_size // 2, wrap=lab.setup.wrap)
     origin = lab.wrapped(lab.tree.build(1), half)
-    for one in (origin, lab.model):
-        set_form(lab.library, one, Form(kind))
+    for model in (origin, lab.model):
+        set_form(lab.library, model, Form(kind))
     return tried_to_load(lab, moved(origin.state_dict()))
 
 
@@ -317,7 +319,10 @@ class OnDemand:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*(one.read() if isinstance(one, OnDemand) else one for one in args), **(kwargs or {}))
+        return func(
+            *(argument.read() if isinstance(argument, OnDemand) else argument for argument in args),
+            **(kwargs or {}),
+        )
 
 
 def on_demand(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -350,8 +355,8 @@ def built_on_meta(lab: Lab, *, form: Form, assign: bool) -> dict[str, Any]:
     """
     origin = lab.wrapped(lab.tree.build(1))
     target = _wrapped_on_meta(lab)
-    for one in (origin, target):
-        set_form(lab.library, one, form)
+    for model in (origin, target):
+        set_form(lab.library, model, form)
     state_dict, expected = origin.state_dict(), gathered_parameters(lab.library, origin)
     ignored = [name for name in expected if name.startswith("body.parts.0.")]
     state_dict |= {name: expected[name] for name in ignored}
@@ -365,7 +370,7 @@ def built_on_meta(lab: Lab, *, form: Form, assign: bool) -> dict[str, Any]:
     return {
         "ignored": loaded.issuperset(ignored),
         "managed": loaded.issuperset(actual.keys() - set(ignored)),
-        "warned": any("which is a no-op" in str(one.message) for one in reported),
+        "warned": any("which is a no-op" in str(warning.message) for warning in reported),
     }
 
 
@@ -415,34 +420,37 @@ def settings(lab: Lab) -> dict[str, Any]:
     """Return the settings before and after changes, and the errors of settings that are refused."""
     fsdp, types = lab.fsdp, lab.library.distributed.fsdp.StateDictType
     configs = lab.library.distributed.fsdp
-    seen: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(lab.model))}
+    reported: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(lab.model))}
     for kind in types:
-        seen[f"before {kind}"] = str(fsdp.set_state_dict_type(lab.model, kind))
-        seen[f"after {kind}"] = _set_now(lab)
-    given = configs.FullStateDictConfig(rank0_only=True), configs.FullOptimStateDictConfig(rank0_only=True)
-    with fsdp.state_dict_type(lab.model, types.FULL_STATE_DICT, *given):
+        reported[f"before {kind}"] = str(fsdp.set_state_dict_type(lab.model, kind))
+        reported[f"after {kind}"] = _set_now(lab)
+    rank0_configs = (
+        configs.FullStateDictConfig(rank0_only=True),
+        configs.FullOptimStateDictConfig(rank0_only=True),
+    )
+    with fsdp.state_dict_type(lab.model, types.FULL_STATE_DICT, *rank0_configs):
         inside = fsdp.get_state_dict_type(lab.model)
-        seen["inside"] = [str(inside), inside.state_dict_config is given[0]]
-    seen["outside"] = _set_now(lab)
+        reported["inside"] = [str(inside), inside.state_dict_config is rank0_configs[0]]
+    reported["outside"] = _set_now(lab)
     refused: list[tuple[Any, ...]] = [
         (types.FULL_STATE_DICT, configs.ShardedStateDictConfig()),
         (types.FULL_STATE_DICT, None, configs.LocalOptimStateDictConfig()),
         ("FULL_STATE_DICT",),
     ]
-    seen["refused"] = [
+    reported["refused"] = [
         tried(functools.partial(fsdp.set_state_dict_type, lab.model, *arguments)) for arguments in refused
     ]
     fsdp.set_state_dict_type(lab.model, types.FULL_STATE_DICT)
-    seen["of no unit"] = [
+    reported["of no unit"] = [
         str(fsdp.get_state_dict_type(nn.Linear(1, 1))),
         str(fsdp.set_state_dict_type(nn.Linear(1, 1), types.FULL_STATE_DICT)),
     ]
     fsdp.set_state_dict_type(lab.units[-1], types.SHARDED_STATE_DICT)
-    seen["set apart"] = [
+    reported["set apart"] = [
         tried(lambda: fsdp.get_state_dict_type(lab.model)),
         tried(lambda: fsdp.set_state_dict_type(lab.model, types.FULL_STATE_DICT)),
     ]
-    return seen
+    return reported
 
 
 def _set_now(lab: Lab) -> str:
@@ -495,9 +503,11 @@ class Received(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            received = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
+            received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
             is_exchange = func.__name__.startswith("alltoall")
-            self.bytes += sum(one.nbytes for one in received if is_exchange or one.is_floating_point())
+            self.bytes += sum(
+                tensor.nbytes for tensor in received if is_exchange or tensor.is_floating_point()
+            )
         return func(*args, **(kwargs or {}))
 
 

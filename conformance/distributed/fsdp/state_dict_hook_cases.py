@@ -56,48 +56,48 @@ def raised_by_a_hook(lab: Lab) -> dict[str, Any]:
 
 def hooked(lab: Lab) -> dict[str, Any]:
     """Return the arguments of hooks on a module inside a unit and on the root. The hooks change names and values."""
-    seen: list[Any] = []
+    calls: list[Any] = []
     head, root = lab.model.head, lab.model
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        seen.append(["before saving", type(module).__name__, prefix, keep_vars])
+        calls.append(["before saving", type(module).__name__, prefix, keep_vars])
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        seen.append(["after saving", prefix, sorted(state_dict), metadata])
+        calls.append(["after saving", prefix, sorted(state_dict), metadata])
         state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].half()
         state_dict[f"{prefix}extra"] = torch.ones(1)
 
     def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        seen.append(["before loading", prefix, sorted(state_dict)])
+        calls.append(["before loading", prefix, sorted(state_dict)])
         state_dict.pop(f"{prefix}extra", None)
         state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].float() * 2
 
     def after_load(module: nn.Module, keys: Any) -> None:
-        seen.append(["after loading", repr(keys)])
+        calls.append(["after loading", repr(keys)])
 
     head.register_state_dict_pre_hook(before_save)
     head._register_state_dict_hook(after_save)
     head.register_load_state_dict_pre_hook(before_load)
     root.register_load_state_dict_post_hook(after_load)
     state_dict = root.state_dict()
-    seen.append([(key, described(value)) for key, value in state_dict.items()])
+    calls.append([(key, described(value)) for key, value in state_dict.items()])
     root.load_state_dict(state_dict)
-    return {"seen": seen, "whole": gathered_parameters(lab.library, root)}
+    return {"seen": calls, "whole": gathered_parameters(lab.library, root)}
 
 
 def seen_by_a_hook(lab: Lab) -> Any:
     """Return whether a module's own hook sees the full parameter and its values in SHARDED_STATE_DICT."""
     whole = gathered_parameters(lab.library, lab.model)["head.weight"]
     set_form(lab.library, lab.model, Form("SHARDED"))
-    seen: list[bool] = []
+    sees_values: list[bool] = []
 
     def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         value = state_dict[f"{prefix}weight"]
-        seen.append(tried(lambda: torch.equal(value, whole)) is True)
+        sees_values.append(tried(lambda: torch.equal(value, whole)) is True)
 
     lab.model.head._register_state_dict_hook(after_save)
     lab.model.state_dict()
-    return seen
+    return sees_values
 
 
 class OwnWay(nn.Linear):

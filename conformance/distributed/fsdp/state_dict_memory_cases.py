@@ -32,8 +32,8 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._returned.append(weakref.ref(result))
-        living = [(one, tensor) for one in self._returned if (tensor := one()) is not None]
-        self._returned = [one for one, _ in living]
+        living = [(ref, tensor) for ref in self._returned if (tensor := ref()) is not None]
+        self._returned = [ref for ref, _ in living]
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for _, tensor in living
         }
@@ -67,32 +67,36 @@ def held_while_loading(lab: Lab) -> float:
     return held.most_bytes / model_bytes
 
 
-def placed(lab: Lab, *, form: Form) -> list[tuple[bool, bool]]:
+def shard_placements(lab: Lab, *, form: Form) -> list[tuple[bool, bool]]:
     set_form(lab.library, lab.model, form)
     return _placements(lab, lab.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
 
 
-def placed_states(lab: Lab, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
+def state_placements(lab: Lab, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
     return _placements(lab, way.save(lab, Optimized().stepped(lab.model)), offloads=way.offloads)
 
 
 def _placements(lab: Lab, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
     """Return, for each shard of this rank, whether the shard and its metadata are on the requested device."""
-    asked = torch.device("cpu") if offloads else lab.rank.device
-    seen: list[tuple[bool, bool]] = []
+    device = torch.device("cpu") if offloads else lab.rank.device
+    placements: list[tuple[bool, bool]] = []
     for value in tree_leaves(saved):
         if isinstance(value, ShardedTensor):
-            said = [one for one in value.metadata().shards_metadata if rank_of(one) == lab.rank.rank]
-            for part, one in zip(value.local_shards(), said, strict=True):
-                seen.append((part.tensor.device == asked, one.placement.device() == asked))
-    return seen
+            own_metadata = [
+                shard for shard in value.metadata().shards_metadata if rank_of(shard) == lab.rank.rank
+            ]
+            for shard, shard_metadata in zip(value.local_shards(), own_metadata, strict=True):
+                placements.append(
+                    (shard.tensor.device == device, shard_metadata.placement.device() == device)
+                )
+    return placements
 
 
 def devices_of_states(lab: Lab, *, way: StateDictMethod) -> set[str]:
     """Return the device types of the saved states, or of their local shards."""
     saved = tree_leaves(way.save(lab, Optimized("momentum").stepped(lab.model))["state"])
     parts = (
-        [one.tensor for one in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
         for value in saved
     )
     return {part.device.type for part in itertools.chain(*parts)}
@@ -106,4 +110,4 @@ def outlived(lab: Lab, *, form: Form) -> list[str]:
     held = {key: weakref.ref(value) for key, value in state_dict.items() if id(value) not in own}
     del state_dict
     gc.collect()
-    return [key for key, one in held.items() if one() is not None]
+    return [key for key, ref in held.items() if ref() is not None]

@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
     ORIGINALS,
-    Seen,
+    RankOutcomes,
     Twins,
     each,
     leaf_by_leaf,
@@ -36,7 +36,7 @@ class Face:
     name: str
     setup: Setup = FLAT
 
-    def trains(self, twins: Twins, library: Library, checkpointing: str = "none", **how: Any) -> Seen:
+    def trains(self, twins: Twins, library: Library, checkpointing: str = "none", **how: Any) -> RankOutcomes:
         tree = replace(TREE, body=replace(TREE.body, checkpointing=checkpointing))
         return twins.of(library, failure_cases.train, self.setup, tree=tree, face=self.name, **how)
 
@@ -120,7 +120,7 @@ def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Fac
 def test_a_step_by_gradients_that_wait(twins: Twins, strategy: str) -> None:
     step: dict[str, Any] = {"program": failure_cases.step_unsynchronised, **_of(strategy)}
 
-    def is_named(seen: Seen) -> bool:
+    def is_named(seen: RankOutcomes) -> bool:
         what = re.compile(r"inner\.\w+ of 'body\.parts\.\d'.* wait to be synchronised")
         return raises(RuntimeError)(seen) and all(one.raised and what.search(one.raised.text) for one in seen)
 

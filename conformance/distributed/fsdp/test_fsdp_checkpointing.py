@@ -10,7 +10,7 @@ from conformance.distributed.fsdp.fsdp_cases import Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.twins import (
-    Seen,
+    RankOutcomes,
     Twins,
     Wrapping,
     each_strategy,
@@ -59,7 +59,7 @@ def test_with_reentrance_whatever_the_module(twins: Twins, strategy: str, data: 
     kinds = {"checkpointing": ("reentrant", "none")}
     training = data.draw(trainings(strategy=strategy, tree=kinds, schedule=plain_steps))
 
-    def probe(library: Library) -> Seen | RankFault:
+    def probe(library: Library) -> RankOutcomes | RankFault:
         try:
             return twins.trained(library, training)
         except RankFault as fault:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from conformance.distributed.fsdp import group_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.twins import FLAT, Seen, Twins, flat_or_originals, holds, values_of
+from conformance.distributed.fsdp.twins import FLAT, RankOutcomes, Twins, flat_or_originals, holds, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
@@ -55,7 +55,7 @@ def test_trains(cpu_twins: Twins, setup: Setup, kind: str, has_default: bool, tm
 def test_a_backend_in_the_place_of_a_group(cpu_twins: Twins, tmp_path: Path) -> None:
     paths = (str(tmp_path / str(number)) for number in itertools.count())
 
-    def probe(library: Library, kind: str = "a backend") -> Seen:
+    def probe(library: Library, kind: str = "a backend") -> RankOutcomes:
         return cpu_twins.of(library, group_cases.train, kind=kind, path=next(paths))
 
     cpu_twins.judge(

@@ -18,7 +18,7 @@ from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleT
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
-    Seen,
+    RankOutcomes,
     Twins,
     Wrapping,
     each_strategy,
@@ -136,7 +136,7 @@ def test_recomputed_forward_casts_inputs(twins: Twins, strategy: str) -> None:
     }
     setup = leaf_by_leaf(strategy, mixed_precision=precision)
 
-    def train(library: Library, checkpointing: str) -> Seen:
+    def train(library: Library, checkpointing: str) -> RankOutcomes:
         body = ModuleGroup((Leaf("affine", 2),), checkpointing=checkpointing)
         tree = ModuleTree(body, dtype=torch.float32, head="none")
         return twins.trained(library, Training(tree, setup, (Step(),)))

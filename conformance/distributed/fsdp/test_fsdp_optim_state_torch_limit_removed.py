@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
     ORIGINALS,
-    Seen,
+    RankOutcomes,
     Twins,
     TwinsOf,
     each,
@@ -31,7 +31,7 @@ NAMES = sorted(name for name, _ in TREE.build().named_parameters())
 several_ranks = pytest.mark.world_sizes(fewest=2)
 
 
-def failing(seen: Seen | RankFault) -> bool:
+def failing(seen: RankOutcomes | RankFault) -> bool:
     """Return whether the ranks failed as a group."""
     return isinstance(seen, RankFault)
 

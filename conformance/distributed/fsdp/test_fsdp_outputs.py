@@ -8,7 +8,7 @@ from conformance.distributed.fsdp.output_cases import DOUBLED, KINDS, trained
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import (
     FULL,
-    Seen,
+    RankOutcomes,
     Twins,
     TwinsOf,
     Wrapping,
@@ -57,7 +57,7 @@ def test_a_unit_returns_whatever_a_module_may(twins: Twins, strategy: str, by: s
 def test_what_a_unit_returns_may_be_written_to(twins_of: TwinsOf, by: str) -> None:
     twins = twins_of(2)
 
-    def in_place_and_not(library: Library) -> list[Seen]:
+    def in_place_and_not(library: Library) -> list[RankOutcomes]:
         return [twins.of(library, trained, uses=uses, by=by) for uses in DOUBLED]
 
     twins.judge(
@@ -71,7 +71,7 @@ def test_what_a_unit_returns_may_be_written_to(twins_of: TwinsOf, by: str) -> No
 @pytest.mark.deviation("fsdp.no_outputs")
 @both_kinds
 def test_a_unit_that_no_gradient_reaches_gets_none(twins: Twins, use_orig_params: bool) -> None:
-    def silent_and_detached(library: Library) -> list[Seen]:
+    def silent_and_detached(library: Library) -> list[RankOutcomes]:
         return [
             twins.of(library, trained, uses=uses, use_orig_params=use_orig_params)
             for uses in ("none", "detached")

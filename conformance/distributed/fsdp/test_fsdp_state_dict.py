@@ -54,10 +54,10 @@ def forms(draw: st.DrawFn, setup: Setup) -> Form:
 
 
 @st.composite
-def models(draw: st.DrawFn, **given: Any) -> tuple[Setup, ModuleTree]:
+def models(draw: st.DrawFn, **options: Any) -> tuple[Setup, ModuleTree]:
     # Wrapping by size is left out, because torch may assign a weight that two modules share to two units.
     wraps = ("root", "leaves", "groups", "manual")
-    setup = draw(setups(strategy=draw(st.sampled_from(STRATEGIES)), wraps=wraps, **given))
+    setup = draw(setups(strategy=draw(st.sampled_from(STRATEGIES)), wraps=wraps, **options))
     if setup.wrap != "manual":
         setup = replace(setup, ignored=draw(st.sampled_from(IGNORED)))
     frozen = ("none", "all") if setup.wrap == "leaves" else ("none",)
@@ -79,7 +79,7 @@ each_kind = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @share_of_examples(0.7)
 @given(data=st.data())
-def test_what_is_saved(twins: Twins, data: st.DataObject) -> None:
+def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> None:
     precision = data.draw(st.sampled_from(PRECISIONS))
     setup, tree = data.draw(models(mixed_precision=precision))
     form = data.draw(forms(setup))
@@ -100,14 +100,14 @@ def test_what_is_saved(twins: Twins, data: st.DataObject) -> None:
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @pytest.mark.parametrize("by", ["groups", "meshes"])
-def test_what_replicas_save(twins_of: TwinsOf, by: str) -> None:
+def test_state_dict_of_replicas_matches_torch(twins_of: TwinsOf, by: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks=by, shards=2, wrap="leaves")
     twins_of(4).agree(cases.saved, setup, EXACT, form=Form("SHARDED"))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @each_kind
-def test_what_is_saved_of_buffers_that_are_cast(cpu_twins: Twins, kind: str) -> None:
+def test_state_dict_of_cast_buffers_matches_torch(cpu_twins: Twins, kind: str) -> None:
     setup = leaf_by_leaf(mixed_precision={"buffer_dtype": torch.bfloat16})
     cpu_twins.agree(cases.saved, setup, EXACT, form=Form(kind))
 
@@ -115,7 +115,7 @@ def test_what_is_saved_of_buffers_that_are_cast(cpu_twins: Twins, kind: str) -> 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @share_of_examples(0.4)
 @given(data=st.data())
-def test_each_loads_what_the_other_saved(twins: Twins, data: st.DataObject) -> None:
+def test_state_dicts_load_across_libraries(twins: Twins, data: st.DataObject) -> None:
     setup, tree = data.draw(models())
     form = Form(data.draw(forms(setup)).kind)
     options: dict[str, Any] = {
@@ -128,12 +128,12 @@ def test_each_loads_what_the_other_saved(twins: Twins, data: st.DataObject) -> N
         (twins.subject, twins.subject),
     )
     for saver, loader in pairs:
-        asked = {"tree": tree, "source": saver.spec, "form": form, **options}
-        for seen in values_of(twins.of(loader, cases.exchanged, setup, **asked)):
-            assert seen["keys"] == "<All keys matched successfully>"
-            assert seen["buffers"].keys() == seen["expected buffers"].keys()
-            loaded = seen["whole"] | seen["buffers"]
-            for name, expected in (seen["expected"] | seen["expected buffers"]).items():
+        arguments = {"tree": tree, "source": saver.spec, "form": form, **options}
+        for state in values_of(twins.of(loader, cases.exchanged, setup, **arguments)):
+            assert state["keys"] == "<All keys matched successfully>"
+            assert state["buffers"].keys() == state["expected buffers"].keys()
+            loaded = state["whole"] | state["buffers"]
+            for name, expected in (state["expected"] | state["expected buffers"]).items():
                 if options["at"] == "root" or name.startswith("body"):
                     assert torch.equal(loaded[name].values, expected.values), name
 
@@ -149,7 +149,7 @@ def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_a_rank_that_has_nothing_of_a_unit_loads_its_shards(cpu_twins: Twins) -> None:
+def test_local_state_dict_loads_on_rank_without_elements(cpu_twins: Twins) -> None:
     """The unit has two elements, so the third rank holds none."""
     for outcome in cpu_twins.agree(cases.loads_its_own, FLAT, form=Form("LOCAL")):
         assert outcome.value["loaded"]
@@ -158,9 +158,9 @@ def test_a_rank_that_has_nothing_of_a_unit_loads_its_shards(cpu_twins: Twins) ->
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @each_kind
 @flat_or_originals
-def test_a_parameter_that_came_late(cpu_twins: Twins, setup: Setup, kind: str) -> None:
-    asked = {"form": Form(kind), "of": "parts.0.inner"}
-    for outcome in cpu_twins.agree(cases.with_a_late_parameter, setup, EXACT, **asked):
+def test_late_parameter_is_saved_and_loaded(cpu_twins: Twins, setup: Setup, kind: str) -> None:
+    arguments = {"form": Form(kind), "of": "parts.0.inner"}
+    for outcome in cpu_twins.agree(cases.with_a_late_parameter, setup, EXACT, **arguments):
         assert "body.parts.0.inner.late" in outcome.value["names"]
 
 
@@ -168,7 +168,7 @@ def test_a_parameter_that_came_late(cpu_twins: Twins, setup: Setup, kind: str) -
 @pytest.mark.parametrize("fault", ["", "misshaped"])
 @both_kinds
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_what_is_no_tensor_until_it_is_needed(
+def test_state_dict_loads_values_on_demand(
     twins: Twins, strategy: str, use_orig_params: bool, fault: str
 ) -> None:
     for outcome in twins.agree(cases.loads_on_demand, leaf_by_leaf(strategy, use_orig_params), fault=fault):
@@ -177,33 +177,33 @@ def test_what_is_no_tensor_until_it_is_needed(
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.world_sizes(fewest=2)
-def test_what_is_read_on_demand_is_not_held(cpu_twins: Twins) -> None:
+def test_values_on_demand_are_freed_while_loading(cpu_twins: Twins) -> None:
     for times_the_model in cpu_twins.values(held_while_loading):
         assert times_the_model < 0.9
 
 
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
 @pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
-def test_what_other_numbers_of_ranks_saved(
+def test_checkpoint_loads_on_another_world_size(
     twins_of: TwinsOf, tmp_path: Path, by: str, sizes: tuple[int, int]
 ) -> None:
     setup = Setup(wrap="leaves", ranks=by)
-    asked = {"path": str(tmp_path / "checkpoint"), "form": Form("SHARDED")}
-    twins_of(sizes[0]).values(cases.written, setup, **asked)
-    for seen in twins_of(sizes[1]).values(cases.read, setup, **asked):
+    arguments = {"path": str(tmp_path / "checkpoint"), "form": Form("SHARDED")}
+    twins_of(sizes[0]).values(cases.written, setup, **arguments)
+    for parameters in twins_of(sizes[1]).values(cases.read, setup, **arguments):
         for name, expected in TREE.build().named_parameters():
-            assert torch.equal(seen[name].values, expected.detach()), name
+            assert torch.equal(parameters[name].values, expected.detach()), name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings")
 @pytest.mark.parametrize("by", ["default", "mesh"])
-def test_what_can_be_set(twins: Twins, by: str) -> None:
+def test_state_dict_settings_match_torch(twins: Twins, by: str) -> None:
     twins.agree(cases.settings, Setup(wrap="leaves", ranks=by), EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.freed")
 @each_kind
-def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, kind: str) -> None:
+def test_saved_state_dict_is_freed_with_last_reference(cpu_twins: Twins, kind: str) -> None:
     assert not any(cpu_twins.values(outlived, FLAT, form=Form(kind)))
 
 
@@ -226,7 +226,7 @@ def test_modules_that_load_in_their_own_way(twins: Twins, use_orig_params: bool)
 @pytest.mark.parametrize("fault", ["missing", "missing buffer", "unexpected"])
 @each_kind
 @both_kinds
-def test_what_is_missing_or_unexpected_may_be(
+def test_non_strict_load_reports_missing_and_unexpected_keys(
     twins: Twins, kind: str, fault: str, use_orig_params: bool
 ) -> None:
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
@@ -235,16 +235,16 @@ def test_what_is_missing_or_unexpected_may_be(
 
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize(("kind", "fault"), [(kind, fault) for kind in FAULTS for fault in FAULTS[kind]])
-def test_what_raises(twins: Twins, kind: str, fault: str) -> None:
+def test_faulty_state_dict_raises_like_torch(twins: Twins, kind: str, fault: str) -> None:
     """Every rank must raise torch's error. The model's state after the error is not compared."""
-    asked = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
-    expected, actual = twins.of_both(cases.failed, FLAT, **asked)
-    assert [one.value["error"] for one in actual] == [one.value["error"] for one in expected]
+    arguments = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
+    expected, actual = twins.of_both(cases.failed, FLAT, **arguments)
+    assert [outcome.value["error"] for outcome in actual] == [outcome.value["error"] for outcome in expected]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize("fault", ["two parts", "without values"])
 def test_parts_that_cannot_be_taken_are_refused(twins_of: TwinsOf, fault: str) -> None:
-    asked = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
-    for one in twins_of(2).values(cases.failed, FLAT, **asked):
-        assert "Error" in str(one["error"])
+    arguments = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
+    for value in twins_of(2).values(cases.failed, FLAT, **arguments):
+        assert "Error" in str(value["error"])

@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.state_dict_cases import Form
 from conformance.distributed.fsdp.state_dict_memory_cases import held_while_saving
 from conformance.distributed.fsdp.twins import (
     FLAT,
-    Seen,
+    RankOutcomes,
     Twins,
     both_kinds,
     leaf_by_leaf,
@@ -28,16 +28,16 @@ from conformance.judge.tolerances import EXACT
 _TO_CPU = {"offload_to_cpu": True}
 
 
-def what_is_in_it(seen: Sequence[Outcome]) -> Seen:
+def contents_of(outcomes: Sequence[Outcome]) -> RankOutcomes:
     """Keep the dict's contents and the model's later results. Drop the settings, warnings and shared memory."""
-    values_of(seen)
+    values_of(outcomes)
     return [
         replace(
             outcome,
             value={key: value for key, value in outcome.value.items() if key not in ("settings", "shared")},
             warned=(),
         )
-        for outcome in seen
+        for outcome in outcomes
     ]
 
 
@@ -51,19 +51,19 @@ def test_torch_cannot_bring_a_whole_dict_to_a_cpu(torch_cannot: Callable[..., No
 @clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
 @pytest.mark.parametrize("rank0_only", [False, True])
 @both_kinds
-def test_a_whole_dict_on_the_cpu(cpu_twins: Twins, use_orig_params: bool, rank0_only: bool) -> None:
+def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, use_orig_params: bool, rank0_only: bool) -> None:
     """The dict equals torch's dict without offload."""
     setup, config = leaf_by_leaf(use_orig_params=use_orig_params), {"rank0_only": rank0_only}
     expected, actual = (
         cpu_twins.of(library, state_dict_cases.saved, setup, form=Form("FULL", flags))
         for library, flags in ((cpu_twins.reference, config), (cpu_twins.subject, config | _TO_CPU))
     )
-    assert_ranks_agree(what_is_in_it(expected), what_is_in_it(actual), EXACT)
+    assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.held_once")
 @pytest.mark.world_sizes(fewest=2)
-def test_a_whole_dict_is_held_once(cpu_twins: Twins) -> None:
+def test_full_state_dict_is_stored_once(cpu_twins: Twins) -> None:
     (bytes_of_dict, times_the_model), *others = cpu_twins.values(held_while_saving)
     assert bytes_of_dict == 5 * 4 * (640 * 640 + 640)
     assert 1 <= times_the_model < 1.4
@@ -77,20 +77,20 @@ def test_states_of_parameters_that_are_offloaded(cpu_twins: Twins, strategy: str
     """Model and optimizer states of offloaded parameters equal torch's states without offload, and can be loaded."""
     plain, form = leaf_by_leaf(strategy), Form(kind)
     offloaded = replace(plain, offload_params=True)
-    asked = ((cpu_twins.reference, plain), (cpu_twins.subject, offloaded))
+    pairs = ((cpu_twins.reference, plain), (cpu_twins.subject, offloaded))
     expected, actual = (
-        cpu_twins.of(library, state_dict_cases.saved, setup, form=form) for library, setup in asked
+        cpu_twins.of(library, state_dict_cases.saved, setup, form=form) for library, setup in pairs
     )
-    assert_ranks_agree(what_is_in_it(expected), what_is_in_it(actual), EXACT)
+    assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
 
     exchange = {"source": cpu_twins.subject.spec, "form": form}
-    for seen in cpu_twins.values(state_dict_cases.exchanged, offloaded, **exchange):
-        for name, value in seen["expected"].items():
-            assert torch.equal(seen["whole"][name].values, value.values), name
+    for state in cpu_twins.values(state_dict_cases.exchanged, offloaded, **exchange):
+        for name, value in state["expected"].items():
+            assert torch.equal(state["whole"][name].values, value.values), name
 
     optimized = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     expected, actual = (
         cpu_twins.of(library, optim_state_cases.there_and_back, setup, **optimized)
-        for library, setup in asked
+        for library, setup in pairs
     )
     assert_ranks_agree(expected, actual, EXACT)

@@ -19,7 +19,7 @@ from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_
 from conformance.distributed.fsdp.twins import (
     FLAT,
     STRATEGIES,
-    Seen,
+    RankOutcomes,
     Twins,
     Wrapping,
     both_kinds,
@@ -114,7 +114,7 @@ def test_a_forward_inside(twins: Twins, strategy: str, recurse: bool, by: str, b
     values_of(actual)
 
 
-def _without_shapes(seen: Seen) -> Seen:
+def _without_shapes(seen: RankOutcomes) -> RankOutcomes:
     """Drop the shapes of parameters after a forward inside, because torch's units are resharded by then."""
     return [
         outcome if outcome.raised else replace(outcome, value=outcome.value | {"inside": None})
@@ -146,7 +146,7 @@ def test_a_forward_inside_leaves_whole_what_is_shown(
             parameter.add_(adds)
     plain = dict(model.named_parameters())
 
-    def is_right(seen: Seen) -> bool:
+    def is_right(seen: RankOutcomes) -> bool:
         return all(
             outcome.raised is None
             and outcome.value["inside"] == [parameter.shape for parameter in plain.values()]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import tensor_parallel_cases as cases
-from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_ranks_agree, outcomes
+from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_ranks_agree, run_on_ranks
 from conformance.distributed.fsdp.tensor_parallel_cases import Parallel
-from conformance.distributed.fsdp.twins import FULL, Seen, Twins, TwinsOf, each, holds, values_of
+from conformance.distributed.fsdp.twins import FULL, RankOutcomes, Twins, TwinsOf, each, holds, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
@@ -57,14 +57,14 @@ def twins_for(twins_of: TwinsOf, parallel: Parallel) -> Twins:
     return twins_of(parallel.batches * parallel.sizes[-1])
 
 
-def seen_by(twins: Twins, library: Library, asks: Any, parallel: Parallel, **arguments: Any) -> Seen:
+def seen_by(twins: Twins, library: Library, asks: Any, parallel: Parallel, **arguments: Any) -> RankOutcomes:
     case = "tensor_parallel_cases:probe"
-    return outcomes(twins.pool, library, case, asks=asks, parallel=parallel, **arguments)
+    return run_on_ranks(twins.pool, library, case, asks=asks, parallel=parallel, **arguments)
 
 
 def assert_agree(
     twins_of: TwinsOf, asks: Any, parallel: Parallel, *, all_raise: bool = False, **arguments: Any
-) -> Seen:
+) -> RankOutcomes:
     """Compare the ranks of both libraries. Return the subject's outcomes."""
     twins = twins_for(twins_of, parallel)
     expected, actual = (
@@ -81,13 +81,13 @@ def deviate(twins_of: TwinsOf, asks: Any, parallel: Parallel, asked: dict[str, A
     twins.judge(lambda library: seen_by(twins, library, asks, parallel, **asked), **sides)
 
 
-def assert_like_unsharded(got: Seen, expected: dict[str, Any]) -> None:
+def assert_like_unsharded(got: RankOutcomes, expected: dict[str, Any]) -> None:
     for value in values_of(got):
         parameters = {name: one["values"] for name, one in value["parameters"].items()}
         assert_all_close("parameters", expected["parameters"], parameters, TRAINED)
 
 
-def like_unsharded(expected: dict[str, Any]) -> Callable[[Seen], bool]:
+def like_unsharded(expected: dict[str, Any]) -> Callable[[RankOutcomes], bool]:
     return lambda got: holds(assert_like_unsharded, got, expected)
 
 
@@ -163,7 +163,7 @@ def test_training_is_resumed(twins_of: TwinsOf, parallel: Parallel, kind: str) -
 def test_the_norm_counts_each_element_once(twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
     expected = cases.train_unsharded(parallel, norm=(0.5, norm_type), steps=1)
 
-    def is_right(got: Seen) -> bool:
+    def is_right(got: RankOutcomes) -> bool:
         if not holds(assert_like_unsharded, got, expected):
             return False
         norms = [outcome.value["norm"].values for outcome in got]
@@ -223,5 +223,5 @@ def test_fully_shard_refuses_meshes_that_do_not_belong_together(twins_of: TwinsO
     assert_agree(twins_of, cases.on_another_mesh, _FULLY[0], all_raise=True)
 
 
-def _raises(got: Seen) -> bool:
+def _raises(got: RankOutcomes) -> bool:
     return all(one.raised is not None for one in got)

@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.rank_judging import (
 from conformance.distributed.fsdp.torch_limit_removed_cases import accumulate, accumulated, built
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
-    Seen,
+    RankOutcomes,
     Twins,
     both_kinds,
     each,
@@ -37,17 +37,17 @@ def averaged_gradients(module: str, ranks: int) -> dict[str, torch.Tensor]:
     return {name: torch.stack([each[name] for each in gradients]).mean(0) for name in gradients[0]}
 
 
-def averaged(module: str) -> Callable[[Seen], bool]:
+def averaged(module: str) -> Callable[[RankOutcomes], bool]:
     """Return a check whether every rank has the gradients of one unsharded process."""
 
-    def do(seen: Seen) -> bool:
+    def do(seen: RankOutcomes) -> bool:
         expected = averaged_gradients(module, len(seen))
         return each(lambda one: holds(assert_close_gradients, expected, one["whole"], ONE_STEP))(seen)
 
     return do
 
 
-def gave(expected: torch.Tensor) -> Callable[[Seen], bool]:
+def gave(expected: torch.Tensor) -> Callable[[RankOutcomes], bool]:
     return each(lambda one: holds(assert_all_close, "what was returned", [expected], [one], ONE_STEP))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from conformance.distributed.fsdp import graph_cases
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import any_of, as_without_sharding
-from conformance.distributed.fsdp.twins import Seen, Twins, Wrapping, each_strategy, each_wrapping
+from conformance.distributed.fsdp.twins import RankOutcomes, Twins, Wrapping, each_strategy, each_wrapping
 from conformance.distributed.fsdp.written_cases import Does, Forked, written, written_without_sharding
 from conformance.judge.clauses import clause
 
@@ -35,7 +35,7 @@ def test_a_backward_through_other_weights_is_refused(
         written_without_sharding(graph_cases.stepped_between, 1, makes)
     expected = _without_versions_and_types(str(without_sharding.value))
 
-    def is_refused(seen: Seen) -> bool:
+    def is_refused(seen: RankOutcomes) -> bool:
         return all(
             outcome.raised is not None
             and outcome.raised.kind is RuntimeError

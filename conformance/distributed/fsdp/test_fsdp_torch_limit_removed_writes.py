@@ -11,7 +11,7 @@ from torch import nn
 from conformance.distributed.fsdp import written_cases
 from conformance.distributed.fsdp.rank_judging import assert_all_close
 from conformance.distributed.fsdp.twins import (
-    Seen,
+    RankOutcomes,
     Twins,
     Wrapping,
     each,
@@ -29,7 +29,9 @@ def any_of(*does: Does) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("does", does, ids=lambda does: does.__name__)
 
 
-def as_without_sharding(does: Does, ranks: int, makes: type[nn.Module] = Forked) -> Callable[[Seen], bool]:
+def as_without_sharding(
+    does: Does, ranks: int, makes: type[nn.Module] = Forked
+) -> Callable[[RankOutcomes], bool]:
     expected = written_without_sharding(does, ranks, makes)
 
     def assert_same(actual: Any) -> None:

@@ -13,7 +13,7 @@ from conformance.distributed.fsdp import fully_shard_beside_cases as cases
 from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
 from conformance.distributed.fsdp.fully_shard_beside_cases import blocks
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import Seen, TwinsOf, each, raises
+from conformance.distributed.fsdp.twins import RankOutcomes, TwinsOf, each, raises
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.judgement import unavailable
@@ -134,7 +134,7 @@ def test_cast_between_forward_and_backward_is_an_error(sites: Sites, kept: bool)
 @pytest.mark.deviation("fully_shard.plain_in_its_place")
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) -> None:
-    def says(*words: str) -> Callable[[Seen], bool]:
+    def says(*words: str) -> Callable[[RankOutcomes], bool]:
         return lambda seen: all(all(word in str(one.value) for word in words) for one in seen)
 
     sites.deviate(

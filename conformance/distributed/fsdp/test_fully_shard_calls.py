@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, outcomes, share_of_examples
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks, share_of_examples
 from conformance.distributed.fsdp.traffic import are_at_most, gathers_before_barriers, kind
-from conformance.distributed.fsdp.twins import Seen, Twins, values_of
+from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
@@ -36,8 +36,8 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
 
 def seen_by(
     twins: Twins, library: Library, calls: Sequence[UnitCall], *, sharding: Sharding = LEAVES, **how: Any
-) -> Seen:
-    return outcomes(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
+) -> RankOutcomes:
+    return run_on_ranks(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
 
 
 def played(

@@ -12,8 +12,8 @@ import torch
 from conformance.distributed.fsdp import fully_shard_construct_cases as cases
 from conformance.distributed.fsdp import fully_shard_extension_cases as extension_cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, outcomes
-from conformance.distributed.fsdp.twins import Seen, TwinsOf, each, values_of
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
+from conformance.distributed.fsdp.twins import RankOutcomes, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
@@ -152,7 +152,7 @@ def test_shards_over_named_dimensions(
     twins = twins_of(math.prod(sizes))
     asked = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
     expected, actual = (
-        outcomes(twins.pool, library, "fully_shard_construct_cases:on_whole_mesh", **asked)
+        run_on_ranks(twins.pool, library, "fully_shard_construct_cases:on_whole_mesh", **asked)
         for library in (twins.reference, twins.subject)
     )
     assert_ranks_agree(expected, actual)
@@ -169,7 +169,7 @@ def test_copies_have_no_placement(sites: Sites) -> None:
 @pytest.mark.deviation("fully_shard.settings_of_copies")
 @pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
 def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) -> None:
-    def torch_does(seen: Seen) -> bool:
+    def torch_does(seen: RankOutcomes) -> bool:
         is_silent = method == "set_reshard_after_forward"
         words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
         # If torch's error has no text, torch has already changed the root, which by default stays unsharded.
@@ -180,7 +180,7 @@ def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) ->
             for refused, shown in values_of(seen)
         )
 
-    def we_do(seen: Seen) -> bool:
+    def we_do(seen: RankOutcomes) -> bool:
         names = "2.weight, 2.bias"
         # The root stays unsharded, as by default.
         return all(

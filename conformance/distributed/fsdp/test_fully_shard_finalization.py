@@ -12,7 +12,7 @@ from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.test_fully_shard_calls import LOOK, TRAIN, played, seen_by, setting
-from conformance.distributed.fsdp.twins import Seen, Twins, values_of
+from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import Outcome
 from conformance.judge.surface import is_torch_in
@@ -109,11 +109,11 @@ def _automatic(calls: Sequence[UnitCall]) -> list[UnitCall]:
     return [call for call in calls if call not in (MANUAL, AUTOMATIC, FINALIZE, FINALIZE_ASYNC, WAIT)]
 
 
-def _held(outcomes: Seen) -> Seen:
+def _held(outcomes: RankOutcomes) -> RankOutcomes:
     return [Outcome(value["held"]) for value in values_of(outcomes)]
 
 
-def _raised(outcomes: Seen) -> list[str]:
+def _raised(outcomes: RankOutcomes) -> list[str]:
     """Return the errors of the calls on the first rank."""
     results = [call["made"] for call in values_of(outcomes)[0]["seen"]]
     return [text.partition("\n")[0] for text in results if isinstance(text, str) and "Error: " in text]

@@ -9,12 +9,12 @@ import torch
 
 from conformance.distributed.fsdp import fully_shard_tied_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import Seen
+from conformance.distributed.fsdp.twins import RankOutcomes
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
 
-def refuses(words: str) -> Callable[[Seen], bool]:
+def refuses(words: str) -> Callable[[RankOutcomes], bool]:
     """Return a check whether every rank reports an error that begins with these words."""
     return lambda seen: all(str(one.value).startswith(words) for one in seen)
 

@@ -10,7 +10,7 @@ import torch
 from conformance.distributed.fsdp import reduction_dtype_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Policy
-from conformance.distributed.fsdp.twins import Seen, Twins, TwinsOf, each, values_of
+from conformance.distributed.fsdp.twins import RankOutcomes, Twins, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
@@ -29,7 +29,7 @@ def _of_fsdp(policy: Policy) -> Dtypes:
     return Dtypes(computed, computed, policy[1] or computed)
 
 
-def _assert_rounded(seen: Seen, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
+def _assert_rounded(seen: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
     for name, policy in POLICIES.items():
         dtypes = dtypes_of(policy)
         expected = cases.expected(dtypes, len(seen), schedule)

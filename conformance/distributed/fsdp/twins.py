@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.lab import ONE_UNIT, TREE, Program
 from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
-    outcomes,
+    run_on_ranks,
     trains_like_unsharded,
     without_layout,
 )
@@ -38,13 +38,15 @@ Wrapping = dict[str, Any]  # strategy and use_orig_params
 each_wrapping = pytest.mark.parametrize(
     "wrapping",
     [
-        pytest.param({"strategy": one, "use_orig_params": kind}, id=f"{one}-{kind}")
-        for kind in (False, True)
-        for one in STRATEGIES
+        pytest.param(
+            {"strategy": strategy, "use_orig_params": use_orig_params}, id=f"{strategy}-{use_orig_params}"
+        )
+        for use_orig_params in (False, True)
+        for strategy in STRATEGIES
     ],
 )
 
-Seen = list[Outcome]  # outcomes by rank
+RankOutcomes = list[Outcome]  # outcomes by rank
 
 
 def leaf_by_leaf(strategy: str = "FULL_SHARD", use_orig_params: bool = False, **more: Any) -> Setup:
@@ -83,21 +85,25 @@ class Twins:
         """Whether there is only one rank, which shards nothing, so that few of torch's faults occur."""
         return self.world_size == 1
 
-    def of(self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
+    def of(
+        self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
+    ) -> RankOutcomes:
         """Run the program on every rank of a library.
 
         `arguments` are the program's arguments, besides the model's `tree` and the limit `deadline_s`.
         """
         limits = {name: arguments.pop(name) for name in ("deadline_s",) if name in arguments}
-        asked = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}
-        return outcomes(self.pool, library, "lab:run", arguments=arguments, **asked, **limits)
+        environment = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}
+        return run_on_ranks(self.pool, library, "lab:run", arguments=arguments, **environment, **limits)
 
-    def of_both(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> tuple[Seen, Seen]:
+    def of_both(
+        self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
+    ) -> tuple[RankOutcomes, RankOutcomes]:
         return self.of(self.reference, program, setup, **arguments), self.of_subject(
             program, setup, **arguments
         )
 
-    def of_subject(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> Seen:
+    def of_subject(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> RankOutcomes:
         return self.of(self.subject, program, setup, **arguments)
 
     def values(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> list[Any]:
@@ -112,7 +118,7 @@ class Twins:
         *,
         may_raise: bool = False,
         **arguments: Any,
-    ) -> Seen:
+    ) -> RankOutcomes:
         """Compare both libraries rank by rank. Return the subject's outcomes."""
         expected, actual = self.of_both(program, setup, **arguments)
         assert_ranks_agree(expected, actual, tolerance or self.tolerance)
@@ -133,7 +139,7 @@ class Twins:
     ) -> None:
         """Judge the deviation that the test names, like `DeviationJudge.judge`."""
 
-        def seen(library: Library) -> Seen | RankFault:
+        def probe(library: Library) -> RankOutcomes | RankFault:
             try:
                 return self.of(library, program, setup, **arguments)
             except RankFault as fault:
@@ -141,31 +147,31 @@ class Twins:
                     return fault
                 raise
 
-        self.judge(seen, we_do=we_do, torch_does=torch_does, may_agree=may_agree)
+        self.judge(probe, we_do=we_do, torch_does=torch_does, may_agree=may_agree)
 
     def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None:
         assert self._deviation is not None, "the test names no row of deviations.toml"
         self._deviation.judge(probe, **sides)
 
-    def trained(self, library: Library, training: Training, **limits: Any) -> Seen:
-        return outcomes(self.pool, library, "fsdp_cases:train", training=training, **limits)
+    def trained(self, library: Library, training: Training, **limits: Any) -> RankOutcomes:
+        return run_on_ranks(self.pool, library, "fsdp_cases:train", training=training, **limits)
 
     def train(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
         """Compare the training twice: rank by rank with torch, and with one unsharded process.
 
         `limits` are arguments of the pool.
         """
-        seen = [self.trained(library, training, **limits) for library in (self.reference, self.subject)]
+        by_library = [self.trained(library, training, **limits) for library in (self.reference, self.subject)]
         if training.mixes_frozen_with_trained:
-            seen = [[without_layout(outcome) for outcome in ranks] for ranks in seen]
-        ranks = len(seen[1])
+            by_library = [[without_layout(outcome) for outcome in ranks] for ranks in by_library]
+        ranks = len(by_library[1])
         may_lose = training.accumulates_what_thawed(ranks) or training.loses_what_is_frozen(ranks)
-        loses_in_torch = may_lose and not trains_like_unsharded(seen[0], training, tolerance)
-        if loses_in_torch and trains_like_unsharded(seen[1], training, tolerance):
+        loses_in_torch = may_lose and not trains_like_unsharded(by_library[0], training, tolerance)
+        if loses_in_torch and trains_like_unsharded(by_library[1], training, tolerance):
             return
-        assert_ranks_agree(*seen, tolerance)
+        assert_ranks_agree(*by_library, tolerance)
         if not loses_in_torch:
-            assert_like_unsharded(seen[1], training, tolerance)
+            assert_like_unsharded(by_library[1], training, tolerance)
 
 
 @dataclass(frozen=True)
@@ -200,33 +206,34 @@ def _torch_can(program: Program, setup: Setup, **arguments: Any) -> bool:
     # The pool is not reused, because its ranks may hang.
     with RankPool(2) as pool:
         try:
-            seen = Twins(torch, torch, pool).of_subject(program, setup, **arguments)
+            outcomes = Twins(torch, torch, pool).of_subject(program, setup, **arguments)
         except RankFault:
             return False
-    return all(outcome.raised is None for outcome in seen)
+    return all(outcome.raised is None for outcome in outcomes)
 
 
-def values_of(seen: Sequence[Outcome]) -> list[Any]:
-    for rank, outcome in enumerate(seen):
+def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
+    for rank, outcome in enumerate(outcomes):
         assert outcome.raised is None, f"rank {rank} raised {outcome.raised}"
-    return [outcome.value for outcome in seen]
+    return [outcome.value for outcome in outcomes]
 
 
-def each(holds: Callable[[Any], bool]) -> Callable[[Seen | RankFault], bool]:
+def each(holds: Callable[[Any], bool]) -> Callable[[RankOutcomes | RankFault], bool]:
     """Return a check whether no rank raised and `holds` is true of every rank's value."""
 
-    def do(seen: Seen | RankFault) -> bool:
-        return not isinstance(seen, RankFault) and all(
-            one.raised is None and bool(holds(one.value)) for one in seen
+    def do(outcomes: RankOutcomes | RankFault) -> bool:
+        return not isinstance(outcomes, RankFault) and all(
+            outcome.raised is None and bool(holds(outcome.value)) for outcome in outcomes
         )
 
     return do
 
 
-def raises(kind: type[Exception], text: str = "") -> Callable[[Seen], bool]:
+def raises(kind: type[Exception], text: str = "") -> Callable[[RankOutcomes], bool]:
     """Return a check whether every rank raised an error of this type with this text."""
-    return lambda seen: all(
-        one.raised is not None and one.raised.kind is kind and text in one.raised.text for one in seen
+    return lambda outcomes: all(
+        outcome.raised is not None and outcome.raised.kind is kind and text in outcome.raised.text
+        for outcome in outcomes
     )
 
 
