@@ -75,9 +75,14 @@ def _digests(rows: Sequence[Mapping[str, Any]], supported: Sequence[str]) -> dic
     """Return a digest of all fields of each clause.
 
     The digest includes the supported versions of torch that the clause does not hold for, so that support of a new
-    version changes only the clauses that do not hold for it.
+    version changes only the clauses that do not hold for it. It does not depend on the installed torch.
     """
-    return {row["id"]: _digest(row | {"torch": sorted(set(supported) - set(row["torch"]))}) for row in rows}
+
+    def lasting(row: Mapping[str, Any]) -> dict[str, Any]:
+        level = {"level": "extension"} if row.get("until") else {}
+        return {**row, **level, "torch": sorted(set(supported) - set(row["torch"]))}
+
+    return {row["id"]: _digest(lasting(row)) for row in rows}
 
 
 def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

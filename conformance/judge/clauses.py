@@ -7,7 +7,8 @@ reported, and the torch versions (`torch = ">=2.12"`) that the clause holds for,
 Each clause has a level:
     core         torch does it, so every subject must
     deviation    an entry of `deviations.toml` belongs to it: a subject does what torch does, or what is better
-    extension    torch cannot do it, and only subjects that claim it are judged by it; its table says so
+    extension    torch cannot do it, and only subjects that claim it are judged by it; its table says so. With
+                 `until = "2.15"`, torch can do it from that version on, with which the clause is core
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Clause:
     # Where the behaviour was reported or how it was discovered. By default the thread of the clause's deviation.
     thread: str = ""
     torch: str = ""  # the range of torch versions that it holds for
+    until: str = ""  # the first torch version that can do what an extension asks
 
     @property
     def area(self) -> str:
@@ -79,16 +81,13 @@ def all_clauses() -> Mapping[str, Clause]:
 
 def for_report() -> list[dict[str, Any]]:
     """Return every clause as a report has it: its fields, its area, and the supported torch versions it holds for."""
-    return [
-        asdict(entry)
-        | {
-            "area": entry.area,
-            "torch": tuple(
-                version for version in TORCH_VERSIONS if surface.is_torch_in(entry.torch, version)
-            ),
-        }
-        for entry in all_clauses().values()
-    ]
+    return [_for_report(entry) for entry in all_clauses().values()]
+
+
+def _for_report(entry: Clause) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(entry).items() if name != "until" or value}
+    versions = tuple(version for version in TORCH_VERSIONS if surface.is_torch_in(entry.torch, version))
+    return fields | {"area": entry.area, "torch": versions}
 
 
 @functools.cache
@@ -114,18 +113,24 @@ def _read(area: str, file: Path) -> Iterator[Clause]:
 
 
 def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> Clause:
-    if unknown := table.keys() - {"says", "covers", "level", "thread", "torch"}:
+    if unknown := table.keys() - {"says", "covers", "level", "thread", "torch", "until"}:
         raise ValueError(
-            f"has the unknown keys {sorted(unknown)}; expected says, covers, level, thread and torch"
+            f"has the unknown keys {sorted(unknown)}; expected says, covers, level, thread, torch and until"
         )
     if table.get("level", "extension") != "extension":
         raise ValueError(
             f"has the level {table['level']!r}; only extension is written, "
             "the other levels follow from deviations.toml"
         )
+    until = table.get("until", "")
+    if until and ("level" not in table or until not in TORCH_VERSIONS):
+        raise ValueError(
+            f"has until = {until!r}; expected one of {', '.join(TORCH_VERSIONS)} beside level = 'extension'"
+        )
     holds_for = table.get("torch", "")
     if not any(surface.is_torch_in(holds_for, version) for version in TORCH_VERSIONS):
         raise ValueError(f"holds for torch {holds_for}, which is none of {', '.join(TORCH_VERSIONS)}")
-    level = table.get("level") or ("deviation" if name in threads else "core")
+    is_extension = "level" in table and not (until and surface.is_torch_in(f">={until}"))
+    level = "extension" if is_extension else "deviation" if name in threads else "core"
     thread = table.get("thread", threads.get(name, ""))
-    return Clause(name, table["says"], tuple(table.get("covers", ())), level, thread, holds_for)
+    return Clause(name, table["says"], tuple(table.get("covers", ())), level, thread, holds_for, until)

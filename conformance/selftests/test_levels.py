@@ -80,7 +80,13 @@ def test_extensions_are_claimed_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "level"), [("", "core"), ('level = "extension"', "extension"), ('level = "core"', None)]
+    ("written", "level"),
+    [
+        ("", "core"),
+        ('level = "extension"', "extension"),
+        ('level = "extension"\nuntil = "2.11"', "core"),
+        ('level = "core"', None),
+    ],
 )
 def test_clause_level(tmp_path: Path, written: str, level: str | None) -> None:
     file = tmp_path / "area.toml"
@@ -90,6 +96,14 @@ def test_clause_level(tmp_path: Path, written: str, level: str | None) -> None:
             list(_read("area", file))
     else:
         assert [clause.level for clause in _read("area", file)] == [level]
+
+
+@pytest.mark.parametrize("written", ['until = "2.15"', 'level = "extension"\nuntil = "2.1"'])
+def test_until_without_extension_or_supported_torch_is_refused(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "area.toml"
+    file.write_text(f'[it.does]\n{written}\nsays = "It does."')
+    with pytest.raises(ValueError, match=r"expected one of 2\.11, .* beside level = 'extension'"):
+        list(_read("area", file))
 
 
 def test_clause_with_deviation_has_its_level() -> None:

@@ -14,10 +14,12 @@ from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.test_fully_shard_calls import LOOK, TRAIN, played, seen_by, setting
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
+from conformance.judge.deviations import does_as
 from conformance.judge.outcome import Outcome
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
 
+_HAS_FINALIZATION = is_torch_in(">=2.15")
 MANUAL = setting("set_manual_backward_finalization", enabled=True)
 AUTOMATIC = setting("set_manual_backward_finalization", enabled=False)
 FINALIZE = setting("finalize_backward")
@@ -129,7 +131,7 @@ def _raised(outcomes: RankOutcomes) -> list[str]:
 @pytest.mark.world_sizes(fewest=2)
 def test_finalization_trains_like_automatic(twins: Twins, program: str, sharding: Sharding) -> None:
     calls = PROGRAMS[program]
-    if is_torch_in(">=2.15"):
+    if _HAS_FINALIZATION:
         played(twins, calls, sharding=sharding)
     _assert_trains_like(twins, calls, LIKE.get(program, _automatic(calls)), sharding)
 
@@ -150,7 +152,7 @@ def _assert_trains_like(
 def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
     calls, texts = REFUSED[program]
     sharding = REPLICAS if "all-reduce" in program else SHARDED
-    if is_torch_in(">=2.15"):
+    if _HAS_FINALIZATION:
         played(twins, calls, sharding=sharding)
     raised = _raised(seen_by(twins, twins.subject, calls, sharding=sharding))
     assert raised == [f"RuntimeError: {text}" for text in texts]
@@ -165,7 +167,7 @@ def test_finalization_reduces_open_units(sites: Sites) -> None:
 
 @clause("distributed.fsdp.fully_shard.finalization")
 def test_roots_that_share_streams_wait_for_one_finalization(sites: Sites) -> None:
-    if is_torch_in(">=2.15"):
+    if _HAS_FINALIZATION:
         sites.agree(cases.of_two_roots)
     for value in values_of(sites.of_subject(cases.of_two_roots)):
         assert value["refused"] == [
@@ -183,36 +185,63 @@ def test_error_after_lost_handle_names_cure(sites: Sites) -> None:
         assert "reset_iter_state() of the root if the handle was lost" in value["notes"][0]
 
 
+EARLY_STEPS = {
+    "not finalized": (MANUAL, *PASS, STEP, FINALIZE, STEP),
+    "not waited for": (MANUAL, *PASS, FINALIZE_ASYNC, STEP, WAIT, STEP),
+}
+# Calls with a failed backward, and those that leave the same gradients with automatic finalization.
+FAILED = {
+    "after a backward": ((MANUAL, *PASS, FAILING, FINALIZE, STEP), TRAIN),
+    "after an unsynchronised one": ((MANUAL, NO_SYNC, *PASS, SYNC, FAILING, FINALIZE, STEP), TRAIN),
+    "alone": ((MANUAL, FAILING, FINALIZE, *PASS, FINALIZE, STEP), (LOOK, *TRAIN)),
+    "mode changed": ((MANUAL, FAILING, AUTOMATIC, *TRAIN), (LOOK, *TRAIN)),
+}
+
+
+def _refuses_step(outcomes: Seen) -> bool:
+    raised = _raised(outcomes)
+    return len(raised) == 1 and "body.parts.0.inner.weight of " in raised[0]
+
+
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
-@pytest.mark.parametrize(
-    "calls",
-    [
-        (MANUAL, *PASS, STEP, FINALIZE, STEP),
-        (MANUAL, *PASS, FINALIZE_ASYNC, STEP, WAIT, STEP),
-    ],
-    ids=["not finalized", "not waited for"],
-)
+@pytest.mark.parametrize("program", EARLY_STEPS)
 @pytest.mark.world_sizes(fewest=2)
-def test_step_before_finalization_raises(twins: Twins, calls: Sequence[UnitCall]) -> None:
-    [raised] = _raised(seen_by(twins, twins.subject, calls))
-    assert "set_manual_backward_finalization(True) leaves that to the caller" in raised
-    assert "body.parts.0.inner.weight of " in raised
+def test_step_before_finalization_raises(twins: Twins, program: str) -> None:
+    calls = EARLY_STEPS[program]
+    outcomes = seen_by(twins, twins.subject, calls)
+    assert _refuses_step(outcomes)
+    assert "set_manual_backward_finalization(True) leaves that to the caller" in _raised(outcomes)[0]
     _assert_trains_like(twins, calls, TRAIN)
 
 
-@clause("distributed.fsdp.fully_shard.unfinished_finalization")
-@pytest.mark.parametrize(
-    ("calls", "like"),
-    [
-        ((MANUAL, *PASS, FAILING, FINALIZE, STEP), TRAIN),
-        ((MANUAL, NO_SYNC, *PASS, SYNC, FAILING, FINALIZE, STEP), TRAIN),
-        ((MANUAL, FAILING, FINALIZE, *PASS, FINALIZE, STEP), (LOOK, *TRAIN)),
-        ((MANUAL, FAILING, AUTOMATIC, *TRAIN), (LOOK, *TRAIN)),
-    ],
-    ids=["after a backward", "after an unsynchronised one", "alone", "mode changed"],
-)
+@clause("distributed.fsdp.fully_shard.step_before_finalization")
+@pytest.mark.deviation("fully_shard.step_before_finalization")
+@pytest.mark.parametrize("program", EARLY_STEPS)
 @pytest.mark.world_sizes(fewest=2)
-def test_failed_backward_does_not_count_in_finalization(
-    twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall]
-) -> None:
-    _assert_trains_like(twins, calls, like)
+def test_step_before_finalization_is_not_silent(twins: Twins, program: str) -> None:
+    twins.judge(
+        lambda library: seen_by(twins, library, EARLY_STEPS[program]),
+        we_do=_refuses_step,
+        torch_does=lambda outcomes: not _raised(outcomes),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.unfinished_finalization")
+@pytest.mark.parametrize("program", FAILED)
+@pytest.mark.world_sizes(fewest=2)
+def test_failed_backward_does_not_count_in_finalization(twins: Twins, program: str) -> None:
+    _assert_trains_like(twins, *FAILED[program])
+
+
+@clause("distributed.fsdp.fully_shard.finalization_after_failed_backward")
+@pytest.mark.deviation("fully_shard.finalization_after_failed_backward")
+@pytest.mark.parametrize("program", FAILED)
+@pytest.mark.world_sizes(fewest=2)
+def test_finalization_after_failed_backward_keeps_earlier_gradients(twins: Twins, program: str) -> None:
+    calls, like = FAILED[program]
+    expected = _held(seen_by(twins, twins.reference, like))
+    twins.judge(
+        lambda library: seen_by(twins, library, calls),
+        we_do=lambda outcomes: does_as(expected, _held(outcomes)),
+        torch_does=lambda outcomes: len(_raised(outcomes)) > 1,
+    )
