@@ -26,15 +26,15 @@ def regions(rank: Rank, *, reference: str, subject: str) -> list[Outcome]:
 
 
 def _all_of(library: Library) -> dict[str, Outcome]:
-    found = {}
+    outcomes = {}
     for title, module in _MODULES.items():
         if module is not None:
             setattr(torch, _NAME, types.SimpleNamespace(**module))
         for dtype in (None, torch.bfloat16, torch.float16, torch.float32):
             for enabled in (True, False):
-                found[f"{title}, {dtype}, {enabled}"] = observe(_inside, library, dtype, enabled)
+                outcomes[f"{title}, {dtype}, {enabled}"] = observe(_inside, library, dtype, enabled)
     delattr(torch, _NAME)
-    return found
+    return outcomes
 
 
 def _inside(library: Library, dtype: torch.dtype | None, enabled: bool) -> Any:

@@ -18,7 +18,7 @@ from conformance.strategies.regions import LOW, cuda_reported, operands, state
 
 @clause("amp.autocast_mode.autocast.casts_by_operator")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_a_region_is_really_on(subject: Library, device: str, dtype: torch.dtype) -> None:
+def test_region_sets_dispatcher_state_and_casts(subject: Library, device: str, dtype: torch.dtype) -> None:
     a, b = operands(device)
     with subject.amp.autocast(device, dtype=dtype) as entered:
         assert torch.is_autocast_enabled(device)
@@ -31,7 +31,9 @@ def test_a_region_is_really_on(subject: Library, device: str, dtype: torch.dtype
 @clause("amp.autocast_mode.autocast.gradients")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("cache_enabled", [True, False])
-def test_gradients(compare: Compare, device: str, dtype: torch.dtype, cache_enabled: bool) -> None:
+def test_gradients_match_torch(
+    compare: Compare, device: str, dtype: torch.dtype, cache_enabled: bool
+) -> None:
     def trained(library: Library) -> Outcome:
         seeding.seed_all(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2)).to(
@@ -118,7 +120,7 @@ def test_unsupported_dtype(compare: Compare, device: str, dtype: torch.dtype, en
 @pytest.mark.parametrize("dtype", [None, *LOW, torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_a_cuda_device_with_and_without_bfloat16(
+def test_cuda_region_matches_torch_by_bfloat16_support(
     compare: Compare, dtype: torch.dtype | None, enabled: bool, has_bfloat16: bool
 ) -> None:
     def inside(library: Library) -> Outcome:
@@ -135,7 +137,7 @@ def test_a_cuda_device_with_and_without_bfloat16(
 @pytest.mark.parametrize("dtype", [None, *LOW, torch.float32], ids=str)
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cache_enabled", [None, True, False])
-def test_attributes(
+def test_attributes_match_torch(
     compare: Compare, device: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
 ) -> None:
     def read(library: Library) -> Outcome:
@@ -190,5 +192,5 @@ def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
     ["cpu", "cuda", "mps", "xpu", "meta", "xla", "privateuseone", "tpu", "cpu:0", "cuda:x", "", 3, None],
     ids=repr,
 )
-def test_is_autocast_available(compare: Compare, name: Any) -> None:
+def test_is_autocast_available_matches_torch(compare: Compare, name: Any) -> None:
     compare(lambda library: observe(library.amp.is_autocast_available, name))

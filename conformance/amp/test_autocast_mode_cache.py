@@ -57,9 +57,7 @@ def played(library: Library, device: str, script: Script) -> Outcome:
 
 @clause("amp.autocast_mode.autocast.cache_of_which_tensors")
 @pytest.mark.parametrize("script", kept_casts.SCRIPTS, ids=lambda script: script.__name__)
-def test_what_is_kept_of_which_tensors(
-    subject: Library, reference: Library, device: str, script: Script
-) -> None:
+def test_cached_casts_match_torch(subject: Library, reference: Library, device: str, script: Script) -> None:
     outcomes = [played(library, device, script) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
     assert outcomes[0].raised is None, "the script itself fails on torch"
@@ -68,7 +66,9 @@ def test_what_is_kept_of_which_tensors(
 @clause("amp.autocast_mode.autocast.cache_of_which_dtype")
 @pytest.mark.deviation("autocast.casts_of_another_dtype")
 @pytest.mark.parametrize("script", kept_casts.IN_ANOTHER_DTYPE, ids=lambda script: script.__name__)
-def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str, script: Script) -> None:
+def test_nested_region_of_another_dtype_casts_weights_again(
+    deviation: DeviationJudge, device: str, script: Script
+) -> None:
     """The weight is cast for each region whose dtype differs from that of the previous region."""
     low, other = torch.bfloat16, torch.float16
     expected = [(1, low, 2.0, True), (1, other, 2.0, True), (1, low, 2.0, True)]
@@ -78,8 +78,8 @@ def test_an_inner_region_of_another_dtype(deviation: DeviationJudge, device: str
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen.raised is not None and "same dtype" in seen.raised.text,
-        we_do=lambda seen: seen.value == expected,
+        torch_does=lambda outcome: outcome.raised is not None and "same dtype" in outcome.raised.text,
+        we_do=lambda outcome: outcome.value == expected,
     )
 
 
@@ -100,22 +100,24 @@ def product_after_update(
 
 @clause("amp.autocast_mode.autocast.cache_after_exception")
 @pytest.mark.parametrize("update", [lambda w: w.fill_(3), lambda w: w.data.copy_(torch.full((2, 2), 3.0))])
-def test_a_new_region_sees_new_weights(subject: Library, device: str, update: Callable[[Any], None]) -> None:
+def test_region_after_exception_casts_updated_weights(
+    subject: Library, device: str, update: Callable[[Any], None]
+) -> None:
     assert product_after_update(subject, device, update) == 6.0
 
 
 @clause("amp.autocast_mode.autocast.cache")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_outermost_region_ends_the_casts(subject: Library, device: str, enabled: bool) -> None:
+def test_outermost_exit_drops_cached_casts(subject: Library, device: str, enabled: bool) -> None:
     """Cached casts are dropped when the outermost region ends, even if that region is disabled."""
     weight, x = torch.nn.Parameter(torch.ones(2, 2, device=device)), torch.ones(2, 2, device=device)
-    seen = []
+    products = []
     for value in (1.0, 3.0):
         with torch.no_grad():
             weight.fill_(value)
         with subject.amp.autocast(device, enabled=enabled), subject.amp.autocast(device):
-            seen.append((x @ weight)[0, 0].item())
-    assert seen == [2.0, 6.0]
+            products.append((x @ weight)[0, 0].item())
+    assert products == [2.0, 6.0]
 
 
 @clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")
@@ -136,9 +138,9 @@ def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer
             stepper.step()
             used = x @ weight
         expected = x.bfloat16() @ weight.detach().bfloat16()
-        return [torch.equal(used, each) for each in (former, expected)]
+        return [torch.equal(used, weight) for weight in (former, expected)]
 
-    deviation.judge(probe, we_do=lambda seen: seen == [False, True])
+    deviation.judge(probe, we_do=lambda matches: matches == [False, True])
 
 
 @clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")

@@ -18,7 +18,7 @@ from conformance.strategies.regions import LOW, Planned, operands, state
 
 @clause("amp.autocast_mode.autocast.decorator")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_decorator(compare: Compare, device: str, dtype: torch.dtype) -> None:
+def test_decorated_function_matches_torch(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def decorated(library: Library) -> Outcome:
         @library.amp.autocast(device, dtype=dtype)
         def product(a: torch.Tensor, *, b: torch.Tensor) -> Any:
@@ -26,8 +26,8 @@ def test_decorator(compare: Compare, device: str, dtype: torch.dtype) -> None:
             return a @ b, state()
 
         a, b = operands(device)
-        seen = (product.__name__, product.__doc__, str(inspect.signature(product)), state())
-        return observe(lambda: (product(a, b=b), product(a, b=b), seen, state()))
+        attributes = (product.__name__, product.__doc__, str(inspect.signature(product)), state())
+        return observe(lambda: (product(a, b=b), product(a, b=b), attributes, state()))
 
     compare(decorated)
 
@@ -54,7 +54,7 @@ def test_decorated_method_that_raises_and_recurses(subject: Library, device: str
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_what_is_called_later_runs_outside(compare: Compare, device: str) -> None:
+def test_generator_and_coroutine_bodies_run_outside_region(compare: Compare, device: str) -> None:
     """The region lasts as long as the call, which only creates the generator or coroutine."""
 
     def run(library: Library) -> Outcome:
@@ -70,9 +70,9 @@ def test_what_is_called_later_runs_outside(compare: Compare, device: str) -> Non
             return state()
 
         def use() -> Any:
-            made = coroutine()
+            running = coroutine()
             try:
-                made.send(None)
+                running.send(None)
             except StopIteration as returned:
                 kinds = inspect.isgeneratorfunction(generator), inspect.iscoroutinefunction(coroutine)
                 return list(generator()), returned.value, kinds, state()
@@ -97,7 +97,7 @@ def test_attributes_of_the_function_are_kept(compare: Compare, device: str) -> N
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_a_call_within_a_call_leaves_the_region_open(subject: Library, device: str) -> None:
+def test_recursive_call_leaves_region_entered(subject: Library, device: str) -> None:
     @subject.amp.autocast(device)
     def deeper(depth: int) -> list[bool]:
         inner = deeper(depth - 1) if depth else []
@@ -147,7 +147,7 @@ def test_autocast_decorator(compare: Compare, device: str, dtype: torch.dtype) -
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_a_decorated_function_is_not_scripted(compare: Compare, device: str) -> None:
+def test_scripting_decorated_function_matches_torch(compare: Compare, device: str) -> None:
     def scripted(library: Library) -> Outcome:
         @library.amp.autocast(device)
         def inside(x: torch.Tensor) -> torch.Tensor:

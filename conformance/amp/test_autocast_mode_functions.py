@@ -21,14 +21,14 @@ CASTS = [None, torch.float32, torch.bfloat16, torch.float64]
 Pair = namedtuple("Pair", "one two")
 
 
-def function_of(library: Library, device: str, cast_inputs: torch.dtype | None, seen: dict[str, Any]) -> type:
+def function_of(library: Library, device: str, cast_inputs: torch.dtype | None, log: dict[str, Any]) -> type:
     """Return an autograd Function that multiplies, and records the state and the dtypes in forward and backward."""
 
     class Product(torch.autograd.Function):
         @staticmethod
         @library.amp.custom_fwd(device_type=device, cast_inputs=cast_inputs)
         def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, others: Any = None) -> torch.Tensor:
-            seen["forward"] = (state(), a.dtype, b.dtype, others)
+            log["forward"] = (state(), a.dtype, b.dtype, others)
             ctx.save_for_backward(a, b)
             return a @ b
 
@@ -36,7 +36,7 @@ def function_of(library: Library, device: str, cast_inputs: torch.dtype | None, 
         @library.amp.custom_bwd(device_type=device)
         def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             a, b = ctx.saved_tensors
-            seen["backward"] = (state(), grad.dtype)
+            log["backward"] = (state(), grad.dtype)
             return grad @ b.t(), a.t() @ grad, None
 
     return Product
@@ -55,8 +55,8 @@ def test_backward_runs_in_forwards_state(
     subject: Library, reference: Library, device: str, dtype: torch.dtype, enabled: bool, backward_inside: str
 ) -> None:
     def run(library: Library) -> Outcome:
-        seen: dict[str, Any] = {}
-        product = function_of(library, device, None, seen)
+        log: dict[str, Any] = {}
+        product = function_of(library, device, None, log)
         a, b = operands(device)
 
         def both() -> Any:
@@ -68,8 +68,8 @@ def test_backward_runs_in_forwards_state(
                 other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
                 with library.amp.autocast(device, dtype=other, enabled=backward_inside == "enabled"):
                     out.sum().backward()
-                    seen["after"] = state()
-            return out, seen, state()
+                    log["after"] = state()
+            return out, log, state()
 
         return observe(both, watch=[a, b])
 
@@ -86,8 +86,8 @@ def test_casts_inputs(
     compare: Compare, device: str, cast_inputs: torch.dtype | None, region: str, dtype: torch.dtype
 ) -> None:
     def run(library: Library) -> Outcome:
-        seen: dict[str, Any] = {}
-        product = function_of(library, device, cast_inputs, seen)
+        log: dict[str, Any] = {}
+        product = function_of(library, device, cast_inputs, log)
         a, b = operands(device, dtype)
 
         def both() -> Any:
@@ -97,7 +97,7 @@ def test_casts_inputs(
                 with library.amp.autocast(device, dtype=torch.bfloat16, enabled=region == "enabled"):
                     out = product.apply(a, b)
             out.float().sum().backward()
-            return out, seen
+            return out, log
 
         return observe(both, watch=[a, b])
 
@@ -153,8 +153,8 @@ def test_casts_only_its_own_device(compare: Compare) -> None:
 
     def run(library: Library) -> Outcome:
         @library.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
-        def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
-            return one.dtype, other.dtype
+        def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> Any:
+            return left.dtype, right.dtype
 
         class Context:
             pass
@@ -279,6 +279,6 @@ def test_new_style_functions(deviation: DeviationJudge, device: str) -> None:
 
     deviation.judge(
         probe,
-        torch_does=lambda found: found == ["_dtype", "_fwd_used_autocast"],
-        we_do=lambda found: found == [],
+        torch_does=lambda names: names == ["_dtype", "_fwd_used_autocast"],
+        we_do=lambda names: names == [],
     )

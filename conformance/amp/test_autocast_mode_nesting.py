@@ -96,7 +96,7 @@ def test_exceptions_pass(subject: Library, device: str, error: type[BaseExceptio
 
 @clause("amp.autocast_mode.autocast.one_instance_many_regions")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_one_instance_again_and_again(subject: Library, device: str, dtype: torch.dtype) -> None:
+def test_instance_can_be_entered_repeatedly(subject: Library, device: str, dtype: torch.dtype) -> None:
     a, b = operands(device)
     before = state()
     region = subject.amp.autocast(device, dtype=dtype)
@@ -113,7 +113,7 @@ def test_one_instance_again_and_again(subject: Library, device: str, dtype: torc
 
 @clause("amp.autocast_mode.autocast.one_instance_in_itself")
 @pytest.mark.deviation("autocast.one_instance_in_itself")
-def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
+def test_instance_can_be_entered_inside_itself(deviation: DeviationJudge) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
         """Return whether both exits restore the first state, and whether autocast is on between them."""
         before = state()
@@ -128,7 +128,9 @@ def test_one_instance_in_itself(deviation: DeviationJudge) -> None:
             torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
 
     deviation.judge(
-        probe, torch_does=lambda seen: seen == (False, True), we_do=lambda seen: seen == (True, True)
+        probe,
+        torch_does=lambda outcome: outcome == (False, True),
+        we_do=lambda outcome: outcome == (True, True),
     )
 
 
@@ -139,12 +141,12 @@ def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None
     def probe(library: Library) -> tuple[str, bool]:
         """Return the error of an extra exit, and whether the state of its thread is unchanged."""
         region = library.amp.autocast("cpu", cache_enabled=False)
-        seen: list[tuple[str, bool]] = []
+        outcomes: list[tuple[str, bool]] = []
 
         def leave() -> None:
             before = state()
             outcome = observe(region.__exit__, None, None, None)
-            seen.append((str(outcome.raised), state() == before))
+            outcomes.append((str(outcome.raised), state() == before))
             while state()["depth"] < before["depth"]:
                 torch.autocast_increment_nesting()
             torch.set_autocast_cache_enabled(before["cache"])
@@ -156,12 +158,12 @@ def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None
                 thread.join(10)
         if where == "here":
             leave()
-        return seen[0]
+        return outcomes[0]
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == ("None", False),
-        we_do=lambda seen: seen[0].startswith("AttributeError: ") and seen[1],
+        torch_does=lambda outcome: outcome == ("None", False),
+        we_do=lambda outcome: outcome[0].startswith("AttributeError: ") and outcome[1],
     )
 
 
@@ -175,25 +177,27 @@ def test_entering_fails_half_way(deviation: DeviationJudge, attribute: str) -> N
         region = library.amp.autocast("cpu")
         setattr(region, attribute, "no")
         outcome = observe(region.__enter__)
-        kept = state() == before
+        is_restored = state() == before
         torch.set_autocast_enabled("cpu", before["enabled"]["cpu"])
         while state()["depth"] > before["depth"]:
             torch.autocast_decrement_nesting()
-        return outcome.raised is not None and outcome.raised.kind is TypeError, kept
+        return outcome.raised is not None and outcome.raised.kind is TypeError, is_restored
 
     deviation.judge(
-        probe, torch_does=lambda seen: seen == (True, False), we_do=lambda seen: seen == (True, True)
+        probe,
+        torch_does=lambda outcome: outcome == (True, False),
+        we_do=lambda outcome: outcome == (True, True),
     )
 
 
 @clause("amp.autocast_mode.autocast.threads")
-def test_a_region_belongs_to_its_thread(subject: Library, device: str) -> None:
-    seen: dict[str, Any] = {}
+def test_region_does_not_affect_other_threads(subject: Library, device: str) -> None:
+    is_enabled: dict[str, Any] = {}
 
     def elsewhere() -> None:
-        seen["outside"] = torch.is_autocast_enabled(device)
+        is_enabled["outside"] = torch.is_autocast_enabled(device)
         with subject.amp.autocast(device, enabled=False):
-            seen["inside"] = torch.is_autocast_enabled(device)
+            is_enabled["inside"] = torch.is_autocast_enabled(device)
             inside.wait(10)
 
     inside = threading.Event()
@@ -204,11 +208,11 @@ def test_a_region_belongs_to_its_thread(subject: Library, device: str) -> None:
         inside.set()
         thread.join(10)
         assert torch.is_autocast_enabled(device)
-    assert seen == {"outside": False, "inside": False}
+    assert is_enabled == {"outside": False, "inside": False}
 
 
 @clause("amp.autocast_mode.autocast.threads")
-def test_one_instance_in_two_threads(subject: Library, device: str) -> None:
+def test_instance_can_be_shared_by_threads(subject: Library, device: str) -> None:
     """A decorated function is one instance that many threads call."""
     a, b = operands(device)
     decorated = subject.amp.autocast(device, dtype=torch.bfloat16)(torch.mm)

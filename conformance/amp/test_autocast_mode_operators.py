@@ -27,12 +27,16 @@ OPERANDS: dict[str, tuple[torch.dtype | None, ...]] = {
     "float64 among others": (torch.float32, torch.float64),
     "integers": (torch.int32,),
 }
-SOON = [*((torch.bfloat16, each) for each in ("float32", "low")), (torch.float16, "mixed"), (None, "float64")]
+SOON = [
+    *((torch.bfloat16, operands) for operands in ("float32", "low")),
+    (torch.float16, "mixed"),
+    (None, "float64"),
+]
 BY_LAPACK = Tolerance(64, "a factorization of three rows, and what is made of it", terms=4.0)
 
 
 def in_dtypes(operands: str, low: torch.dtype) -> list[torch.dtype]:
-    return [low if each is None else each for each in OPERANDS[operands]]
+    return [low if dtype is None else dtype for dtype in OPERANDS[operands]]
 
 
 def asked_of_all(
@@ -45,18 +49,18 @@ def asked_of_all(
         with quiet():
             return {
                 f"{name}, as {spelling}": outcome_of(name, function, dtypes, device, region, backward)
-                for name, found in callable_spellings(device).items()
-                for spelling, function in found
+                for name, spellings in callable_spellings(device).items()
+                for spelling, function in spellings
             }
 
-    found = observe(run)
-    assert found.raised is None, found.raised
-    return found
+    outcome = observe(run)
+    assert outcome.raised is None, outcome.raised
+    return outcome
 
 
 def assert_same_of_all(reference: Outcome, subject: Outcome) -> None:
     for tolerance, is_one in (EXACT, is_to_the_bit), (BY_LAPACK, lambda name: not is_to_the_bit(name)):
-        assert_same_outcome(*(only(each, is_one) for each in (reference, subject)), tolerance)
+        assert_same_outcome(*(only(library, is_one) for library in (reference, subject)), tolerance)
 
 
 def is_to_the_bit(name: str) -> bool:
@@ -65,7 +69,7 @@ def is_to_the_bit(name: str) -> bool:
 
 
 def only(outcome: Outcome, is_one: Callable[[str], bool]) -> Outcome:
-    return replace(outcome, value={name: each for name, each in outcome.value.items() if is_one(name)})
+    return replace(outcome, value={name: value for name, value in outcome.value.items() if is_one(name)})
 
 
 @clause("amp.autocast_mode.autocast.casts_by_operator")
@@ -81,15 +85,20 @@ def only(outcome: Outcome, is_one: Callable[[str], bool]) -> Outcome:
 def test_casts_by_operator(
     subject: Library, reference: Library, device: str, dtype: torch.dtype | None, operands: str
 ) -> None:
-    assert_same_of_all(*(asked_of_all(each, device, dtype, operands) for each in (reference, subject)))
+    assert_same_of_all(*(asked_of_all(library, device, dtype, operands) for library in (reference, subject)))
 
 
 @clause("amp.autocast_mode.autocast.gradients")
 @pytest.mark.parametrize(
     "operands",
-    ["float32", *(pytest.param(each, marks=pytest.mark.profile("full")) for each in ("mixed", "low"))],
+    [
+        "float32",
+        *(pytest.param(operands, marks=pytest.mark.profile("full")) for operands in ("mixed", "low")),
+    ],
 )
 def test_gradients_by_operator(subject: Library, reference: Library, device: str, operands: str) -> None:
     """The operands are leaves, whose casts are cached."""
-    outcomes = [asked_of_all(each, device, LOW[0], operands, backward=True) for each in (reference, subject)]
+    outcomes = [
+        asked_of_all(library, device, LOW[0], operands, backward=True) for library in (reference, subject)
+    ]
     assert_same_of_all(*outcomes)

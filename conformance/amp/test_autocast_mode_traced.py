@@ -80,10 +80,10 @@ def decorated(library: Library, device: str, **region: Any) -> Callable[..., Any
 
 
 def outer_instance(library: Library, device: str, **region: Any) -> Callable[..., Any]:
-    net, made = model(device), library.amp.autocast(device, **region)
+    net, region_instance = model(device), library.amp.autocast(device, **region)
 
     def run(x: torch.Tensor) -> Any:
-        with made:
+        with region_instance:
             return net(x)
 
     return run
@@ -140,12 +140,12 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
         graphs = RecordedGraphs()
         run = torch.compile(model(device), fullgraph=True, backend=graphs)
         x = torch.ones(2, 4, device=device)
-        seen = [run(x).dtype]
+        dtypes_of_calls = [run(x).dtype]
         for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
             with library.amp.autocast(device, dtype=dtype):
-                seen.append(run(x).dtype)
-        seen.append(run(x).dtype)
-        return observe(lambda: (seen, len(graphs.seen)))
+                dtypes_of_calls.append(run(x).dtype)
+        dtypes_of_calls.append(run(x).dtype)
+        return observe(lambda: (dtypes_of_calls, len(graphs.seen)))
 
     compare(dtypes)
 

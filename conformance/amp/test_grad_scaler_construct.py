@@ -38,7 +38,7 @@ def test_arguments_take_effect(compare: Compare, device: str, given_: dict[str, 
 
 
 @clause("amp.grad_scaler.constructor.arguments")
-def test_defaults(subject: Library, device: str) -> None:
+def test_default_arguments_are_documented_values(subject: Library, device: str) -> None:
     scaler = subject.amp.GradScaler(device)
     assert scaler.get_scale() == 65536.0
     assert scaler.get_growth_factor() == 2.0

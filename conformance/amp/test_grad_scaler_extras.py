@@ -34,24 +34,26 @@ def test_whether_the_step_was_taken(
             return LACKING
         answers = []
         for last in grad_outcomes:
-            for each in (harness, other):
-                each.zero_grad()
+            for current in (harness, other):
+                current.zero_grad()
             harness.backward(last)
             other.backward()
             if unscale:
                 harness.scaler.unscale_(harness.optimizer)
-            for each in (harness, other):
-                each.scaler.step(each.optimizer)
+            for current in (harness, other):
+                current.scaler.step(current.optimizer)
             before = harness.scaler.step_was_taken(harness.optimizer)
             harness.scaler.update()
-            found = harness.scaler.found_inf(harness.optimizer)
+            found_inf = harness.scaler.found_inf(harness.optimizer)
             assert harness.scaler.step_was_taken(other.optimizer) is True
-            assert (found.shape, found.dtype, found.device.type) == ((), torch.float32, device)
-            answers.append((before, harness.scaler.step_was_taken(harness.optimizer), float(found)))
+            assert (found_inf.shape, found_inf.dtype, found_inf.device.type) == ((), torch.float32, device)
+            answers.append((before, harness.scaler.step_was_taken(harness.optimizer), float(found_inf)))
         return answers
 
     expected = [(last is None, last is None, float(last is not None)) for last in grad_outcomes]
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == expected)
+    deviation.judge(
+        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == expected
+    )
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -80,12 +82,14 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
         return answers
 
     expected = ["RuntimeError"] * 4 if enabled else [1.0, 0.0]
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == expected)
+    deviation.judge(
+        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == expected
+    )
 
 
 @clause("amp.grad_scaler.step.was_taken")
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
-def test_a_refused_step_changes_no_answer(deviation: DeviationJudge, device: str) -> None:
+def test_step_that_raises_keeps_last_found_inf(deviation: DeviationJudge, device: str) -> None:
     """A step without any gradient raises, and the result of the last check stays the same."""
 
     def probe(library: Library) -> Any:
@@ -102,7 +106,9 @@ def test_a_refused_step_changes_no_answer(deviation: DeviationJudge, device: str
             harness.optimizer
         )
 
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == (1.0, False))
+    deviation.judge(
+        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == (1.0, False)
+    )
 
 
 @clause("amp.grad_scaler.step.which_parameter")
@@ -110,7 +116,7 @@ def test_a_refused_step_changes_no_answer(deviation: DeviationJudge, device: str
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("bad", [(), (3,), (0, 2), (1, 2, 3)], ids=str)
-def test_which_parameters_were_not_finite(
+def test_nonfinite_parameters_names_them(
     deviation: DeviationJudge, device: str, named: bool, unscale: bool, bad: tuple[int, ...]
 ) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
@@ -133,14 +139,14 @@ def test_which_parameters_were_not_finite(
         (harness.scaler.unscale_ if unscale else harness.scaler.step)(harness.optimizer)
         return harness.scaler.nonfinite_parameters(harness.optimizer)
 
-    def names_them(seen: Any) -> bool:
+    def names_them(outcome: Any) -> bool:
         if named:
-            return seen == [f"layer.{index}.weight" for index in bad]
-        return len(seen) == len(bad) and all(
-            f"({index + 2},)" in name for index, name in zip(bad, seen, strict=True)
+            return outcome == [f"layer.{index}.weight" for index in bad]
+        return len(outcome) == len(bad) and all(
+            f"({index + 2},)" in name for index, name in zip(bad, outcome, strict=True)
         )
 
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=names_them)
+    deviation.judge(probe, torch_does=lambda outcome: outcome == LACKING, we_do=names_them)
 
 
 @clause("amp.grad_scaler.step.which_parameter")
@@ -160,12 +166,14 @@ def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None
         except RuntimeError:
             return "RuntimeError"
 
-    deviation.judge(probe, torch_does=lambda seen: seen == LACKING, we_do=lambda seen: seen == "RuntimeError")
+    deviation.judge(
+        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == "RuntimeError"
+    )
 
 
 @clause("amp.grad_scaler.update.min_scale")
 @pytest.mark.parametrize("how", ["overflows", "new_scale", "new_scale tensor", "load_state_dict"])
-def test_a_floor_of_ones_own(subject: Library, device: str, how: str) -> None:
+def test_scale_never_falls_below_min_scale(subject: Library, device: str, how: str) -> None:
     """The scale never falls below min_scale, by overflow, update or loading."""
     harness = Harness(subject, device).used()
     harness.scaler = scaler = subject.amp.GradScaler(device, init_scale=8.0, min_scale=2.0)
@@ -183,7 +191,7 @@ def test_a_floor_of_ones_own(subject: Library, device: str, how: str) -> None:
 
 
 @clause("amp.grad_scaler.update.min_scale")
-def test_an_error_where_one_was_asked_for(subject: Library, device: str) -> None:
+def test_error_if_stuck_raises_at_min_scale(subject: Library, device: str) -> None:
     harness = Harness(subject, device)
     harness.scaler = scaler = subject.amp.GradScaler(
         device, init_scale=8.0, min_scale=2.0, error_if_stuck=True

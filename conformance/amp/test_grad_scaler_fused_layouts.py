@@ -24,7 +24,7 @@ from conformance.strategies.scaling import Harness
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_parameter_that_is_cut_off(fused: FusedStep, device: str) -> None:
+def test_shortened_parameter_updates_only_its_elements(fused: FusedStep, device: str) -> None:
     """Shorten the parameter through `.data`, at the same address. Elements that it no longer holds stay unchanged."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -105,7 +105,7 @@ def test_gradients_laid_out_otherwise_than_before(
             lambda groups: AdamW(groups, lr=0.125),  # not fused: torch's fused operators use memory order
             init_scale=8.0,
         )
-        seen: list[Any] = []
+        log: list[Any] = []
 
         def lay() -> None:
             for param in harness.parameters[::2]:
@@ -117,8 +117,8 @@ def test_gradients_laid_out_otherwise_than_before(
             harness.backward()
             with BEFORE_THE_STEP[by](harness.optimizer, lay) if iteration == 2 else nullcontext():
                 take(harness, 1.0)
-            seen += [param.detach().clone() for param in harness.parameters]
-        return seen
+            log += [param.detach().clone() for param in harness.parameters]
+        return log
 
     fused.judge_reported(reported)
 
@@ -126,21 +126,23 @@ def test_gradients_laid_out_otherwise_than_before(
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("by", BEFORE_THE_STEP)
-@pytest.mark.parametrize("what", ["parameter", "exp_avg", "step"])
-def test_what_is_written_lies_elsewhere_than_before(
-    fused: FusedStep, device: str, what: str, by: str
+@pytest.mark.parametrize("moved_tensor", ["parameter", "exp_avg", "step"])
+def test_moved_tensors_are_updated_at_new_address(
+    fused: FusedStep, device: str, moved_tensor: str, by: str
 ) -> None:
     """Move a written tensor through `.data` in the third step. Its old memory stays unchanged."""
 
     def reported(library: Library, take: Take) -> list[Any]:
-        given = (Gradient((9, 4), seed=1), Gradient((4,), seed=2))
-        harness = Harness(library, device, given, lambda groups: AdamW(groups, lr=0.125), init_scale=8.0)
+        gradients = (Gradient((9, 4), seed=1), Gradient((4,), seed=2))
+        harness = Harness(library, device, gradients, lambda groups: AdamW(groups, lr=0.125), init_scale=8.0)
         moved: list[tuple[Tensor, Tensor]] = []
-        seen: list[Any] = []
+        log: list[Any] = []
 
         def move() -> None:
             for param in harness.parameters:
-                tensor = param if what == "parameter" else harness.optimizer.state[param][what]
+                tensor = (
+                    param if moved_tensor == "parameter" else harness.optimizer.state[param][moved_tensor]
+                )
                 moved.append((tensor.data, tensor.data.clone()))
                 tensor.data = tensor.data.clone()
 
@@ -149,21 +151,21 @@ def test_what_is_written_lies_elsewhere_than_before(
             harness.backward()
             with BEFORE_THE_STEP[by](harness.optimizer, move) if iteration == 2 else nullcontext():
                 take(harness, 1.0)
-            seen += [param.detach().clone() for param in harness.parameters]
-        return [*seen, *(torch.equal(old, copy) for old, copy in moved)]
+            log += [param.detach().clone() for param in harness.parameters]
+        return [*log, *(torch.equal(old, copy) for old, copy in moved)]
 
     fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_parameter_laid_out_otherwise_than_before(fused: FusedStep, device: str) -> None:
+def test_parameter_with_changed_layout_is_updated(fused: FusedStep, device: str) -> None:
     """Change the parameter's layout through `.data`, while gradients and states keep theirs."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, (Gradient((4, 4), seed=1),), KINDS["sgd"], init_scale=8.0)
         [param] = harness.parameters
-        seen: list[Any] = []
+        log: list[Any] = []
         for iteration in range(4):
             harness.scaler.scale(torch.zeros((), device=device))
             if iteration == 0:
@@ -176,8 +178,8 @@ def test_a_parameter_laid_out_otherwise_than_before(fused: FusedStep, device: st
             if take is by_four:
                 param.grad.data = torch.empty_like(param).copy_(param.grad)
             take(harness, math.inf)
-            seen.append(param.detach().clone())
-        return seen
+            log.append(param.detach().clone())
+        return log
 
     fused.judge_reported(reported)
 
@@ -202,16 +204,16 @@ STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
 @ROW
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("form", STATES)
-def test_a_state_of_another_form_than_before(fused: FusedStep, device: str, form: str, kind: str) -> None:
+def test_state_with_changed_layout_matches_torch(fused: FusedStep, device: str, form: str, kind: str) -> None:
     """Change a state's layout through `.data` in the third step, so that the tensor object stays the same.
 
     If torch's step raises, the fused step raises too.
     """
 
     def reported(library: Library, take: Take) -> list[Outcome]:
-        given = (Gradient((4, 4), seed=1), Gradient((3,), seed=2))
-        harness = Harness(library, device, given, STATEFUL[kind], init_scale=8.0)
-        seen: list[Outcome] = []
+        gradients = (Gradient((4, 4), seed=1), Gradient((3,), seed=2))
+        harness = Harness(library, device, gradients, STATEFUL[kind], init_scale=8.0)
+        outcomes: list[Outcome] = []
         for iteration in range(4):
             harness.zero_grad()
             harness.backward()
@@ -221,23 +223,23 @@ def test_a_state_of_another_form_than_before(fused: FusedStep, device: str, form
                         state.data = STATES[form](state.data)
             outcome = observe(take, harness, 1.0)
             if outcome.raised is not None:
-                return [*seen, outcome]
-            seen.append(observe(lambda: [param.detach().clone() for param in harness.parameters]))
-        return seen
+                return [*outcomes, outcome]
+            outcomes.append(observe(lambda: [param.detach().clone() for param in harness.parameters]))
+        return outcomes
 
     fused.judge_states(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_parameter_swapped_for_one_without_memory(fused: FusedStep, device: str) -> None:
+def test_parameter_swapped_for_sparse_one_is_skipped(fused: FusedStep, device: str) -> None:
     """Swap a parameter in the fourth step. The new parameter is sparse, without an address, and has no gradient."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(
             library, device, (Gradient((8,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
         )
-        kept, swapped = harness.parameters
+        unswapped, swapped = harness.parameters
         for iteration in range(4):
             harness.zero_grad()
             harness.backward()
@@ -245,26 +247,26 @@ def test_a_parameter_swapped_for_one_without_memory(fused: FusedStep, device: st
                 swapped.grad = None
                 torch.utils.swap_tensors(swapped, Parameter(torch.ones(4, device=device).to_sparse()))
             take(harness, 1.0)
-        return [kept.detach().clone()]
+        return [unswapped.detach().clone()]
 
     fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_a_step_counter_that_two_groups_share(fused: FusedStep, device: str) -> None:
+def test_step_counter_shared_by_groups_counts_both(fused: FusedStep, device: str) -> None:
     """The shared counter counts the steps of both groups."""
 
     def reported(library: Library, take: Take) -> list[Any]:
-        given = tuple(Gradient((size,), seed=size) for size in (3, 4, 5, 6))
+        gradients = tuple(Gradient((size,), seed=size) for size in (3, 4, 5, 6))
         harness = Harness(
             library,
             device,
-            given,
+            gradients,
             lambda params: AdamW(in_two(params), lr=0.125, foreach=True),
             init_scale=8.0,
         )
-        seen: list[Any] = []
+        log: list[Any] = []
         for iteration in range(5):
             harness.zero_grad()
             harness.backward()
@@ -273,13 +275,17 @@ def test_a_step_counter_that_two_groups_share(fused: FusedStep, device: str) -> 
             if iteration == 0:
                 states[2]["step"] = states[0]["step"]
             # torch keeps the counter on the host unless the optimizer is fused.
-            seen += [float(state["step"]) for state in states]
-            seen += [param.detach().clone() for param in harness.parameters]
-        return seen
+            log += [float(state["step"]) for state in states]
+            log += [param.detach().clone() for param in harness.parameters]
+        return log
 
     fused.judge_reported(reported)
 
 
-def in_two(given: Any) -> list[dict[str, Any]]:
-    params = [param for group in given for param in (group["params"] if isinstance(group, dict) else [group])]
+def in_two(params_or_groups: Any) -> list[dict[str, Any]]:
+    params = [
+        param
+        for group in params_or_groups
+        for param in (group["params"] if isinstance(group, dict) else [group])
+    ]
     return [{"params": params[:2]}, {"params": params[2:]}]

@@ -48,7 +48,7 @@ def test_copies_in_lower_precision(
         optimizer = KINDS[kind](masters)
         scaler = library.amp.GradScaler(device, init_scale=8.0)
         scaler.scale(torch.zeros((), device=device))
-        seen = []
+        iterations = []
         for number in range(3):
             for copy in copies:
                 draw = torch.Generator().manual_seed(number)
@@ -61,7 +61,7 @@ def test_copies_in_lower_precision(
                 for master, copy in zip(masters, copies, strict=True):
                     master.grad = copy.grad.float()
                 scaler.unscale_(optimizer)
-                norm = clipped(masters, max_norm, given=norms[number])
+                norm = clipped(masters, max_norm, total_norm=norms[number])
                 scaler.step(optimizer)
                 scaler.update()
                 for master, copy in zip(masters, copies, strict=True):
@@ -69,13 +69,15 @@ def test_copies_in_lower_precision(
             state = [master.clone() for master in masters]
             rounded = [master.to(dtype) for master in masters]
             assert all(map(torch.equal, copies, rounded)), "copies are not the parameters rounded"
-            seen.append((observe(lambda norm=norm: norm), observe(list, state)))
+            iterations.append((observe(lambda norm=norm: norm), observe(list, state)))
         assert norms is not None or all(master.grad is None for master in masters)
-        return seen
+        return iterations
 
     fused.judge(
         lambda library: reported(library, None),
-        lambda seen: assert_same_iterations(reported(fused.reference, norms_in(seen)), seen),
+        lambda iterations: assert_same_iterations(
+            reported(fused.reference, norms_in(iterations)), iterations
+        ),
     )
 
 
@@ -97,7 +99,7 @@ def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dty
             for seed, (numel, scale) in enumerate(shapes, 1)
         )
         harness = Harness(library, device, gradients, KINDS[kind], init_scale=8.0)
-        seen = []
+        states = []
         for last in (None, math.nan, None):
             harness.zero_grad()
             harness.backward(last)
@@ -115,12 +117,12 @@ def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dty
                 ]
                 for tensor in (*harness.parameters, *stored):
                     tensor.data.copy_(tensor.to(dtype))
-            seen.append(observe(lambda: [parameter.detach().double() for parameter in harness.parameters]))
-        return seen
+            states.append(observe(lambda: [parameter.detach().double() for parameter in harness.parameters]))
+        return states
 
-    def compare(seen: list[Outcome]) -> None:
-        for step, (state, ours) in enumerate(zip(reported(fused.reference, False), seen, strict=True), 1):
-            assert_same_outcome(state, ours, stored_updates(step, dtype))
+    def compare(log: list[Outcome]) -> None:
+        for step, (state, our_state) in enumerate(zip(reported(fused.reference, False), log, strict=True), 1):
+            assert_same_outcome(state, our_state, stored_updates(step, dtype))
 
     fused.judge(lambda library: reported(library, True), compare)
 

@@ -111,14 +111,14 @@ OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
 @ROW
 @pytest.mark.parametrize("require_grad", [True, False])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_what_an_optimizer_keeps_is_put_back(
+def test_skipped_step_restores_optimizer_state(
     fused: FusedStep, device: str, make: Callable[[Any], Optimizer], require_grad: bool
 ) -> None:
     """The state is restored, even for parameters that do not require gradients, like masters."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, make, init_scale=8.0)
-        seen: list[Any] = []
+        log: list[Any] = []
         for last in (None, math.inf, None, math.nan, math.inf, None):
             harness.zero_grad()
             harness.backward(last)
@@ -131,21 +131,21 @@ def test_what_an_optimizer_keeps_is_put_back(
             states = [harness.optimizer.state.get(param, {}) for param in harness.parameters]
             groups = [{**group, "params": len(group["params"])} for group in harness.optimizer.param_groups]
             own = {key: vars(harness.optimizer).get(key) for key in ("momentum", "count")}
-            seen += [
+            log += [
                 [param.detach().clone() for param in harness.parameters],
                 copied(states),
                 copied(groups),
                 copied(own),
             ]
-        return seen
+        return log
 
     fused.judge_reported(reported)
 
 
-def copied(kept: Any) -> Any:
+def copied(state: Any) -> Any:
     """Copy the state, with names instead of tensors' identities."""
-    if isinstance(kept, Tensor):
-        return kept.clone()
-    if isinstance(kept, dict):
-        return {str(key): copied(value) for key, value in kept.items()}
-    return [copied(each) for each in kept] if isinstance(kept, list) else kept
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {str(key): copied(value) for key, value in state.items()}
+    return [copied(item) for item in state] if isinstance(state, list) else state

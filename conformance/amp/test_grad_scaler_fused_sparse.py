@@ -47,7 +47,7 @@ def reported(
     """Return the norm and the lasting state of each iteration. The second one finds inf."""
     params = [torch.nn.Parameter(torch.ones(6, 2, device=device)) for _ in range(2)]
     optimizer, scaler = _KINDS[kind](params), library.amp.GradScaler(device, init_scale=_SCALE)
-    seen: Iterations = []
+    iterations: Iterations = []
     for number, last in enumerate((3.0, math.inf, 5.0)):
         scaler.scale(torch.ones((), device=device))
         values = torch.tensor([[1.0, -2.0], [0.5, 4.0], [2.0, last]], device=device) * _SCALE
@@ -57,8 +57,8 @@ def reported(
         after = observe(
             lambda: [*(param.detach().clone() for param in params), scaler.get_scale(), scaler.state_dict()]
         )
-        seen.append((norm, after))
-    return seen
+        iterations.append((norm, after))
+    return iterations
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +79,9 @@ def test_sparse_gradients(
 ) -> None:
     expected = reported(fused.reference, device, by_four, kind, max_norm, norm_type)
 
-    def compare(seen: Iterations) -> None:
-        for (norm, _), (our_norm, _) in zip(expected, seen, strict=True):
+    def compare(iterations: Iterations) -> None:
+        for (norm, _), (our_norm, _) in zip(expected, iterations, strict=True):
             assert_same_outcome(norm, our_norm, norm_of(24, 2, norm_type))
-        assert_same_states([after for _, after in expected], [after for _, after in seen])
+        assert_same_states([after for _, after in expected], [after for _, after in iterations])
 
     fused.judge(lambda library: reported(library, device, by_one, kind, max_norm, norm_type), compare)

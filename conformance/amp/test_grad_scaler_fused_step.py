@@ -39,7 +39,9 @@ from conformance.strategies.scaling import Harness
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 @share_of_examples(0.4)
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_iterations(fused: FusedStep, kind: str, max_norm: float, grad_outcomes: list[float | None]) -> None:
+def test_iterations_match_four_calls(
+    fused: FusedStep, kind: str, max_norm: float, grad_outcomes: list[float | None]
+) -> None:
     fused.judge_scenario(kind, grad_outcomes, max_norm)
 
 
@@ -74,7 +76,7 @@ def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.profile("full"))])
-def test_of_an_optimizer_whose_step_is_compiled(fused: FusedStep, kind: str) -> None:
+def test_compiled_optimizer_step_matches_four_calls(fused: FusedStep, kind: str) -> None:
     torch._dynamo.reset()
     try:
         fused.judge_scenario(kind, [None, None, math.inf, None], 0.5, take=by_a_compiled_step)
@@ -94,12 +96,12 @@ def test_gradients_stay_as_they_are(fused: FusedStep, device: str, kind: str, la
         having = [p for p in harness.parameters if p.grad is not None]
         before = [(p.grad, p.grad.clone()) for p in having]
         by_one(harness, 0.5)
-        return [p.grad is grad and torch.equal(grad.nan_to_num(), kept.nan_to_num())
-                for p, (grad, kept) in zip(having, before, strict=True)]  # fmt: skip
+        return [p.grad is grad and torch.equal(grad.nan_to_num(), copy.nan_to_num())
+                for p, (grad, copy) in zip(having, before, strict=True)]  # fmt: skip
 
-    def compare(seen: list[bool]) -> None:
-        assert len(seen) == 5
-        assert all(seen)
+    def compare(are_unchanged: list[bool]) -> None:
+        assert len(are_unchanged) == 5
+        assert all(are_unchanged)
 
     fused.judge(probe, compare)
 
@@ -113,7 +115,7 @@ def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float |
 
     def reported(library: Library, take: Take) -> list[Outcome]:
         harness = Harness(library, device, SOME, KINDS[kind], init_scale=8.0)
-        seen = []
+        states = []
         for grad_outcome in (None, last):
             harness.zero_grad()
             harness.backward(grad_outcome)
@@ -126,8 +128,8 @@ def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float |
             else:
                 harness.scaler.step(harness.optimizer)
                 harness.scaler.update()
-            seen.append(state_of(harness))
-        return seen
+            states.append(state_of(harness))
+        return states
 
     fused.judge_states(reported)
 
@@ -149,7 +151,7 @@ def test_several_optimizers(
             for kind in kinds
         ]
         harnesses[1].scaler = harnesses[0].scaler
-        seen = []
+        states = []
         for first_bad, second_bad, second_plain in grad_outcomes:
             for harness, bad, plain in zip(
                 harnesses, (first_bad, second_bad), (False, second_plain), strict=True
@@ -161,8 +163,8 @@ def test_several_optimizers(
                 else:
                     harness.scaler.step(harness.optimizer)
             harnesses[0].scaler.update()
-            seen += [state_of(harness) for harness in harnesses]
-        return seen
+            states += [state_of(harness) for harness in harnesses]
+        return states
 
     fused.judge_states(reported)
 
@@ -198,11 +200,11 @@ def test_out_of_order(fused: FusedStep, device: str) -> None:
         ruinous.append(
             observe(harness.scaler.fused_step, harness.optimizer, low_precision_params=[torch.ones(1)]).raised
         )
-        kept = all(map(torch.equal, weights, harness.parameters))
-        return [raised and raised.text for raised in (early, *others, without, twice, *ruinous)], kept
+        is_unchanged = all(map(torch.equal, weights, harness.parameters))
+        return [raised and raised.text for raised in (early, *others, without, twice, *ruinous)], is_unchanged
 
-    def compare(seen: Any) -> None:
-        texts, kept = seen
+    def compare(outcome: Any) -> None:
+        texts, is_unchanged = outcome
         expected = [
             "Attempted fused_step but _scale is None",
             *["expected an optimizer, which has param_groups, got Linear", "got the class SGD"] * 2,
@@ -213,9 +215,9 @@ def test_out_of_order(fused: FusedStep, device: str) -> None:
             "step() has already been called since the last update()",
             "low_precision_params are 1 tensors",
         ]
-        found = [text and words in text for text, words in zip(texts, expected, strict=True)]
-        assert found == [True] * 11
-        assert kept
+        mentions = [text and words in text for text, words in zip(texts, expected, strict=True)]
+        assert mentions == [True] * 11
+        assert is_unchanged
 
     fused.judge(probe, compare)
 
@@ -240,8 +242,8 @@ def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
 
     expected = reported(fused.reference, by_four)
 
-    def compare(seen: list[Any]) -> None:
-        assert seen == expected
+    def compare(actual: list[Any]) -> None:
+        assert actual == expected
         assert expected[0] is not None
 
     fused.judge(lambda library: reported(library, by_one), compare)
@@ -256,12 +258,12 @@ def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float)
 
     def reported(library: Library, take: Take) -> Iterations:
         harness = Harness(library, device, SOME, KINDS[kind], enabled=False)
-        seen: Iterations = []
+        iterations: Iterations = []
         for times in (1.0, 2.0):
             harness.zero_grad()
             harness.backward(times=times)
-            seen.append((observe(take, harness, max_norm), state_of(harness)))
-        return seen
+            iterations.append((observe(take, harness, max_norm), state_of(harness)))
+        return iterations
 
     fused.judge_iterations(reported)
 
@@ -279,14 +281,14 @@ def test_momentum_that_begins_with_a_skipped_step(fused: FusedStep, device: str,
         harness = Harness(
             library, device, SOME, lambda groups: SGD(groups, lr=0.125, momentum=0.5, dampening=dampening)
         )
-        seen = []
+        outcomes = []
         for last in (math.inf, None, None):
             harness.zero_grad()
             harness.backward(last)
             norm = observe(take, harness, math.inf)
-            seen.append(
+            outcomes.append(
                 (norm, observe(lambda: [parameter.detach().clone() for parameter in harness.parameters]))
             )
-        return seen
+        return outcomes
 
     fused.judge_iterations(reported)

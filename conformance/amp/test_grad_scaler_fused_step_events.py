@@ -28,16 +28,16 @@ from conformance.strategies.scaling import Harness
 @ROW
 @pytest.mark.parametrize("comes_to_it", [True, False])
 @pytest.mark.parametrize("on", ["the optimizer", "its class"])
-def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_to_it: bool) -> None:
+def test_replaced_optimizer_step_is_called(fused: FusedStep, device: str, on: str, comes_to_it: bool) -> None:
     """A replaced `step` is called once per step, with unscaled and clipped gradients, as torch's scaler calls it."""
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, lambda groups: AdamW(groups, lr=0.125, foreach=True))
-        plain, seen = AdamW.step, []
+        plain, log = AdamW.step, []
 
         def replaced(self: Optimizer) -> None:
             params = [param for param in harness.parameters if param.grad is not None]
-            seen.append([param.grad.clone() for param in params if param.grad is not None])
+            log.append([param.grad.clone() for param in params if param.grad is not None])
             if comes_to_it:
                 for param in params:
                     param.data = param.data.clone()
@@ -51,8 +51,8 @@ def test_a_step_that_was_replaced(fused: FusedStep, device: str, on: str, comes_
                 harness.zero_grad()
                 harness.backward(last)
                 take(harness, 0.5)
-                seen.append([param.detach().clone() for param in harness.parameters])
-        return seen
+                log.append([param.detach().clone() for param in harness.parameters])
+        return log
 
     fused.judge_reported(reported)
 
@@ -84,8 +84,8 @@ def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, 
         ([], 1, False, 1) if device == "cpu" or kind == "rmsprop" else (["before", "after"], 0, False, 1)
     )
 
-    def compare(seen: Any) -> None:
-        assert seen == ((["before", "after"], 0, True, 0) if last is None else skipped)
+    def compare(outcome: Any) -> None:
+        assert outcome == ((["before", "after"], 0, True, 0) if last is None else skipped)
 
     fused.judge(probe, compare)
 
@@ -138,8 +138,8 @@ def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float
             norms.append(by_one(harness, max_norm))
         return [norm.device.type for norm in norms]
 
-    def compare(seen: Any) -> None:
-        assert seen == ["meta", "meta"]
+    def compare(devices: Any) -> None:
+        assert devices == ["meta", "meta"]
 
     judge(deviation, probe, compare)
 
@@ -172,7 +172,7 @@ def test_hooks_before_the_step_have_the_last_word(
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, KINDS["adamw"], init_scale=8.0)
-        seen: list[Any] = []
+        states: list[Any] = []
         for iteration in range(4):
             harness.zero_grad()
             harness.backward()
@@ -184,7 +184,7 @@ def test_hooks_before_the_step_have_the_last_word(
             )
             with hook:
                 take(harness, math.inf)
-            seen.append(state_of(harness))
-        return seen
+            states.append(state_of(harness))
+        return states
 
     fused.judge_states(reported)

@@ -17,7 +17,7 @@ from conformance.strategies.scaling import FOUR, Harness, entries, pickled
 
 
 @clause("amp.grad_scaler.opt_state.stages")
-def test_the_stages_of_an_iteration(subject: Library, device: str) -> None:
+def test_iteration_stages_match_torch(subject: Library, device: str) -> None:
     """Other libraries read the stage to know whether an optimizer's gradients are already unscaled."""
     stages = subject.amp.grad_scaler.OptState
     assert [(stage.name, stage.value) for stage in stages] == [("READY", 0), ("UNSCALED", 1), ("STEPPED", 2)]
@@ -77,7 +77,7 @@ def test_filling_the_scale_and_the_tracker(compare: Compare, device: str) -> Non
 
 
 @clause("amp.grad_scaler.hooks.numbers")
-def test_the_scale_is_one_tensor_for_ever(subject: Library, device: str) -> None:
+def test_scale_and_tracker_stay_same_tensors(subject: Library, device: str) -> None:
     """A captured graph reads the scale at its address, and the tensor that an optimizer got must follow the scale."""
     harness = Harness(subject, device, init_scale=8.0, growth_interval=1).used()
     scale, tracker = harness.scaler._scale, harness.scaler._growth_tracker
@@ -137,7 +137,7 @@ def test_check_results_that_others_read(
 
 
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
-def test_a_verdict_changed_by_hand(compare: Compare, device: str) -> None:
+def test_changed_found_inf_decides_step_and_update(compare: Compare, device: str) -> None:
     """Libraries reduce the flag over ranks. The step and the update follow the changed flag."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -145,10 +145,10 @@ def test_a_verdict_changed_by_hand(compare: Compare, device: str) -> None:
             harness = Harness(library, device, optimizer="recording", init_scale=8.0)
             harness.backward(last)
             yield harness.did(harness.scaler.unscale_, harness.optimizer)
-            for found in harness.scaler._per_optimizer_states[id(harness.optimizer)][
+            for found_inf in harness.scaler._per_optimizer_states[id(harness.optimizer)][
                 "found_inf_per_device"
             ].values():
-                found.fill_(0.0 if last else 1.0)
+                found_inf.fill_(0.0 if last else 1.0)
             yield from harness.calls("step", "update")
 
     compare(scenario)
@@ -194,15 +194,15 @@ def overriding(library: Library, hook: str, device: str) -> type:
 
     def _maybe_opt_step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         """Step even if an inf was found."""
-        found = sum(float(value) for value in optimizer_state["found_inf_per_device"].values())
-        self.log.append(f"{found} {args} {kwargs}")
+        found_inf = sum(float(value) for value in optimizer_state["found_inf_per_device"].values())
+        self.log.append(f"{found_inf} {args} {kwargs}")
         return optimizer.step(*args, **kwargs) or "mine"
 
     def _check_inf_per_device(self: Any, optimizer: Any) -> Any:
         self.log.append("checked")
-        found = {torch.device(device): torch.ones((), device=device)}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
-        return found
+        found_inf_per_device = {torch.device(device): torch.ones((), device=device)}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_inf_per_device
+        return found_inf_per_device
 
     def _get_scale_async(self: Any) -> Any:
         self.log.append("asked")
@@ -254,7 +254,7 @@ def test_overriding_takes_effect(
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
-def test_the_way_round_the_refusal_of_float16(
+def test_overridden_unscale_accepts_float16(
     compare: Compare, device: str, dtype: torch.dtype, last: float | None
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -271,16 +271,16 @@ def test_the_way_round_the_refusal_of_float16(
 
 
 @clause("amp.grad_scaler.hooks.overriding_takes_effect")
-def test_a_scale_lent_by_a_subclass(compare: Compare, device: str) -> None:
+def test_aware_optimizer_gets_scale_of_subclass(compare: Compare, device: str) -> None:
     """Optimizers that unscale themselves get the value that _get_scale_async returns."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
-        class Mine(library.amp.GradScaler):
+        class FixedScale(library.amp.GradScaler):
             def _get_scale_async(self) -> torch.Tensor:
                 return torch.tensor(32.0, device=device)
 
         harness = Harness(library, device, FOUR, "aware")
-        harness.scaler = Mine(device, init_scale=8.0)
+        harness.scaler = FixedScale(device, init_scale=8.0)
         harness.backward()
         yield harness.did(harness.scaler.step, harness.optimizer)
         yield harness.did(harness.scaler.get_scale)

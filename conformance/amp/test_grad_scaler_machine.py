@@ -76,8 +76,8 @@ class ScalerTwins(RuleBasedStateMachine):
     def both(self, which: int, call: Callable[[Harness], Callable[..., Any]], *args: Any) -> bool:
         """Make one call on both sides and compare the state of all harnesses. Return whether the call raised."""
         expected, actual = (self.everything(harnesses, which, call, *args) for harnesses in self.sides)
-        for one, other in zip(expected, actual, strict=True):
-            assert_same_outcome(one, other)
+        for expected_outcome, actual_outcome in zip(expected, actual, strict=True):
+            assert_same_outcome(expected_outcome, actual_outcome)
         raised = expected[0].raised
         if raised is not None and raised.text.startswith("No inf checks were recorded for this optimizer"):
             # torch now treats this optimizer as unscaled, which a separate clause covers, so start a new iteration.
@@ -93,8 +93,8 @@ class ScalerTwins(RuleBasedStateMachine):
         if outcome.raised is not None:
             outcome = without_what_was_left(harness, outcome)
         after = observe(harness.scaler.get_scale, watch=[other.parameters for other in harnesses])
-        seen = {"parameters": after.watched, "harnesses": [other.seen() for other in harnesses]}
-        return [outcome, dataclasses.replace(after, watched=seen)]
+        state = {"parameters": after.watched, "harnesses": [other.seen() for other in harnesses]}
+        return [outcome, dataclasses.replace(after, watched=state)]
 
     @rule(which=st.integers(0, 1), last=st.sampled_from([None] * 4 + [math.inf, -math.inf, math.nan]))
     def backward(self, which: int, last: float | None) -> None:

@@ -115,7 +115,7 @@ def unrolled(value: Any) -> Any:
 @clause("amp.grad_scaler.scale.iterables")
 @pytest.mark.parametrize("container", list(CONTAINERS))
 @given(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=4), init_scale=SCALES)
-def test_iterables(
+def test_scaled_containers_match_torch(
     compare: Compare, device: str, container: str, seeds: list[int], init_scale: float
 ) -> None:
     tensors = [Gradient((index + 1,), seed=seed).parameter(device).grad for index, seed in enumerate(seeds)]
@@ -129,20 +129,20 @@ def test_iterables(
 
 
 @clause("amp.grad_scaler.scale.iterables")
-def test_a_generator_is_read_as_it_is_asked_for(subject: Library, reference: Library, device: str) -> None:
+def test_generator_is_consumed_lazily(subject: Library, reference: Library, device: str) -> None:
     """A user who scales micro-batches lazily computes one loss at a time."""
 
     def order(library: Library) -> list[str]:
-        seen: list[str] = []
+        events: list[str] = []
 
         def losses() -> Any:
             for index in range(3):
-                seen.append(f"made {index}")
+                events.append(f"made {index}")
                 yield torch.ones((), device=device)
 
         for index, _ in enumerate(library.amp.GradScaler(device).scale(losses())):
-            seen.append(f"used {index}")
-        return seen
+            events.append(f"used {index}")
+        return events
 
     assert order(subject) == order(reference)
 
@@ -175,7 +175,7 @@ def test_nothing_to_scale_starts_nothing(
 
 
 @clause("amp.grad_scaler.scale.first_use")
-def test_the_same_scale_until_update(subject: Library, device: str) -> None:
+def test_scale_is_constant_until_update(subject: Library, device: str) -> None:
     scaler = subject.amp.GradScaler(device, init_scale=12.0)
     for _ in range(3):
         assert float(scaler.scale(torch.tensor(2.0, device=device))) == 24.0
@@ -207,12 +207,14 @@ def test_things_that_cannot_be_scaled(
 @clause("amp.grad_scaler.scale.bad_outputs")
 @pytest.mark.deviation("grad_scaler.strings_are_no_outputs")
 @pytest.mark.parametrize("text", ["loss", ["loss"], b"loss"], ids=repr)
-def test_strings(deviation: DeviationJudge, device: str, text: Any) -> None:
+def test_scale_rejects_strings(deviation: DeviationJudge, device: str, text: Any) -> None:
     def probe(library: Library) -> str:
         return str(observe(library.amp.GradScaler(device).scale, text).raised)
 
     error = "ValueError: outputs must be a Tensor or an iterable of Tensors"
-    deviation.judge(probe, torch_does=lambda seen: seen == "None", we_do=lambda seen: seen == error)
+    deviation.judge(
+        probe, torch_does=lambda outcome: outcome == "None", we_do=lambda outcome: outcome == error
+    )
 
 
 @clause("amp.grad_scaler.scale.low_precision_losses")
@@ -232,8 +234,8 @@ def test_half_precision_vectors(
     torchs = [math.inf, math.inf] if dtype == torch.float16 else [65536.0, 196608.0]
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (dtype, torchs, torchs[:1] * 2),
-        we_do=lambda seen: seen == (torch.float32, [65536.0, 196608.0], torchs[:1] * 2),
+        torch_does=lambda outcome: outcome == (dtype, torchs, torchs[:1] * 2),
+        we_do=lambda outcome: outcome == (torch.float32, [65536.0, 196608.0], torchs[:1] * 2),
     )
 
 

@@ -85,12 +85,12 @@ def test_state_dict_is_a_copy(subject: Library, device: str) -> None:
 @clause("amp.grad_scaler.load_state_dict.restores_all")
 @pytest.mark.parametrize("used", [False, True])
 @given(state=STATES)
-def test_loads(compare: Compare, device: str, used: bool, state: dict[str, Any]) -> None:
+def test_loaded_state_matches_torch(compare: Compare, device: str, used: bool, state: dict[str, Any]) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = lived(library, device, [None] * used, **OTHERS)
-        given_ = dict(state)
-        yield harness.did(harness.scaler.load_state_dict, given_)
-        given_["scale"] = 100.0
+        loaded = dict(state)
+        yield harness.did(harness.scaler.load_state_dict, loaded)
+        loaded["scale"] = 100.0
         yield from goes_on(harness)
 
     compare(scenario)
@@ -198,7 +198,7 @@ def test_more_entries_than_needed(compare: Compare, device: str, used: bool) -> 
 @pytest.mark.deviation("grad_scaler.load_all_or_nothing")
 @pytest.mark.parametrize("missing", [key for key in GOOD if key != "scale"])
 @pytest.mark.parametrize("used", [False, True])
-def test_a_missing_entry_changes_nothing(
+def test_missing_entry_leaves_scaler_unchanged(
     deviation: DeviationJudge, device: str, missing: str, used: bool
 ) -> None:
     broken = {key: value for key, value in GOOD.items() if key != missing}
@@ -211,7 +211,9 @@ def test_a_missing_entry_changes_nothing(
 
     text = f"KeyError: '{missing}'"
     deviation.judge(
-        probe, torch_does=lambda seen: seen == (text, False), we_do=lambda seen: seen == (text, True)
+        probe,
+        torch_does=lambda outcome: outcome == (text, False),
+        we_do=lambda outcome: outcome == (text, True),
     )
 
 
@@ -228,7 +230,7 @@ CORRUPTED = [
 @clause("amp.grad_scaler.load_state_dict.all_or_nothing")
 @pytest.mark.deviation("grad_scaler.load_all_or_nothing")
 @pytest.mark.parametrize(("entry", "value", "used"), CORRUPTED, ids=repr)
-def test_a_corrupted_entry_changes_nothing(
+def test_corrupted_entry_leaves_scaler_unchanged(
     deviation: DeviationJudge, device: str, entry: str, value: Any, used: bool
 ) -> None:
     """Values that are not numbers, or that a scaler cannot use, raise without changing anything."""
@@ -239,7 +241,7 @@ def test_a_corrupted_entry_changes_nothing(
         outcome = harness.did(harness.scaler.load_state_dict, {**GOOD, entry: value})
         return outcome.raised is not None, harness.scaler.state_dict() == before
 
-    deviation.judge(probe, we_do=lambda seen: seen == (True, True))
+    deviation.judge(probe, we_do=lambda outcome: outcome == (True, True))
 
 
 @clause("amp.grad_scaler.load_state_dict.then_unscale")
@@ -265,8 +267,8 @@ def test_unscale_right_after_loading(deviation: DeviationJudge, device: str, met
     )
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (text, [8.0, 2.0]),
-        we_do=lambda seen: seen == ("None", [4.0, 8.0]),
+        torch_does=lambda outcome: outcome == (text, [8.0, 2.0]),
+        we_do=lambda outcome: outcome == ("None", [4.0, 8.0]),
     )
 
 
@@ -286,7 +288,9 @@ def test_after_a_check_that_was_refused(deviation: DeviationJudge, device: str, 
         "after scaler.update()."
     )
     deviation.judge(
-        probe, torch_does=lambda seen: seen == (True, text), we_do=lambda seen: seen == (True, "None")
+        probe,
+        torch_does=lambda outcome: outcome == (True, text),
+        we_do=lambda outcome: outcome == (True, "None"),
     )
 
 
@@ -297,7 +301,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {"pickle": pickled, "deepcopy": copy.d
 @pytest.mark.parametrize("how", list(COPIES))
 @pytest.mark.parametrize("enabled", [True, False])
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_copies(
+def test_copies_continue_independently(
     compare: Compare, device: str, how: str, enabled: bool, grad_outcomes: list[float | None]
 ) -> None:
     """Copy a fresh, a used and a disabled scaler. The original and the copy continue independently."""
@@ -323,7 +327,7 @@ def test_two_pickles_are_two_scalers(subject: Library, device: str) -> None:
 
 
 @clause("amp.grad_scaler.pickle.keeps_all")
-def test_what_a_subclass_adds_is_kept(subject: Library, device: str) -> None:
+def test_copies_keep_subclass_attributes(subject: Library, device: str) -> None:
     class Counting(subject.amp.GradScaler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -331,18 +335,18 @@ def test_what_a_subclass_adds_is_kept(subject: Library, device: str) -> None:
 
     scaler = Counting(device, init_scale=4.0)
     scaler.scale(torch.ones((), device=device))
-    for made in (pickled(scaler), copy.deepcopy(scaler)):
-        assert type(made) is Counting
-        assert (made.skipped, made.get_scale()) == ([1, 2], 4.0)
-        assert made.skipped is not scaler.skipped
+    for copied in (pickled(scaler), copy.deepcopy(scaler)):
+        assert type(copied) is Counting
+        assert (copied.skipped, copied.get_scale()) == ([1, 2], 4.0)
+        assert copied.skipped is not scaler.skipped
 
 
 @clause("amp.grad_scaler.pickle.found_by_name")
-def test_a_pickle_can_be_read_elsewhere(subject: Library) -> None:
+def test_class_is_importable_by_name(subject: Library) -> None:
     """The class is found in its module under its own name."""
-    made = subject.amp.GradScaler
-    found = getattr(importlib.import_module(made.__module__), made.__qualname__)
-    assert issubclass(made, found)
+    scaler_class = subject.amp.GradScaler
+    importable = getattr(importlib.import_module(scaler_class.__module__), scaler_class.__qualname__)
+    assert issubclass(scaler_class, importable)
 
 
 @clause("amp.grad_scaler.pickle.between_iterations")

@@ -39,7 +39,9 @@ GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, *NONFINITE]), min_size=3, 
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_iterations(compare: Compare, device: str, optimizer: str, grad_outcomes: list[float | None]) -> None:
+def test_iterations_match_torch(
+    compare: Compare, device: str, optimizer: str, grad_outcomes: list[float | None]
+) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
         for last in grad_outcomes:
@@ -71,7 +73,7 @@ def test_iterations_of_every_dtype(
 
 @clause("amp.grad_scaler.step.steps_or_skips")
 @pytest.mark.parametrize("last", [None, *NONFINITE], ids=repr)
-def test_a_skipped_step_is_not_called(subject: Library, device: str, last: float | None) -> None:
+def test_skipped_step_is_not_called(subject: Library, device: str, last: float | None) -> None:
     """A skipped step is not even called with zeroed gradients, because schedulers and hooks count the calls."""
     harness = Harness(subject, device, optimizer="recording")
     hooked: list[str] = []
@@ -172,14 +174,14 @@ def test_closure_by_position(deviation: DeviationJudge, device: str, unscale: bo
             return 0.0
 
         outcome = harness.did(harness.scaler.step, harness.optimizer, closure)
-        kept = torch.equal(before, harness.parameters[0].grad)
-        return len(calls), str(outcome.raised), kept
+        is_unchanged = torch.equal(before, harness.parameters[0].grad)
+        return len(calls), str(outcome.raised), is_unchanged
 
     text = "RuntimeError: Closure use is not currently supported if GradScaler is enabled."
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[:2] == (1, "None"),
-        we_do=lambda seen: seen == (0, text, True),
+        torch_does=lambda outcome: outcome[:2] == (1, "None"),
+        we_do=lambda outcome: outcome == (0, text, True),
     )
 
 
@@ -206,7 +208,9 @@ def test_optimizers_that_unscale_by_themselves(
 @clause("amp.grad_scaler.step.aware_optimizers")
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("last", [None, math.nan], ids=repr)
-def test_a_scale_of_their_own(compare: Compare, device: str, unscale: bool, last: float | None) -> None:
+def test_existing_grad_scale_is_multiplied_by_scale(
+    compare: Compare, device: str, unscale: bool, last: float | None
+) -> None:
     """A grad_scale that the optimizer already has is multiplied by the scale."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -259,7 +263,7 @@ def test_optimizers_that_take_the_scaler(compare: Compare, device: str) -> None:
 
 @clause("amp.grad_scaler.step.optimizer_raises")
 @pytest.mark.parametrize("unscale", [True, False])
-def test_a_plain_step_that_raises(compare: Compare, device: str, unscale: bool) -> None:
+def test_plain_step_that_raises_can_be_repeated(compare: Compare, device: str, unscale: bool) -> None:
     """The gradients were unscaled before the error, so the next attempt must not unscale them again."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -282,7 +286,7 @@ def test_a_plain_step_that_raises(compare: Compare, device: str, unscale: bool) 
 
 @clause("amp.grad_scaler.step.optimizer_raises")
 @pytest.mark.deviation("grad_scaler.nothing_left_on_the_optimizer")
-def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> None:
+def test_aware_step_that_raises_leaves_no_attributes(deviation: DeviationJudge, device: str) -> None:
     """The attributes on the optimizer must be removed, because the next attempt would multiply them in."""
 
     def probe(library: Library) -> tuple[bool, list[Any]]:
@@ -296,16 +300,14 @@ def test_an_aware_step_that_raises(deviation: DeviationJudge, device: str) -> No
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (True, [8.0, 64.0]),
-        we_do=lambda seen: seen == (False, [8.0, 8.0]),
+        torch_does=lambda outcome: outcome == (True, [8.0, 64.0]),
+        we_do=lambda outcome: outcome == (False, [8.0, 8.0]),
     )
 
 
 @clause("amp.grad_scaler.step.schedulers_see_skips")
 @pytest.mark.parametrize("last", [None, math.inf], ids=repr)
-def test_the_scheduler_warns_after_a_skipped_first_step(
-    compare: Compare, device: str, last: float | None
-) -> None:
+def test_scheduler_warns_after_skipped_first_step(compare: Compare, device: str, last: float | None) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device)
         scheduler = torch.optim.lr_scheduler.StepLR(harness.optimizer, 1)
@@ -333,19 +335,19 @@ def test_several_optimizers(compare: Compare, device: str, first: str, data: st.
         for other in others:
             other.scaler = harness.scaler
         for grad_outcome in grad_outcomes:
-            for each, last in zip(harnesses, grad_outcome, strict=True):
-                each.zero_grad()
-                yield each.did(each.backward, last)
+            for current, last in zip(harnesses, grad_outcome, strict=True):
+                current.zero_grad()
+                yield current.did(current.backward, last)
             yield others[0].did(harness.scaler.unscale_, others[0].optimizer)
-            for each in harnesses:
-                yield each.did(harness.scaler.step, each.optimizer)
+            for current in harnesses:
+                yield current.did(harness.scaler.step, current.optimizer)
             yield harness.did(harness.scaler.update)
 
     compare(scenario)
 
 
 @clause("amp.grad_scaler.step.several_optimizers")
-def test_one_optimizer_without_gradients(compare: Compare, device: str) -> None:
+def test_optimizer_without_gradients_does_not_affect_other(compare: Compare, device: str) -> None:
     """The step of one optimizer raises, and the other optimizer is not affected."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -412,7 +414,7 @@ def test_before_the_first_scale(compare: Compare, device: str, call: str) -> Non
 
 @clause("amp.grad_scaler.step.again_after_a_refusal")
 @pytest.mark.deviation("grad_scaler.refused_step_can_be_taken_again")
-def test_a_step_after_one_that_was_refused(deviation: DeviationJudge, device: str) -> None:
+def test_step_without_gradients_can_be_repeated_with_them(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> tuple[str, str, bool]:
         """Return the errors of the steps without and with gradients, and whether the latter changed the weights."""
         harness = Harness(library, device, (Gradient((3,)),), init_scale=8.0).used()
@@ -425,6 +427,6 @@ def test_a_step_after_one_that_was_refused(deviation: DeviationJudge, device: st
     text = "AssertionError: No inf checks were recorded for this optimizer."
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (text, text, False),
-        we_do=lambda seen: seen == (text, "None", True),
+        torch_does=lambda outcome: outcome == (text, text, False),
+        we_do=lambda outcome: outcome == (text, "None", True),
     )

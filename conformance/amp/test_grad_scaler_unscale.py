@@ -165,15 +165,15 @@ class BareOptimizer:
 @clause("amp.grad_scaler.unscale_.each_gradient_once")
 @pytest.mark.deviation("grad_scaler.each_gradient_once")
 @pytest.mark.parametrize("kind", ["twice in a group", "in two groups", "one gradient of two parameters"])
-def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str, kind: str) -> None:
+def test_gradient_listed_twice_is_rejected(deviation: DeviationJudge, device: str, kind: str) -> None:
     def probe(library: Library) -> tuple[bool, list[float]]:
         harness = Harness(library, device, (Gradient((2,)), Gradient((2,))), init_scale=4.0).used()
-        one, other = harness.parameters
+        first, second = harness.parameters
         for parameter in harness.parameters:
             parameter.grad.fill_(16.0)
-        groups = [[other, one], [one]] if kind == "in two groups" else [[other], [one, one]]
+        groups = [[second, first], [first]] if kind == "in two groups" else [[second], [first, first]]
         if kind == "one gradient of two parameters":
-            groups, other.grad = [[other], [one]], one.grad
+            groups, second.grad = [[second], [first]], first.grad
         outcome = harness.did(harness.scaler.unscale_, BareOptimizer([{"params": group} for group in groups]))
         refused = outcome.raised is not None and outcome.raised.kind is ValueError
         return refused, [float(parameter.grad[0]) for parameter in harness.parameters]
@@ -181,8 +181,8 @@ def test_a_gradient_that_is_listed_twice(deviation: DeviationJudge, device: str,
     shared = kind == "one gradient of two parameters"
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (False, [1.0, 1.0 if shared else 4.0]),
-        we_do=lambda seen: seen == (True, [16.0, 16.0]),
+        torch_does=lambda outcome: outcome == (False, [1.0, 1.0 if shared else 4.0]),
+        we_do=lambda outcome: outcome == (True, [16.0, 16.0]),
     )
 
 
@@ -251,7 +251,7 @@ def sparse_on_a_rank(rank: Rank) -> None:
 @clause("amp.grad_scaler.unscale_.sparse")
 @pytest.mark.profile("full")
 @pytest.mark.reference_limit("sim.sparse_tensors")
-def test_the_simulated_device_has_no_sparse_tensors() -> None:
+def test_simulated_device_rejects_sparse_tensors() -> None:
     """Run in a separate process, which keeps the simulated device until it ends."""
     try:
         ensure_built()
@@ -338,7 +338,7 @@ def unfit(device: str, kind: str) -> torch.nn.Parameter:
 @clause("amp.grad_scaler.unscale_.refuses_whole")
 @pytest.mark.deviation("grad_scaler.refusal_is_whole")
 @pytest.mark.parametrize("kind", ["integer", "complex", "bool", "overlapping"])
-def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, device: str, kind: str) -> None:
+def test_unsupported_gradient_leaves_all_unchanged(deviation: DeviationJudge, device: str, kind: str) -> None:
     """The error is torch's. torch has divided some gradients before it, and Tandem changes none."""
     if device != "cpu":
         unavailable("torch's kernels for other devices take other dtypes")
@@ -363,8 +363,10 @@ def test_what_cannot_be_unscaled_leaves_all_alone(deviation: DeviationJudge, dev
     expected = divided[:2]
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[0] == expected[0] and seen[2] in ([2.0, 2.0], [8.0, 2.0], [2.0, 8.0]),
-        we_do=lambda seen: seen == (*expected, [8.0, 8.0], 4.0),
+        torch_does=lambda outcome: (
+            outcome[0] == expected[0] and outcome[2] in ([2.0, 2.0], [8.0, 2.0], [2.0, 8.0])
+        ),
+        we_do=lambda outcome: outcome == (*expected, [8.0, 8.0], 4.0),
     )
 
 
@@ -378,7 +380,7 @@ def test_gradients_on_two_devices(
     if device == "cpu":
         unavailable("one device type only")
 
-    def probe(library: Library, device: str = device) -> Seen:
+    def probe(library: Library, device: str = device) -> StepOutcomes:
         harness = Harness(library, device, FOUR, init_scale=4.0).used()
         harness.parameters.append(Gradient((5,), seed=8, last=last).parameter("cpu"))
         harness.optimizer.add_param_group({"params": harness.parameters[-1:]})
@@ -390,18 +392,20 @@ def test_gradients_on_two_devices(
     expected = probe(reference, "cpu")
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen != expected,
-        we_do=lambda seen: seen == expected,
+        torch_does=lambda outcome: outcome != expected,
+        we_do=lambda outcome: outcome == expected,
         may_agree=True,  # unless the copy ends after the host reads
     )
 
 
-Seen = list[tuple[str | None, list[list[str]]]]
+StepOutcomes = list[tuple[str | None, list[list[str]]]]
 
 
 def numbers(parameter: torch.Tensor) -> list[str]:
     """Return the values of `parameter` and its gradient as text, so that nan equals nan."""
-    return [str(each.detach().cpu().tolist()) for each in (parameter, parameter.grad) if each is not None]
+    return [
+        str(tensor.detach().cpu().tolist()) for tensor in (parameter, parameter.grad) if tensor is not None
+    ]
 
 
 @clause("amp.grad_scaler.sync.none")
@@ -463,6 +467,6 @@ def test_windows_that_slide_over_one_memory(deviation: DeviationJudge, device: s
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == ("None", [16.0, 4.0, 1.0, 4.0, 16.0], 2.0),
-        we_do=lambda seen: seen[0].startswith(REFUSED_OVERLAP) and seen[1:] == ([64.0] * 5, 8.0),
+        torch_does=lambda outcome: outcome == ("None", [16.0, 4.0, 1.0, 4.0, 16.0], 2.0),
+        we_do=lambda outcome: outcome[0].startswith(REFUSED_OVERLAP) and outcome[1:] == ([64.0] * 5, 8.0),
     )

@@ -27,14 +27,14 @@ LARGEST = torch.finfo(torch.float32).max
 
 def scales(harness: Harness, grad_outcomes: list[bool]) -> list[float]:
     """Return the scale after each iteration. The gradients are finite if the outcome is True."""
-    seen = []
+    history = []
     for finite in grad_outcomes:
         harness.zero_grad()
         harness.backward(None if finite else math.inf)
         harness.scaler.step(harness.optimizer)
         harness.scaler.update()
-        seen.append(harness.scaler.get_scale())
-    return seen
+        history.append(harness.scaler.get_scale())
+    return history
 
 
 @clause("amp.grad_scaler.update.grows_after_interval")
@@ -47,7 +47,7 @@ def test_grows_after_so_many_steps_in_a_row(subject: Library, device: str, inter
 
 
 @clause("amp.grad_scaler.update.grows_after_interval")
-def test_an_overflow_starts_the_count_again(subject: Library, device: str) -> None:
+def test_overflow_resets_growth_count(subject: Library, device: str) -> None:
     harness = Harness(subject, device, SMALL, init_scale=8.0, growth_interval=3)
     grad_outcomes = [True, True, False, True, True, False, True, True, True, True]
     assert scales(harness, grad_outcomes) == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0]
@@ -77,7 +77,7 @@ def test_backs_off_each_time(subject: Library, device: str, backoff: float) -> N
     ),
     grad_outcomes=st.lists(st.booleans(), min_size=3, max_size=15),
 )
-def test_the_path_of_the_scale(
+def test_scale_path_matches_torch(
     compare: Compare, device: str, options: dict[str, Any], grad_outcomes: list[bool]
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -123,7 +123,7 @@ def tensor(value: float, device: str, **options: Any) -> torch.Tensor:
     news=st.lists(st.sampled_from([None, 2.0, 3.5, 65536.0, 1e-3]), min_size=3, max_size=6),
     as_tensor=st.booleans(),
 )
-def test_a_scale_set_by_hand(
+def test_new_scale_replaces_scale(
     compare: Compare, device: str, news: list[float | None], as_tensor: bool
 ) -> None:
     """A new scale takes effect at once and ends the iteration. The count of clean steps continues."""
@@ -144,7 +144,7 @@ def test_a_scale_set_by_hand(
 
 @clause("amp.grad_scaler.update.new_scale")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64], ids=str)
-def test_a_tensor_is_copied(compare: Compare, device: str, dtype: torch.dtype) -> None:
+def test_new_scale_tensor_is_copied(compare: Compare, device: str, dtype: torch.dtype) -> None:
     """Later changes of the tensor have no effect, and the scale keeps its own dtype."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -162,7 +162,7 @@ def test_a_tensor_is_copied(compare: Compare, device: str, dtype: torch.dtype) -
 
 
 @clause("amp.grad_scaler.update.new_scale")
-def test_a_new_scale_ends_the_iteration(compare: Compare, device: str) -> None:
+def test_new_scale_ends_iteration(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=8.0)
         harness.backward(math.inf)
@@ -224,7 +224,7 @@ def test_update_without_any_check(compare: Compare, device: str, bare: bool) -> 
 
 @clause("amp.grad_scaler.update.never_dies")
 @pytest.mark.deviation("grad_scaler.scale_never_dies")
-def test_the_scale_never_dies(deviation: DeviationJudge, device: str) -> None:
+def test_scale_stays_above_zero_and_warns(deviation: DeviationJudge, device: str) -> None:
     """A clean step must be taken after two hundred overflows in a row, and a warning must have been given."""
     floor = torch.finfo(torch.float32).smallest_normal
 
@@ -241,8 +241,8 @@ def test_the_scale_never_dies(deviation: DeviationJudge, device: str) -> None:
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (0.0, False, False),
-        we_do=lambda seen: seen == (floor, True, True),
+        torch_does=lambda outcome: outcome == (0.0, False, False),
+        we_do=lambda outcome: outcome == (floor, True, True),
     )
 
 
@@ -262,7 +262,9 @@ SETTERS = {
         max_size=5,
     ),
 )
-def test_setters(compare: Compare, device: str, before: bool, calls: list[tuple[str, Any]]) -> None:
+def test_setters_match_torch(
+    compare: Compare, device: str, before: bool, calls: list[tuple[str, Any]]
+) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, SMALL, init_scale=64.0, growth_interval=2)
         if not before:
@@ -312,7 +314,7 @@ NO_NUMBERS = ["2", None, [2]]
 
 @clause("amp.grad_scaler.setters.take_effect")
 @pytest.mark.parametrize("interval", [2.5, 2.0, 0, -1, True], ids=repr)
-def test_an_interval_is_kept_as_it_was_given(compare: Compare, device: str, interval: float) -> None:
+def test_growth_interval_keeps_its_type(compare: Compare, device: str, interval: float) -> None:
     """The interval is stored unchanged even if the next update rejects it."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -336,7 +338,7 @@ def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> No
 
 @clause("amp.grad_scaler.setters.bad_values")
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
-def test_an_interval_that_is_no_number(compare: Compare, device: str, value: Any) -> None:
+def test_growth_interval_rejects_non_numbers(compare: Compare, device: str, value: Any) -> None:
     """torch raises its operator's error in the next update. The scale is as before."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -370,8 +372,8 @@ def test_factors_that_are_no_numbers(deviation: DeviationJudge, device: str, nam
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == ("update", False, 8.0),
-        we_do=lambda seen: seen == ("setter", True, 8.0),
+        torch_does=lambda outcome: outcome == ("update", False, 8.0),
+        we_do=lambda outcome: outcome == ("setter", True, 8.0),
     )
 
 

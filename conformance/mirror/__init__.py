@@ -1,8 +1,8 @@
-"""torch behind new objects: a subject that behaves as the reference does and shares no public object with it.
+"""A copy of torch: a subject that behaves like the reference and shares no public object with it.
 
     python -m pytest conformance --subject conformance.mirror
 
-It must be judged green: the suite compares what is done, not who does it.
+It must pass, because the suite compares behaviour and not the identity of objects.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from conformance.judge import surface
 
-# What Python makes anew for each class.
+# Python creates these attributes for each class.
 _OF_THE_CLASS = ("__dict__", "__weakref__", "__module__")
 # Dynamo traces a region as a decorator only if its class derives from torch's.
 _DERIVED = (torch.amp.autocast,)
-# Of fully_shard, which changes the classes of modules and tells them by these.
+# These classes are not copied, because fully_shard changes the classes of modules and recognises them by these.
 _SHARED = "distributed.fsdp"
-# FSDP1, which would stand here as it is, is judged against itself by `--subject torch`.
+# FSDP1 is left out, because it would not be copied either and `--subject torch` already judges it against itself.
 _PUBLIC = {
     path: surface.resolve(path)
     for path in surface.names()
@@ -34,17 +34,17 @@ _PUBLIC = {
 
 @functools.cache
 def _renewed(value: Any) -> Any:
-    """A new object that does the same; one and the same for each public name that spells it, or derives from it."""
+    """Return a copy of `value`, the same for each of its public names. Copied classes derive from copied classes."""
     if inspect.isfunction(value):
         return _copied_function(value, value, value)
     if issubclass(value, enum.Enum):
         return enum.Enum(value.__name__, {member.name: member.value for member in value})
     bases = tuple(_renewed(base) if base in _PUBLIC.values() else base for base in value.__bases__)
-    made = types.new_class(value.__name__, (value,) if value in _DERIVED else bases)
+    mirrored = types.new_class(value.__name__, (value,) if value in _DERIVED else bases)
     for name, attribute in vars(value).items():
         if name not in _OF_THE_CLASS:
-            setattr(made, name, _copied(attribute, value, made))
-    return made
+            setattr(mirrored, name, _copied(attribute, value, mirrored))
+    return mirrored
 
 
 def _copied(attribute: Any, old: type, new: type) -> Any:
@@ -56,16 +56,16 @@ def _copied(attribute: Any, old: type, new: type) -> Any:
 
 
 def _copied_function(function: Any, old: Any, new: Any) -> Any:
-    """The same code; where it, or a decorator of it, has the class `old` in its closure, it has `new`."""
+    """Return a copy of `function`. In its closure, and in those of its decorators, `new` replaces the class `old`."""
     cells = [types.CellType(_in_closure(cell.cell_contents, old, new)) for cell in function.__closure__ or ()]
-    made = types.FunctionType(
+    mirrored = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
     )
-    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
-    made.__annotations__, made.__doc__ = function.__annotations__, function.__doc__
-    made.__module__ = function.__module__
-    vars(made).update(vars(function))
-    return made
+    mirrored.__kwdefaults__, mirrored.__qualname__ = function.__kwdefaults__, function.__qualname__
+    mirrored.__annotations__, mirrored.__doc__ = function.__annotations__, function.__doc__
+    mirrored.__module__ = function.__module__
+    vars(mirrored).update(vars(function))
+    return mirrored
 
 
 def _in_closure(content: Any, old: Any, new: Any) -> Any:
@@ -73,7 +73,7 @@ def _in_closure(content: Any, old: Any, new: Any) -> Any:
 
 
 def _place(path: str) -> types.ModuleType:
-    """The module of this package at torch's path `path`, made when it is first asked for."""
+    """Return the module of this package at torch's path `path`, and create it at the first call."""
     if not path:
         return sys.modules[__name__]
     name = f"{__name__}.{path}"

@@ -308,7 +308,7 @@ def test_earlier_killers_run_first(tmp_path: Path, worker: Worker, subject: Libr
     """Even of another commit; and nothing else runs where a test is asked for alone."""
     fault, by = (
         "older.cuda_region_on_the_cpu",
-        "conformance/cuda/amp/test_autocast_mode.py::test_as_a_region[defaults-here]",
+        "conformance/cuda/amp/test_autocast_mode.py::test_region_matches_torch[defaults-here]",
     )
     out = tmp_path / "kills.json"
     write_kills(

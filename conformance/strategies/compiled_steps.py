@@ -24,8 +24,8 @@ Script = Callable[["CompiledHarness"], Any]
 def soon(cases: Iterable[str], *names: str) -> list[Any]:
     """Return the cases as parameters. All but `names` run in the full profile, because each compiles for a second."""
     return [
-        pytest.param(each, marks=() if each in names else pytest.mark.profile("full"), id=each)
-        for each in cases
+        pytest.param(case, marks=() if case in names else pytest.mark.profile("full"), id=case)
+        for case in cases
     ]
 
 
@@ -105,9 +105,9 @@ class CompiledHarness:
         return {
             "parameters": [parameter.detach().clone() for parameter in self.parameters],
             "state": [
-                dict(state[each]) if each in state else None
+                dict(state[param]) if param in state else None
                 for group in self.optimizer.param_groups
-                for each in group["params"]
+                for param in group["params"]
             ],
             "groups": [
                 {name: value for name, value in group.items() if name != "params"}
@@ -139,12 +139,12 @@ class CompiledHarness:
 def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Outcome:
     """Run the script with this library's tracing. Return its outcome."""
     with tracing_of(library):
-        found = observe(lambda: script(CompiledHarness(make, **harness)))
+        outcome = observe(lambda: script(CompiledHarness(make, **harness)))
     # Drop warnings that imports of backends and torch's C++ give once per process, because only the first run gets
     # them.
-    reported = [(kind, text) for kind, text in found.warned if kind != "DeprecationWarning"]
-    often = tuple(each for each in reported if "Triggered internally" not in each[1])
-    return dataclasses.replace(found, warned=often)
+    reported = [(kind, text) for kind, text in outcome.warned if kind != "DeprecationWarning"]
+    often = tuple(warning for warning in reported if "Triggered internally" not in warning[1])
+    return dataclasses.replace(outcome, warned=often)
 
 
 def after(script: Callable[[CompiledHarness], Any]) -> Script:

@@ -36,11 +36,11 @@ def shardings(
     units: tuple[str, ...] = UNITS,
     ranks: tuple[str, ...] = ("default", "mesh"),
     reshards: tuple[bool | int | None, ...] = (None, True, False),
-    **given: Any,
+    **fixed: Any,
 ) -> Sharding:
     """Draw a sharding. `given` are fields that are not drawn."""
     drawn = {"units": units, "ranks": ranks, "reshard_after_forward": reshards}
-    return Sharding(**{name: draw(st.sampled_from(values)) for name, values in drawn.items()}, **given)
+    return Sharding(**{name: draw(st.sampled_from(values)) for name, values in drawn.items()}, **fixed)
 
 
 @st.composite
@@ -70,8 +70,8 @@ def sharded_trainings(
 
 def _calls_of(method: str, **values: Any) -> st.SearchStrategy[UnitCall]:
     units = st.sampled_from([ROOT, ROOT, *range(UNITS_IN_A_ROW)])
-    given = {name: st.sampled_from(each) for name, each in values.items()}
-    return st.builds(UnitCall, st.just(method), units, st.fixed_dictionaries(given))
+    arguments = {name: st.sampled_from(choices) for name, choices in values.items()}
+    return st.builds(UnitCall, st.just(method), units, st.fixed_dictionaries(arguments))
 
 
 _TRAINING = st.sampled_from(
@@ -118,14 +118,14 @@ def _gathers_for_use(calls: list[UnitCall]) -> bool:
     that it gathered: deviation fully_shard.gathered_in_vain.
     """
     names_earlier = is_in_flight = False
-    for one in calls:
-        if (one.name == "look" and names_earlier) or (one.name == "load" and is_in_flight):
+    for call in calls:
+        if (call.name == "look" and names_earlier) or (call.name == "load" and is_in_flight):
             return False
-        if one.name == "set_modules_to_forward_prefetch" and one.unit != ROOT:
-            names_earlier |= any(number < one.unit for number in one.arguments["modules"])
-        if one.name in ("unshard", "forward", "look"):
-            is_asked = bool(one.arguments.get("async_op"))
-            is_in_flight = is_asked or (is_in_flight and one.name == "unshard")
+        if call.name == "set_modules_to_forward_prefetch" and call.unit != ROOT:
+            names_earlier |= any(number < call.unit for number in call.arguments["modules"])
+        if call.name in ("unshard", "forward", "look"):
+            is_asked = bool(call.arguments.get("async_op"))
+            is_in_flight = is_asked or (is_in_flight and call.name == "unshard")
     return True
 
 

@@ -52,22 +52,22 @@ Iterations = list[tuple[Outcome, Any]]  # the norm and the lasting state of each
 
 
 def by_four(
-    harness: Harness, max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
+    harness: Harness, max_norm: float, norm_type: float = 2.0, total_norm: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Step with torch's four calls. Clip by `given`, or else by torch's norm. Return the norm."""
     harness.scaler.unscale_(harness.optimizer)
-    norm = clipped([p for p in harness.parameters if p.numel()], max_norm, norm_type, given)
+    norm = clipped([p for p in harness.parameters if p.numel()], max_norm, norm_type, total_norm)
     harness.scaler.step(harness.optimizer)
     harness.scaler.update()
     return norm
 
 
 def clipped(
-    parameters: list[Any], max_norm: float, norm_type: float = 2.0, given: torch.Tensor | None = None
+    parameters: list[Any], max_norm: float, norm_type: float = 2.0, total_norm: torch.Tensor | None = None
 ) -> torch.Tensor:
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
     if max_norm < math.inf:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm if given is None else given)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm if total_norm is None else total_norm)
     return norm
 
 
@@ -75,8 +75,8 @@ def by_one(harness: Harness, max_norm: float, norm_type: float = 2.0) -> torch.T
     return harness.scaler.fused_step(harness.optimizer, max_norm, norm_type)
 
 
-def norms_in(seen: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
-    return [None if norm.raised else norm.value.values for norm, _ in seen]
+def norms_in(iterations: Iterable[tuple[Outcome, Any]]) -> list[torch.Tensor | None]:
+    return [None if norm.raised else norm.value.values for norm, _ in iterations]
 
 
 def by_four_with(norms: Iterable[torch.Tensor | None]) -> Take:
@@ -84,8 +84,8 @@ def by_four_with(norms: Iterable[torch.Tensor | None]) -> Take:
 
     Results that follow from a norm have the same bits, no matter how the norm was computed.
     """
-    given = iter(norms)
-    return lambda harness, *expected: by_four(harness, *expected, given=next(given))
+    remaining_norms = iter(norms)
+    return lambda harness, *expected: by_four(harness, *expected, total_norm=next(remaining_norms))
 
 
 def state_of(harness: Harness) -> Outcome:
@@ -132,27 +132,27 @@ def judge(
     def asked(library: Library) -> Any:
         return probe(library) if hasattr(library.find(scaler), "fused_step") else LACKING
 
-    def agrees(seen: Any) -> bool:
-        if seen is LACKING:
+    def agrees(outcome: Any) -> bool:
+        if outcome is LACKING:
             return False
-        compare(seen)
+        compare(outcome)
         return True
 
-    deviation.judge(asked, torch_does=lambda seen: seen is LACKING, we_do=agrees)
+    deviation.judge(asked, torch_does=lambda outcome: outcome is LACKING, we_do=agrees)
 
 
-def assert_same_iterations(expected: Iterations, seen: Iterations, norm_type: float = 2.0) -> None:
+def assert_same_iterations(expected: Iterations, actual: Iterations, norm_type: float = 2.0) -> None:
     """Compare norms within the rounding of their sums, and the lasting state within the rounding of the updates."""
     tolerance = norm_of_some(norm_type)
-    for norm, our_norm in zip([norm for norm, _ in expected], [norm for norm, _ in seen], strict=True):
+    for norm, our_norm in zip([norm for norm, _ in expected], [norm for norm, _ in actual], strict=True):
         assert_same_outcome(norm, our_norm, tolerance)
-    assert_same_states([state for _, state in expected], [state for _, state in seen])
+    assert_same_states([state for _, state in expected], [state for _, state in actual])
 
 
-def assert_same_states(expected: Sequence[Outcome], seen: Sequence[Outcome]) -> None:
+def assert_same_states(expected: Sequence[Outcome], actual: Sequence[Outcome]) -> None:
     """Compare the states after each step, within the rounding of the updates so far."""
-    for step, (state, ours) in enumerate(zip(expected, seen, strict=True), 1):
-        assert_same_outcome(state, ours, updates(step))
+    for step, (state, actual_state) in enumerate(zip(expected, actual, strict=True), 1):
+        assert_same_outcome(state, actual_state, updates(step))
 
 
 def norm_of_some(norm_type: float) -> Tolerance:
@@ -176,13 +176,15 @@ class FusedStep:
         assert expected.raised is None, expected.raised
         self.judge(
             lambda library: observe(reported, library, by_one),
-            lambda seen: assert_same_states([expected], [seen]),
+            lambda actual: assert_same_states([expected], [actual]),
         )
 
     def judge_states(self, reported: Callable[[Library, Take], list[Outcome]]) -> None:
         """Judge that `reported` gives the same states for one call as for four, after each step."""
         expected = reported(self.reference, by_four)
-        self.judge(lambda library: reported(library, by_one), lambda seen: assert_same_states(expected, seen))
+        self.judge(
+            lambda library: reported(library, by_one), lambda actual: assert_same_states(expected, actual)
+        )
 
     def judge_iterations(
         self, reported: Callable[[Library, Take], Iterations], norm_type: float = 2.0, take: Take = by_one
@@ -193,8 +195,8 @@ class FusedStep:
         """
         self.judge(
             lambda library: reported(library, take),
-            lambda seen: assert_same_iterations(
-                reported(self.reference, by_four_with(norms_in(seen))), seen, norm_type
+            lambda actual: assert_same_iterations(
+                reported(self.reference, by_four_with(norms_in(actual))), actual, norm_type
             ),
         )
 

@@ -99,7 +99,7 @@ def copies(scene: CastScene) -> None:
     """Use copies of a weight whose cast is cached. Each copy is a different tensor, even if it shares memory."""
     with scene.region():
         scene.use(scene.weight)
-        for made in (
+        for copied in (
             copy.deepcopy(scene.weight),
             scene.weight.clone(),
             scene.weight.detach(),
@@ -107,8 +107,8 @@ def copies(scene: CastScene) -> None:
             scene.weight.detach().clone().requires_grad_(),
             torch.nn.Parameter(scene.weight.detach().clone()),
         ):
-            fill(made.detach(), scene.weight[0, 0].item() + 1.0)
-            scene.use(made, times=2)
+            fill(copied.detach(), scene.weight[0, 0].item() + 1.0)
+            scene.use(copied, times=2)
 
 
 def copied_modules(scene: CastScene) -> None:
@@ -153,11 +153,11 @@ def short_lived(scene: CastScene) -> None:
 
 
 def twins(scene: CastScene) -> None:
-    one, other = scene.leaf(1.0), scene.leaf(1.0)
+    first, second = scene.leaf(1.0), scene.leaf(1.0)
     with scene.region():
-        scene.use(one, other, times=2)
-        (scene.use(one) * 2 + scene.use(other)).backward()
-    scene.seen.append((one.grad, other.grad))
+        scene.use(first, second, times=2)
+        (scene.use(first) * 2 + scene.use(second)).backward()
+    scene.seen.append((first.grad, second.grad))
 
 
 def nested(scene: CastScene) -> None:

@@ -30,11 +30,11 @@ def used_as_region(autocast: Any, arguments: str, on: Any = contextlib.nullconte
     def run() -> Any:
         with on():
             region = autocast(*args, **kwargs)
-            seen = [region.device, region.fast_dtype, region._enabled, region._cache_enabled]
+            states = [region.device, region.fast_dtype, region._enabled, region._cache_enabled]
             for _ in range(2):
                 with region as entered:
-                    seen += [state(), entered is region]
-            return [*seen, state()]
+                    states += [state(), entered is region]
+            return [*states, state()]
 
     return observe(run)
 

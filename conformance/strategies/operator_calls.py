@@ -71,10 +71,10 @@ class OperatorCall:
                 return tensor if value.names is None else tensor.rename(*value.names)
             if isinstance(value, torch.Tensor):
                 return value.to(device, copy=True)
-            return [made(each) for each in value] if isinstance(value, list) else value
+            return [made(item) for item in value] if isinstance(value, list) else value
 
         return OperatorCall(
-            tuple(map(made, self.args)), {name: made(each) for name, each in self.kwargs.items()}
+            tuple(map(made, self.args)), {name: made(argument) for name, argument in self.kwargs.items()}
         )
 
 
@@ -134,5 +134,5 @@ def spellings(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _into_new(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    devices = {each.device for each in args if isinstance(each, torch.Tensor)}
+    devices = {argument.device for argument in args if isinstance(argument, torch.Tensor)}
     return function(*args, **kwargs, out=torch.empty(0, device=next(iter(devices), None)))

@@ -30,7 +30,9 @@ def callable_spellings(device: str) -> dict[str, list[tuple[str, Callable[..., A
         return ran(functools.partial(outcome_of, name, function, [torch.float32], device))
 
     with quiet():
-        return {name: [each for each in spellings(name) if takes(name, each[1])] for name in CALLS}
+        return {
+            name: [spelling for spelling in spellings(name) if takes(name, spelling[1])] for name in CALLS
+        }
 
 
 @contextlib.contextmanager
@@ -61,15 +63,15 @@ def outcome_of(
     """Run the operator. Return its result or error with its operands afterwards, or the operands' gradients."""
     try:
         call = CALLS[name].operands(dtypes, device)
-        leaves = [each for each in flat(call.args) if each.is_floating_point()] if backward else []
-        for each in leaves:
-            each.requires_grad_()
+        leaves = [tensor for tensor in flat(call.args) if tensor.is_floating_point()] if backward else []
+        for leaf in leaves:
+            leaf.requires_grad_()
         with region():
             value = function(*call.args, **call.kwargs)
         value = value if isinstance(value, (torch.Tensor, list)) else tuple_of(value)
         if backward:
-            torch.autograd.backward(sum(each.abs().sum() for each in flat(value) if each.requires_grad))
-            return {"gradients": [each.grad for each in leaves]}
+            torch.autograd.backward(sum(tensor.abs().sum() for tensor in flat(value) if tensor.requires_grad))
+            return {"gradients": [leaf.grad for leaf in leaves]}
     except Exception as error:
         return {"raised": (type(error).__name__, plain_text(error))}
     return {"value": value[:3] if name in RECURRENT else value, "operands": call.args}
@@ -83,7 +85,7 @@ def tuple_of(value: Any) -> Any:
 def flat(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
-    return [each for one in values for each in flat(one)] if isinstance(values, (list, tuple)) else []
+    return [item for value in values for item in flat(value)] if isinstance(values, (list, tuple)) else []
 
 
 def region_of(library: Library, device: str, dtype: torch.dtype | None) -> Region:

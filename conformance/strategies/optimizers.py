@@ -68,7 +68,9 @@ _GIVEN = ("params", "lr")
 
 def options_of(name: str) -> list[str]:
     return [
-        each for each in inspect.signature(CLASSES[name]).parameters if each not in _GIVEN and each in _VALUES
+        option
+        for option in inspect.signature(CLASSES[name]).parameters
+        if option not in _GIVEN and option in _VALUES
     ]
 
 
@@ -89,11 +91,11 @@ def has_way(name: str, way: str) -> bool:
 
 def maker(name: str, way: str = "defaults", options: Iterable[str] = (), **more: Any) -> Make:
     """Return a function that makes the optimizer, with non-default values for `options`."""
-    given = {each: _OWN_VALUES.get((name, each), _VALUES[each]) for each in options}
+    values = {option: _OWN_VALUES.get((name, option), _VALUES[option]) for option in options}
     # Clone tensors, because a learning-rate tensor belongs to one optimizer.
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _WAYS[way].items()}
     lr = {} if "lr" in chosen or name in ("Adadelta", "Rprop") else {"lr": 0.05}
-    return lambda parameters: CLASSES[name](parameters, **lr, **given, **chosen, **more)
+    return lambda parameters: CLASSES[name](parameters, **lr, **values, **chosen, **more)
 
 
 # Options that only have an effect together with others.
@@ -103,10 +105,10 @@ _DECAY = "weight_decay"
 
 def option_groups(name: str) -> list[dict[str, Any]]:
     """Return groups of options: none, each on its own, each together with weight decay, and all."""
-    values = {each: _OWN_VALUES.get((name, each), _VALUES[each]) for each in options_of(name)}
+    values = {option: _OWN_VALUES.get((name, option), _VALUES[option]) for option in options_of(name)}
     decay = {_DECAY: values[_DECAY]} if _DECAY in values else {}
-    alone = [{each: value} | _TOGETHER.get(each, {}) for each, value in values.items()]
-    decayed = [each | decay for each in alone if decay and _DECAY not in each]
+    alone = [{option: value} | _TOGETHER.get(option, {}) for option, value in values.items()]
+    decayed = [chosen | decay for chosen in alone if decay and _DECAY not in chosen]
     return [{}, *alone, *decayed, values]
 
 

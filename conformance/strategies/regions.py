@@ -80,8 +80,8 @@ def state() -> dict[str, Any]:
 def operands(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two float32 matrices, the same at each call."""
     generator = seeding.generator(5)
-    one, two = (torch.randn(4, 4, generator=generator).to(device) for _ in range(2))
-    return one, two
+    left, right = (torch.randn(4, 4, generator=generator).to(device) for _ in range(2))
+    return left, right
 
 
 _leaves = st.builds(

@@ -53,11 +53,11 @@ class Aware(SGD):
         self.raises = raises
 
     def step(self, *args: Any, **kwargs: Any) -> str:
-        scale, found = getattr(self, "grad_scale", "absent"), getattr(self, "found_inf", "absent")
-        self.handed.append((as_number(scale), as_number(found)))
+        scale, found_inf = getattr(self, "grad_scale", "absent"), getattr(self, "found_inf", "absent")
+        self.handed.append((as_number(scale), as_number(found_inf)))
         if self.raises:
             raise MemoryError("no room for the step")
-        if not as_number(found):
+        if not as_number(found_inf):
             with torch.no_grad():
                 for parameter in itertools.chain(*(group["params"] for group in self.param_groups)):
                     if parameter.grad is not None:

@@ -56,7 +56,7 @@ def parts(world_size: int, *, bare: tuple[int, ...] = (), optimizers: int = 1, *
 
 def one_bad(rank: int, world_size: int, value: float | None = math.inf) -> tuple[float | None, ...]:
     """Return values for the last gradient element of every rank: `value` on one rank, None on the others."""
-    return tuple(value if each == rank else None for each in range(world_size))
+    return tuple(value if number == rank else None for number in range(world_size))
 
 
 def iteration(
@@ -93,8 +93,8 @@ def plans(draw: st.DrawFn, world_size: int) -> ScalerProgram:
     # Gradients share one dtype, because torch's fused optimizers reject others.
     ranks = tuple(
         tuple(
-            _in_one_dtype(some) if kind in SKIPPING_FOR_THEMSELVES else some
-            for some, kind in zip(rank, optimizers, strict=True)
+            _in_one_dtype(gradients) if kind in SKIPPING_FOR_THEMSELVES else gradients
+            for gradients, kind in zip(rank, optimizers, strict=True)
         )
         for rank in ranks
     )

@@ -24,7 +24,7 @@ def setups(
     ranks: tuple[str, ...] = ("default", "group", "mesh"),
     shards: int = 1,
     wraps: tuple[str, ...] = WRAPS,
-    **given: Any,
+    **fixed: Any,
 ) -> Setup:
     """Draw a setup. `given` are fields that are not drawn."""
     drawn_ranks = draw(st.sampled_from(ranks))
@@ -40,7 +40,7 @@ def setups(
         wrap=draw(st.sampled_from(wraps)),
         arguments=arguments,
         backward_prefetch=draw(st.sampled_from(_PREFETCHES)),
-        **given,
+        **fixed,
     )
 
 

@@ -86,9 +86,9 @@ class Returning(Collecting):
         return [parameter for parameter in group["params"] if parameter.grad is not None]
 
     def update(self, group: dict[str, Any]) -> None:
-        found = self._init_group(group)
-        found.reverse()
-        for parameter in found:
+        parameters = self._init_group(group)
+        parameters.reverse()
+        for parameter in parameters:
             parameter.add_(parameter.grad * -group["lr"])
 
 
@@ -187,7 +187,9 @@ class KeepingElsewhere(Collecting):
         self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], momenta: list[Any]
     ) -> None:
         super()._init_group(group, parameters, gradients)
-        momenta += [self.momenta.setdefault(id(each), torch.zeros_like(each)) for each in parameters]
+        momenta += [
+            self.momenta.setdefault(id(parameter), torch.zeros_like(parameter)) for parameter in parameters
+        ]
 
     def update(self, group: dict[str, Any]) -> None:
         parameters: list[torch.Tensor] = []
@@ -224,8 +226,8 @@ class OddlyNamed(Plain):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for each in self.param_groups:
-            for parameter in each["params"]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
                 parameter.sub_(parameter.grad * self.group * self.init)
 
 

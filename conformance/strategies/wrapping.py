@@ -128,12 +128,12 @@ def trees(*, shares: bool) -> st.SearchStrategy[Tree]:
     """
     leaves = st.sampled_from([*_LEAVES, "shared"] if shares else list(_LEAVES))
     roots = st.lists(_nodes(leaves), min_size=1, max_size=4).map(lambda parts: Node("block", tuple(parts)))
-    some = st.lists(st.integers(0, 20), max_size=2).map(tuple)
+    numbers = st.lists(st.integers(0, 20), max_size=2).map(tuple)
     return st.builds(
         Tree,
         roots,
         shared=_nodes(st.sampled_from(list(_LEAVES)), least=1) if shares else st.just(Node("linear")),
-        ignored=some,
+        ignored=numbers,
         is_tied=st.booleans() if shares else st.just(False),
     )
 
@@ -150,25 +150,25 @@ class Policy:
     answers: tuple[tuple[str, Any], ...] = ()  # a custom policy's answers by class
 
     def of(self, library: Library) -> Any:
-        found = getattr(library.distributed.fsdp.wrap, self.name)
+        policy = getattr(library.distributed.fsdp.wrap, self.name)
         match self.name:
             case "ModuleWrapPolicy":
-                return found(_classes(self.classes))
+                return policy(_classes(self.classes))
             case "CustomPolicy":
-                return found(functools.partial(_answer, dict(self.answers)))
+                return policy(functools.partial(_answer, dict(self.answers)))
             case "transformer_auto_wrap_policy":
-                return functools.partial(found, transformer_layer_cls=_classes(self.classes))
+                return functools.partial(policy, transformer_layer_cls=_classes(self.classes))
             case "lambda_auto_wrap_policy":
-                return functools.partial(found, lambda_fn=functools.partial(_is_one_of, self.classes))
+                return functools.partial(policy, lambda_fn=functools.partial(_is_one_of, self.classes))
             case "size_based_auto_wrap_policy":
-                given = {"force_leaf_modules": self.leaves, "exclude_wrap_modules": self.excluded}
+                class_names = {"force_leaf_modules": self.leaves, "exclude_wrap_modules": self.excluded}
                 return functools.partial(
-                    found,
+                    policy,
                     min_num_params=self.numel,
-                    **{name: _classes(names) for name, names in given.items() if names is not None},
+                    **{name: _classes(names) for name, names in class_names.items() if names is not None},
                 )
             case _:
-                return found
+                return policy
 
 
 def _classes(names: tuple[str, ...]) -> set[type[nn.Module]]:
@@ -206,7 +206,7 @@ ONE_BY_ONE = st.one_of(
 )
 SEEING_THE_TREE = st.one_of(
     st.builds(Policy, st.just("ModuleWrapPolicy"), classes=_some_classes),
-    st.builds(Policy, st.just("CustomPolicy"), answers=_answers.map(lambda found: tuple(found.items()))),
+    st.builds(Policy, st.just("CustomPolicy"), answers=_answers.map(lambda answers: tuple(answers.items()))),
 )
 
 

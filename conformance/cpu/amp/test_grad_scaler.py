@@ -31,12 +31,14 @@ def test_takes_no_device(older: OlderScaler) -> None:
 
 
 @clause("cpu.amp.grad_scaler.older_spelling.warns")
-def test_warns(older: OlderScaler) -> None:
+def test_constructor_warns_of_deprecation(older: OlderScaler) -> None:
     older.assert_warns()
 
 
 @clause("cpu.amp.grad_scaler.older_spelling.warns")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_is_a_subclass(older: OlderScaler, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_class_derives_from_newer_scaler(
+    older: OlderScaler, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     older.assert_is_a_subclass(device)

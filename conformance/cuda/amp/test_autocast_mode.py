@@ -24,7 +24,7 @@ ON = pytest.mark.parametrize(
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
 @ON
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-def test_as_a_region(compare: Compare, arguments: str, on: Any) -> None:
+def test_region_matches_torch(compare: Compare, arguments: str, on: Any) -> None:
     compare(lambda library: used_as_region(library.cuda.amp.autocast, arguments, on))
 
 
@@ -32,25 +32,25 @@ def test_as_a_region(compare: Compare, arguments: str, on: Any) -> None:
 @ON
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
 @pytest.mark.parametrize("function", [None, abs], ids=str)
-def test_as_a_decorator(compare: Compare, arguments: str, function: object, on: Any) -> None:
+def test_decorator_matches_torch(compare: Compare, arguments: str, function: object, on: Any) -> None:
     compare(lambda library: used_as_decorator(library.cuda.amp.autocast, arguments, function, on))
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
 def test_newer_arguments_are_refused(subject: Library) -> None:
-    """The text names whichever of `__new__` and `__init__` Python asked, so only the type is held."""
+    """Only the type is compared, because the text names `__new__` or `__init__`, whichever Python called."""
     with pytest.raises(TypeError):
         subject.cuda.amp.autocast("cuda", None, True, True)
 
 
 @clause("cuda.amp.autocast_mode.autocast.older_spelling")
-def test_is_an_autocast(subject: Library) -> None:
-    """Code that asks isinstance for the newer class takes the older one too."""
+def test_class_derives_from_newer_autocast(subject: Library) -> None:
+    """An `isinstance` check for the newer class accepts instances of the older one."""
     assert issubclass(subject.cuda.amp.autocast, subject.amp.autocast)
 
 
 class Context:
-    """Stands for the ctx of an autograd Function."""
+    """Replacement for the ctx of an autograd Function."""
 
 
 @clause("cuda.amp.autocast_mode.custom_fwd.older_spelling")
@@ -71,10 +71,10 @@ def test_custom_fwd(compare: Compare, cast_inputs: torch.dtype | None, bare: boo
             # Straight through the dispatcher: autocast for CUDA refuses to be built on a machine without it.
             torch.set_autocast_enabled("cuda", autocast_on)
             try:
-                seen = decorated(ctx, torch.ones(2))
+                result = decorated(ctx, torch.ones(2))
             finally:
                 torch.set_autocast_enabled("cuda", False)
-            return seen, vars(ctx), decorated.__name__
+            return result, vars(ctx), decorated.__name__
 
         return observe(use)
 

@@ -55,7 +55,9 @@ def test_leaves_small_gradients_alone_to_the_bit(
 @clause("nn.utils.clip_grad.clip_grad_norm_.returns_norm_before_clipping")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-def test_a_returned_norm_stays(subject: Library, device: str, dtype: torch.dtype, norm_type: float) -> None:
+def test_returned_norm_survives_later_calls(
+    subject: Library, device: str, dtype: torch.dtype, norm_type: float
+) -> None:
     """Training loops collect norms and read them much later."""
 
     def norm_of_fresh(size: int) -> torch.Tensor:
@@ -181,7 +183,7 @@ def test_no_gradients_of_any_dtype(compare: Compare, device: str, dtype: torch.d
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
 @given(case=gradient_lists(dtypes=(torch.float32, torch.float64)), max_norm=max_norms)
-def test_foreach(
+def test_foreach_matches_torch(
     compare: Compare, device: str, foreach: bool | None, case: GradientList, max_norm: float
 ) -> None:
     compare(
@@ -220,21 +222,21 @@ def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str,
         norm = library.nn.utils.clip_grad_norm_(parameters, true_norm / 2 if true_norm > 1 else 1.0)
         return norm.cpu(), [p.grad.cpu() for p in parameters]
 
-    def true_norm_and_scaled(seen: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
-        norm, grads = seen
+    def true_norm_and_scaled(norm_and_grads: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
+        norm, grads = norm_and_grads
         factor = 0.5 if true_norm > 1 else 1.0
         expected = [g.values().to(g.dtype).double() * factor for g in case.gradients]
         return (
             norm.dtype == torch.float32
             and tolerance.excess(torch.tensor(true_norm, dtype=torch.float32), norm) is None
             and all(
-                tolerance.excess(one, grad.double()) is None
-                for one, grad in zip(expected, grads, strict=True)
+                tolerance.excess(expected_grad, grad.double()) is None
+                for expected_grad, grad in zip(expected, grads, strict=True)
             )
         )
 
-    def norm_lost(seen: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
-        norm, grads = seen
+    def norm_lost(norm_and_grads: tuple[torch.Tensor, list[torch.Tensor]]) -> bool:
+        norm, grads = norm_and_grads
         return bool(norm.isinf() and all((grad == 0).all() for grad in grads)) or float(norm) == 0.0
 
     deviation.judge(probe, torch_does=norm_lost, we_do=true_norm_and_scaled)

@@ -87,15 +87,17 @@ def test_ruinous_arguments(deviation: DeviationJudge, device: str, call: str) ->
     def probe(library: Library) -> tuple[Outcome, bool]:
         """Return the outcome of the call, and whether the gradients lost all information."""
         parameter = Gradient((6,)).parameter(device)
-        kept = parameter.grad.clone()
+        before = parameter.grad.clone()
         outcome = observe(getattr(library.nn.utils, name), [parameter], *args)
         lost = not torch.isfinite(parameter.grad).any() or parameter.grad.unique().numel() == 1
-        return outcome, bool(lost) if not torch.equal(parameter.grad, kept) else False
+        return outcome, bool(lost) if not torch.equal(parameter.grad, before) else False
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[0].raised is None and seen[1],
-        we_do=lambda seen: seen[0].raised is not None and seen[0].raised.kind is ValueError and not seen[1],
+        torch_does=lambda outcome: outcome[0].raised is None and outcome[1],
+        we_do=lambda outcome: (
+            outcome[0].raised is not None and outcome[0].raised.kind is ValueError and not outcome[1]
+        ),
     )
 
 
@@ -125,7 +127,9 @@ REFUSING: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
 @pytest.mark.deviation("clip_grad.refusal_is_whole")
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("kind", list(REFUSING))
-def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str, kind: str) -> None:
+def test_unsupported_gradient_leaves_all_unchanged(
+    deviation: DeviationJudge, device: str, name: str, kind: str
+) -> None:
     make, refusal = REFUSING[kind]
     extra = (torch.tensor(100.0, device=device),) if name == "clip_grads_with_norm_" else ()
 
@@ -145,8 +149,8 @@ def test_one_gradient_refuses(deviation: DeviationJudge, device: str, name: str,
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen[0].startswith(refusal) and not seen[1],
-        we_do=lambda seen: seen[0].startswith(refusal) and seen[1],
+        torch_does=lambda outcome: outcome[0].startswith(refusal) and not outcome[1],
+        we_do=lambda outcome: outcome[0].startswith(refusal) and outcome[1],
     )
 
 
@@ -164,18 +168,18 @@ def bounded_by_a_million(library: Library, device: str, half_first: bool) -> tup
 
 @clause("nn.utils.clip_grad.refusal_is_whole")
 @pytest.mark.deviation("clip_grad.refusal_is_whole")
-def test_a_bound_that_one_dtype_cannot_hold(deviation: DeviationJudge, device: str) -> None:
+def test_unrepresentable_bound_leaves_all_unchanged(deviation: DeviationJudge, device: str) -> None:
     """torch has clamped the other gradient before it raises, in one of the two orders."""
 
     def probe(library: Library) -> tuple[set[str], list[bool]]:
-        seen = [bounded_by_a_million(library, device, half_first) for half_first in (True, False)]
-        return {raised for raised, _ in seen}, sorted(whole for _, whole in seen)
+        outcomes = [bounded_by_a_million(library, device, half_first) for half_first in (True, False)]
+        return {raised for raised, _ in outcomes}, sorted(whole for _, whole in outcomes)
 
     # Kernels of an accelerator may clamp float16 in float32 without an error, so the text comes from the CPU.
     raised, _ = bounded_by_a_million(deviation.reference, "cpu", half_first=True)
     assert raised.startswith("RuntimeError: value cannot be converted")
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == ({raised}, [False, True]),
-        we_do=lambda seen: seen == ({raised}, [True, True]),
+        torch_does=lambda outcome: outcome == ({raised}, [False, True]),
+        we_do=lambda outcome: outcome == ({raised}, [True, True]),
     )

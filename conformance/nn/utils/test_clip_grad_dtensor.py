@@ -102,9 +102,9 @@ def norm_of_the_unsharded(outcome: Outcome) -> torch.Tensor:
     return outcome.value["full"].values
 
 
-def unsharded_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outcome]) -> torch.Tensor:
+def unsharded_gradient(index: int, gradient: PlacedGradient, outcomes: Sequence[Outcome]) -> torch.Tensor:
     """Return the gradient after the call, concatenated from the ranks' shards."""
-    parts = [outcome.watched[index].values for outcome in seen]
+    parts = [outcome.watched[index].values for outcome in outcomes]
     if gradient.shard_dim is not None:
         return torch.cat(parts, gradient.shard_dim)
     for part in parts:
@@ -114,8 +114,8 @@ def unsharded_gradient(index: int, gradient: PlacedGradient, seen: Sequence[Outc
     return parts[0]
 
 
-def are_unchanged(gradients: Sequence[PlacedGradient], seen: Sequence[Outcome]) -> bool:
-    wholes = [unsharded_gradient(index, gradient, seen) for index, gradient in enumerate(gradients)]
+def are_unchanged(gradients: Sequence[PlacedGradient], outcomes: Sequence[Outcome]) -> bool:
+    wholes = [unsharded_gradient(index, gradient, outcomes) for index, gradient in enumerate(gradients)]
     return all(
         EXACT.excess(gradient.value, whole) is None for gradient, whole in zip(gradients, wholes, strict=True)
     )
@@ -163,17 +163,17 @@ def test_clips_as_torch_does_on_every_rank(
 def test_parts_make_up_the_clipped_whole(
     clipping: Clipping, gradients: list[PlacedGradient], max_norm: float
 ) -> None:
-    seen = clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, max_norm=max_norm)
+    outcomes = clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, max_norm=max_norm)
     tolerance = tolerance_of(gradients)
     flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
     norm = torch.linalg.vector_norm(flat)
-    for outcome in seen:
+    for outcome in outcomes:
         actual = norm_of_the_unsharded(outcome)
         assert (excess := tolerance.excess(norm.to(actual.dtype), actual)) is None, excess
     factor = min(1.0, max_norm / (float(norm) + 1e-6))
     for index, gradient in enumerate(gradients):
         expected = (gradient.value.double() * factor).to(gradient.value.dtype)
-        actual = unsharded_gradient(index, gradient, seen)
+        actual = unsharded_gradient(index, gradient, outcomes)
         assert (excess := tolerance.excess(expected, actual)) is None, excess
 
 
@@ -209,12 +209,12 @@ def test_meshes_of_two_dimensions(
         PlacedGradient(torch.randn(8, 5, generator=generator), None, placements=placements)
         for placements in LAYOUTS[layout]
     ]
-    given: dict[str, Any] = {"max_norm": 1.0} if function == "clip_grad_norm_" else {}
+    arguments: dict[str, Any] = {"max_norm": 1.0} if function == "clip_grad_norm_" else {}
     clipping = Clipping(reference, subject, ranks(4, device))
     for norm_type in (2.0, 1.0, 3.0, math.inf, 0.0, -1.0):
         how = {"mesh_shape": (2, 2), "foreach": False if norm_type == 1.0 else None}
-        seen = clipping.agrees(function, gradients, norm_type=norm_type, **how, **given)
-        assert all(outcome.raised is None for outcome in seen)
+        outcomes = clipping.agrees(function, gradients, norm_type=norm_type, **how, **arguments)
+        assert all(outcome.raised is None for outcome in outcomes)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_collectives")
@@ -224,10 +224,10 @@ def test_issues_no_more_collectives_than_torch(
 ) -> None:
     pool = clipping.pool
     gradients = without_empty_parts(gradients, pool.world_size, norm_type)
-    asked = {"max_norm": 1.0, "norm_type": norm_type}
-    clipping.seen_by(clipping.reference, "clip_grad_norm_", gradients, **asked)
+    arguments = {"max_norm": 1.0, "norm_type": norm_type}
+    clipping.seen_by(clipping.reference, "clip_grad_norm_", gradients, **arguments)
     allowed = [len(trace) for trace in pool.traces]
-    clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, **asked)
+    clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, **arguments)
     for rank, trace in enumerate(pool.traces):
         assert len(trace) <= allowed[rank], f"rank {rank} issued {[str(call) for call in trace]}"
         assert list(trace) == list(pool.traces[0])
@@ -248,13 +248,13 @@ def test_nonfinite_on_one_rank_is_seen_by_all(
     shard_dim: int | None,
 ) -> None:
     gradients = [*gradients, PlacedGradient(torch.tensor([1.0, 2.0, 3.0, bad]), shard_dim)]
-    asked = {"max_norm": 1.0, "error_if_nonfinite": error_if_nonfinite}
-    seen = clipping.agrees("clip_grad_norm_", gradients, **asked)
+    arguments = {"max_norm": 1.0, "error_if_nonfinite": error_if_nonfinite}
+    outcomes = clipping.agrees("clip_grad_norm_", gradients, **arguments)
     if not error_if_nonfinite:
-        assert not any(norm_of_the_unsharded(outcome).isfinite() for outcome in seen)
+        assert not any(norm_of_the_unsharded(outcome).isfinite() for outcome in outcomes)
         return
-    assert all(outcome.raised is not None for outcome in seen)
-    assert are_unchanged(gradients, seen)
+    assert all(outcome.raised is not None for outcome in outcomes)
+    assert are_unchanged(gradients, outcomes)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive")
@@ -266,13 +266,13 @@ def test_extreme_dtensors(
     """The gradient has four equal elements, so its norm is twice an element."""
     gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
 
-    def has_true_norm(seen: list[Outcome]) -> bool:
-        norms = [norm_of_the_unsharded(outcome) for outcome in seen]
+    def has_true_norm(outcomes: list[Outcome]) -> bool:
+        norms = [norm_of_the_unsharded(outcome) for outcome in outcomes]
         return all(norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * value) for norm in norms)
 
     deviation.judge(
         lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1e30),
-        torch_does=lambda seen: all(norm_of_the_unsharded(outcome).isinf() for outcome in seen),
+        torch_does=lambda outcomes: all(norm_of_the_unsharded(outcome).isinf() for outcome in outcomes),
         we_do=has_true_norm,
     )
 
@@ -287,18 +287,18 @@ def test_norms_of_dtensors_whose_powers_overflow(
     gradients = [PlacedGradient(torch.full((4,), value, dtype=dtype), 0)]
     norm = 2 * value
 
-    def is_right(seen: list[Outcome]) -> bool:
-        clipped = unsharded_gradient(0, gradients[0], seen)
-        norms = [norm_of_the_unsharded(outcome).item() for outcome in seen]
-        return all(one == pytest.approx(norm, rel=1e-3) for one in norms) and bool(
+    def is_right(outcomes: list[Outcome]) -> bool:
+        clipped = unsharded_gradient(0, gradients[0], outcomes)
+        norms = [norm_of_the_unsharded(outcome).item() for outcome in outcomes]
+        return all(rank_norm == pytest.approx(norm, rel=1e-3) for rank_norm in norms) and bool(
             torch.allclose(clipped.double(), torch.tensor(value / norm).double(), rtol=1e-3)
         )
 
     deviation.judge(
         lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0),
-        torch_does=lambda seen: (
-            all(norm_of_the_unsharded(outcome).isinf() for outcome in seen)
-            and not unsharded_gradient(0, gradients[0], seen).any()
+        torch_does=lambda outcomes: (
+            all(norm_of_the_unsharded(outcome).isinf() for outcome in outcomes)
+            and not unsharded_gradient(0, gradients[0], outcomes).any()
         ),
         we_do=is_right,
     )
@@ -319,7 +319,7 @@ def test_dtensors_among_plain_tensors(
     if are_unchanged(gradients, actual):
         # Tandem leaves the gradients unchanged. With foreach=False, torch scales the first ones before it raises.
         expected, actual = (
-            [replace(outcome, watched=None) for outcome in seen] for seen in (expected, actual)
+            [replace(outcome, watched=None) for outcome in outcomes] for outcomes in (expected, actual)
         )
     assert_ranks_agree_with(expected, actual, tolerance_of(gradients))
 
@@ -335,13 +335,13 @@ def test_refused_mix_of_dtensors_and_plain_tensors_stays_as_it_was(
         PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False),
     ]
 
-    def is_refused(seen: list[Outcome]) -> bool:
-        return all(outcome.raised is not None for outcome in seen)
+    def is_refused(outcomes: list[Outcome]) -> bool:
+        return all(outcome.raised is not None for outcome in outcomes)
 
     deviation.judge(
         lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0, foreach=False),
-        torch_does=lambda seen: is_refused(seen) and not are_unchanged(gradients, seen),
-        we_do=lambda seen: is_refused(seen) and are_unchanged(gradients, seen),
+        torch_does=lambda outcomes: is_refused(outcomes) and not are_unchanged(gradients, outcomes),
+        we_do=lambda outcomes: is_refused(outcomes) and are_unchanged(gradients, outcomes),
     )
 
 
@@ -367,7 +367,7 @@ def test_total_norm_is_that_of_the_whole(
 
 @clause("nn.utils.clip_grad.get_total_norm.dtensor")
 @pytest.mark.world_sizes(fewest=2)
-def test_the_largest_element_where_a_part_is_empty(clipping: Clipping) -> None:
+def test_infinity_norm_with_empty_shard_is_largest_element(clipping: Clipping) -> None:
     gradients = [PlacedGradient(torch.tensor([-3.0]), 0), PlacedGradient(torch.tensor([2.0, 1.0]), None)]
     for outcome in clipping.seen_by(clipping.subject, "get_total_norm", gradients, norm_type=math.inf):
         assert norm_of_the_unsharded(outcome) == 3.0

@@ -28,7 +28,7 @@ from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, Gradient
     "container", [list, tuple, iter, dict.fromkeys, lambda p: (x for x in p), lambda p: p[0]]
 )
 @given(case=gradient_lists(min_size=2))
-def test_containers(
+def test_containers_match_torch(
     compare: Compare, device: str, container: Callable[[list[Any]], Any], case: GradientList
 ) -> None:
     compare(lambda library: clip_of(library, case, device, 0.25, container=container), norm_tolerance(case))
@@ -82,15 +82,15 @@ def test_complex_gradients(compare: Compare, device: str, norm_type: float, with
 @pytest.mark.parametrize("kind", ["same parameter", "same gradient", "views of one buffer"])
 def test_shared_gradients(compare: Compare, device: str, foreach: bool | None, kind: str) -> None:
     def outcome(library: Library) -> Outcome:
-        one, two = Gradient((6,), seed=1).parameter(device), Gradient((6,), seed=2).parameter(device)
+        first, second = Gradient((6,), seed=1).parameter(device), Gradient((6,), seed=2).parameter(device)
         if kind == "same parameter":
-            two = one
+            second = first
         elif kind == "same gradient":
-            two.grad = one.grad
+            second.grad = first.grad
         else:
             buffer = torch.arange(9.0, device=device)
-            one.grad, two.grad = buffer[:6], buffer[3:]
-        return clipped(library, [one, two], 0.5, foreach=foreach)
+            first.grad, second.grad = buffer[:6], buffer[3:]
+        return clipped(library, [first, second], 0.5, foreach=foreach)
 
     compare(outcome, norm_of(12, 2))
 
@@ -108,7 +108,7 @@ def test_view_that_negates(
         whole = torch.view_as_complex(torch.arange(1.0, 9.0, device=device).view(4, 2)).conj()
         view = torch._neg_view(torch.arange(1.0, 5.0, device=device)) if is_contiguous else whole.imag
         listed = [Gradient((3,)).parameter(device), holding(view)]
-        grads = [each.grad for each in listed]
+        grads = [parameter.grad for parameter in listed]
         return observe(getattr(library.nn.utils, name), listed, 1.0, foreach=foreach, watch=grads)
 
     compare(outcome, norm_of(7, 2))
@@ -151,8 +151,8 @@ def test_windows_that_slide_over_one_memory(
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == ("None", False, False),
-        we_do=lambda seen: seen[0].startswith(REFUSED_OVERLAP) and seen[1:] == (True, True),
+        torch_does=lambda outcome: outcome == ("None", False, False),
+        we_do=lambda outcome: outcome[0].startswith(REFUSED_OVERLAP) and outcome[1:] == (True, True),
     )
 
 
@@ -162,9 +162,9 @@ def test_gradients_with_a_graph(compare: Compare, device: str, name: str) -> Non
     def outcome(library: Library) -> Outcome:
         weight = torch.nn.Parameter(torch.arange(1.0, 4.0, device=device))
         (weight**3).sum().backward(create_graph=True)
-        seen = observe(getattr(library.nn.utils, name), [weight], 1.0, watch=[weight.grad])
+        outcome = observe(getattr(library.nn.utils, name), [weight], 1.0, watch=[weight.grad])
         weight.grad = None  # breaks the cycle that create_graph=True makes
-        return seen
+        return outcome
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph=True", category=UserWarning)
@@ -190,13 +190,15 @@ def test_gradients_overwritten_between_calls(
     subject: Library, reference: Library, device: str, case: GradientList
 ) -> None:
     """Write new values to the same addresses, as `zero_grad(set_to_none=False)` and the next backward do."""
-    ours, theirs = case.parameters(device), case.parameters(device)
+    subject_parameters, reference_parameters = case.parameters(device), case.parameters(device)
     for step in range(3):
-        for parameters in (ours, theirs):
+        for parameters in (subject_parameters, reference_parameters):
             for gradient, parameter in zip(case.gradients, parameters, strict=True):
                 parameter.grad.copy_(gradient.parameter(device).grad * (step + 1))
         assert_same_outcome(
-            clipped(reference, theirs, 1e9), clipped(subject, ours, 1e9), norm_tolerance(case)
+            clipped(reference, reference_parameters, 1e9),
+            clipped(subject, subject_parameters, 1e9),
+            norm_tolerance(case),
         )
 
 
@@ -208,11 +210,13 @@ def test_gradients_overwritten_between_calls(
 def test_gradients_set_to_none_between_calls(
     subject: Library, reference: Library, device: str, case: GradientList, steps: list[set[int]]
 ) -> None:
-    ours, theirs = case.parameters(device), case.parameters(device)
+    subject_parameters, reference_parameters = case.parameters(device), case.parameters(device)
     for step, missing in enumerate(steps):
-        for parameters in (ours, theirs):
+        for parameters in (subject_parameters, reference_parameters):
             for index, (gradient, parameter) in enumerate(zip(case.gradients, parameters, strict=True)):
                 parameter.grad = None if index in missing else gradient.parameter(device).grad * (step + 1)
         assert_same_outcome(
-            clipped(reference, theirs, 0.5), clipped(subject, ours, 0.5), norm_tolerance(case)
+            clipped(reference, reference_parameters, 0.5),
+            clipped(subject, subject_parameters, 0.5),
+            norm_tolerance(case),
         )

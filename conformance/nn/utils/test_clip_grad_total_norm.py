@@ -71,7 +71,7 @@ def test_many_small_gradients_beside_a_large_one(
 @clause("nn.utils.clip_grad.get_total_norm.joint_norm")
 @pytest.mark.parametrize(
     "container",
-    [list, tuple, iter, lambda given: (one for one in given)],
+    [list, tuple, iter, lambda tensors: (tensor for tensor in tensors)],
     ids=["list", "tuple", "iterator", "generator"],
 )
 def test_total_norm_of_what_can_be_read_once(

@@ -49,9 +49,9 @@ _BY_TRITON = [
 _SLOW = (
     "test_any_sequence_of_calls and not float64",  # which are lists of both dtypes
     "test_iterations_of_every_dtype and not (True and torch.float32)",
-    "test_a_scale_set_by_hand",
-    "test_the_scale_never_dies",
-    "test_setters",
+    "test_new_scale_replaces_scale",
+    "test_scale_stays_above_zero_and_warns",
+    "test_setters_match_torch",
     "test_decided_once_an_iteration",
 )
 _WORDS = {
