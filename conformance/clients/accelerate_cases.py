@@ -1,4 +1,4 @@
-"""Trainings with accelerate and with what is built on it: transformers' Trainer, and peft's adapters."""
+"""Trainings with accelerate and libraries built on it: transformers' Trainer and peft's adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _BY_BLOCK = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_name
 def train(
     rank: Rank, *, folder: str, state_dict_type: str, use_orig_params: bool, dtype: torch.dtype, lora: bool
 ) -> dict[str, Any]:
-    """By FullyShardedDataParallel, in bfloat16, clipped, two batches a step; saved in the middle, loaded after more."""
+    """Train with FullyShardedDataParallel in bfloat16, with clipping and two batches a step.
+
+    The checkpoint is saved half way and loaded after further steps.
+    """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
         reshard_after_forward="FULL_SHARD",
@@ -34,20 +37,27 @@ def train(
         state_dict_type=state_dict_type,
     )
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
-    made = tiny.lora() if lora else tiny.gpt2(dtype)
+    base_model = tiny.lora() if lora else tiny.gpt2(dtype)
     if lora:
-        plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(made)
-    model = accelerator.prepare(made)
+        plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(base_model)
+    model = accelerator.prepare(base_model)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), **tiny.ADAM))
-    seen = _trained(rank, accelerator, model, optimizer, folder)
-    return {"sharded": isinstance(model, FullyShardedDataParallel), "weights": tiny.unsharded(model), **seen}
+    outcome = _trained(rank, accelerator, model, optimizer, folder)
+    return {
+        "sharded": isinstance(model, FullyShardedDataParallel),
+        "weights": tiny.unsharded(model),
+        **outcome,
+    }
 
 
 @accelerate_on_the_cpu()
 def train_version_2(
     rank: Rank, *, folder: str, state_dict_type: str, lora: bool, from_the_first_rank: bool
 ) -> dict[str, Any]:
-    """The same by fully_shard, upcast; the first rank's weights may be those of all, and blocks be recomputed."""
+    """Train like `train`, but with fully_shard and upcast parameters.
+
+    With `from_the_first_rank`, rank 0's weights are broadcast and blocks are recomputed in backward.
+    """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -56,14 +66,16 @@ def train_version_2(
         cpu_ram_efficient_loading=from_the_first_rank,
         activation_checkpointing=from_the_first_rank,
     )
-    made = tiny.lora() if lora else tiny.gpt2(torch.bfloat16)
+    base_model = tiny.lora() if lora else tiny.gpt2(torch.bfloat16)
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2, fsdp_plugin=plugin)
-    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), **tiny.ADAM))
-    seen = _trained(rank, accelerator, model, optimizer, folder)
+    model, optimizer = accelerator.prepare(
+        base_model, torch.optim.AdamW(base_model.parameters(), **tiny.ADAM)
+    )
+    outcome = _trained(rank, accelerator, model, optimizer, folder)
     return {
         "sharded": isinstance(model, FSDPModule),
         "weights": tiny.gathered(dict(model.named_parameters())),
-        **seen,
+        **outcome,
     }
 
 
@@ -125,13 +137,13 @@ def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
         )
         return Trainer(model=tiny.gpt2(), args=arguments, train_dataset=data)
 
-    def seen(one: Trainer) -> dict[str, Any]:
-        log = [entry for entry in one.state.log_history if "loss" in entry]
+    def seen(trainer: Trainer) -> dict[str, Any]:
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
         return {
-            "sharded": isinstance(one.model_wrapped, FullyShardedDataParallel),
+            "sharded": isinstance(trainer.model_wrapped, FullyShardedDataParallel),
             "losses": [torch.tensor(entry["loss"]) for entry in log],
             "norms": [torch.tensor(entry["grad_norm"]) for entry in log],
-            "weights": tiny.unsharded(one.model_wrapped),
+            "weights": tiny.unsharded(trainer.model_wrapped),
         }
 
     first, resumed = made(4), made(6)
@@ -141,7 +153,7 @@ def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
 
 
 def generate(rank: Rank, *, recurse: bool) -> dict[str, Any]:
-    """A sharded model speaks after each step, as transformers has it: all of it whole, or the outermost unit."""
+    """Generate text after each step, with all units unsharded or only the outermost one, as transformers documents."""
     model = FullyShardedDataParallel(
         tiny.gpt2(),
         auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
@@ -149,14 +161,14 @@ def generate(rank: Rank, *, recurse: bool) -> dict[str, Any]:
         device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), **tiny.ADAM)
-    seen: dict[str, Any] = {"losses": [], "generated": []}
+    outcome: dict[str, Any] = {"losses": [], "generated": []}
     for batch in tiny.tokens(rank.rank, 2):
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen["losses"].append(loss.detach())
+        outcome["losses"].append(loss.detach())
         with FullyShardedDataParallel.summon_full_params(model, recurse=recurse, writeback=False):
             generated = model.module.generate(batch[:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        seen["generated"].append(generated)
-    return seen
+        outcome["generated"].append(generated)
+    return outcome

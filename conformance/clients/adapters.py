@@ -1,4 +1,4 @@
-"""What two ranks on a CPU need where a library or torch refuses them: the least that lets both sides run."""
+"""Smallest patches that let both sides run on two CPU ranks, which a library or torch rejects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 
 @contextlib.contextmanager
 def accelerate_on_the_cpu() -> Iterator[None]:
-    """accelerate shards on accelerators alone, several processes on CPUs get DDP: they count as GPUs here."""
+    """Context manager that makes accelerate take CPU ranks for GPUs, because it would use DDP for CPU ranks."""
 
     def backend(*args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
 
-    # What it keeps in the environment goes with the block, and what it keeps in the process goes before it.
+    # accelerate stores settings in the environment, restored after the block, and in the process, reset before it.
     with mock.patch.dict(os.environ, ACCELERATE_TORCH_DEVICE="cpu"):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -30,7 +30,10 @@ def accelerate_on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lightning_on_the_cpu() -> Iterator[None]:
-    """Lightning tells FSDP the number of its device, which a CPU has not; without one torch wants an accelerator."""
+    """Context manager that passes the CPU device to FSDP.
+
+    Lightning would pass a device number, which a CPU does not have. Without a device, torch requires an accelerator.
+    """
     init = FullyShardedDataParallel.__init__
 
     def on_the_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,9 +45,10 @@ def lightning_on_the_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def states_stay() -> Iterator[None]:
-    """Full states to be copied to the CPU lie there, and asked for that copy torch ends the process or mixes them up.
+    """Context manager that disables `offload_to_cpu` of full state dicts, whose tensors are on the CPU already.
 
-    Rows fsdp.full_state_dict_to_cpu of reference_limits.toml and optim_state.tensors_of_their_own of deviations.toml.
+    With it, torch ends the process or mixes up states: see fsdp.full_state_dict_to_cpu in reference_limits.toml and
+    optim_state.tensors_of_their_own in deviations.toml.
     """
     no = property(lambda self: False, lambda self, value: None)
     with (

@@ -1,4 +1,4 @@
-"""What one side writes by torch.distributed.checkpoint (DCP) and its helpers, the other reads and goes on from."""
+"""Checkpoints that one side writes with torch.distributed.checkpoint (DCP) and the other reads and trains on from."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _arguments(rank: Rank, strategy: Any) -> dict[str, Any]:
 
 @lightning_on_the_cpu()
 def fabric(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
-    """In bfloat16, clipped, two batches a step; saved in the middle, and loaded after more steps."""
+    """Train in bfloat16, with clipping and two batches a step. Save half way and load after further steps."""
     strategy = FabricOnTheCPU(auto_wrap_policy={tiny.Pair}, state_dict_type=state_dict_type)
     fabric = lightning.Fabric(**_arguments(rank, strategy))
     fabric.launch()
@@ -89,7 +89,7 @@ class Module(lightning.LightningModule):
 
 @lightning_on_the_cpu()
 def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
-    """In bfloat16, two batches a step; then a new one from its checkpoint."""
+    """Train in bfloat16 with two batches a step, then resume from its checkpoint in a new trainer."""
 
     def trained(steps: int, checkpoint: str | None = None) -> dict[str, Any]:
         module = Module()

@@ -29,12 +29,15 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def scaled(rank: Rank, *, optimizer: str, capture_of: str = "", fused: bool = False) -> dict[str, Any]:
-    """Four steps under autocast, the third of which is not finite: captured, if a library is named, or fused."""
+    """Train four steps under autocast. The gradients of the third step are not finite.
+
+    `capture_of` names the library that captures the optimizer, and `fused` uses one `fused_step` call a step.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64))
-    made = _MAKERS[optimizer](model.parameters(), lr=1e-2)
+    instance = _MAKERS[optimizer](model.parameters(), lr=1e-2)
     if capture_of:
-        load_library(capture_of).find("optim.capture")(made)
+        load_library(capture_of).find("optim.capture")(instance)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     losses = []
     for number in range(4):
@@ -43,17 +46,17 @@ def scaled(rank: Rank, *, optimizer: str, capture_of: str = "", fused: bool = Fa
             loss = (model(drawn) - drawn).float().square().mean()
         scaler.scale(loss * float("inf") if number == 2 else loss).backward()
         if fused:
-            scaler.fused_step(made)
+            scaler.fused_step(instance)
         else:
-            scaler.unscale_(made)
-            scaler.step(made)
+            scaler.unscale_(instance)
+            scaler.step(instance)
             scaler.update()
-        made.zero_grad()
+        instance.zero_grad()
         losses.append(loss.detach())
     return {
         "losses": losses,
         "scale": scaler.get_scale(),
-        "states": _plain(made.state_dict()["state"]),
+        "states": _plain(instance.state_dict()["state"]),
         "weights": dict(model.state_dict()),
     }
 
@@ -65,19 +68,19 @@ def sharded(rank: Rank, *, optimizer: str, use_orig_params: bool) -> dict[str, A
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
-    made = _MAKERS[optimizer](model.parameters(), lr=1e-2)
+    instance = _MAKERS[optimizer](model.parameters(), lr=1e-2)
     losses = []
     for batch in tiny.tokens(rank.rank, 4):
         loss = tiny.loss_of(model, batch)
         loss.backward()
-        made.step()
-        made.zero_grad()
+        instance.step()
+        instance.zero_grad()
         losses.append(loss.detach())
     return {"losses": losses, "weights": tiny.unsharded(model)}
 
 
 def _plain(state: Any) -> Any:
-    """What the parent can read, which knows no classes of these libraries."""
+    """Return `state` with plain tensors, because the parent process does not import the libraries' classes."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, torch.Tensor) and hasattr(state, "dequantize") and type(state) is not torch.Tensor:

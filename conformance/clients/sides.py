@@ -16,13 +16,13 @@ _IMPORTS_S, _CASE_S = 400.0, 120.0
 
 
 class Sides:
-    """`pools` are kept between tests, by library."""
+    """Runs cases on ranks of the reference and of the subject. `pools` of ranks, by library, outlast a test."""
 
     def __init__(self, pools: dict[str, RankPool], reference: Library, subject: Library) -> None:
         self._pools, self.reference, self.subject = pools, reference, subject
 
     def run(self, library: Library, case: str, **arguments: Any) -> list[Any]:
-        """What each rank over the library returns of `module:function` of this package."""
+        """Run `module:function` of this package over `library`. Return the result of each rank."""
         if library.spec not in self._pools:
             warm_up = ("conformance.clients.taking_place:take_place", {"library": library.spec})
             turns = os.environ.get("PYTEST_XDIST_TESTRUNUID")
@@ -32,7 +32,7 @@ class Sides:
     def assert_alike(
         self, case: str, folder: Path | None = None, tolerance: Tolerance = TRAINED, **arguments: Any
     ) -> list[Any]:
-        """Fail unless every rank returns on both sides the same; each side writes to a folder of its own."""
+        """Fail unless every rank returns the same on both sides. Each side writes to its own folder."""
         returned = []
         for side, library in {"torch": self.reference, "subject": self.subject}.items():
             own = {} if folder is None else {"folder": tempfile.mkdtemp(prefix=side, dir=folder)}
@@ -42,5 +42,7 @@ class Sides:
 
 
 def assert_same(expected: list[Any], actual: list[Any], tolerance: Tolerance = TRAINED) -> None:
-    for one, other in zip(expected, actual, strict=True):
-        assert_same_outcome(observe(lambda one=one: one), observe(lambda other=other: other), tolerance)
+    for expected_rank, actual_rank in zip(expected, actual, strict=True):
+        assert_same_outcome(
+            observe(lambda value=expected_rank: value), observe(lambda value=actual_rank: value), tolerance
+        )

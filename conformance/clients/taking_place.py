@@ -1,4 +1,4 @@
-"""How a subject comes to be what libraries train with that know torch alone: its drop-in first, then their import."""
+"""Installation of a subject in place of torch, before libraries that only know torch are imported."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from conformance.faults import handmade
 from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank
 
-# Nothing is downloaded, and nothing is told to anybody.
+# Nothing is downloaded or reported.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def take_place(rank: Rank, *, library: str) -> None:
-    """On a fresh rank: put the library in torch's places, as `python -m impl.drop_in` does, and say who it is."""
-    # As torchrun tells it, for those who ask the environment; the ranks have found one another already.
+    """Install the library in place of torch, like `python -m impl.drop_in`, and set the variables of torchrun."""
+    # Libraries read these variables. The process group exists already.
     ranks = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "GROUP_RANK": 0}
     sizes = {"WORLD_SIZE": rank.world_size, "LOCAL_WORLD_SIZE": rank.world_size}
     os.environ.update(_ENVIRONMENT | {name: str(number) for name, number in {**ranks, **sizes}.items()})
-    found = load_library(library)
-    if install := drop_in_of(found):
+    loaded = load_library(library)
+    if install := drop_in_of(loaded):
         install()
-    if found.fault_id:
-        _inject(found)
+    if loaded.fault_id:
+        _inject(loaded)
 
 
 def drop_in_of(library: Library):
-    """What puts a library in torch's places; torch is there.
+    """Return the function that installs `library` in place of torch, or None for torch itself.
 
     Raises:
-        NotProvided: it has none.
+        NotProvided: the library has no such function.
     """
     return None if library.package == "torch" else library.find("drop_in.install")
 
 
 def _inject(library: Library) -> None:
-    """The fault, wherever torch's modules hold what it breaks."""
+    """Inject the fault of `library` wherever a module of torch refers to the object that it breaks."""
     path = handmade.find(library.fault_id).breaks
     whole, broken = Library(library.package).find(path), library.find(path)
     for name, module in list(sys.modules.items()):

@@ -36,7 +36,7 @@ OPTIMIZERS = pytest.mark.parametrize(
 
 @pytest.fixture
 def optimizer(request: pytest.FixtureRequest) -> str:
-    """One of those: torchao's compile their step."""
+    """Name of the optimizer. Optimizers of torchao compile their step, which takes a C++ compiler."""
     if request.param.startswith("torchao.") and not any(map(shutil.which, ("g++", "clang++"))):
         unavailable("no C++ compiler")
     return request.param
@@ -49,17 +49,19 @@ def _torchtitan() -> None:
 
 
 def assert_sharded(returned: list[dict[str, Any]]) -> None:
-    """Else a library has gone another way, and both sides have trained without sharding."""
-    assert all(one["sharded"] for one in returned)
+    """Fail if a library changed how it wraps models, so that both sides trained without sharding."""
+    assert all(outcome["sharded"] for outcome in returned)
 
 
 @clause("clients.libraries.accelerate")
 @ON_BOTH_LAYOUTS
 @IN_BOTH_KINDS
-def test_accelerate(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool) -> None:
-    asked = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
+def test_accelerate_matches_torch(
+    sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool
+) -> None:
+    options = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
     assert_sharded(
-        sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=False)
+        sides.assert_alike("accelerate_cases:train", tmp_path, **options, dtype=torch.float32, lora=False)
     )
 
 
@@ -70,26 +72,30 @@ def test_accelerate(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig
 def test_accelerate_version_2(
     sides: Sides, tmp_path: Path, from_the_first_rank: bool, lora: bool, state_dict_type: str
 ) -> None:
-    asked = {"state_dict_type": state_dict_type, "from_the_first_rank": from_the_first_rank, "lora": lora}
-    assert_sharded(sides.assert_alike("accelerate_cases:train_version_2", tmp_path, **asked))
+    options = {"state_dict_type": state_dict_type, "from_the_first_rank": from_the_first_rank, "lora": lora}
+    assert_sharded(sides.assert_alike("accelerate_cases:train_version_2", tmp_path, **options))
 
 
 @clause("clients.libraries.accelerate_upcasts")
 @ON_BOTH_LAYOUTS
 def test_accelerate_upcasts(sides: Sides, tmp_path: Path, use_orig_params: bool) -> None:
-    asked = {"state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": use_orig_params}
-    actual = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.bfloat16, lora=False)
+    options = {"state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": use_orig_params}
+    actual = sides.assert_alike(
+        "accelerate_cases:train", tmp_path, **options, dtype=torch.bfloat16, lora=False
+    )
     assert_sharded(actual)
 
 
 @clause("clients.libraries.peft")
 @ON_BOTH_LAYOUTS
 @IN_BOTH_KINDS
-def test_peft(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool) -> None:
-    asked = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
-    actual = sides.assert_alike("accelerate_cases:train", tmp_path, **asked, dtype=torch.float32, lora=True)
+def test_peft_adapters_match_torch(
+    sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool
+) -> None:
+    options = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
+    actual = sides.assert_alike("accelerate_cases:train", tmp_path, **options, dtype=torch.float32, lora=True)
     assert_sharded(actual)
-    # Two at each of three layers in each of two blocks.
+    # Two adapters for each of three layers in each of two blocks.
     assert sum(".lora_" in name for name in actual[0]["saved"]) == 12
 
 
@@ -99,16 +105,16 @@ def test_peft(sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_param
 @pytest.mark.parametrize(
     ("is_tied", "reshards"), [(False, "always"), (True, "default")], ids=["apart", "tied"]
 )
-def test_torchtitan(sides: Sides, is_tied: bool, reshards: str, is_chunked: bool) -> None:
-    asked = {"is_tied": is_tied, "reshards": reshards, "is_chunked": is_chunked, "recomputes": is_tied}
-    assert_sharded(sides.assert_alike("torchtitan_cases:train", **asked, dtype=torch.bfloat16))
+def test_torchtitan_matches_torch(sides: Sides, is_tied: bool, reshards: str, is_chunked: bool) -> None:
+    options = {"is_tied": is_tied, "reshards": reshards, "is_chunked": is_chunked, "recomputes": is_tied}
+    assert_sharded(sides.assert_alike("torchtitan_cases:train", **options, dtype=torch.bfloat16))
 
 
 @clause("clients.libraries.transformers_trainer")
 @IN_BOTH_KINDS
 def test_transformers_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
     actual = sides.assert_alike("accelerate_cases:trainer", tmp_path, state_dict_type=state_dict_type)
-    assert_sharded([one["resumed"] for one in actual])
+    assert_sharded([outcome["resumed"] for outcome in actual])
 
 
 @clause("clients.libraries.transformers_generate")
@@ -128,7 +134,7 @@ def test_lightning_fabric(sides: Sides, tmp_path: Path, state_dict_type: str) ->
 @BY_LIGHTNING
 def test_lightning_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
     actual = sides.assert_alike("lightning_cases:trainer", tmp_path, EXACT, state_dict_type=state_dict_type)
-    assert_sharded([one["resumed"] for one in actual])
+    assert_sharded([outcome["resumed"] for outcome in actual])
 
 
 @clause("clients.libraries.distributed_checkpoint")
@@ -150,9 +156,9 @@ def test_distributed_checkpoint(
     ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"],
 )
 @pytest.mark.parametrize("reshards", [False, True], ids=["kept", "resharded"])
-def test_pipelining(sides: Sides, reshards: bool, schedule: str) -> None:
-    asked = {"schedule": schedule, "reshards": reshards}
-    assert_sharded(sides.assert_alike("pipelining_cases:train", tolerance=EXACT, **asked))
+def test_pipeline_schedules_match_torch(sides: Sides, reshards: bool, schedule: str) -> None:
+    options = {"schedule": schedule, "reshards": reshards}
+    assert_sharded(sides.assert_alike("pipelining_cases:train", tolerance=EXACT, **options))
 
 
 @clause("clients.libraries.quantized_optimizers")
@@ -177,5 +183,5 @@ def test_quantized_optimizers_in_one_call(sides: Sides, optimizer: str) -> None:
 @ON_BOTH_LAYOUTS
 @pytest.mark.parametrize("optimizer", ["bitsandbytes.AdamW8bit", "torchao.AdamW8bit"], indirect=True)
 def test_quantized_optimizers_sharded(sides: Sides, optimizer: str, use_orig_params: bool) -> None:
-    asked = {"optimizer": optimizer, "use_orig_params": use_orig_params}
-    sides.assert_alike("optimizer_cases:sharded", tolerance=EXACT, **asked)
+    options = {"optimizer": optimizer, "use_orig_params": use_orig_params}
+    sides.assert_alike("optimizer_cases:sharded", tolerance=EXACT, **options)

@@ -55,21 +55,21 @@ class Pair(torch.nn.Sequential):
 
 
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
-    """That of predicting the next token, by `layers`."""
+    """Return the loss of predicting the next token with a model of `layers`."""
     logits = model(batch)[:, :-1].float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def unsharded(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter of a sharded model, on every rank."""
+    """Return every parameter of a sharded model, on every rank."""
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def gathered(value: Any) -> Any:
-    """The tensors of ranks put together, on every rank: of a DTensor, and of all in a dictionary or a list."""
+    """Return `value` with its DTensors replaced by full tensors, also inside dictionaries and lists."""
     if isinstance(value, Mapping):
-        return {name: gathered(each) for name, each in value.items()}
+        return {name: gathered(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [gathered(each) for each in value]
+        return [gathered(item) for item in value]
     return value.detach().full_tensor() if isinstance(value, DTensor) else value

@@ -17,15 +17,17 @@ from torchtitan.models.llama3 import Llama3Model, llama3_configs
 from conformance.clients import tiny
 from conformance.ranks import Rank
 
-_MAX_NORM = (
-    100.0  # above the norms that there are: weights in bfloat16 would make much of the last bits of a norm
-)
+# The limit is above all norms, because scaling bfloat16 weights would amplify the last bits of a norm.
+_MAX_NORM = 100.0
 
 
 def train(
     rank: Rank, *, dtype: torch.dtype, reshards: str, is_tied: bool, is_chunked: bool, recomputes: bool
 ) -> dict[str, Any]:
-    """Two blocks of its debug model, made on the meta device; the loss in chunks has a backward for each."""
+    """Train two blocks of torchtitan's debug model, created on the meta device.
+
+    The chunked loss runs one backward for each chunk.
+    """
     with torch.device("meta"):
         model: Any = _config(is_tied).build()
     if recomputes:
@@ -68,16 +70,19 @@ def train(
 
 
 def _config(is_tied: bool) -> Llama3Model.Config:
-    """Its masks want a compiled attention, which on a CPU has no backward: causal without them."""
-    made = llama3_configs["debugmodel"]("flex")
-    attention = made.layers[0].attention
+    """Return the config of the debug model with causal attention.
+
+    Its own masks need compiled attention, which has no backward on a CPU.
+    """
+    config = llama3_configs["debugmodel"]("flex")
+    attention = config.layers[0].attention
     attention = replace(
         attention,
         inner_attention=ScaledDotProductAttention.Config(),
         rope=replace(attention.rope, max_seq_len=tiny.LENGTH),
     )
     return replace(
-        made,
-        layers=[replace(one, attention=attention) for one in made.layers[:2]],
+        config,
+        layers=[replace(layer, attention=attention) for layer in config.layers[:2]],
         enable_weight_tying=is_tied,
     )

@@ -95,7 +95,7 @@ def _judged(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], int
 
 
 def folders(name: str) -> list[str]:
-    """Where the tests of a subject's names lie; the others would find nothing to ask."""
+    """Return the folders with tests of a subject's names. Other tests would have nothing to judge."""
     names = set(read(HERE / name / NAME).names)
     areas = {clause.area for clause in all_clauses().values() if names & set(clause.names)}
     return ["conformance/test_surface.py", *sorted({f"conformance/{area.split('.')[0]}" for area in areas})]
@@ -114,23 +114,23 @@ _HOLDS = ("passed", "known", "reference cannot run here")
 
 def row(name: str, version: str, report: dict[str, Any]) -> str:
     """Return the package's line: how many of its clauses and tests hold. A clause counts as its worst test."""
-    asked: dict[str, list[str]] = {}
+    outcomes_of: dict[str, list[str]] = {}
     for test in report["tests"]:
         if test["outcome"] not in NOT_JUDGED and test["clause"] in all_clauses():
-            asked.setdefault(test["clause"], []).append(test["outcome"])
-    worst = [min(outcomes, key=SEVERITY.index) for outcomes in asked.values()]
+            outcomes_of.setdefault(test["clause"], []).append(test["outcome"])
+    worst = [min(outcomes, key=SEVERITY.index) for outcomes in outcomes_of.values()]
     file = read(HERE / name / NAME)
     names = ", ".join(f"`{path.rpartition('.')[2]}`" for path in file.names)
     clauses, tests = (
         _share_that_holds(worst),
-        _share_that_holds([seen for each in asked.values() for seen in each]),
+        _share_that_holds([outcome for outcomes in outcomes_of.values() for outcome in outcomes]),
     )
     proofs = f"[{sum(outcome not in _HOLDS for outcome in worst)}](../conformance/subjects/{name}/proofs.py)"
     return f"| {file.distribution} {version} | {names} | {clauses} | {tests} | {proofs} |"
 
 
 def _share_that_holds(outcomes: Sequence[str]) -> str:
-    reported = f"{sum(one in _HOLDS for one in outcomes)} of {len(outcomes)}"
+    reported = f"{sum(outcome in _HOLDS for outcome in outcomes)} of {len(outcomes)}"
     return f"{reported}, {known} in torch's way" if (known := outcomes.count("known")) else reported
 
 

@@ -1,7 +1,7 @@
-"""Definitions out of a package's own source, without importing the package: it may want a device that is not here.
+"""Definitions from a package's source, without its import, which may need a device that this host lacks.
 
-The lines that run are the package's. What differs is named where they are taken: objects that they find in the place
-of others (a process group of one, a device's tensor type), texts, attributes, and calls that are left out.
+The code that runs is the package's. The caller names each replacement: objects that the code finds instead
+of others (a process group of one rank, a device's tensor type), texts, attributes, and calls that are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Instead:
-    """What definitions find in the place of what their package has."""
+    """Replacements for objects, texts and attributes of a package's definitions."""
 
     # By name, or by a dotted name: {"dist": …, "torch.cuda.FloatTensor": torch.FloatTensor}
     objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -30,25 +30,25 @@ class Instead:
 
 
 def definitions(distribution: str, file: str, names: Sequence[str], instead: Instead) -> SimpleNamespace:
-    """Functions and classes of a file of an installed distribution, with what the file imports from torch and Python.
+    """Return functions and classes of a file of an installed distribution. Its imports of torch and Python work too.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed.
+        importlib.metadata.PackageNotFoundError: the distribution is not installed.
         LookupError: the file has no such definition.
     """
     path = Path(str(importlib.metadata.distribution(distribution).locate_file(file)))
     tree = ast.parse(path.read_text())
-    kept = [statement for statement in tree.body if _is_kept(statement, names)]
+    statements = [statement for statement in tree.body if _is_kept(statement, names)]
     tree.body = [
         *ast.parse("from __future__ import annotations").body,
-        *kept,
-    ]  # hints may name what is not there
+        *statements,
+    ]  # hints may name missing objects
     tree = ast.fix_missing_locations(_Replaced(instead).visit(tree))
-    # A module that pickle finds them in again.
+    # pickle finds the definitions again in this module.
     module = types.ModuleType(f"{__name__}_{re.sub(r'[^0-9A-Za-z]', '_', f'{distribution}_{file}')}")
     sys.modules[module.__name__] = module
     namespace = vars(module)
-    namespace |= {_name(dotted): found for dotted, found in instead.objects.items()}
+    namespace |= {_name(dotted): replacement for dotted, replacement in instead.objects.items()}
     exec(compile(tree, str(path), "exec"), namespace)
     if missing := [name for name in names if name not in namespace]:
         raise LookupError(f"{path} of {distribution} does not define {', '.join(missing)} in this version")
@@ -56,9 +56,9 @@ def definitions(distribution: str, file: str, names: Sequence[str], instead: Ins
 
 
 def refuse(**arguments: bool) -> None:
-    """What a package's function has no argument for, it cannot be asked for."""
-    if asked := [name for name, value in arguments.items() if value]:
-        raise TypeError(f"the package has no argument {', '.join(asked)}")
+    """Raise TypeError for arguments that the package does not have."""
+    if requested := [name for name, value in arguments.items() if value]:
+        raise TypeError(f"the package has no argument {', '.join(requested)}")
 
 
 def _is_kept(statement: ast.stmt, names: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Proofs: each shows one difference between a package and torch by a call or two, without the suite.
+"""Proofs: functions that each show one difference between a package and torch, without the suite.
 
 python -m conformance.subjects.torchtitan.proofs
 """
@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance.judge.errors import describe
 
-# What the package does and what torch does, as text.
+# Texts: the result of the package and that of torch.
 Sides = tuple[str, str]
 Proof = Callable[[], Sides]
 
 
 class Proofs:
-    """The proofs of a subject: functions that its claims file links to, each from what it expects to be red."""
+    """The proofs of a subject. Its claims file links each expected failure to one of them."""
 
     def __init__(self) -> None:
         self._kept: list[Proof] = []
@@ -31,30 +31,30 @@ class Proofs:
         return proof
 
     def show(self) -> int:
-        """Print both sides of each; how many prove nothing any more, because they are the same."""
+        """Print both sides of each proof. Return the number of proofs whose sides no longer differ."""
         same = 0
         for proof in self._kept:
-            theirs, torchs = proof()
-            same += theirs == torchs
-            print(f"{'SAME' if theirs == torchs else 'differs'}: {proof.__doc__}")  # noqa: T201 its output
-            print(f"    package: {theirs}\n    torch:   {torchs}")  # noqa: T201 its output
+            packages, torchs = proof()
+            same += packages == torchs
+            print(f"{'SAME' if packages == torchs else 'differs'}: {proof.__doc__}")  # noqa: T201 its output
+            print(f"    package: {packages}\n    torch:   {torchs}")  # noqa: T201 its output
         return same
 
 
-def beside(theirs: Any, torchs: Any) -> Callable[[Callable[[Any], Any]], Sides]:
-    """What shows both sides of a call, which is handed the package's function or class, and torch's."""
-    return lambda call: (reported(lambda: call(theirs)), reported(lambda: call(torchs)))
+def beside(packages: Any, torchs: Any) -> Callable[[Callable[[Any], Any]], Sides]:
+    """Return a function that applies a call to the package's function or class and to torch's, and reports both."""
+    return lambda call: (reported(lambda: call(packages)), reported(lambda: call(torchs)))
 
 
 def parameter(gradient: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter that has this gradient."""
-    made = torch.nn.Parameter(torch.zeros_like(gradient))
-    made.grad = gradient.clone()
-    return made
+    """Return a parameter with this gradient."""
+    created = torch.nn.Parameter(torch.zeros_like(gradient))
+    created.grad = gradient.clone()
+    return created
 
 
 def mesh_of_one(shape: tuple[int, ...] = (1,)) -> DeviceMesh:
-    """This process as the one rank of a mesh, which may have several dimensions."""
+    """Return a mesh whose only rank is this process. It may have several dimensions."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh("cpu", shape)
@@ -63,11 +63,11 @@ def mesh_of_one(shape: tuple[int, ...] = (1,)) -> DeviceMesh:
 def warnings_of(call: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         call()
-    return [str(each.message) for each in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def reported(call: Callable[[], Any]) -> str:
-    """What a call returned, or raised, in a line."""
+    """Return the result or the error of a call, as one line."""
     try:
         return repr(call())
     except Exception as error:

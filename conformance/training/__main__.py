@@ -78,7 +78,7 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
 def _configs(options: argparse.Namespace) -> list[TrainingConfig]:
     size = options.size or ("small" if options.gate or options.device == "cpu" else "full")
     make = small_config if size == "small" else full_config
-    given = {
+    overrides = {
         name: getattr(options, name)
         for name in (
             "device",
@@ -92,7 +92,7 @@ def _configs(options: argparse.Namespace) -> list[TrainingConfig]:
         )
         if getattr(options, name) is not None
     }
-    configs = [make(dtype, **given) for dtype in (DTYPES if options.gate else [options.dtype])]
+    configs = [make(dtype, **overrides) for dtype in (DTYPES if options.gate else [options.dtype])]
     if options.dropout is not None:
         configs = [
             dataclasses.replace(config, shape=dataclasses.replace(config.shape, dropout=options.dropout))

@@ -33,7 +33,8 @@ class Bound:
 
     losses: float
     grad_norms: float
-    agree_until: int  # the first step at which torch parts from itself, else the number of steps
+    # The first step at which torch differs from itself, or else the number of steps.
+    agree_until: int
 
     @classmethod
     def between(cls, run: TrainingRun, *neighbours: TrainingRun) -> Bound:
@@ -187,9 +188,16 @@ def _path(run: TrainingRun) -> list[tuple[float, bool]]:
 
 
 def _first_difference(expected: list[Any], actual: list[Any]) -> int | None:
-    """Where two lists part; None where they do not. A nan agrees with a nan."""
+    """Return the first index at which two lists differ, or None if they are equal. A nan equals a nan."""
     pairs = zip(expected, actual, strict=True)
-    return next((at for at, (ours, theirs) in enumerate(pairs) if not _same(ours, theirs)), None)
+    return next(
+        (
+            at
+            for at, (expected_value, actual_value) in enumerate(pairs)
+            if not _same(expected_value, actual_value)
+        ),
+        None,
+    )
 
 
 def _same(expected: Any, actual: Any) -> bool:

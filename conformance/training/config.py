@@ -1,4 +1,4 @@
-"""What a training run does, step by step, apart from the library that does it."""
+"""Configuration of a training run: everything except for the library."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ OPTIMIZERS: dict[str, tuple[dict[str, bool], bool | None]] = {
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Two runs of equal configs differ by their libraries alone. `steps` only says where to stop: a longer run
-    begins with the very steps of a shorter one, so a finished run can be resumed with more steps."""
+    """Configuration of a training run. Two runs of equal configs differ only by their libraries.
+
+    A longer run begins with the same steps as a shorter one, so a finished run can be resumed with more `steps`.
+    """
 
     shape: Shape
     dtype: str = "fp16"  # a key of DTYPES
@@ -39,11 +41,12 @@ class TrainingConfig:
     growth_factor: float = 16.0
     backoff_factor: float = 1 / 16
     growth_interval: int = 9
-    inject_inf_at: int | None = 18  # this step's last gradient gets an inf
+    inject_inf_at: int | None = 18  # step whose last gradient gets an inf
     evaluate_every: int = 12
     held_out_windows: int = 16
     seed: int = 1
-    threads: int = 1  # sums are split among threads, so their count is part of the result
+    # Sums are split among threads, so the number of threads changes results.
+    threads: int = 1
     rounded_towards: float | None = None  # training begins with the next weights in this direction
 
     def __post_init__(self) -> None:
@@ -91,9 +94,9 @@ def full_config(dtype: str, **changes: object) -> TrainingConfig:
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
 
-# High enough to overflow at once: fp16 in its gradients, bf16 (whose range is float32's) in the scaled loss. The
-# factors are large so that the scale stands well above the largest that fits or well below it, seldom at its
-# edge, where one rounding more or less would decide whether a step is skipped.
+# The first scale overflows at once: fp16 in its gradients, bf16 (which has float32's range) in the scaled loss. The
+# factors are large, so that the scale is seldom close to the largest one that fits. There one rounding would decide
+# whether a step is skipped.
 _SCALING = {
     "fp16": {"init_scale": 2.0**27, "growth_factor": 2.0**4, "backoff_factor": 2.0**-4},
     "bf16": {"init_scale": 2.0**127, "growth_factor": 2.0, "backoff_factor": 2.0**-8},

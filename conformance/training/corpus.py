@@ -72,13 +72,13 @@ def windows(text: torch.Tensor, length: int, key: str, indices: range) -> torch.
 
 
 def _names(root: Path) -> list[str]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, inner, files in os.walk(root):
         inner[:] = [name for name in inner if not _SKIPPED.fullmatch(name)]  # not walked into
-        found += [
+        paths += [
             Path(folder, name) for name in files if name.endswith(".py") and not _SKIPPED.fullmatch(name)
         ]
-    return sorted(path.relative_to(root).as_posix() for path in found)
+    return sorted(path.relative_to(root).as_posix() for path in paths)
 
 
 def _as_tensor(text: bytearray) -> torch.Tensor:

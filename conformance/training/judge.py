@@ -67,9 +67,9 @@ def judge(
     save_every: int = 10,
     on_step: Callable[[str, TrainingRun], None] | None = None,
 ) -> TrainingResult:
-    """Run `config` by torch and by `subject`; runs whose checkpoints lie in `folder` go on from there.
+    """Run `config` with torch and with `subject`. Runs with checkpoints in `folder` continue from them.
 
-    `on_step` is told a run's name and what it has done, after each step.
+    `on_step` is called after each step with the run's name and the run.
     """
     started = time.perf_counter()
     corpus = load_corpus()
@@ -93,34 +93,38 @@ def judge(
     for way in _ways(library, config):
         if not way.is_bitwise and bound is None:
             torchs = parts_of(load_library("torch"))
-            bound = Bound.between(reference, *(run("beside", torchs, each) for each in config.neighbours()))
+            bound = Bound.between(
+                reference, *(run("beside", torchs, neighbour) for neighbour in config.neighbours())
+            )
         held_to = None if way.is_bitwise else bound
         try:
             with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():
-                ours = run("subject", parts_of(library, way.name), config, way.trained_by)
-            checks = compare(config, reference, ours, held_to)
+                subject_run = run("subject", parts_of(library, way.name), config, way.trained_by)
+            checks = compare(config, reference, subject_run, held_to)
         except OtherRun:
             raise
-        except Exception as error:  # whatever the subject raises is its verdict, not the judge's end
-            traceback.print_tb(error.__traceback__)  # without its text, which may hold whole tensors
+        except Exception as error:
+            # An error of the subject fails its run, but must not end the judge. Its text may contain full tensors, so
+            # only the traceback is printed.
+            traceback.print_tb(error.__traceback__)
             says = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
-            ours, checks = TrainingRun(), [Check("runs", False, says)]
+            subject_run, checks = TrainingRun(), [Check("runs", False, says)]
         name = f"{config.dtype}, {config.optimizer}" + (f", {way.name}" if way.name else "")
-        result.comparisons.append(TrainingComparison(name, config, reference, ours, held_to, checks))
+        result.comparisons.append(TrainingComparison(name, config, reference, subject_run, held_to, checks))
     result.seconds = time.perf_counter() - started
     return result
 
 
 def parts_of(library: Library, way: str = "") -> Parts:
-    """The library's parts; torch's in the place of those that it does not provide."""
+    """Return the library's components, and torch's for those that the library does not provide."""
     torch_library = load_library("torch")
-    found = [(library if library.provides(path) else torch_library).find(path) for path in _PARTS]
+    components = [(library if library.provides(path) else torch_library).find(path) for path in _PARTS]
     capture = library.find(_CAPTURE) if library.provides(_CAPTURE) else None
-    return Parts(f"{library.spec} {way}".strip(), *found, capture)
+    return Parts(f"{library.spec} {way}".strip(), *components, capture)
 
 
 def as_json(results: list[TrainingResult]) -> dict[str, Any]:
-    """What a report draws: one entry of `runs` for each comparison, numbers that are not finite as None."""
+    """Return the data that a report draws: one entry of `runs` for each comparison. Non-finite numbers become None."""
     return {
         "runs": [as_entry(comparison) for result in results for comparison in result.comparisons],
         "corpus": results[0].corpus,
@@ -154,10 +158,10 @@ def _curves(run: TrainingRun) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Variant:
-    """How the subject trains."""
+    """A training method of the subject."""
 
     name: str
-    backend: str | None  # of its kernels, where it has several
+    backend: str | None  # backend of its kernels, if it has several
     is_bitwise: bool  # whether each bit must then agree with torch's
     trained_by: type[Trainer] = Trainer
 

@@ -15,7 +15,7 @@ _SUBJECT = {"color": "#0550ae", "linewidth": 1.2}
 
 
 def draw(entry: dict[str, Any], subject: str) -> Figure:
-    """One comparison, as `judge.as_entry` writes it and a report reads it back."""
+    """Draw one comparison, an entry that `judge.as_entry` returns."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     sides = ((entry["reference"], "torch", _REFERENCE), (entry["subject"], subject, _SUBJECT))

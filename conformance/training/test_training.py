@@ -1,4 +1,4 @@
-"""Training repeats bit by bit, survives kill -9, and its judge tells a right library from a wrong one."""
+"""Training repeats bit by bit and survives kill -9, and its judge passes right libraries and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def run(parts: Parts = TORCH, config: TrainingConfig = CONFIG, **how: Any) -> Tr
 
 
 def without_clock(run: TrainingRun) -> dict[str, Any]:
-    kept = dataclasses.asdict(run)
-    del kept["seconds"], kept["resumed_at"]
+    fields = dataclasses.asdict(run)
+    del fields["seconds"], fields["resumed_at"]
     # A skipped step's norm may be nan, which differs from itself; its repr does not.
-    return kept | {"grad_norms": [repr(norm) for norm in run.grad_norms]}
+    return fields | {"grad_norms": [repr(norm) for norm in run.grad_norms]}
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +55,10 @@ def reference() -> TrainingRun:
 
 @pytest.fixture(scope="module")
 def bound(reference: TrainingRun) -> Bound:
-    return Bound.between(reference, *(run(config=each) for each in CONFIG.neighbours()))
+    return Bound.between(reference, *(run(config=neighbour) for neighbour in CONFIG.neighbours()))
 
 
-def test_the_same_config_gives_the_same_bits_and_leaves_the_caller_alone(reference: TrainingRun) -> None:
+def test_same_config_repeats_bits_and_keeps_global_state(reference: TrainingRun) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
@@ -70,7 +70,7 @@ def test_the_same_config_gives_the_same_bits_and_leaves_the_caller_alone(referen
     assert run(config=dataclasses.replace(CONFIG, seed=2)).weights != reference.weights
 
 
-def test_the_config_overflows_by_itself_and_recovers_from_an_injected_inf(reference: TrainingRun) -> None:
+def test_config_overflows_and_recovers_from_injected_inf(reference: TrainingRun) -> None:
     at = CONFIG.inject_inf_at
     assert at is not None
     assert 0 in reference.skipped
@@ -125,13 +125,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kill -9 is of POSIX")
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: TrainingRun) -> None:
+def test_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: TrainingRun) -> None:
     resumed = run(saved=killed / moment, save_every=4)
     assert resumed.resumed_at == [8]
     assert without_clock(resumed) == without_clock(reference)
 
 
-def test_a_finished_run_goes_on_with_more_steps(reference: TrainingRun, tmp_path: Path) -> None:
+def test_finished_run_continues_with_more_steps(reference: TrainingRun, tmp_path: Path) -> None:
     saved = tmp_path / "run.checkpoint"
     run(config=dataclasses.replace(CONFIG, steps=9), saved=saved)
     assert without_clock(run(saved=saved)) == without_clock(reference)
@@ -185,17 +185,15 @@ def red(bound: Bound | None, reference: TrainingRun, subject: TrainingRun) -> se
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_library_is_red_and_the_reason_is_named(
-    name: str, reference: TrainingRun, bound: Bound
-) -> None:
+def test_wrong_library_fails_the_expected_checks(name: str, reference: TrainingRun, bound: Bound) -> None:
     parts, expected = WRONG[name]
     subject = run(dataclasses.replace(TORCH, **parts))
     unlike_reference = {"bits", "bound on losses", "bound on grad_norms"}
     for held_to in (None, bound):
-        asked = {check.name for check in compare(CONFIG, reference, subject, held_to)}
-        found = red(held_to, reference, subject) - {"learning of the reference", "learning of the subject"}
-        assert expected & asked <= found, f"{name}: red are {sorted(found)}"
-        assert found <= expected | unlike_reference, f"{name}: red are {sorted(found)}"
+        checked = {check.name for check in compare(CONFIG, reference, subject, held_to)}
+        failed = red(held_to, reference, subject) - {"learning of the reference", "learning of the subject"}
+        assert expected & checked <= failed, f"{name}: red are {sorted(failed)}"
+        assert failed <= expected | unlike_reference, f"{name}: red are {sorted(failed)}"
 
 
 def test_another_rounding_is_within_the_bound_but_not_the_same_bits(
@@ -207,16 +205,14 @@ def test_another_rounding_is_within_the_bound_but_not_the_same_bits(
     assert red(bound, reference, subject) - unlearned == set()
 
 
-def test_an_inf_that_passes_through_is_no_recovery(reference: TrainingRun) -> None:
+def test_unskipped_inf_fails_recovery_check(reference: TrainingRun) -> None:
     at = CONFIG.inject_inf_at
     without = run(config=dataclasses.replace(CONFIG, inject_inf_at=None))
     assert at not in without.skipped
     assert {"scale", "recovery of the subject"} <= red(None, reference, without)
 
 
-def test_a_package_with_clipping_alone_is_judged_with_torchs_other_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_components_are_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     utils = tmp_path / "wrong_rider" / "nn" / "utils"
     utils.mkdir(parents=True)
     for folder in (utils, utils.parent, utils.parents[1]):
@@ -235,7 +231,7 @@ def test_a_package_with_clipping_alone_is_judged_with_torchs_other_parts(
     assert written["corpus"]["fingerprint"] == load_corpus().fingerprint
 
 
-def test_the_command_draws_resumes_and_says_why_it_is_red(
+def test_command_draws_resumes_and_explains_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -260,7 +256,7 @@ def fake_library(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
-def test_the_corpus_holds_the_library_alone_and_splits_by_file(tmp_path: Path) -> None:
+def test_corpus_has_only_library_files_and_splits_by_file(tmp_path: Path) -> None:
     own = {f"package/module{i}.py": bytes([i]) * 50_000 for i in range(40)}
     strange = {
         f"{folder}/x.py": b"\xff" * 10 for folder in ("site-packages", "test", "a/tests", "config-3.13")
@@ -277,7 +273,7 @@ def test_the_corpus_holds_the_library_alone_and_splits_by_file(tmp_path: Path) -
         load_corpus(fake_library(tmp_path / "third", {"a.py": b"a=1"}))
 
 
-def test_a_window_depends_on_its_own_number() -> None:
+def test_window_depends_only_on_its_number() -> None:
     text = torch.arange(256, dtype=torch.uint8)
     together = windows(text, 8, "key", range(6))
     alone = torch.cat([windows(text, 8, "key", range(i, i + 1)) for i in range(6)])
@@ -286,7 +282,7 @@ def test_a_window_depends_on_its_own_number() -> None:
     assert len(set(together[:, 0].tolist())) > 1
 
 
-def test_nobody_is_held_to_what_torch_does_where_it_parts_from_itself() -> None:
+def test_bound_ignores_steps_after_torch_differs_from_itself() -> None:
     def run_of(*norms: float) -> TrainingRun:
         return TrainingRun(losses=[2.0] * 4, grad_norms=[*norms], scales=[8.0] * 4, held_out={4: 2.0})
 

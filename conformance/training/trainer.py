@@ -1,4 +1,4 @@
-"""One training loop whose mixed-precision parts come from a library: autocast, the scaler, and clipping."""
+"""The training loop. Its mixed-precision components come from a library: autocast, the scaler and clipping."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class OtherRun(ValueError):
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop takes from a library; each works as torch's of that name does."""
+    """Components that the loop takes from a library. Each works like torch's component of that name."""
 
     name: str
     autocast: Callable[..., Any]
     GradScaler: Callable[..., Any]
     clip_grad_norm_: Callable[..., Any]
-    capture: Callable[..., Any] | None = None  # of optimizers, which torch has not
+    capture: Callable[..., Any] | None = None  # capture of optimizers, None for torch
 
 
 @dataclass
 class TrainingRun:
-    """What one run did. Step i's entries are `losses[i]`, `grad_norms[i]`, `scales[i]`."""
+    """Record of one run. The entries of step i are `losses[i]`, `grad_norms[i]` and `scales[i]`."""
 
     losses: list[float] = field(default_factory=list)  # bits a byte, before the step
-    grad_norms: list[float] = field(default_factory=list)  # what clipping returned: unscaled, unclipped
-    scales: list[float] = field(default_factory=list)  # after the step
+    grad_norms: list[float] = field(default_factory=list)  # results of clipping: unscaled, unclipped
+    scales: list[float] = field(default_factory=list)  # scale following each step
     skipped: list[int] = field(default_factory=list)  # steps that changed no weight
     held_out: dict[int, float] = field(default_factory=dict)  # bits a byte, by the number of steps done
     resumed_at: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Trainer:
         return len(self.run.losses)
 
     def advance(self) -> None:
-        """One step of the optimizer: taken, or skipped by the scaler."""
+        """Run one step, which the scaler may skip."""
         config, run, step = self.config, self.run, self.steps_done
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
@@ -90,7 +90,7 @@ class Trainer:
         before = last.detach().clone()
         norm = self.update()
         self.optimizer.zero_grad()
-        # AdamW moves every weight in every step that it takes, so one parameter tells for all.
+        # AdamW changes every weight in every step that it takes, so one parameter shows whether the step was skipped.
         if torch.equal(before, last):
             run.skipped.append(step)
         run.grad_norms.append(float(norm))
@@ -177,26 +177,27 @@ class Trainer:
         return loss.detach()
 
     def _identity(self) -> dict[str, Any]:
-        """Everything but the number of steps that decides what a run does."""
+        """Return everything that determines a run, except for its number of steps."""
         config = dataclasses.asdict(self.config)
         del config["steps"]
         return {
             **config,
             "parts": self.parts.name,
             "corpus": self.corpus.fingerprint,
-            "torch": str(torch.__version__),  # it is a class of its own, which a checkpoint cannot hold
+            # The version is a string subclass of torch, which a checkpoint cannot contain.
+            "torch": str(torch.__version__),
         }
 
 
 class ByFusedStep(Trainer):
-    """By one call in the place of unscaling, clipping, step and update."""
+    """Trainer with one `fused_step` call instead of unscaling, clipping, step and update."""
 
     def update(self) -> torch.Tensor:
         return self.scaler.fused_step(self.optimizer, max_norm=self.config.max_norm)
 
 
 class Captured(Trainer):
-    """By an optimizer whose step is captured."""
+    """Trainer with an optimizer whose step is captured."""
 
     def __init__(self, parts: Parts, config: TrainingConfig, corpus: Corpus) -> None:
         super().__init__(parts, config, corpus)

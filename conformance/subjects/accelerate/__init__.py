@@ -1,4 +1,4 @@
-"""accelerate's clipping: what `Accelerator.clip_grad_norm_` does where nothing but DTensors tells of sharding."""
+"""accelerate's clipping: `Accelerator.clip_grad_norm_` if only DTensors show that parameters are sharded."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """It uses nothing of the accelerator, which would set this process up for training. It has no `foreach`."""
+    """Call accelerate's method without an accelerator, which would set up this process for training.
+
+    The method has no argument `foreach`.
+    """
     refuse(error_if_nonfinite=error_if_nonfinite)
     return Accelerator._clip_grad_norm_dtensor_aware(None, list(parameters), max_norm, norm_type=norm_type)

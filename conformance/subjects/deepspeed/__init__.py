@@ -1,4 +1,4 @@
-"""DeepSpeed's clipping, run by its own source on one rank of the CPU: importing it looks for compilers and devices."""
+"""DeepSpeed's clipping, run from its source on one CPU rank, because its import looks for compilers and devices."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Its own fourth argument is a group of model-parallel ranks. It has no `foreach`: asked without."""
+    """Call DeepSpeed's function, whose own fourth argument is a group of model-parallel ranks. It has no `foreach`."""
     refuse(error_if_nonfinite=error_if_nonfinite)
     return _CLIPPING.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,4 +1,4 @@
-"""megatron-core's clipping in float32, run by its own source on the CPU, where it says `cuda`."""
+"""megatron-core's clipping in float32, run from its source on the CPU instead of `cuda`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conformance.subjects.package_source import Instead, definitions, refuse
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
-    """Without a group of model-parallel ranks nothing is shared, rather than with every rank."""
+    """Reduce over a group of model-parallel ranks. None means no reduction here, instead of all ranks."""
     if group is not None:
         dist.all_reduce(tensor, op=op, group=group)
 
@@ -59,9 +59,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As its optimizers clip: the norm of the gradients, then the gradients by the norm. It has no `foreach`."""
+    """Clip like megatron-core's optimizers: compute the norm, then scale the gradients. There is no `foreach`."""
     refuse(error_if_nonfinite=error_if_nonfinite)
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm = _CLIPPING.get_grad_norm_fp32([each.grad for each in listed if each.grad is not None], norm_type)
+    norm = _CLIPPING.get_grad_norm_fp32(
+        [parameter.grad for parameter in listed if parameter.grad is not None], norm_type
+    )
     _CLIPPING.clip_grad_by_total_norm_fp32(listed, max_norm, norm)
     return torch.tensor(norm)

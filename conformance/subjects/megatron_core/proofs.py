@@ -1,4 +1,4 @@
-"""Where megatron-core's clipping differs from torch's: its functions as the module beside this one runs them."""
+"""Proofs that megatron-core's clipping, as the package's `__init__` runs it, differs from torch's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gradients_in_other_dtypes() -> Sides:
 
 @PROOFS.keep
 def a_nan() -> Sides:
-    """Where a gradient is nan the others stay as they are, since no comparison with nan holds; torch's are nan too."""
+    """The other gradients are unchanged if one is nan, because comparisons with nan are false. torch's become nan."""
 
     def clipped(clip: Callable[..., Any]) -> torch.Tensor | None:
         finite = parameter(torch.tensor([8.0]))
@@ -39,7 +39,7 @@ def a_nan() -> Sides:
 
 @PROOFS.keep
 def the_smallest_element() -> Sides:
-    """The norm of order -inf of several gradients is 1: they are raised to that power one by one, and added up."""
+    """The norm of order -inf of several gradients is 1, because each is raised to that power before they are added."""
     return both(
         lambda clip: clip([parameter(torch.tensor([3.0])), parameter(torch.tensor([4.0]))], 1.0, -math.inf)
     )
@@ -47,7 +47,7 @@ def the_smallest_element() -> Sides:
 
 @PROOFS.keep
 def an_order_of_zero() -> Sides:
-    """A norm of order 0 divides by it."""
+    """A norm of order 0 divides by zero."""
     return both(lambda clip: clip([parameter(torch.ones(2))], 1.0, 0.0))
 
 
@@ -59,25 +59,25 @@ def gradients_on_the_meta_device() -> Sides:
 
 @PROOFS.keep
 def nothing_to_clip() -> Sides:
-    """Without any gradient the infinity norm raises, and orders other than 2 do."""
+    """Every order except for 2 raises if there are no gradients, the infinity norm too."""
     return both(lambda clip: clip([torch.nn.Parameter(torch.zeros(2))], 1.0, math.inf))
 
 
 @PROOFS.keep
 def a_norm_that_is_not_finite() -> Sides:
-    """It has no argument by which a norm that is not finite is refused."""
+    """The function has no argument that makes it reject a non-finite norm."""
     return both(lambda clip: clip([parameter(torch.tensor([math.inf]))], 1.0, error_if_nonfinite=True))
 
 
 @PROOFS.keep
 def a_max_norm_that_is_no_number() -> Sides:
-    """A max_norm that is no number is met where it is divided, and refused by another exception."""
+    """A max_norm that is not a number fails at its division, with another exception."""
     return both(lambda clip: clip([parameter(torch.ones(2))], "a string"))
 
 
 @PROOFS.keep
 def arguments_of_nan() -> Sides:
-    """A max_norm or an order of nan clips nothing: no comparison with nan holds; torch's do something."""
+    """A max_norm or an order of nan changes no gradient, because every comparison with nan is false."""
 
     def clipped(clip: Callable[..., Any]) -> list[Any]:
         bound, order = parameter(torch.tensor([8.0])), parameter(torch.tensor([8.0]))
@@ -90,14 +90,14 @@ def arguments_of_nan() -> Sides:
 
 @PROOFS.keep
 def norm_of_dtensors() -> Sides:
-    """Of DTensors comes back a number, where torch's norm is a DTensor that is reduced when it is asked for."""
+    """The norm of DTensors is a number. torch's norm is a DTensor that is reduced when it is read."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
     return both(lambda clip: type(clip([sharded], 1.0)))
 
 
 @PROOFS.keep
 def collectives_of_dtensors() -> Sides:
-    """The norm of DTensors is reduced at once, expected or not; torch issues nothing until the norm is asked for."""
+    """The norm of DTensors is reduced at once. torch issues no collective until the norm is read."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
 
     def issued(clip: Callable[..., Any]) -> int:
@@ -110,7 +110,7 @@ def collectives_of_dtensors() -> Sides:
 
 @PROOFS.keep
 def dtensors_over_two_dimensions() -> Sides:
-    """DTensors over a mesh of two dimensions are refused, whose process group is asked for without saying which."""
+    """DTensors on a mesh of two dimensions raise, because its process group is requested without a dimension."""
     mesh = mesh_of_one((1, 1))
     sharded = parameter(distribute_tensor(torch.ones(4), mesh, [Replicate(), Shard(0)]))
     return both(lambda clip: float(clip([sharded], 1.0)))
@@ -118,15 +118,15 @@ def dtensors_over_two_dimensions() -> Sides:
 
 @PROOFS.keep
 def dtensors_among_plain_tensors() -> Sides:
-    """A DTensor and a plain tensor are clipped together, where torch refuses them."""
+    """A DTensor and a plain tensor are clipped together. torch rejects them."""
     mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
     return both(lambda clip: clip(mixed, 1.0))
 
 
 @PROOFS.keep
 def an_empty_generator() -> Sides:
-    """An empty generator, which one that is used up is too, is clipped in silence, where torch warns."""
-    return both(lambda clip: warnings_of(lambda: clip((each for each in ()), 1.0)))
+    """An empty or exhausted generator is clipped silently. torch warns."""
+    return both(lambda clip: warnings_of(lambda: clip((tensor for tensor in ()), 1.0)))
 
 
 @PROOFS.keep
@@ -137,14 +137,14 @@ def complex_gradients() -> Sides:
 
 @PROOFS.keep
 def sparse_gradients() -> Sides:
-    """Sparse gradients end in the assertion, where torch says which operator has no kernel for them."""
+    """Sparse gradients end in the assertion. torch names the operator that has no kernel for them."""
     sparse = torch.sparse_coo_tensor([[0, 2]], [[1.0], [2.0]], (3, 1), check_invariants=True).coalesce()
     return both(lambda clip: clip([parameter(sparse)], 1.0))
 
 
 @PROOFS.keep
 def lazily_negated_gradients() -> Sides:
-    """A gradient that is lazily negated is clipped; it has no argument foreach, and torch's foreach refuses it."""
+    """A lazily negated gradient is clipped. torch's foreach rejects it, and the function has no argument foreach."""
 
     class Holder:
         grad = torch._neg_view(torch.ones(3))
@@ -154,7 +154,7 @@ def lazily_negated_gradients() -> Sides:
 
 @PROOFS.keep
 def gradients_of_graphs() -> Sides:
-    """The norm of gradients that belong to a graph is computed within the graph, which warns."""
+    """The norm of gradients that belong to a graph is computed as part of the graph, with a warning."""
 
     def warned(clip: Callable[..., Any]) -> bool:
         leaf = torch.ones(2, requires_grad=True)

@@ -1,6 +1,6 @@
-"""torch_npu's gradient scalers, run by their own source on the CPU in the place of the NPU.
+"""torch_npu's gradient scalers, run from their source on the CPU instead of the NPU.
 
-Left out are pinned memory and the codes that it writes behind the texts of its exceptions.
+Pinned memory and the error codes at the end of exception texts are left out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCALER = definitions(
 
 
 class GradScaler(_SCALER):
-    """With the argument that torch puts first since it has several devices."""
+    """Scaler with the first argument `device`, which torch added when it supported several devices."""
 
     def __init__(
         self,

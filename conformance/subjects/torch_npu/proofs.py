@@ -1,4 +1,4 @@
-"""Where torch_npu's gradient scalers differ from torch's: its classes as the module beside this one runs them."""
+"""Proofs that torch_npu's gradient scalers, as the package's `__init__` runs them, differ from torch's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def both_sharded(call: Callable[[Callable[..., Any]], Any]) -> Sides:
 
 
 def begun(kind: Callable[..., Any], **numbers: Any) -> Any:
-    """A scaler that has scaled something."""
+    """Return a scaler that has scaled a tensor."""
     scaler = kind("cpu", **{"init_scale": 8.0} | numbers)
     scaler.scale(torch.ones(()))
     return scaler
@@ -37,14 +37,14 @@ def optimizer(*gradients: float) -> SGD:
 
 @PROOFS.keep
 def fused_optimizers() -> Sides:
-    """torch's fused optimizers are handed an argument, grad_scaler, that they have not taken since torch 2.0."""
+    """torch's fused optimizers get an argument grad_scaler, which they no longer accept since torch 2.0."""
     fused = Adam([parameter(torch.ones(2))], fused=True)
     return both(lambda kind: begun(kind).step(fused))
 
 
 @PROOFS.keep
 def an_optimizer_that_takes_the_scaler() -> Sides:
-    """An optimizer whose step takes the scaler is handed it; torch warns that it is going to stop."""
+    """An optimizer whose step takes the scaler gets it without torch's deprecation warning."""
 
     class Takes(SGD):
         _step_supports_amp_scaling = True
@@ -57,7 +57,7 @@ def an_optimizer_that_takes_the_scaler() -> Sides:
 
 @PROOFS.keep
 def states_of_torch() -> Sides:
-    """A state dict that torch saved cannot be loaded: it lacks an entry that torch's scalers do not have."""
+    """A state dict that torch saved cannot be loaded, because torch's scalers lack the entry 'dynamic'."""
     state = begun(torch.amp.GradScaler).state_dict()
     return both(lambda kind: kind("cpu").load_state_dict(state))
 
@@ -70,19 +70,19 @@ def six_entries() -> Sides:
 
 @PROOFS.keep
 def what_torch_pickled() -> Sides:
-    """Given what torch pickles of a scaler, it lacks an attribute."""
+    """A scaler restored from torch's pickled attributes lacks an attribute."""
 
     def given(kind: Callable[..., Any]) -> Any:
-        made = object.__new__(type(kind("cpu")))
-        made.__setstate__(torch.amp.GradScaler("cpu").__getstate__())
-        return made.state_dict()["scale"]
+        loaded = object.__new__(type(kind("cpu")))
+        loaded.__setstate__(torch.amp.GradScaler("cpu").__getstate__())
+        return loaded.state_dict()["scale"]
 
     return both(given)
 
 
 @PROOFS.keep
 def one_of_two_optimizers() -> Sides:
-    """An infinite gradient of one optimizer keeps the other, whose gradients are finite, from its step."""
+    """An infinite gradient of one optimizer also skips the step of the other, whose gradients are finite."""
 
     def stepped(kind: Callable[..., Any]) -> float:
         scaler, bad, good = begun(kind), optimizer(math.inf), optimizer(8.0)
@@ -95,14 +95,14 @@ def one_of_two_optimizers() -> Sides:
 
 @PROOFS.keep
 def a_check_result_written_by_hand() -> Sides:
-    """A verdict written into the states of an optimizer counts for its step, and for the update a flag of its own."""
+    """A found_inf written into the state of an optimizer decides its step. The update reads a separate flag."""
 
     def updated(kind: Callable[..., Any]) -> float:
-        scaler, one = begun(kind), optimizer(8.0)
-        scaler.unscale_(one)
-        for found in scaler._per_optimizer_states[id(one)]["found_inf_per_device"].values():
-            found.fill_(1.0)
-        scaler.step(one)
+        scaler, sgd = begun(kind), optimizer(8.0)
+        scaler.unscale_(sgd)
+        for found_inf in scaler._per_optimizer_states[id(sgd)]["found_inf_per_device"].values():
+            found_inf.fill_(1.0)
+        scaler.step(sgd)
         scaler.update()
         return scaler.get_scale()
 
@@ -111,32 +111,32 @@ def a_check_result_written_by_hand() -> Sides:
 
 @PROOFS.keep
 def nothing_to_check() -> Sides:
-    """A step without any gradient is taken in silence, and so is the update behind it."""
+    """A step without gradients, and the update after it, silently succeed."""
     return both(lambda kind: begun(kind).step(SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.5)))
 
 
 @PROOFS.keep
 def a_growth_factor_of_one() -> Sides:
-    """Numbers that cannot be are refused by another type of exception."""
+    """Invalid numbers raise another type of exception."""
     return both(lambda kind: kind("cpu", growth_factor=1.0))
 
 
 @PROOFS.keep
 def no_tensor() -> Sides:
-    """What is no tensor is refused by another type of exception."""
+    """A value that is not a tensor raises another type of exception."""
     return both(lambda kind: kind("cpu").scale(3))
 
 
 @PROOFS.keep
 def gradients_in_float16() -> Sides:
-    """Gradients in float16 are refused by another type of exception."""
+    """Gradients in float16 raise another type of exception."""
     half = SGD([parameter(torch.ones(2, dtype=torch.float16))], lr=0.5)
     return both(lambda kind: begun(kind).unscale_(half))
 
 
 @PROOFS.keep
 def no_parameters() -> Sides:
-    """What is no parameter ends in an AttributeError of its own code."""
+    """A value that is not a parameter ends in an AttributeError of torch_npu's code."""
 
     class Odd:
         param_groups = ({"params": [None]},)
@@ -146,19 +146,19 @@ def no_parameters() -> Sides:
 
 @PROOFS.keep
 def cuda_that_is_not_there() -> Sides:
-    """Asked for a device that is not there it is neither off nor warns: it knows one device."""
+    """A scaler for a missing device is neither disabled nor warns, because torch_npu knows one device."""
     return both(lambda kind: warnings_of(lambda: kind("cuda")))
 
 
 @PROOFS.keep
 def another_device() -> Sides:
-    """Tensors of another device than its own are not scaled."""
+    """The scaler does not scale tensors of another device."""
     return both(lambda kind: kind("cpu").scale(torch.ones(2, device="meta")).device)
 
 
 @PROOFS.keep
 def an_interval_that_is_no_number_of_steps() -> Sides:
-    """A growth interval between two integers is taken, and never reached."""
+    """A fractional growth interval is accepted and never reached."""
 
     def updated(kind: Callable[..., Any]) -> float:
         scaler = begun(kind, growth_interval=1.5)
@@ -171,7 +171,7 @@ def an_interval_that_is_no_number_of_steps() -> Sides:
 
 @PROOFS.keep
 def rounding_of_the_scale() -> Sides:
-    """The factor is rounded to float32 before the scale is multiplied, and the product is another."""
+    """The factor is rounded to float32 before it multiplies the scale, which changes the product."""
 
     def grown(kind: Callable[..., Any]) -> float:
         scaler = begun(kind, init_scale=9.0, backoff_factor=0.1)
@@ -184,7 +184,7 @@ def rounding_of_the_scale() -> Sides:
 
 @PROOFS.keep
 def a_factor_that_is_no_number() -> Sides:
-    """A factor that is no number is taken, and the update does not refuse it."""
+    """A factor that is not a number is accepted, also by the update."""
 
     def updated(kind: Callable[..., Any]) -> None:
         scaler = begun(kind)
@@ -197,7 +197,7 @@ def a_factor_that_is_no_number() -> Sides:
 
 @PROOFS.keep
 def the_scale_is_replaced() -> Sides:
-    """A scale that grows is another tensor, where an optimizer or a captured graph still holds the one before."""
+    """Growth replaces the scale tensor, so that an optimizer or a captured graph keeps the old one."""
 
     def is_kept(kind: Callable[..., Any]) -> bool:
         scaler = begun(kind, growth_interval=1)
@@ -211,12 +211,12 @@ def the_scale_is_replaced() -> Sides:
 
 @PROOFS.keep
 def a_new_scale_of_ones_own() -> Sides:
-    """A new scale is kept itself rather than copied, and changes with the caller's tensor."""
+    """A new scale is stored without a copy and changes with the caller's tensor."""
 
     def changed(kind: Callable[..., Any]) -> float:
-        scaler, given = begun(kind), torch.tensor(4.0)
-        scaler.update(given)
-        given.fill_(100.0)
+        scaler, new_scale = begun(kind), torch.tensor(4.0)
+        scaler.update(new_scale)
+        new_scale.fill_(100.0)
         return scaler.get_scale()
 
     return both(changed)
@@ -224,25 +224,25 @@ def a_new_scale_of_ones_own() -> Sides:
 
 @PROOFS.keep
 def a_new_scale_that_cannot_be() -> Sides:
-    """What cannot be a scale is refused by another type of exception."""
+    """An invalid scale raises another type of exception."""
     return both(lambda kind: begun(kind).update(torch.ones(2)))
 
 
 @PROOFS.keep
 def a_tracker_before_the_scale() -> Sides:
-    """A scale that was started by hand is not started again, by another type of exception."""
+    """A second manual initialization of the scale raises another type of exception."""
     return both(lambda kind: begun(kind)._lazy_init_scale_growth_tracker(torch.device("cpu")))
 
 
 @PROOFS.keep
 def the_device_that_others_read() -> Sides:
-    """It has no `_device`, which torch's methods and accelerate read."""
+    """The scaler has no `_device`, which torch's methods and accelerate read."""
     return both(lambda kind: kind("cpu")._device)
 
 
 @PROOFS.keep
 def a_refused_step() -> Sides:
-    """A step without gradients counts as taken, so the next one, with gradients, is refused."""
+    """A step without gradients counts as taken, so the next one, with gradients, raises."""
 
     def stepped(kind: Callable[..., Any]) -> list[str]:
         scaler, empty = begun(kind), SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
@@ -254,8 +254,8 @@ def a_refused_step() -> Sides:
 
 
 @PROOFS.keep
-def gradients_behind_an_infinite_one() -> Sides:
-    """On the CPU the gradients behind an infinite one stay scaled."""
+def gradients_after_an_infinite_one() -> Sides:
+    """Gradients listed after an infinite one stay scaled on the CPU."""
 
     def unscaled(kind: Callable[..., Any]) -> float:
         scaler, both_kinds = begun(kind), optimizer(math.inf, 16.0)
@@ -267,7 +267,7 @@ def gradients_behind_an_infinite_one() -> Sides:
 
 @PROOFS.keep
 def the_default_device() -> Sides:
-    """Without a device it takes its own."""
+    """The default device is the NPU."""
     return tuple(
         reported(lambda kind=kind: inspect.signature(kind.__init__).parameters["device"].default)
         for kind in (ShardedGradScaler, torchs.ShardedGradScaler)

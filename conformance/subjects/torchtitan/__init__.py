@@ -1,1 +1,1 @@
-"""torchtitan's clipping, as it is."""
+"""torchtitan's clipping, unchanged."""

@@ -1,4 +1,4 @@
-"""Where torchtitan's clipping differs from torch's."""
+"""Proofs that torchtitan's clipping differs from torch's."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ both = beside(clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
 
 @PROOFS.keep
 def norm_of_dtensors() -> Sides:
-    """Of DTensors comes back a plain tensor, where torch's norm is a DTensor."""
+    """The norm of DTensors is a plain tensor. torch's norm is a DTensor."""
     sharded = parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)]))
     return both(lambda clip: type(clip([sharded], 1.0)))
 
 
 @PROOFS.keep
 def dtensors_among_plain_tensors() -> Sides:
-    """A DTensor and a plain tensor are clipped together, one gradient at a time, where torch refuses them."""
+    """A DTensor and a plain tensor are clipped together, one gradient at a time. torch rejects them."""
     mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
     return both(lambda clip: clip(mixed, 1.0, foreach=False))
 
 
 @PROOFS.keep
 def an_empty_generator() -> Sides:
-    """An empty generator, which one that is used up is too, is clipped in silence, where torch warns."""
-    return both(lambda clip: warnings_of(lambda: clip((each for each in ()), 1.0)))
+    """An empty or exhausted generator is clipped silently. torch warns."""
+    return both(lambda clip: warnings_of(lambda: clip((tensor for tensor in ()), 1.0)))
 
 
 if __name__ == "__main__":
