@@ -265,7 +265,7 @@ def test_workers_judge_the_most_valuable_tests_first(tmp_path: Path) -> None:
 
 def write_probe_rows(tmp_path: Path, outcomes: dict[str, str]) -> str:
     """Write the rows of a probe phase with these outcomes on two CPU ranks. Return the path of the file."""
-    names = {planned.what: planned.name for planned in probe.probes("cpu", 0)}
+    names = {planned.operation: planned.name for planned in probe.probes("cpu", 0)}
     rows = [{"planned": list(names.values())}]
     rows += [{"name": names[key], "outcome": outcome, "says": "why"} for key, outcome in outcomes.items()]
     file = tmp_path / "probe.jsonl"

@@ -204,9 +204,9 @@ def _obstacle(device: str, bundle: Bundle) -> str:
     return NO_CUDA if device == "cuda" and _has_cuda(bundle) is False else ""
 
 
-def _device(asked: str, bundle: Bundle) -> str:
-    if asked != "auto":
-        return asked
+def _device(requested: str, bundle: Bundle) -> str:
+    if requested != "auto":
+        return requested
     known = _has_cuda(bundle)
     return "cuda" if known or (known is None and any(Path("/dev").glob("nvidia[0-9]*"))) else "cpu"
 
@@ -216,7 +216,7 @@ def _has_cuda(bundle: Bundle) -> bool | None:
     if bundle.host:
         return bundle.host["cuda"]
     warm = bundle.phase(WARM_UP.name)
-    return next((row["cuda"] for row in warm.found.rows if "cuda" in row), None) if warm else None
+    return next((row["cuda"] for row in warm.recorded.rows if "cuda" in row), None) if warm else None
 
 
 def _tell(report: dict[str, Any], out: Path) -> int:

@@ -1,4 +1,4 @@
-"""How fast each kernel moves memory, beside a plain copy of as many bytes, which is as fast as it gets here."""
+"""Memory bandwidth of each kernel, compared with a plain copy of as many bytes, the fastest possible transfer."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
     The factor is -1: it keeps the sizes of the values, where 1 may be seen to change nothing.
     """
     device = tensors[0].device
-    factor, found = torch.tensor(-1.0, device=device), torch.zeros(1, device=device)
+    factor, found_inf = torch.tensor(-1.0, device=device), torch.zeros(1, device=device)
     # With a learning rate of 0 and without decay the parameters stay as they are.
     adamw = kernels.AdamRule(0.0, 0.9, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     alike = [[torch.zeros_like(tensor) for tensor in tensors] for _ in range(3)]
     steps = [torch.ones((), device=device) for _ in tensors]
     parameters = kernels.Parameters(alike[0], alike[1:], steps)
     return {
-        "unscale_": (2, lambda: kernels.unscale_(tensors, factor, found)),
+        "unscale_": (2, lambda: kernels.unscale_(tensors, factor, found_inf)),
         "scale_": (2, lambda: kernels.scale_(tensors, factor)),
         "clamp_": (2, lambda: kernels.clamp_(tensors, -1e3, 1e3)),
         "total_norm 2": (1, lambda: kernels.total_norm(tensors, 2.0)),
         "total_norm inf": (1, lambda: kernels.total_norm(tensors, math.inf)),
         "checked_norm": (1, lambda: kernels.checked_norm(tensors, 2.0)),
         # Parameters and two moments read and written, gradients read.
-        "fused_step_ AdamW": (7, lambda: kernels.fused_step_(adamw, parameters, tensors, factor, found[0])),
+        "fused_step_ AdamW": (
+            7,
+            lambda: kernels.fused_step_(adamw, parameters, tensors, factor, found_inf[0]),
+        ),
     }
 
 
@@ -51,7 +54,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
     lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
     names = list(calls_on([torch.zeros(1)]))
-    planned = [["copy", *(f"{name} {whose}" for name in names for whose in _BACKENDS)] for _ in lists]
+    planned = [["copy", *(f"{name} {owner}" for name in names for owner in _BACKENDS)] for _ in lists]
     rows.plan(f"{name} {' '.join(of)}" for of, group in zip(lists, planned, strict=True) for name in group)
     for shapes, dtype in lists:
         if rows.left_s <= 0:
@@ -60,7 +63,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
 
 
 def limit_threads(device: str) -> None:
-    """Let torch use one thread on the CPU: threads that wait for a core are up to a thousand times slower."""
+    """Limit torch to one CPU thread, because threads that wait for a core are up to a thousand times slower."""
     if device == "cpu":
         torch.set_num_threads(1)
 
@@ -72,20 +75,20 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
     of = {"shapes": shapes, "dtype": dtype}
     copy_s = add_copy(rows, shapes, dtype, device)
     for name, (times, call) in calls_on(tensors).items():
-        for whose, backend in _BACKENDS.items():
+        for owner, backend in _BACKENDS.items():
             if rows.left_s <= 0:
                 return
-            about = of | {"call": name, "whose": whose, "bytes": times * once}
+            about = of | {"call": name, "whose": owner, "bytes": times * once}
             try:
                 with kernels.backend(backend):
                     took_s = seconds(call, device)
             except Exception as error:  # the others are still worth measuring
-                rows.add(f"{name} {whose} {shapes} {dtype}", "failed", in_words(error), **about)
+                rows.add(f"{name} {owner} {shapes} {dtype}", "failed", in_words(error), **about)
                 continue
             share = (times * once / took_s) / (2 * once / copy_s)
             says = f"{bandwidth_in_words(times * once, took_s)}, {share:.0%} of a copy's"
             rows.add(
-                f"{name} {whose} {shapes} {dtype}", "measured", says, seconds=took_s, share=share, **about
+                f"{name} {owner} {shapes} {dtype}", "measured", says, seconds=took_s, share=share, **about
             )
 
 
@@ -105,7 +108,7 @@ def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
 
 
 def seconds(call: Callable[[], object], device: str) -> float:
-    """Of one call: the median of some chunks."""
+    """Return the seconds of one call: the median of several chunks of calls."""
     work, stopwatch = Workload(call), CudaStopwatch() if device == "cuda" else HostStopwatch()
     stopwatch.per_call(work, _WARM_UPS)
     return statistics.median(stopwatch.per_call(work, _CALLS) for _ in range(_CHUNKS))

@@ -20,14 +20,14 @@ from conformance.gpu.phase_rows import PhaseTask
 from conformance.gpu.phases import NO_CUDA, STOPPED, Ran
 from conformance.gpu.summary import summary
 
-_LARGEST_BYTES = 2_000_000  # of a file
+_LARGEST_BYTES = 2_000_000  # size limit of a file
 _SHORT_TEXT = 300
-_LOG_BYTES = 60_000  # of a phase
+_LOG_BYTES = 60_000  # size limit of a phase's log
 
 
 @dataclass
 class Bundle:
-    """What is known so far. `ran` holds every phase, in order; `folder` their files."""
+    """Results of the phases that have run, in order (`ran`). Their files are in `folder`."""
 
     task: PhaseTask
     folder: Path
@@ -52,8 +52,8 @@ class Bundle:
     @property
     def host(self) -> dict[str, Any]:
         """The row of the phase `host`, of its first or second try. Empty before it has run."""
-        rows = (ran.found.rows for ran in self.ran if ran.phase.name.startswith("host"))
-        return next((found[0] for found in rows if found), {})
+        rows = (ran.recorded.rows for ran in self.ran if ran.phase.name.startswith("host"))
+        return next((recorded[0] for recorded in rows if recorded), {})
 
     def write(self) -> dict[str, Any]:
         """Write all files; return the report."""
@@ -70,7 +70,7 @@ class Bundle:
         return report
 
     def _put(self, name: str, text: str) -> None:
-        """So that nobody ever reads half a file."""
+        """Write the file atomically, so that no reader gets half a file."""
         half = self.out / f".{name}"
         half.write_text(text)
         os.replace(half, self.out / name)
@@ -81,15 +81,15 @@ class Bundle:
                 "why": ran.why,
                 "seconds": ran.seconds,
                 "not_run": ran.not_run,
-                "rows": ran.found.rows,
+                "rows": ran.recorded.rows,
             }
             for ran in self.ran
         }
-        found = reasons(self.ran, self._judges_own_verdict())
+        red_reasons = reasons(self.ran, self._judges_own_verdict())
         missing = not_shown(self.ran)
         return {
-            "verdict": verdict(found, missing, self.ran),
-            "reasons": found,
+            "verdict": verdict(red_reasons, missing, self.ran),
+            "reasons": red_reasons,
             "not_shown": missing,
             "subject": self.task.subject,
             "device": self.task.device,
@@ -125,7 +125,7 @@ class Bundle:
 
     def _write_point(self) -> None:
         speed, described = self.phase("speed"), self.folder / BENCHMARKS
-        measured = measured_by_name(speed.found.rows) if speed and described.is_file() else {}
+        measured = measured_by_name(speed.recorded.rows) if speed and described.is_file() else {}
         if not measured:
             return
         machine, environment = self.host["machine"], self.host["environment"]
@@ -141,39 +141,43 @@ class Bundle:
 
 def measured_by_name(rows: Sequence[dict[str, Any]]) -> asv_format.Measured:
     """The rows of `speed` as asv_format takes them."""
-    found: asv_format.Measured = {}
+    measured: asv_format.Measured = {}
     for row in rows:
         for name, value in row.get("values", {}).items():
-            found.setdefault(name, {})[tuple(row["case"].values())] = value
-    return found
+            measured.setdefault(name, {})[tuple(row["case"].values())] = value
+    return measured
 
 
 def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
-    """Why the verdict is red; empty when it is not."""
-    found: list[str] = []
-    for each in ran:
-        if each.why and not each.was_cut and not each.is_left_out:
-            found.append(f"{each.phase.name} {each.why}")
+    """Return the reasons for a red verdict, or an empty list."""
+    texts: list[str] = []
+    for phase_run in ran:
+        if phase_run.why and not phase_run.was_cut and not phase_run.is_left_out:
+            texts.append(f"{phase_run.phase.name} {phase_run.why}")
         # The judge says which of its outcomes are red; of the other phases' it is one.
-        is_red = (row.get("red", row["outcome"] == "failed") for row in each.found.rows)
-        red = Counter(row["outcome"] for row, red in zip(each.found.rows, is_red, strict=True) if red)
-        found += [f"{each.phase.name}: {count} {outcome}" for outcome, count in red.items()]
-    if judges_own_verdict == "red" and not found:
-        found.append("judge: the subject provides none of the names that are judged")
-    return found
+        is_red = (row.get("red", row["outcome"] == "failed") for row in phase_run.recorded.rows)
+        red = Counter(row["outcome"] for row, red in zip(phase_run.recorded.rows, is_red, strict=True) if red)
+        texts += [f"{phase_run.phase.name}: {count} {outcome}" for outcome, count in red.items()]
+    if judges_own_verdict == "red" and not texts:
+        texts.append("judge: the subject provides none of the names that are judged")
+    return texts
 
 
 def not_shown(ran: Sequence[Ran]) -> list[str]:
-    """What is not there, though it was asked for: a part of the judgement, or all that came after a stop by hand."""
-    cut = [each for each in ran if each.was_cut and (each.phase.is_judging or each.why in (STOPPED, NO_CUDA))]
-    return [f"{each.phase.name}: {each.why}" for each in cut]
+    """Return the requested phases that are missing: cut judgements, and phases after the user's interrupt."""
+    cut = [
+        phase_run
+        for phase_run in ran
+        if phase_run.was_cut and (phase_run.phase.is_judging or phase_run.why in (STOPPED, NO_CUDA))
+    ]
+    return [f"{phase_run.phase.name}: {phase_run.why}" for phase_run in cut]
 
 
 def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[Ran]) -> str:
     """`red`, `not shown`, `green`, or `not judged` where the suite was not asked for."""
     if reasons or missing:
         return "red" if reasons else "not shown"
-    judged = any(each.phase.name == "judge" and not each.is_left_out for each in ran)
+    judged = any(phase_run.phase.name == "judge" and not phase_run.is_left_out for phase_run in ran)
     return "green" if judged else "not judged"
 
 
@@ -200,9 +204,9 @@ def _fitting(report: dict[str, Any]) -> dict[str, Any]:
 def _finite(value: Any) -> Any:
     """The same with None for what is no number in JSON."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -60,7 +60,9 @@ def _is_fresh(library: Path, folder: Path) -> bool:
 
 
 def _put(source: Path, target: Path) -> None:
-    part = target.with_name(f"part-{os.getpid()}.so")  # so that no process loads half a file
+    part = target.with_name(
+        f"part-{os.getpid()}.so"
+    )  # temporary name, because a process may load the library now
     shutil.copy2(source, part)
     os.replace(part, target)
 
@@ -69,17 +71,17 @@ def _build(tool: str, target: Path, most_s: float) -> None:
     about = _extension()
     end = time.monotonic() + most_s
     with (
-        tempfile.TemporaryDirectory(prefix="tandem-c-") as made,
+        tempfile.TemporaryDirectory(prefix="tandem-c-") as folder,
         concurrent.futures.ThreadPoolExecutor() as threads,
     ):
 
         def compiled(source: str) -> str:
-            out = str(Path(made) / f"{Path(source).stem}.o")
+            out = str(Path(folder) / f"{Path(source).stem}.o")
             _call([tool, *about["extra-compile-args"], "-fPIC", "-c", str(ROOT / source), "-o", out], end)
             return out
 
         objects = list(threads.map(compiled, about["sources"]))
-        library = Path(made) / "library.so"
+        library = Path(folder) / "library.so"
         _call(
             [tool, "-shared", *objects, *(f"-l{name}" for name in about["libraries"]), "-o", str(library)],
             end,

@@ -59,19 +59,19 @@ def work(task: PhaseTask, rows: Rows) -> None:
             return
         try:
             with fake_group():
-                found = compared(api, task.subject, task.device)
+                values = compared(api, task.subject, task.device)
         except NotImplementedError as missing:
             rows.add(api, "not available", str(missing))
         except Exception as error:  # the other API is still worth measuring
             rows.add(api, "failed", in_words(error))
         else:
-            rows.add(api, "measured", _in_words(found), world_size=WORLD_SIZE, **found)
+            rows.add(api, "measured", _in_words(values), world_size=WORLD_SIZE, **values)
 
 
 def compared(api: str, subject: str, device: str) -> dict[str, Any]:
     """Return the subject's times, host times, kernels and memory of a step, and torch's."""
-    ours, torchs = (_sharded(api, whose, device) for whose in (subject, "torch"))
-    works = Workload(ours.step), Workload(torchs.step)
+    subject_model, torchs = (_sharded(api, library, device) for library in (subject, "torch"))
+    works = Workload(subject_model.step), Workload(torchs.step)
     timed = paired(*works, device, _EFFORT[device])
     kernels = [counted(work, device)["kernels"] for work in works]
     host_s = [host_seconds(work, device) if device == "cuda" else None for work in works]
@@ -85,7 +85,7 @@ def compared(api: str, subject: str, device: str) -> dict[str, Any]:
         "torch_host_seconds": host_s[1],
         "kernels": kernels[0],
         "torch_kernels": kernels[1],
-        "peak_bytes": ours.peak_bytes,
+        "peak_bytes": subject_model.peak_bytes,
         "torch_peak_bytes": torchs.peak_bytes,
     }
 
@@ -115,15 +115,15 @@ def _sharded(api: str, subject: str, device: str) -> Sharded:
     return Sharded(step, torch.cuda.max_memory_allocated() - before)
 
 
-def _in_words(found: dict[str, Any]) -> str:
-    times = found["seconds"] * 1e3, found["torch_seconds"] * 1e3
-    text = f"{found['ratio']:.3f} × torch ({times[0]:.2f} and {times[1]:.2f} ms)"
-    if found["host_seconds"] is not None:
-        text += f", host {found['host_seconds'] * 1e3:.2f} and {found['torch_host_seconds'] * 1e3:.2f} ms"
-    if found["kernels"] is not None:
-        text += f", {found['kernels']} and {found['torch_kernels']} kernels"
-    if found["peak_bytes"] is not None:
-        peaks = found["peak_bytes"] / 2**20, found["torch_peak_bytes"] / 2**20
+def _in_words(values: dict[str, Any]) -> str:
+    times = values["seconds"] * 1e3, values["torch_seconds"] * 1e3
+    text = f"{values['ratio']:.3f} × torch ({times[0]:.2f} and {times[1]:.2f} ms)"
+    if values["host_seconds"] is not None:
+        text += f", host {values['host_seconds'] * 1e3:.2f} and {values['torch_host_seconds'] * 1e3:.2f} ms"
+    if values["kernels"] is not None:
+        text += f", {values['kernels']} and {values['torch_kernels']} kernels"
+    if values["peak_bytes"] is not None:
+        peaks = values["peak_bytes"] / 2**20, values["torch_peak_bytes"] / 2**20
         text += f", at most {peaks[0]:.1f} and {peaks[1]:.1f} MiB"
     return text
 

@@ -102,12 +102,14 @@ def _red_tests(causes: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
 
 def _predictions(rows: dict[str, Any]) -> str:
     lines: list[list[str]] = []
-    for each in predictions.load():
-        measured = each.measured(rows.get(each.phase, []))
+    for prediction in predictions.load():
+        measured = prediction.measured(rows.get(prediction.phase, []))
         shown = "not measured" if measured is None else f"{measured:.3g}"
-        verdict = "" if measured is None else each.verdict(measured)
-        expected = " to ".join(f"{bound:g}" for bound in dict.fromkeys(each.expected))
-        lines.append([f"{each.says} {each.unit}".strip(), expected, each.goal, shown, verdict])
+        verdict = "" if measured is None else prediction.verdict(measured)
+        expected = " to ".join(f"{bound:g}" for bound in dict.fromkeys(prediction.expected))
+        lines.append(
+            [f"{prediction.says} {prediction.unit}".strip(), expected, prediction.goal, shown, verdict]
+        )
     return "## Expected and measured\n\n" + table(["", "expected", "goal", "measured", ""], lines)
 
 

@@ -15,7 +15,8 @@ from conformance.gpu.values import BOUNDS, METHODS, Trained, give_grads, relativ
 
 Call = Callable[[], object]
 _WARM_UPS, _REPLAYS = 3, 5
-_STEPS, _CHANGE = 12, 6  # of `capture(graph=True)`, whose learning rate changes before step _CHANGE
+# Steps of `capture(graph=True)`. The learning rate changes before step _CHANGE.
+_STEPS, _CHANGE = 12, 6
 _BOUND = BOUNDS[torch.float32]
 
 
@@ -35,18 +36,18 @@ def work(task: PhaseTask, rows: Rows) -> None:
             rows.add(name, "not available", "there are CUDA graphs on CUDA only")
             continue
         try:
-            found = compare()
+            outcome = compare()
         except NotImplementedError as missing:
             rows.add(name, "not available", str(missing))
         except Exception as error:  # the others are still worth capturing
             rows.add(name, "failed", in_words(error))
         else:
-            fault, about = found["fault"], found["about"]
-            rows.add(name, "failed" if fault else "agrees", fault or about, **found)
+            fault, about = outcome["fault"], outcome["about"]
+            rows.add(name, "failed" if fault else "agrees", fault or about, **outcome)
 
 
 def in_users_graph(call: Call) -> Call:
-    """Capture `call` as torch's documentation tells users to, after warm-up calls on a side stream."""
+    """Capture `call` as torch's documentation recommends, after warm-up calls on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""The machine and its versions, asked in a process of its own because a broken driver may hang whoever asks."""
+"""The machine and its versions, queried in a separate process because a broken driver may hang the query."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def work(task: PhaseTask, rows: Rows) -> None:
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     return {
-        "name": found.name,
-        "capability": f"sm_{found.major}{found.minor}",
-        "memory_gib": round(found.total_memory / 2**30, 1),
-        "multiprocessors": found.multi_processor_count,
+        "name": properties.name,
+        "capability": f"sm_{properties.major}{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
     }
 
 
 def _version(ask: Callable[[], Any]) -> str:
     try:
-        found = ask()
+        version = ask()
     except Exception as error:  # a build without the library; the rest is still worth knowing
         return f"unknown ({in_words(error)[:80]})"
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 if __name__ == "__main__":

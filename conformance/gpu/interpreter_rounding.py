@@ -16,18 +16,18 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Let torch convert; every other pair of types stays the interpreter's own affair."""
-    theirs = interpreter._convert_float
+    """Make Triton's interpreter convert between float32 and bfloat16 with torch, which rounds like a GPU."""
+    convert_by_triton = interpreter._convert_float
 
-    def convert(values: Any, given: tl.dtype, expected: tl.dtype, rounding: Any) -> Any:
-        """The bits of `values`, which stand in NumPy's float32 or as the bits of bfloat16, in the type asked for."""
-        match given, expected:
+    def convert(values: Any, source: tl.dtype, expected: tl.dtype, rounding: Any) -> Any:
+        """Return `values` in the expected type. NumPy stores them as float32 or as the bits of bfloat16."""
+        match source, expected:
             case tl.float32, tl.bfloat16:
                 return torch.from_numpy(np.array(values)).bfloat16().view(torch.uint16).numpy()
             case tl.bfloat16, tl.float32:
                 return torch.from_numpy(np.array(values)).view(torch.bfloat16).float().numpy()
             case _:
-                return theirs(values, given, expected, rounding)
+                return convert_by_triton(values, source, expected, rounding)
 
     interpreter._convert_float = convert
 

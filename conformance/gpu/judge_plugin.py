@@ -1,4 +1,4 @@
-"""What the judge's pytest loads: it tells what is planned and judged, and makes unavailable what cannot run here."""
+"""Plugin of the judge's pytest. It writes planned and judged tests, and marks tests that cannot run as unavailable."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _NEEDS = (
 
 
 def findings(probes: str) -> dict[str, str]:
-    """Why each probe that did not work did not, by its name; empty for those that did."""
-    found = read_rows(Path(probes))
-    ended = {row["name"]: "" if row["outcome"] == "works" else _reason(row) for row in found.rows}
-    return ended | dict.fromkeys(found.missing, "its probe did not run")
+    """Return the failure of each probe by its name, or an empty text if the probe worked."""
+    recorded = read_rows(Path(probes))
+    ended = {row["name"]: "" if row["outcome"] == "works" else _reason(row) for row in recorded.rows}
+    return ended | dict.fromkeys(recorded.missing, "its probe did not run")
 
 
 def _reason(row: dict[str, Any]) -> str:
     return " ".join([row["outcome"], *row["says"].splitlines()[:1]])
 
 
-def obstacle(nodeid: str, device: str, world_size: int, found: dict[str, str]) -> str:
-    """Why this test cannot run here, by what the probes found; what nobody thought of probing is tried."""
+def obstacle(nodeid: str, device: str, world_size: int, failed_probes: dict[str, str]) -> str:
+    """Return why this test cannot run here, according to its probes, or "". A test without probes is tried."""
     path = nodeid.partition("::")[0]
     needs = next(needs for pattern, needs in _NEEDS if re.match(pattern, path))
-    for what in needs:
-        probe = Probe(what, device, backend_for(device, world_size), world_size)
-        if why := found.get(probe.name):
+    for operation in needs:
+        probe = Probe(operation, device, backend_for(device, world_size), world_size)
+        if why := failed_probes.get(probe.name):
             return f"{probe.name}: {why}"
     return ""
 
 
 class Plugin:
-    """In each worker: what cannot run here is unavailable. In the process that controls them: rows, and progress."""
+    """Pytest plugin: marks tests as unavailable in each worker, and writes rows and progress in the controller."""
 
     def __init__(self, task: PhaseTask, reporter: Any) -> None:
         """`reporter` is pytest's terminal; None in a worker."""
@@ -64,7 +64,8 @@ class Plugin:
         self._done: dict[str, str] = {}
         self._tell_at = 0.0
 
-    @pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by their session-wide parameters
+    # Runs last, because pytest groups the tests by their session-wide parameters.
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self._judges_sample:
             on_two = [item.nodeid for item in items if _has_gpu_ranks(_params_of(item), 2)]
@@ -83,7 +84,8 @@ class Plugin:
         if why := obstacle(item.nodeid, params["device"], params["world_size"], self._found):
             unavailable(why)
 
-    @pytest.hookimpl(trylast=True, specname="pytest_runtest_setup")  # after the fixtures are made
+    # Runs last, when the fixtures exist.
+    @pytest.hookimpl(trylast=True, specname="pytest_runtest_setup")
     def start_ranks(self, item: pytest.Item) -> None:
         """Start the ranks before the test's deadline begins, because a dozen workers start theirs at the same time."""
         pool = getattr(item, "funcargs", {}).get("rank_pool")
@@ -99,7 +101,7 @@ class Plugin:
         self._plan([item.nodeid for item in session.items])
 
     def _plan(self, ids: list[str]) -> None:
-        """Each worker collects the same tests."""
+        """Write the collected tests once, although each worker collects the same tests."""
         if self._rows is not None and (new := [name for name in ids if name not in self._planned]):
             self._planned.update(new)
             self._rows.plan(new)
@@ -109,12 +111,12 @@ class Plugin:
         judgement: Any = dict(report.user_properties).get("conformance")
         if self._rows is None or not (judgement or report.failed):
             return
-        found: dict[str, Any] = {**(judgement or {"reason": str(report.longrepr)})}
-        outcome = found.pop("outcome", "crash")
-        if self._done.get(report.nodeid) in RED:  # as the judge's own report: the first that is red stays
+        judged: dict[str, Any] = {**(judgement or {"reason": str(report.longrepr)})}
+        outcome = judged.pop("outcome", "crash")
+        if self._done.get(report.nodeid) in RED:  # first red outcome, like in the judge's report
             return
         self._done[report.nodeid] = outcome
-        self._rows.write(report.nodeid, outcome, red=outcome in RED, **found)
+        self._rows.write(report.nodeid, outcome, red=outcome in RED, **judged)
         if time.monotonic() >= self._tell_at:
             self._tell()
 
@@ -122,7 +124,7 @@ class Plugin:
         self._tell()
 
     def _tell(self) -> None:
-        """On the terminal, past pytest's capture, and on a line of its own among pytest's dots."""
+        """Print progress on the terminal, past pytest's capture, on a separate line among pytest's dots."""
         if self._reporter is not None:
             self._tell_at = time.monotonic() + _TELL_EVERY_S
             red = sum(outcome in RED for outcome in self._done.values())

@@ -22,7 +22,7 @@ from impl import kernels
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SIZES = (1, 3, 1000, 4097)
-_LARGE = 1_000_003  # for a GPU alone: the interpreter takes a second a million elements
+_LARGE = 1_000_003  # GPU only, because the interpreter takes a second for it
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FACTOR = 0.37
 _LIMITS = -0.5, 0.25
@@ -35,12 +35,12 @@ _PRODUCT = Tolerance(1, "a product that is rounded to float32 and then to the dt
 
 def unscale_(tensors: list[Tensor]) -> None:
     device = tensors[0].device
-    factor, found = torch.tensor(_FACTOR, device=device), torch.zeros(1, device=device)
-    _scaled(tensors, factor, lambda: kernels.unscale_(tensors, factor, found))
-    assert found.item() == 0.0, "found inf where there is none"
+    factor, found_inf = torch.tensor(_FACTOR, device=device), torch.zeros(1, device=device)
+    _scaled(tensors, factor, lambda: kernels.unscale_(tensors, factor, found_inf))
+    assert found_inf.item() == 0.0, "found inf where there is none"
     tensors[-1].view(-1)[-1] = math.inf
-    kernels.unscale_(tensors, factor, found)
-    assert found.item() == 1.0, "overlooked an inf in the last element"
+    kernels.unscale_(tensors, factor, found_inf)
+    assert found_inf.item() == 1.0, "overlooked an inf in the last element"
 
 
 def scale_(tensors: list[Tensor]) -> None:
@@ -68,31 +68,31 @@ def total_norm(tensors: list[Tensor], p: float) -> None:
 
 
 def update_scale_(device: str) -> None:
-    for found in (0.0, 1.0):
+    for found_inf in (0.0, 1.0):
         state = [
             (torch.full((1,), 8.0, device=device), torch.full((1,), 1, dtype=torch.int32, device=device))
             for _ in "ab"
         ]
-        flag = torch.full((1,), found, device=device)
+        flag = torch.full((1,), found_inf, device=device)
         kernels.update_scale_(*state[0], flag, 2.0, 0.5, 2, 0.0)
         torch._amp_update_scale_(*state[1], flag, 2.0, 0.5, 2)
         _assert_same(state[1], state[0], EXACT)
 
 
 def fused_step_(rule: kernels.Rule, params: list[Tensor]) -> None:
-    """Within the roundings of the update, as they add up element by element."""
+    """Check that each element is within the accumulated roundings of its update, and that found_inf skips the step."""
     device = params[0].device
     grads = [param.flip(0) / _INV_SCALE for param in params]
     lists = [[param.abs() / (2 + number) for param in params] for number in range(states_of(rule))]
     before = [[tensor.cpu().clone() for tensor in tensors] for tensors in (params, *lists)]
     steps = [torch.tensor(_STEP, device=device) for _ in params]
-    factor, found = torch.tensor(_INV_SCALE, device=device), torch.ones((), device=device)
+    factor, found_inf = torch.tensor(_INV_SCALE, device=device), torch.ones((), device=device)
     parameters = kernels.Parameters(params, lists, steps)
-    kernels.fused_step_(rule, parameters, grads, factor, found)
+    kernels.fused_step_(rule, parameters, grads, factor, found_inf)
     assert all(torch.equal(old, param.cpu()) for old, param in zip(before[0], params, strict=True)), (
         "not skipped"
     )
-    kernels.fused_step_(rule, parameters, grads, factor, torch.zeros_like(found))
+    kernels.fused_step_(rule, parameters, grads, factor, torch.zeros_like(found_inf))
     for place, grad in enumerate(grads):
         old, *old_states = (tensors[place] for tensors in before)
         bounds = update(rule, old, grad.cpu(), old_states, _STEP, _INV_SCALE)
@@ -121,17 +121,17 @@ OPERATIONS: dict[str, Callable[[list[Tensor]], None]] = {
 
 def checks(device: str) -> dict[str, Callable[[], None]]:
     """Return every check by its name. Those whose kernels take longest to compile come first."""
-    found: dict[str, Callable[[], None]] = {}
+    check_by_name: dict[str, Callable[[], None]] = {}
     for rule in (*EACH, *(other for other in OTHERS if other.maximize)):
         name = rule.OPTIMIZERS[0].__name__ + (" maximize" if rule.maximize else "")
         for dtype in (torch.float32, *_NARROW):
             word = f"fused_step_ {name} {str(dtype).removeprefix('torch.')}"
-            found[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), device))
+            check_by_name[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), device))
     for name, operation in OPERATIONS.items():
         for dtypes in (*((dtype,) for dtype in _DTYPES), _DTYPES):
             word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
-            found[f"{name} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, device))
-    return found | {"update_scale_": lambda: update_scale_(device)}
+            check_by_name[f"{name} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, device))
+    return check_by_name | {"update_scale_": lambda: update_scale_(device)}
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def work(task: PhaseTask, rows: Rows) -> None:
                 binaries |= checked.binaries
     if rows.left_s > 0:
         for name, kernel in compiled.items():
-            found = [numbers for (owner, _), numbers in binaries.items() if owner == kernel]
-            rows.add(name, *_compiled(found))
+            binary_numbers = [numbers for (owner, _), numbers in binaries.items() if owner == kernel]
+            rows.add(name, *_compiled(binary_numbers))
 
 
 def _begin() -> None:
@@ -196,11 +196,11 @@ def _binaries() -> dict[tuple[str, str], tuple[int, int]]:
     }
 
 
-def _compiled(found: Sequence[tuple[int, int]]) -> tuple[str, str]:
-    if not found:
+def _compiled(binary_numbers: Sequence[tuple[int, int]]) -> tuple[str, str]:
+    if not binary_numbers:
         return "failed", "never launched: torch's operators ran instead"
-    registers, spilled = ([numbers[place] for numbers in found] for place in (0, 1))
-    return "ran", f"as {len(found)} binaries, registers {registers}, spilled {spilled}"
+    registers, spilled = ([numbers[place] for numbers in binary_numbers] for place in (0, 1))
+    return "ran", f"as {len(binary_numbers)} binaries, registers {registers}, spilled {spilled}"
 
 
 def _outcome(call: Callable[[], None]) -> tuple[str, str]:

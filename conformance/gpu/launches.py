@@ -1,8 +1,8 @@
-"""What one call launches and where it waits for the device, counted by torch.profiler; torch's beside the subject's.
+"""Launches and waits of one call, counted with torch.profiler, of the subject and of torch.
 
-The call is one of a steady state, with caches filled. Counted on CUDA are the kernels and the copies that ran on the
-device, and the calls by which the host waited for it; everywhere torch's operators that were called from Python, and
-the values that were read back.
+The call runs in a steady state with filled caches. On CUDA the kernels and copies of the device are counted,
+and the calls that made the host wait for it. On every device, torch's operators that Python called are counted, and
+the values that the host read.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def work(task: PhaseTask, rows: Rows) -> None:
         except Exception as error:  # the others are still worth counting
             rows.add(f"{name} {shapes} {subject}", "failed", in_words(error), **about)
         else:
-            says = ", ".join(f"{count} {what}" for what, count in counts.items() if count is not None)
+            says = ", ".join(f"{count} {counter}" for counter, count in counts.items() if count is not None)
             rows.add(f"{name} {shapes} {subject}", "counted", says, counts=counts, **about)
 
 
 def counted(work: Workload, device: str) -> dict[str, int | None]:
-    """What one call launched. On the CPU nothing is launched, which is None and not 0."""
+    """Count the launches of one call. On the CPU nothing is launched, and the counts are None instead of 0."""
     cuda = device == "cuda"
     for _ in range(_WARM_UPS):
         _prepared(work)()
@@ -84,13 +84,14 @@ def counted(work: Workload, device: str) -> dict[str, int | None]:
     with profile(activities=activities) as profiled:
         with record_function(_MARK):
             call()
-        if cuda:  # so that the profile holds all that the call launched; outside the mark, so not counted
+        # The profile must contain all kernels of the call. This wait is outside the mark and not counted.
+        if cuda:
             torch.cuda.synchronize()
     return tally(list(profiled.events() or []), cuda)
 
 
 def tally(events: Sequence[Any], cuda: bool) -> dict[str, int | None]:
-    """Of a profile's events, those that lie under the mark and what the device did for them."""
+    """Count the events of a profile that are inside the mark, and the device's work for them."""
     host = [event for event in events if event.device_type == DeviceType.CPU]
     mark = next(event for event in host if event.name == _MARK)
     marked = [event for event in host if _is_within(event, mark)]

@@ -1,4 +1,4 @@
-"""What a phase is told, and how it tells what it finds: a line of JSON each, safe at once from whatever comes next."""
+"""Arguments and results of a phase. Each is a line of JSON, written at once, so that a later crash loses nothing."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from typing import Any
 
 PROGRESS = ">> "  # begins the lines of output that are shown while a phase runs
 LONGEST_TEXT = 2_000
-VARIABLE = "TANDEM_GPU_TASK"  # by which a plugin of pytest learns of its task
+VARIABLE = "TANDEM_GPU_TASK"  # task of the pytest plugin
 
 
 @dataclass(frozen=True)
 class PhaseTask:
-    """What a phase is told, in one word of its command line."""
+    """Arguments of a phase, passed as one word of its command line."""
 
     rows: str  # the file for its rows
-    until: float  # when it should have ended, by this machine's monotonic clock
+    until: float  # end of its time, on this machine's monotonic clock
     device: str = "cpu"  # cpu or cuda
     subject: str = "impl"
     profile: str = "quick"
     seed: int | None = None
-    tests: str = "conformance"  # what the judge is asked for
+    tests: str = "conformance"  # tests to judge
     probes: str = ""  # the rows of the phase `probe`
     machine: str = ""  # name of its timings; empty: this machine's own name, if any
     devices: str = ""  # comma-separated, for the judge; empty: `device`
-    ranks: str = ""  # the backend of CUDA ranks in the judge; empty: gloo, or NCCL if each rank has a GPU
-    workers: int | None = None  # of the judge; None: by cores and GPUs
-    deadline_s: float | None = None  # how long a test of the judge may hang; None: by the device
+    # Backend of CUDA ranks in the judge. Empty: gloo, or NCCL if each rank has a GPU.
+    ranks: str = ""
+    workers: int | None = None  # workers of the judge; None: by cores and GPUs
+    deadline_s: float | None = None  # time limit of a test; None: by the device
 
     def as_word(self) -> str:
         return json.dumps(asdict(self))
@@ -43,7 +44,7 @@ class PhaseTask:
 
 
 class Rows:
-    """The file that a phase writes."""
+    """Writer of a phase's file."""
 
     def __init__(self, task: PhaseTask) -> None:
         self._until = task.until
@@ -54,16 +55,16 @@ class Rows:
         return self._until - time.monotonic()
 
     def plan(self, names: Iterable[str]) -> None:
-        """Name what is to come; what of it gets no row did not run."""
+        """Write the names of the rows to come. A planned name without a row did not run."""
         self._write({"planned": list(names)})
 
-    def add(self, name: str, outcome: str, says: str = "", **found: Any) -> None:
+    def add(self, name: str, outcome: str, says: str = "", **entries: Any) -> None:
         """Write a row and show it."""
-        self.write(name, outcome, says=says[:LONGEST_TEXT], **found)
+        self.write(name, outcome, says=says[:LONGEST_TEXT], **entries)
         self.tell(f"{name}: {outcome}" + (f", {says.splitlines()[0]}" if says else ""))
 
-    def write(self, name: str, outcome: str, **found: Any) -> None:
-        self._write({"name": name, "outcome": outcome, **found})
+    def write(self, name: str, outcome: str, **entries: Any) -> None:
+        self._write({"name": name, "outcome": outcome, **entries})
 
     def tell(self, text: str) -> None:
         say(f"{PROGRESS}{text}")
@@ -74,31 +75,31 @@ class Rows:
 
 @dataclass(frozen=True)
 class Found:
-    """The file that a phase has written, read."""
+    """Contents of a phase's file."""
 
     planned: list[str]
     rows: list[dict[str, Any]]
 
     @property
     def missing(self) -> list[str]:
-        seen = {row["name"] for row in self.rows}
-        return [name for name in self.planned if name not in seen]
+        recorded = {row["name"] for row in self.rows}
+        return [name for name in self.planned if name not in recorded]
 
 
 def read_rows(file: Path) -> Found:
-    found = Found([], [])
+    recorded = Found([], [])
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError):  # the last line of a phase that was killed
             entry = json.loads(line)
             if "planned" in entry:
-                found.planned.extend(entry["planned"])
+                recorded.planned.extend(entry["planned"])
             else:
-                found.rows.append(entry)
-    return found
+                recorded.rows.append(entry)
+    return recorded
 
 
 def serve(work: Callable[[PhaseTask, Rows], None]) -> None:
-    """Be a phase: the whole of a module that is run as one."""
+    """Run `work` as the main function of a phase's module."""
     task = PhaseTask.of_word(sys.argv[1])
     work(task, Rows(task))
 

@@ -23,10 +23,10 @@ STOPPED = "not run: stopped by the user"
 NO_CUDA = "not run: there is no CUDA device that torch can use"
 
 _LEAST_S = 2.0  # less is not worth the start of a process
-_RESERVE = 0.04  # of the whole, for the bundle
-_MOST_FIXED = 2 / 3  # of the usable time, for fixed seconds
-_GRACE_S = 6.0  # from the interrupt, after which a phase may still write, to its end
-_HEADROOM_S = 1.0  # a phase that ends by itself keeps what it is in the midst of
+_RESERVE = 0.04  # share of all time, reserved for the bundle
+_MOST_FIXED = 2 / 3  # largest share of the usable time for fixed seconds
+_GRACE_S = 6.0  # time for a phase to write results after its interrupt
+_HEADROOM_S = 1.0  # time for a phase to finish its current row
 _LONGEST_LINE = 240
 _MOST_LINES = 400
 
@@ -34,21 +34,21 @@ _MOST_LINES = 400
 @dataclass(frozen=True)
 class GpuPhase:
     name: str
-    weight: float  # its part of the time that fixed seconds leave
+    weight: float  # share of the time that fixed seconds leave
     command: Callable[[PhaseTask], list[str]]
     environ: Callable[[PhaseTask], Mapping[str, str]] = lambda task: {}
-    is_judging: bool = False  # without its whole result nothing is shown
-    fixed_s: float = 3.0  # in addition: time to start a process and import torch
+    is_judging: bool = False  # whether the verdict needs its complete result
+    fixed_s: float = 3.0  # additional time to start a process and import torch
 
 
 @dataclass
 class Ran:
-    """What became of a phase."""
+    """Result of a phase."""
 
     phase: GpuPhase
-    why: str = ""  # it is not whole; empty if it is
+    why: str = ""  # reason why it is incomplete; empty if complete
     seconds: float = 0.0
-    found: Found = field(default_factory=lambda: Found([], []))
+    recorded: Found = field(default_factory=lambda: Found([], []))
     not_run: list[str] = field(default_factory=list)
 
     @property
@@ -61,12 +61,12 @@ class Ran:
 
 
 def module(name: str) -> Callable[[PhaseTask], list[str]]:
-    """A module of this package as a phase."""
+    """Return the command of a phase that runs a module of this package."""
     return lambda task: [sys.executable, "-m", f"conformance.gpu.{name}", task.as_word()]
 
 
 class Clock:
-    """When each phase must have ended, if all before it took their whole share; what they leave is added."""
+    """End of each phase's time, if all earlier phases used their full share. Time that they leave is added."""
 
     def __init__(self, phases: Sequence[GpuPhase], budget_s: float, began: float | None = None) -> None:
         self._began = time.monotonic() if began is None else began
@@ -91,25 +91,25 @@ class Clock:
 
 
 def run(phase: GpuPhase, task: PhaseTask, log: Path, most_s: float) -> Ran:
-    """Run one phase, in its share of the time."""
+    """Run one phase for at most `most_s` seconds."""
     if most_s < _LEAST_S:
         return Ran(phase, OUT_OF_TIME, not_run=[phase.name])
     began = time.monotonic()
     task = replace(task, until=began + most_s - _HEADROOM_S)
     ended, code = _run(phase.command(task), {**os.environ, **phase.environ(task)}, log, most_s)
-    found = read_rows(Path(task.rows))
+    recorded = read_rows(Path(task.rows))
     why = ended or ("" if code in (0, None) else f"ended with code {code}: {_last_words(log)}")
-    # pytest tells by 1 that tests failed, which their rows tell too.
-    if phase.is_judging and code == 1 and found.rows and not ended:
+    # Code 1 of pytest means that tests failed, which their rows say too.
+    if phase.is_judging and code == 1 and recorded.rows and not ended:
         why = ""
-    not_run = found.missing or ([phase.name] if why and not found.rows else [])
+    not_run = recorded.missing or ([phase.name] if why and not recorded.rows else [])
     if not_run and not why:
-        why = f"cut: {len(not_run)} of {len(found.planned)} {OUT_OF_TIME}"
-    return Ran(phase, why, round(time.monotonic() - began, 1), found, not_run)
+        why = f"cut: {len(not_run)} of {len(recorded.planned)} {OUT_OF_TIME}"
+    return Ran(phase, why, round(time.monotonic() - began, 1), recorded, not_run)
 
 
 def _run(command: list[str], environ: Mapping[str, str], log: Path, most_s: float) -> tuple[str, int | None]:
-    """Why it was stopped, and its code; with it ends all that it started."""
+    """Run a command and end all processes that it started. Return why it was stopped, if so, and its exit code."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, start_new_session=True
@@ -126,9 +126,10 @@ def _run(command: list[str], environ: Mapping[str, str], log: Path, most_s: floa
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs may hold it for good
+            # A hanging driver may keep the process alive, and a process that left the group may keep the pipe open.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
-            reader.join(1)  # somebody who left the process group may hold the pipe open
+            reader.join(1)
 
 
 def _pass_on(source: Any, log: Any) -> None:
@@ -136,7 +137,7 @@ def _pass_on(source: Any, log: Any) -> None:
     with (
         source,
         contextlib.suppress(ValueError, OSError),
-    ):  # the log was closed under a reader that nobody waits for
+    ):  # closed log, because _run stops waiting for this thread
         for line in source:
             log.write(line)
             log.flush()
@@ -155,7 +156,7 @@ def _last_words(log: Path, longest: int = 1_500) -> str:
 def run_all(
     phases: Sequence[GpuPhase], task: PhaseTask, clock: Clock, folder: Path, on_end: Callable[[Ran], object]
 ) -> None:
-    """Run the phases in turn, telling of each as it ends."""
+    """Run the phases in turn, and report each one when it ends."""
     stopped = False
     for phase in phases:
         file, log = folder / f"{phase.name}.jsonl", folder / f"{phase.name}.log"
@@ -170,7 +171,7 @@ def run_all(
             ran = run(phase, replace(task, rows=str(file)), log, left_s)
         except KeyboardInterrupt:
             stopped = True
-            found = read_rows(file)
-            ran = Ran(phase, STOPPED, found=found, not_run=found.missing or [phase.name])
+            recorded = read_rows(file)
+            ran = Ran(phase, STOPPED, recorded=recorded, not_run=recorded.missing or [phase.name])
         say(f"   {ran.why.splitlines()[0] if ran.why else 'whole'} ({ran.seconds:.1f} s)")
         on_end(ran)

@@ -53,7 +53,7 @@ def load() -> list[Prediction]:
 
 
 def _value(row: Mapping[str, Any], path: str) -> float | None:
-    found: Any = row
+    value: Any = row
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, int | float) else None
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, int | float) else None

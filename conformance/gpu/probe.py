@@ -18,7 +18,8 @@ from conformance.gpu.probe_cases import COLLECTIVES, TRAININGS, expected
 from conformance.ranks import PoolBroken, RankDied, RankHung, RankPool, RankRaised
 
 _START_S, _CASE_S = 12.0, 8.0  # together the deadline of a probe
-_FIRST_S = 30.0  # of each for a backend's first probe: its libraries load
+# The first probe of a backend gets this much for its start and for its case, because libraries are loaded.
+_FIRST_S = 30.0
 _SERVER_START_S = 60.0
 _AT_ONCE = 8
 _OUTCOMES = {RankRaised: "raises", RankDied: "dies", RankHung: "hangs", PoolBroken: "does not come up"}
@@ -26,14 +27,14 @@ _OUTCOMES = {RankRaised: "raises", RankDied: "dies", RankHung: "hangs", PoolBrok
 
 @dataclass(frozen=True)
 class Probe:
-    what: str  # a collective, or a training
+    operation: str  # a collective or a training
     device: str
     backend: str
     world_size: int
 
     @property
     def name(self) -> str:
-        return f"{self.what} of {self.world_size} {self.device} {self.backend}"
+        return f"{self.operation} of {self.world_size} {self.device} {self.backend}"
 
 
 def probes(device: str, gpus: int) -> Iterator[Probe]:
@@ -42,24 +43,27 @@ def probes(device: str, gpus: int) -> Iterator[Probe]:
     if device == "cuda":
         groups += [("nccl", size) for size in sorted({1, 2, max(gpus, 1)})]
     for backend, world_size in groups:
-        for what in (*COLLECTIVES, *TRAININGS):
-            yield Probe(what, device, backend, world_size)
+        for operation in (*COLLECTIVES, *TRAININGS):
+            yield Probe(operation, device, backend, world_size)
 
 
 def outcome_of(probe: Probe, start_s: float = _START_S, case_s: float = _CASE_S) -> tuple[str, str]:
     """Return the outcome of the probe, and a text about it."""
-    case = TRAININGS.get(probe.what, probe.what)
+    case = TRAININGS.get(probe.operation, probe.operation)
     try:
         with RankPool(probe.world_size, device=probe.device, backend=probe.backend, start_s=start_s) as pool:
             actual = pool.run(f"conformance.gpu.probe_cases:{case}", deadline_s=case_s)
     except Exception as error:
         kind = next((kind for kind in _OUTCOMES if isinstance(error, kind)), None)
         return ("fails", in_words(error)) if kind is None else (_OUTCOMES[kind], str(error))
-    due = expected(probe.what, probe.world_size)
+    due = expected(probe.operation, probe.world_size)
     is_right = all(
-        len(mine) == len(theirs)
-        and all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(actual, due, strict=True)
+        len(received) == len(expected_tensors)
+        and all(
+            torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            for a, b in zip(received, expected_tensors, strict=True)
+        )
+        for received, expected_tensors in zip(actual, due, strict=True)
     )
     return ("works", "") if is_right else ("wrong", f"got {actual}, expected {due}")
 
@@ -71,7 +75,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
     # The first pool also starts the server that all ranks are forked from, which imports torch.
     with RankPool(1, start_s=min(_SERVER_START_S, rows.left_s)) as pool:
         pool.run("conformance.gpu.probe_cases:barrier")
-    first = [probe for probe in todo if probe.what == COLLECTIVES[0]]
+    first = [probe for probe in todo if probe.operation == COLLECTIVES[0]]
     _run_all(first, rows, _FIRST_S, _FIRST_S)
     _run_all([probe for probe in todo if probe not in first], rows, _START_S, _CASE_S)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a probe do, and what each must get."""
+"""Cases that the ranks of a probe run, and their expected results."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def _brought(rank: int, length: int) -> Tensor:
 
 
 def all_reduce(rank: Rank) -> list[Tensor]:
-    mine = _brought(rank.rank, _WIDTH).to(rank.device)
-    dist.all_reduce(mine)
-    return [mine.cpu()]
+    tensor = _brought(rank.rank, _WIDTH).to(rank.device)
+    dist.all_reduce(tensor)
+    return [tensor.cpu()]
 
 
 def broadcast(rank: Rank) -> list[Tensor]:
-    mine = _brought(rank.rank, _WIDTH).to(rank.device)
-    dist.broadcast(mine, src=0)
-    return [mine.cpu()]
+    tensor = _brought(rank.rank, _WIDTH).to(rank.device)
+    dist.broadcast(tensor, src=0)
+    return [tensor.cpu()]
 
 
 def all_gather_into_tensor(rank: Rank) -> list[Tensor]:
@@ -62,7 +62,7 @@ def barrier(rank: Rank) -> list[Tensor]:
 
 
 def fsdp(rank: Rank) -> list[Tensor]:
-    """One step of SGD on a sharded model; the whole parameters after it."""
+    """Run one step of SGD on a sharded model. Return the full parameters."""
     model = FullyShardedDataParallel(_model().to(rank.device), device_id=rank.device, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     _loss(model, rank.rank).backward()
@@ -91,11 +91,11 @@ def _loss(model: torch.nn.Module, rank: int) -> Tensor:
     return model(_brought(rank, 4 * _WIDTH).view(4, _WIDTH).to(device) / 10).square().mean()
 
 
-def expected(what: str, world_size: int) -> list[list[Tensor]]:
-    """By rank, computed here without any group."""
+def expected(operation: str, world_size: int) -> list[list[Tensor]]:
+    """Return the expected tensors of each rank, computed without a process group."""
     ranks = range(world_size)
     whole = [_brought(rank, _WIDTH * world_size) for rank in ranks]
-    match what:
+    match operation:
         case "all_reduce":
             return [[sum((_brought(rank, _WIDTH) for rank in ranks), torch.zeros(_WIDTH))] for _ in ranks]
         case "broadcast":
@@ -111,7 +111,7 @@ def expected(what: str, world_size: int) -> list[list[Tensor]]:
         case "fsdp" | "fully_shard":
             return [_trained_unsharded(world_size)] * world_size
         case _:
-            raise AssertionError(f"there is no probe {what!r}")
+            raise AssertionError(f"there is no probe {operation!r}")
 
 
 def _trained_unsharded(world_size: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ class Rounded:
 
     @classmethod
     def number(cls, value: float) -> Rounded:
-        """One that is computed in float64 and rounded to float32."""
+        """Return `value`, computed in float64, rounded to float32."""
         return cls.exactly(torch.tensor(value, dtype=torch.float64))._rounded()
 
     def __neg__(self) -> Rounded:
@@ -58,7 +58,7 @@ class Rounded:
         return Rounded(torch.maximum(self.value, other.value), torch.maximum(self.error, other.error))
 
     def stored(self, dtype: torch.dtype) -> Rounded:
-        """Rounded once more, where `dtype` is narrower."""
+        """Return the value rounded to `dtype`, if that is narrower than float32."""
         about = torch.finfo(dtype)
         if dtype is torch.float32:
             return self

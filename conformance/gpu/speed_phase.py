@@ -32,7 +32,7 @@ class BenchmarkCase:
 
     @property
     def device(self) -> str:
-        """Those that name none are the CPU's."""
+        """The device of the case. A case that names none runs on the CPU."""
         return dict(zip(self.kind.param_names, self.values, strict=True)).get("device", "cpu")
 
     @property
@@ -58,12 +58,12 @@ class BenchmarkCase:
 
 def cases(device: str) -> list[BenchmarkCase]:
     """Return the cases of `device`, most informative first."""
-    found = [
+    all_cases = [
         BenchmarkCase(kind, values)
         for kind in benchmark_cases.load_all()
         for values in itertools.product(*kind.params)
     ]
-    return sorted((case for case in found if case.device == device), key=lambda case: case.order)
+    return sorted((case for case in all_cases if case.device == device), key=lambda case: case.order)
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
@@ -84,7 +84,7 @@ def _run(case: BenchmarkCase, most_s: float, subject: str, rows: Rows) -> None:
         "case": dict(zip(case.kind.param_names, map(repr, case.values), strict=True)),
     }
     try:
-        found, more = _measured(case, most_s, subject)
+        measured, more = _measured(case, most_s, subject)
     except NotImplementedError as missing:
         rows.write(case.name, "not available", says=str(missing), **about)
     except Exception as error:  # the others are still worth measuring
@@ -92,14 +92,15 @@ def _run(case: BenchmarkCase, most_s: float, subject: str, rows: Rows) -> None:
             case.name, "failed", in_words(error), values=dict.fromkeys(single.names_of(case.kind)), **about
         )
     else:
-        rows.write(case.name, "measured", values=found, **about, **more)
+        rows.write(case.name, "measured", values=measured, **about, **more)
         if case.is_ratio:
             rows.tell(f"{case.name}: {more['ratio']:.3f} × torch ({more['low']:.3f} to {more['high']:.3f})")
 
 
 def _measured(case: BenchmarkCase, most_s: float, subject: str) -> tuple[single.Values, dict[str, Any]]:
-    """What asv keeps of each method, and what a report says beside."""
-    effort = replace(FULL, budget_s=min(FULL.budget_s, most_s / 3))  # it may take three times that
+    """Return asv's values of each method, and additional values for the report."""
+    # A measurement may take three times its budget.
+    effort = replace(FULL, budget_s=min(FULL.budget_s, most_s / 3))
     values, paired = single.measure(case.kind, case.values, effort, subject, most_s)
     return values, vars(paired) if paired else {}
 

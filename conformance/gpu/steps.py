@@ -50,19 +50,21 @@ def add_compared(rows: Rows, call: str, shapes: str, dtype: str, task: PhaseTask
     about: dict[str, Any] = {"call": call, "shapes": shapes, "dtype": dtype}
     name = " ".join(about.values())
     try:
-        found = compared(call, shapes, dtype, task, effort)
+        values = compared(call, shapes, dtype, task, effort)
     except NotImplementedError as missing:
         rows.add(name, "not available", str(missing), **about)
     except Exception as error:  # the others are still worth timing
         rows.add(name, "failed", in_words(error), **about)
     else:
-        rows.add(name, "measured", _in_words(found), **about, **found)
+        rows.add(name, "measured", _in_words(values), **about, **values)
 
 
 def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> dict[str, Any]:
     """Return times, host times and launches of the subject and of torch's fastest implementation, which is fused."""
     make, words = CALLS[call]
-    subject, torchs = (make(whose, shapes, dtype, *words, task.device) for whose in (task.subject, "torch"))
+    subject, torchs = (
+        make(library, shapes, dtype, *words, task.device) for library in (task.subject, "torch")
+    )
     references = [torchs]
     if call == "fused_step":
         # foreach rounds bfloat16 more often than the others, so its values are not compared.
@@ -100,15 +102,15 @@ def _launches(work: Workload, device: str) -> int | None:
     return None if kernels is None or copies is None else kernels + copies
 
 
-def _in_words(found: dict[str, Any]) -> str:
+def _in_words(values: dict[str, Any]) -> str:
     text = (
-        f"{found['ratio']:.3f} × torch ({found['seconds'] * 1e6:.0f} and {found['torch_seconds'] * 1e6:.0f} µs), "
-        f"host {found['host_seconds'] * 1e6:.0f} and {found['torch_host_seconds'] * 1e6:.0f} µs"
+        f"{values['ratio']:.3f} × torch ({values['seconds'] * 1e6:.0f} and {values['torch_seconds'] * 1e6:.0f} µs), "
+        f"host {values['host_seconds'] * 1e6:.0f} and {values['torch_host_seconds'] * 1e6:.0f} µs"
     )
-    if found["ratio_to_foreach"] is not None:
-        text += f", {found['ratio_to_foreach']:.3f} × foreach"
-    if found["launches"] is not None:
-        text += f", {found['launches']} and {found['torch_launches']} launches"
+    if values["ratio_to_foreach"] is not None:
+        text += f", {values['ratio_to_foreach']:.3f} × foreach"
+    if values["launches"] is not None:
+        text += f", {values['launches']} and {values['torch_launches']} launches"
     return text
 
 

@@ -83,9 +83,12 @@ def _judge(rows: Sequence[dict[str, Any]]) -> str:
 
 def _probe(rows: Sequence[dict[str, Any]]) -> str:
     groups = sorted({(row["device"], row["backend"], row["world_size"]) for row in rows})
-    found = {(row["what"], row["device"], row["backend"], row["world_size"]): row for row in rows}
-    what = list(dict.fromkeys(row["what"] for row in rows))
-    lines = [[each, *(_probed(found.get((each, *group))) for group in groups)] for each in what]
+    row_of = {(row["operation"], row["device"], row["backend"], row["world_size"]): row for row in rows}
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    lines = [
+        [operation, *(_probed(row_of.get((operation, *group))) for group in groups)]
+        for operation in operations
+    ]
     heads = ["", *(f"{world_size} ranks, {backend}, {device}" for device, backend, world_size in groups)]
     return "## Between ranks\n\n" + table(heads, lines)
 

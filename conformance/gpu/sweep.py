@@ -26,7 +26,8 @@ _CHUNKS, _BLOCKS, _WARPS = (8_192, 32_768), (1_024, 2_048, 4_096), (4, 8)
 def work(task: PhaseTask, rows: Rows) -> None:
     todo = list(itertools.product(_DTYPES, _CHUNKS))
     rows.plan(name_of(call, dtype, launch) for dtype, chunk in todo for call, launch in _measured(chunk))
-    held: list[Tensor] = []  # tables are kept by address, so each chunk size has tensors of its own
+    # Tables are cached by address, so each chunk size needs its own tensors, which stay alive here.
+    held: list[Tensor] = []
     for dtype, chunk in todo:
         if rows.left_s <= 0:
             return
@@ -75,16 +76,16 @@ def launched_by(chunk: int, block: int, warps: int) -> Iterator[None]:
 
     changed = {"CHUNK": chunk, "BLOCK": block, "num_warps": warps}
     options = [chunk_kernels.LAUNCH, update_kernels.LAUNCH]
-    options_before, chunk_before = [dict(each) for each in options], _table.CHUNK
+    options_before, chunk_before = [dict(launch_options) for launch_options in options], _table.CHUNK
     _table.CHUNK = chunk
-    for each in options:
-        each.update({name: value for name, value in changed.items() if name in each})
+    for launch_options in options:
+        launch_options.update({name: value for name, value in changed.items() if name in launch_options})
     try:
         yield
     finally:
         _table.CHUNK = chunk_before
-        for each, before in zip(options, options_before, strict=True):
-            each.update(before)
+        for launch_options, before in zip(options, options_before, strict=True):
+            launch_options.update(before)
 
 
 if __name__ == "__main__":

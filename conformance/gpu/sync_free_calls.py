@@ -141,7 +141,7 @@ def _clip_by(clip: Callable[..., Any]) -> Callable[[str], Call]:
         params = _data(device).parameters
 
         def call() -> None:
-            with warnings.catch_warnings(action="ignore"):  # one spelling is deprecated
+            with warnings.catch_warnings(action="ignore"):  # warning about the deprecated spelling
                 clip(params, 0.01)
 
         return call

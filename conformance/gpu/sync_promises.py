@@ -22,8 +22,8 @@ _ALL_METHODS = "unless the method says so"
 def promises() -> dict[str, str]:
     """Return the "Sync" sentence of each public call that can avoid a synchronisation, by dotted name.
 
-    A method without a sentence of its own has the sentence of its class, if that is about all methods. "As `name`"
-    stands for the sentence of `name`.
+    A method without its own sentence has the sentence of its class, if that is about all methods. "As `name`"
+    means the sentence of `name`.
     """
     sentences: dict[str, str] = {}
     for name, value in _public_names():
@@ -77,6 +77,6 @@ def _exports(module: ModuleType) -> list[str]:
 
 def _methods(value: Any) -> Iterator[tuple[str, Any]]:
     for name, member in vars(value).items() if inspect.isclass(value) else ():
-        function = getattr(member, "__func__", member)  # of a static or class method
+        function = getattr(member, "__func__", member)  # function of a static or class method
         if inspect.isfunction(function) and not name.startswith("_"):
             yield name, function

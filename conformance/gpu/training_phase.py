@@ -12,9 +12,9 @@ def work(task: PhaseTask, rows: Rows) -> None:
     for dtype in DTYPES:
         if rows.left_s <= 0:
             return
-        found = as_json([judge(task.subject, small_config(dtype, device=task.device))])
-        reasons = [f"{run['name']}: {reason}" for run in found["runs"] for reason in run["reasons"]]
-        rows.add(dtype, "failed" if reasons else "agrees", "; ".join(reasons), **found)
+        judged = as_json([judge(task.subject, small_config(dtype, device=task.device))])
+        reasons = [f"{run['name']}: {reason}" for run in judged["runs"] for reason in run["reasons"]]
+        rows.add(dtype, "failed" if reasons else "agrees", "; ".join(reasons), **judged)
 
 
 if __name__ == "__main__":

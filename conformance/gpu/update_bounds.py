@@ -91,7 +91,7 @@ def _adam(rule: AdamRule, param: Rounded, grad: Rounded, states: list[Rounded], 
     mean, square, *largest = states
     mean = beta1 * mean + _number(1.0 - rule.beta1) * grad
     square = beta2 * square + _number(1.0 - rule.beta2) * grad * grad
-    largest = [some.maximum(square) for some in largest]
+    largest = [maximum.maximum(square) for maximum in largest]
     root = (largest[0] if rule.amsgrad else square).sqrt()
     denominator = root / _number(math.sqrt(1.0 - rule.beta2**step)) + _number(rule.eps)
     param = param - _number(lr / (1.0 - rule.beta1**step)) * mean / denominator

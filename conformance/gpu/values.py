@@ -19,7 +19,7 @@ from conformance.judge.tolerances import norm_of
 
 STEPS, INF_STEP = 10, 4
 _TENSORS = 30
-_NUMEL = {"cuda": 40_000, "cpu": 4_000}  # of each tensor
+_NUMEL = {"cuda": 40_000, "cpu": 4_000}  # elements of each tensor
 _SCALE, _GROWTH_INTERVAL, _MAX_NORM = 1024.0, 3, 1.0
 # Bounds on the distance of a tensor's parameters from torch's, relative to their norm.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -79,42 +79,42 @@ def work(task: PhaseTask, rows: Rows) -> None:
         if rows.left_s <= 0:
             return
         try:
-            found = compared(task.subject, method, dtype, task.device)
+            values = compared(task.subject, method, dtype, task.device)
         except NotImplementedError as missing:
             rows.add(name, "not available", str(missing))
         except Exception as error:  # the others are still worth comparing
             rows.add(name, "failed", in_words(error))
         else:
-            says = "; ".join(found["faults"]) or f"parameters apart by {found['parameters_apart']:.1e}"
-            rows.add(name, "failed" if found["faults"] else "agrees", says, **found)
+            says = "; ".join(values["faults"]) or f"parameters apart by {values['parameters_apart']:.1e}"
+            rows.add(name, "failed" if values["faults"] else "agrees", says, **values)
 
 
 def compared(
     subject: str, method: Callable[[Trained], Tensor], dtype: torch.dtype, device: str
 ) -> dict[str, Any]:
     """Return distances of the subject's steps from torch's four calls. "faults" lists those beyond a bound."""
-    ours, torchs = Trained(subject, dtype, device), Trained("torch", dtype, device)
+    subject_run, torchs = Trained(subject, dtype, device), Trained("torch", dtype, device)
     draw = torch.Generator(device).manual_seed(SEED)
     faults: list[str] = []
     scales: list[tuple[float, float]] = []
     for step in range(STEPS):
-        give_grads(ours, torchs, draw, has_inf=step == INF_STEP)
-        norm, expected_norm = method(ours), torchs.four_calls()
+        give_grads(subject_run, torchs, draw, has_inf=step == INF_STEP)
+        norm, expected_norm = method(subject_run), torchs.four_calls()
         excess = norm_of(_TENSORS * _NUMEL[device], _TENSORS).excess(expected_norm, norm)
         if step != INF_STEP and excess is not None:
             faults.append(f"norm of step {step}: {excess}")
-        state, expected_state = ours.scale_and_growth(), torchs.scale_and_growth()
+        state, expected_state = subject_run.scale_and_growth(), torchs.scale_and_growth()
         if state != expected_state:
             faults.append(f"scale and growth tracker after step {step}: {state}, torch {expected_state}")
         scales.append((state[0], expected_state[0]))
-    apart = max(map(relative_distance, ours.params, torchs.params))
+    apart = max(map(relative_distance, subject_run.params, torchs.params))
     if not apart <= BOUNDS[dtype]:
         faults.append(f"parameters apart by {apart:.1e}, bound {BOUNDS[dtype]:.0e}")
     return {"faults": faults, "parameters_apart": apart, "scales": scales}
 
 
-def give_grads(ours: Trained, torchs: Trained, draw: torch.Generator, has_inf: bool = False) -> None:
-    for place, (param, other) in enumerate(zip(ours.params, torchs.params, strict=True)):
+def give_grads(subject_run: Trained, torchs: Trained, draw: torch.Generator, has_inf: bool = False) -> None:
+    for place, (param, other) in enumerate(zip(subject_run.params, torchs.params, strict=True)):
         grad = _drawn(param.numel(), draw).to(param.dtype).mul_(_SCALE)
         if has_inf and place == _TENSORS // 2:
             grad[-1] = math.inf

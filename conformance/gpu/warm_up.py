@@ -75,10 +75,10 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _multiplied(asked: str) -> tuple[str, str]:
+def _multiplied(requested: str) -> tuple[str, str]:
     import torch  # noqa: PLC0415
 
-    device = asked if asked != "auto" else "cuda" if _has_cuda() else "cpu"
+    device = requested if requested != "auto" else "cuda" if _has_cuda() else "cpu"
     if device == "cuda" and not _has_cuda():
         return MISSING, f"torch {torch.__version__} finds no CUDA device"
     matrix = torch.randn(_WIDTH, _WIDTH, device=device)
@@ -86,12 +86,12 @@ def _multiplied(asked: str) -> tuple[str, str]:
     return THERE, f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, matmul {total:.3g}"
 
 
-def _launched(asked: str) -> tuple[str, str]:
+def _launched(requested: str) -> tuple[str, str]:
     import torch  # noqa: PLC0415
 
     from impl import kernels  # noqa: PLC0415
 
-    if asked == "cpu" or not _has_cuda():
+    if requested == "cpu" or not _has_cuda():
         return THERE if _imported("triton")[0] == THERE else MISSING, "no CUDA device to launch on"
     tensor = torch.ones(1, device="cuda")
     with kernels.backend("triton"):
