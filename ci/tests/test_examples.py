@@ -151,46 +151,51 @@ def test_first_clause_and_fault_of_contributing_work(tmp_path: Path) -> None:
     assert "clip_grad_value_ keeps the sign of zeros." in red.stdout
 
 
-def commands_of_ours() -> list[tuple[str, str]]:
-    """Return each command of the pages whose options are ours, with the name of its page."""
-    commands = [
-        (page.name, command)
-        for page in PAGES
-        for block in blocks_of(page)
-        if block.language == "bash"
-        for command in commands_in(block)
-    ]
-    return [(page, command) for page, command in commands if program_of(command)[0] not in _OTHERS]
+def commands_of_ours() -> dict[str, list[tuple[str, list[str]]]]:
+    """Return the pages and words of each program's commands, if its options are ours."""
+    commands: dict[str, list[tuple[str, list[str]]]] = {}
+    for page in PAGES:
+        for block in blocks_of(page):
+            for command in commands_in(block) if block.language == "bash" else ():
+                program, words = program_of(command)
+                commands.setdefault(program, []).append((page.name, words))
+    return {program: uses for program, uses in commands.items() if program not in _OTHERS}
 
 
 def program_of(command: str) -> tuple[str, list[str]]:
-    """Return the program (`python -m MODULE` as one) and its further words."""
+    """Return the program (`python -m MODULE` as one) and its further words.
+
+    `tandem-judge` counts as the module that it runs.
+    """
     words = [word.removeprefix(".venv/bin/") for word in shlex.split(command, comments=True)]
     while "=" in words[0]:  # variables of the environment
         del words[0]
-    if words[:2] == ["python", "-m"]:
-        return f"python -m {words[2]}", words[3:]
-    return words[0], words[1:]
+    program, others = (
+        (f"python -m {words[2]}", words[3:]) if words[:2] == ["python", "-m"] else (words[0], words[1:])
+    )
+    return {"python -m pytest": "pytest", "tandem-judge": "python -m conformance"}.get(
+        program, program
+    ), others
 
 
 @functools.cache
 def help_of(program: str) -> str:
-    text = {"python -m pytest": "pytest", "tandem-judge": "python -m conformance"}.get(program, program)
     # `ci/test` hands its arguments to pytest; the head of the file has its own.
-    own = (ROOT / "ci/test").read_text() if text == "ci/test" else ""
-    command = "pytest --help" if text in ("ci/test", "pytest") else f"{text} --help"
+    own = (ROOT / "ci/test").read_text() if program == "ci/test" else ""
+    command = "pytest --help" if program == "ci/test" else f"{program} --help"
     ended = run(f"{command} 2>&1", ROOT)
     assert ended.returncode == 0, f"{command} ended with {ended.returncode}: {ended.stdout}"
     return own + ended.stdout
 
 
-@pytest.mark.parametrize(("page", "command"), commands_of_ours())
-def test_commands_have_options_that_exist(page: str, command: str) -> None:
-    program, words = program_of(command)
-    own_words = words[: words.index("--")] if "--" in words else words
-    options = {word.partition("=")[0] for word in own_words if re.match(r"--?[a-z]", word)}
-    unknown = [option for option in options if not re.search(rf"(?<![\w-]){option}\b", help_of(program))]
-    assert not unknown, f"{page}: {program} has no {', '.join(unknown)}"
-    for word in own_words:
-        is_path = re.fullmatch(r"(?:conformance|impl|benchmarks|ci)/[\w./-]+", word.partition("::")[0])
-        assert not is_path or (ROOT / is_path[0]).exists(), f"{page}: {word} does not exist"
+# A test for each program, because asking it for its help takes seconds.
+@pytest.mark.parametrize("program", list(commands_of_ours()))
+def test_commands_have_options_that_exist(program: str) -> None:
+    for page, words in commands_of_ours()[program]:
+        own_words = words[: words.index("--")] if "--" in words else words
+        options = {word.partition("=")[0] for word in own_words if re.match(r"--?[a-z]", word)}
+        unknown = [option for option in options if not re.search(rf"(?<![\w-]){option}\b", help_of(program))]
+        assert not unknown, f"{page}: {program} has no {', '.join(unknown)}"
+        for word in own_words:
+            is_path = re.fullmatch(r"(?:conformance|impl|benchmarks|ci)/[\w./-]+", word.partition("::")[0])
+            assert not is_path or (ROOT / is_path[0]).exists(), f"{page}: {word} does not exist"
