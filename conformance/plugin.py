@@ -168,8 +168,11 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    selected = [item for item in items if _is_selected(config, item)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in selected])
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (selected if _is_selected(config, item) else deselected).append(item)
+    config.hook.pytest_deselected(items=deselected)
     items[:] = selected
 
 
