@@ -22,7 +22,7 @@ import torch
 
 from conformance.exact_copy.copying import ROOT, copied_modules, source_of
 from conformance.judge.clauses import all_clauses
-from conformance.mutation.operators import OPERATORS, MutationSite, mutate, sites
+from conformance.mutation.operators import OPERATORS, MutationSite, mutants, replace_node
 
 # The functions that torch's FSDP calls to wait if its device is the CPU, by the end of the call's text.
 _WAITS_OF_THE_CPU: dict[str, Callable[..., Any]] = {
@@ -170,8 +170,14 @@ def parsed(package: str, module: str) -> ast.Module:
 
 
 @functools.cache
+def _mutants_in(package: str, module: str) -> tuple[ast.Module, dict[MutationSite, tuple[ast.AST, ast.AST]]]:
+    """Return the tree of a module, and by site the node that a mutant changes and the node that replaces it."""
+    tree = parsed(package, module)
+    return tree, {site: (node, other) for site, node, other in mutants(tree)}
+
+
 def sites_in(package: str, module: str) -> list[MutationSite]:
-    return sites(parsed(package, module))
+    return list(_mutants_in(package, module)[1])
 
 
 @functools.cache
@@ -181,11 +187,12 @@ def _unparsed(package: str, module: str) -> list[str]:
 
 def diff(package: str, mutant: Mutant) -> list[str]:
     """Return the changed lines of a mutant with - and +, as `ast.unparse` formats them, and three lines of context."""
-    after = parsed(package, mutant.module)
-    mutate(after, mutant.site.operator, mutant.site.number)
-    lines = difflib.unified_diff(
-        _unparsed(package, mutant.module), ast.unparse(after).splitlines(), lineterm="", n=3
-    )
+    tree, nodes = _mutants_in(package, mutant.module)
+    node, other = nodes[mutant.site]
+    replace_node(tree, node, other)
+    after = ast.unparse(tree).splitlines()
+    replace_node(tree, other, node)
+    lines = difflib.unified_diff(_unparsed(package, mutant.module), after, lineterm="", n=3)
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 
 

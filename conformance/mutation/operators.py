@@ -191,7 +191,7 @@ class MutationSite:
 
 
 def sites(tree: ast.Module) -> list[MutationSite]:
-    return [site for site, _, _ in _mutants(tree)]
+    return [site for site, _, _ in mutants(tree)]
 
 
 def mutate(tree: ast.Module, operator: str, number: int) -> MutationSite:
@@ -200,15 +200,20 @@ def mutate(tree: ast.Module, operator: str, number: int) -> MutationSite:
     Raises:
         LookupError: the module has no such mutant.
     """
-    for site, node, other in _mutants(tree):
+    for site, node, other in mutants(tree):
         if (site.operator, site.number) == (operator, number):
-            _Replacement(node, ast.copy_location(other, node)).visit(tree)
+            replace_node(tree, node, ast.copy_location(other, node))
             ast.fix_missing_locations(tree)
             return site
     raise LookupError(f"there is no mutant {number} of {operator!r} in this source")
 
 
-def _mutants(tree: ast.Module) -> Iterator[tuple[MutationSite, ast.AST, ast.AST]]:
+def replace_node(tree: ast.Module, node: ast.AST, other: ast.AST) -> None:
+    _Replacement(node, other).visit(tree)
+
+
+def mutants(tree: ast.Module) -> Iterator[tuple[MutationSite, ast.AST, ast.AST]]:
+    """Yield each mutant as its site, the node of the tree that it changes, and the node that replaces it."""
     counted = dict.fromkeys(OPERATORS, 0)
     for node, function, line in _nodes(tree):
         for name, operator in OPERATORS.items():

@@ -18,14 +18,16 @@ def silent_in(tree: ast.AST) -> Set[ast.AST]:
     If the condition of such a branch calls functions that may have side effects, the branch is included without its
     condition.
     """
+    nodes = list(ast.walk(tree))
     silent: Set[ast.AST] = {
         node
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and (isinstance(node.value, ast.Constant) or _is_of_a_log(node.value))
     }
+    read = set(_read(tree, lambda _: False))
     while True:
-        read, aloud = set(_read(tree, lambda _: False)), set(_read(tree, silent.__contains__))
-        more = {node for node in ast.walk(tree) if _serves(node, silent, read - aloud)} - silent
+        names = read.difference(_read(tree, silent.__contains__))
+        more = {node for node in nodes if _serves(node, silent, names)} - silent
         if not more:
             return silent
         silent = silent | more
