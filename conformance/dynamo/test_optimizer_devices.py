@@ -29,7 +29,9 @@ SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
 
 @clause("dynamo.optimizer.devices.addresses")
 @pytest.mark.parametrize("make", [SGD, Collecting])
-def test_what_is_marked(subject: Library, reference: Library, device: str, make: Make) -> None:
+def test_parameters_and_state_are_marked_as_guarded(
+    subject: Library, reference: Library, device: str, make: Make
+) -> None:
     def script(harness: CompiledHarness) -> Any:
         harness.without_gradient = {2}
         return harness.train().marks()["gradients"], harness.train(2).marks()
@@ -53,7 +55,7 @@ def test_tensors_of_nested_state_are_marked(subject: Library, reference: Library
             "columns": [factors[1]],
         }
         harness.train()
-        return [getattr(each, "_dynamo_static_input_type", None) for each in factors], harness.seen()
+        return [getattr(factor, "_dynamo_static_input_type", None) for factor in factors], harness.seen()
 
     outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
@@ -64,7 +66,7 @@ def where_scalars_go(name: str) -> Script:
 
     def script(harness: CompiledHarness) -> Any:
         def devices() -> list[str]:
-            return [str(harness.optimizer.state[each][name].device) for each in harness.parameters]
+            return [str(harness.optimizer.state[parameter][name].device) for parameter in harness.parameters]
 
         harness.plain_train(2)
         before = devices()
@@ -86,17 +88,17 @@ def test_loaded_step_counts_move(subject: Library, reference: Library, name: str
 
 @clause("dynamo.optimizer.devices.scalars_move")
 @pytest.mark.deviation("optimizer_variable.products_move_too")
-def test_the_product_of_momenta_moves(deviation: DeviationJudge) -> None:
+def test_momentum_product_moves_to_device(deviation: DeviationJudge) -> None:
     script = where_scalars_go("mu_product")
 
     def probe(library: Library) -> Any:
-        found = outcome(library, script, maker("NAdam"), device="meta")
-        return found.raised.kind.__name__ if found.raised else found.value
+        result = outcome(library, script, maker("NAdam"), device="meta")
+        return result.raised.kind.__name__ if result.raised else result.value
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == "TorchRuntimeError",
-        we_do=lambda seen: seen == (["cpu"] * 4, ["meta"] * 4),
+        torch_does=lambda outcome: outcome == "TorchRuntimeError",
+        we_do=lambda outcome: outcome == (["cpu"] * 4, ["meta"] * 4),
     )
 
 
@@ -104,9 +106,12 @@ def test_the_product_of_momenta_moves(deviation: DeviationJudge) -> None:
 def test_step_counts_on_the_cpu_stay_the_same_tensors(subject: Library) -> None:
     def script(harness: CompiledHarness) -> bool:
         state = harness.plain_train(2).optimizer.state
-        before = [state[each]["step"] for each in harness.parameters]
+        before = [state[parameter]["step"] for parameter in harness.parameters]
         harness.train(2)
-        return all(state[each]["step"] is was for each, was in zip(harness.parameters, before, strict=True))
+        return all(
+            state[parameter]["step"] is step
+            for parameter, step in zip(harness.parameters, before, strict=True)
+        )
 
     assert outcome(subject, script, ADAM).value is True
 
@@ -122,7 +127,7 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
         harness.without_gradient = set()
         harness.train(2)
         return {
-            harness.optimizer.state[each]["step"].device.type for each in harness.parameters
+            harness.optimizer.state[parameter]["step"].device.type for parameter in harness.parameters
         }, harness.graphs.inputs
 
     devices, _ = outcome(subject, script, ADAM, device=device).value
@@ -165,7 +170,7 @@ def test_no_step_reads_a_count(subject: Library, device: str) -> None:
 def watched(harness: CompiledHarness) -> list[weakref.ref[torch.Tensor]]:
     """Return weak references to all tensors of the optimizer, in its groups, state and other attributes."""
     leaves = tree_leaves([*vars(harness.optimizer).values()])
-    tensors = {id(each): each for each in leaves if isinstance(each, torch.Tensor)}
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return [weakref.ref(tensor) for tensor in tensors.values()]
 
 
@@ -184,19 +189,19 @@ def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make
         del harness
         gc.collect()
         assert graphs.inputs, "nothing was compiled"
-        assert [seen().shape for seen in alive if seen() is not None] == []
+        assert [reference().shape for reference in alive if reference() is not None] == []
 
 
 def left_in_what_a_backend_keeps(
     library: Library, make: Make, device: str, graphs: int
 ) -> tuple[int, list[str]]:
     """Return how many tensors of a deleted optimizer are alive, and the unraisable errors of its deletion."""
-    kept: list[Any] = []
+    compiled_graphs: list[Any] = []
     compile_ = lookup_backend("aot_eager")
 
     def keep(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        kept.append((module, compile_(module, inputs)))
-        return kept[-1][1]
+        compiled_graphs.append((module, compile_(module, inputs)))
+        return compiled_graphs[-1][1]
 
     with tracing_of(library), mock.patch.object(sys, "unraisablehook") as complain:
         harness = CompiledHarness(make, device)
@@ -205,9 +210,9 @@ def left_in_what_a_backend_keeps(
         alive = watched(harness)
         del harness
         gc.collect()
-        assert len(kept) == graphs, "another number of graphs than of kinds of steps"
+        assert len(compiled_graphs) == graphs, "another number of graphs than of kinds of steps"
         complaints = [repr(call.args[0].exc_value) for call in complain.call_args_list]
-        return sum(seen() is not None for seen in alive), complaints
+        return sum(reference() is not None for reference in alive), complaints
 
 
 @clause("dynamo.optimizer.lifetime.freed")
@@ -216,8 +221,8 @@ def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, de
     """The tensors also leave the backend's compiled versions of the graphs."""
     deviation.judge(
         lambda library: left_in_what_a_backend_keeps(library, SGD, device, graphs=2),
-        torch_does=lambda seen: seen == (1, []),
-        we_do=lambda seen: seen == (0, []),
+        torch_does=lambda outcome: outcome == (1, []),
+        we_do=lambda outcome: outcome == (0, []),
     )
 
 
@@ -227,7 +232,7 @@ def test_tensors_besides_the_state_leave_them_too(subject: Library, device: str)
 
 
 @clause("dynamo.optimizer.lifetime.freed")
-def test_a_new_optimizer_at_an_old_address_is_no_old_one(subject: Library, device: str) -> None:
+def test_new_optimizer_at_old_address_steps_its_own_parameters(subject: Library, device: str) -> None:
     with tracing_of(subject):
         step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
         for _ in range(6):

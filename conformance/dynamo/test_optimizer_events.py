@@ -34,13 +34,15 @@ def assert_torchs(subject: Library, reference: Library, script: Script, make: Ma
 
 
 @clause("dynamo.optimizer.graphs.one_for_a_step")
-def test_the_same_graphs_of_two_groups(subject: Library, reference: Library, device: str) -> None:
+def test_graphs_of_two_groups_match_torch(subject: Library, reference: Library, device: str) -> None:
     assert_torchs(subject, reference, lambda harness: harness.train(3), two_groups, device=device)
 
 
 @clause("dynamo.optimizer.graphs.one_for_a_step")
 @pytest.mark.parametrize("name", soon(COMPILED, "SGD", "Adam"))
-def test_the_same_graphs_of_each(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_graphs_of_each_optimizer_match_torch(
+    subject: Library, reference: Library, device: str, name: str
+) -> None:
     assert_torchs(subject, reference, lambda harness: harness.train(3), maker(name), device=device)
 
 
@@ -281,8 +283,8 @@ def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, ki
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == [1, 1, 1],
-        we_do=lambda seen: seen[:2] == [1, 1] and seen[2] > 1,
+        torch_does=lambda compiled_after: compiled_after == [1, 1, 1],
+        we_do=lambda compiled_after: compiled_after[:2] == [1, 1] and compiled_after[2] > 1,
     )
 
 
@@ -314,7 +316,9 @@ def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @clause("dynamo.optimizer.optimizer.several")
 @pytest.mark.profile("full")
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copied: Any) -> None:
+def test_copied_optimizer_continues_like_original(
+    subject: Library, reference: Library, device: str, copied: Any
+) -> None:
     def script(harness: CompiledHarness) -> Any:
         harness.train(2)
         twin = copied(harness.optimizer)
@@ -329,8 +333,8 @@ def test_a_copy_goes_on(subject: Library, reference: Library, device: str, copie
     outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
     first, second = outcomes[1].value
-    for one, other in zip(first["parameters"], second["parameters"], strict=True):
-        assert torch.equal(one.values, other.values)
+    for original, copied_value in zip(first["parameters"], second["parameters"], strict=True):
+        assert torch.equal(original.values, copied_value.values)
 
 
 @clause("dynamo.optimizer.optimizer.several")
@@ -342,10 +346,10 @@ def test_two_in_turn(subject: Library, reference: Library, device: str, name: st
         other = CompiledHarness(make, device)
         step = torch.compile(lambda optimizer: optimizer.step(), backend=harness.graphs)
         for _ in range(3):
-            for each in (harness, other):
-                each.set_gradients()
-                step(each.optimizer)
-                each.compiled_after.append(len(harness.graphs.inputs))
+            for current in (harness, other):
+                current.set_gradients()
+                step(current.optimizer)
+                current.compiled_after.append(len(harness.graphs.inputs))
         return harness.seen(), other.seen()
 
     assert_same_outcome(*(outcome(library, script, make, device=device) for library in (reference, subject)))
@@ -410,7 +414,7 @@ def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
 
 
 @clause("dynamo.optimizer.init_group.pending_changes")
-def test_closures(subject: Library, reference: Library, device: str) -> None:
+def test_closure_results_and_changes_match_torch(subject: Library, reference: Library, device: str) -> None:
     """Closures set gradients and change parameters, and the step returns their result."""
 
     def script(harness: CompiledHarness) -> Any:
@@ -443,7 +447,7 @@ def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -
 
 
 @clause("dynamo.optimizer.graphs.left_alone")
-def test_lbfgs(subject: Library, reference: Library, device: str) -> None:
+def test_lbfgs_matches_torch(subject: Library, reference: Library, device: str) -> None:
     def script(harness: CompiledHarness) -> Any:
         def closure() -> torch.Tensor:
             harness.optimizer.zero_grad()

@@ -60,21 +60,23 @@ def judge_values(
     """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch."""
     deviation.judge(
         lambda library: is_right(script, make, device, library),
-        torch_does=lambda seen: seen in torch_does,
-        we_do=lambda seen: seen is True,
+        torch_does=lambda value: value in torch_does,
+        we_do=lambda value: value is True,
     )
 
 
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.parametrize("make", KINDS)
-def test_as_torch_compiles_them(subject: Library, reference: Library, device: str, make: Make) -> None:
+def test_user_optimizers_match_compiled_torch(
+    subject: Library, reference: Library, device: str, make: Make
+) -> None:
     script = after(lambda harness: harness.train(STEPS))
-    assert_same_outcome(*(outcome(each, script, make, device=device) for each in (reference, subject)))
+    assert_same_outcome(*(outcome(library, script, make, device=device) for library in (reference, subject)))
 
 
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.parametrize("make", KINDS)
-def test_as_without_compilation(subject: Library, device: str, make: Make) -> None:
+def test_user_optimizers_match_eager_steps(subject: Library, device: str, make: Make) -> None:
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
         harness.train(2)
         harness.optimizer.param_groups[0]["lr"] = 0.3
@@ -94,7 +96,7 @@ def test_made_in_the_compiled_function(subject: Library, reference: Library, dev
         harness.step = torch.compile(run, backend=harness.graphs)
         return harness.train(2).values()["parameters"]
 
-    outcomes = [outcome(each, script, users.Plain, device=device) for each in (reference, subject)]
+    outcomes = [outcome(library, script, users.Plain, device=device) for library in (reference, subject)]
     assert_same_outcome(*outcomes)
     assert outcomes[0].raised is None
 
@@ -149,7 +151,7 @@ def test_tensors_come_back(deviation: DeviationJudge, device: str) -> None:
 
 @clause("dynamo.optimizer.guards.schedules")
 @pytest.mark.deviation("optimizer_variable.numbers_handed_over")
-def test_a_rate_that_init_group_collects(deviation: DeviationJudge, device: str) -> None:
+def test_rate_collected_by_init_group_is_guarded(deviation: DeviationJudge, device: str) -> None:
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
         for rate in (0.2, 0.3, 0.4):
             harness.train().optimizer.param_groups[0]["lr"] = rate
@@ -173,7 +175,7 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
 
 
 @clause("dynamo.optimizer.guards.state")
-def test_whose_state_there_is(subject: Library, device: str) -> None:
+def test_parameter_without_init_group_state_is_compiled(subject: Library, device: str) -> None:
     """`_init_group` creates no state, and skips a parameter that the user gives a state."""
 
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
@@ -198,8 +200,8 @@ def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, d
 
     deviation.judge(
         lambda library: outcome(library, graphs, users.OddlyNamed, device=device).value,
-        torch_does=lambda seen: seen == [0, 0],
-        we_do=lambda seen: seen == [1, 1],
+        torch_does=lambda value: value == [0, 0],
+        we_do=lambda value: value == [1, 1],
     )
 
 
@@ -230,8 +232,8 @@ def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
     expected = plainly(script, maker("Adam"), device).raised
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen.kind.__name__ == "InternalTorchDynamoError",
-        we_do=lambda seen: seen == expected,
+        torch_does=lambda value: value.kind.__name__ == "InternalTorchDynamoError",
+        we_do=lambda value: value == expected,
     )
 
 
@@ -247,8 +249,8 @@ def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None
 
     deviation.judge(
         lambda library: outcome(library, script, maker("Adam"), device=device).value,
-        torch_does=lambda seen: seen == [torch.device(device).type in ("cuda", "xpu"), True],
-        we_do=lambda seen: seen == [False, False],
+        torch_does=lambda value: value == [torch.device(device).type in ("cuda", "xpu"), True],
+        we_do=lambda value: value == [False, False],
     )
 
 

@@ -72,7 +72,9 @@ def assert_as_torch_compiles(
 
 @clause("dynamo.optimizer.values.as_torch_compiles")
 @pytest.mark.parametrize("name", soon(COMPILED, *SOONEST))
-def test_with_all_options(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_steps_with_all_options_match_compiled_torch(
+    subject: Library, reference: Library, device: str, name: str
+) -> None:
     way = "foreach" if has_way(name, "foreach") else "defaults"
     assert_as_torch_compiles(subject, reference, maker(name, way, options_of(name)), device)
 
