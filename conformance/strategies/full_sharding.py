@@ -107,25 +107,31 @@ def programs(
     ending = [UnitCall("forward"), UnitCall("backward"), UnitCall("step of shards")]
     # A flat `one_of` would draw each method as often as all training calls together.
     call = st.sampled_from([_TRAINING, _TRAINING, settings]).flatmap(lambda kind: kind)
-    calls = st.lists(call, max_size=12).filter(_gathers_for_use)
+    calls = st.lists(call, max_size=12).filter(_is_right_in_torch)
     return st.tuples(shardings(units=("leaves",)), calls.map(lambda drawn: [*drawn, *ending]))
 
 
-def _gathers_for_use(calls: list[UnitCall]) -> bool:
-    """Return whether no unit is prefetched unnecessarily, and no parameters are loaded during an all-gather.
+def _is_right_in_torch(calls: list[UnitCall]) -> bool:
+    """Return whether torch computes with the current weights, each backward with those of its forward.
 
-    A unit is prefetched unnecessarily if it has already run and awaits no backward. torch then computes with the values
-    that it gathered: deviation fully_shard.gathered_in_vain.
+    torch does not in these cases:
+        A unit is prefetched that has already run and awaits no backward: deviation fully_shard.gathered_in_vain.
+        Parameters are loaded during an all-gather.
+        Parameters are loaded between a forward and its backward: deviation fully_shard.stepped_before_backward.
     """
-    names_earlier = is_in_flight = False
+    names_earlier = is_in_flight = awaits_backward = False
     for call in calls:
-        if (call.name == "look" and names_earlier) or (call.name == "load" and is_in_flight):
+        if call.name == "look" and names_earlier:
+            return False
+        if call.name == "load" and (is_in_flight or awaits_backward):
             return False
         if call.name == "set_modules_to_forward_prefetch" and call.unit != ROOT:
             names_earlier |= any(number < call.unit for number in call.arguments["modules"])
         if call.name in ("unshard", "forward", "look"):
-            is_asked = bool(call.arguments.get("async_op"))
-            is_in_flight = is_asked or (is_in_flight and call.name == "unshard")
+            is_async = bool(call.arguments.get("async_op"))
+            is_in_flight = is_async or (is_in_flight and call.name == "unshard")
+        if call.name in ("forward", "backward"):
+            awaits_backward = call.name == "forward"
     return True
 
 

@@ -117,12 +117,16 @@ def _by_fully_shard(site: Site, policy: Policy, schedule: str, replicates: bool)
 
 def _gradient(site: Site, model: Any, schedule: str) -> Tensor:
     count = _count(schedule)
+    if schedule == "finalized":
+        model.set_manual_backward_finalization(True)
     for number, grad in enumerate(coefficients(site.rank.rank)[:count]):
         if schedule == "deferred":
             model.set_requires_all_reduce(number == count - 1)
-        else:
+        elif schedule != "finalized":
             model.set_requires_gradient_sync(number == count - 1)
         model(grad.to(site.rank.device)).backward()
+    if schedule == "finalized":
+        model.finalize_backward()
     return full_value(model.weight.grad).cpu()
 
 

@@ -27,6 +27,7 @@ Trace = Sequence[Collective]
 LEAVES = Sharding()
 FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
 TRAIN = (FORWARD, BACKWARD, STEP)
+STEP_OF_SHARDS = UnitCall("step of shards")
 FLOAT32 = replace(TREE, dtype=torch.float32)
 
 
@@ -481,3 +482,30 @@ def test_in_any_order(twins: Twins, data: st.DataObject) -> None:
     factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
     sharding, calls = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
     played(twins, calls, sharding=sharding)
+
+
+@clause("distributed.fsdp.fully_shard.finalization_any_order")
+@share_of_examples(0.7)
+@given(data=st.data())
+def test_manual_finalization_in_any_order(twins: Twins, data: st.DataObject) -> None:
+    """Finalize before each step."""
+    factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
+    sharding, drawn = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
+    finalize = setting("finalize_backward")
+    calls = [call for step in drawn for call in ((finalize, step) if step == STEP_OF_SHARDS else (step,))]
+    played(twins, [setting("set_manual_backward_finalization", enabled=True), *calls], sharding=sharding)
+
+
+@clause("distributed.fsdp.fully_shard.stepped_before_backward")
+@pytest.mark.deviation("fully_shard.stepped_before_backward")
+def test_backward_after_load_raises(twins: Twins) -> None:
+    """torch gathers the loaded weights and computes the gradients of the earlier forward with them."""
+
+    def backward(outcomes: RankOutcomes) -> Any:
+        return values_of(outcomes)[0]["seen"][2]["made"]
+
+    twins.judge(
+        lambda library: seen_by(twins, library, (FORWARD, UnitCall("load"), BACKWARD)),
+        we_do=lambda outcomes: "modified by an inplace operation" in str(backward(outcomes)),
+        torch_does=lambda outcomes: backward(outcomes) == 1,
+    )

@@ -198,7 +198,7 @@ FAILED = {
 }
 
 
-def _refuses_step(outcomes: Seen) -> bool:
+def _refuses_step(outcomes: RankOutcomes) -> bool:
     raised = _raised(outcomes)
     return len(raised) == 1 and "body.parts.0.inner.weight of " in raised[0]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -50,10 +52,37 @@ def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicate
     _assert_rounded(seen, _of_fully_shard, schedule)
 
 
+@clause("distributed.fsdp.fully_shard.finalization_dtype")
+@pytest.mark.deviation("fully_shard.finalization_dtype")
+@pytest.mark.parametrize("replicates", [False, True], ids=["sharded", "replicated"])
+def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
+    sites: Sites, replicates: bool
+) -> None:
+    def is_as(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes]) -> bool:
+        gradients = values_of(outcomes)[0]
+        expected = {
+            name: cases.expected(dtypes_of(policy), len(outcomes), "accumulated")
+            for name, policy in POLICIES.items()
+        }
+        return all(torch.equal(gradients[name].values.double(), value) for name, value in expected.items())
+
+    def in_param_dtype(policy: Policy) -> Dtypes:
+        dtypes = _of_fully_shard(policy)
+        return dtypes if policy[0] is None else replace(dtypes, accumulated=policy[0])
+
+    sites.deviate(
+        cases.of_fully_shard,
+        schedule="finalized",
+        replicates=replicates,
+        we_do=partial(is_as, dtypes_of=_of_fully_shard),
+        torch_does=partial(is_as, dtypes_of=in_param_dtype),
+    )
+
+
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
 def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
-    seen = sites_of(2).agree(cases.of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
-    _assert_rounded(seen, _of_fully_shard, "deferred")
+    outcomes = sites_of(2).agree(cases.of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
+    _assert_rounded(outcomes, _of_fully_shard, "deferred")
 
 
 @clause("distributed.fsdp.fully_shard.grad_dtype")
