@@ -75,10 +75,10 @@ def read_by_torchs_helper(lab: Lab, *, path: str) -> Any:
     trained = _Trained(lab, StateDictMethod("SHARDED"), seed=1)
     state = trained.state()
     dcp.load({"model": state["model"]}, checkpoint_id=path, planner=LoadPlanner())
-    found = load_sharded_optimizer_state_dict(
+    loaded = load_sharded_optimizer_state_dict(
         state["model"], optimizer_key="optimizer", storage_reader=dcp.FileSystemReader(path)
     )
-    trained.load({"model": state["model"], "optimizer": found["optimizer"]})
+    trained.load({"model": state["model"], "optimizer": loaded["optimizer"]})
     return trained.unsharded()
 
 
@@ -99,8 +99,8 @@ def read_in_part(lab: Lab, *, path: str, planner: Any) -> Any:
     """Load a checkpoint of the body only. Return the target's values before and after, and the saved model's values."""
     way = StateDictMethod("SHARDED", offloads=False)
     written, target = _Trained(lab, way), _Trained(lab, way, seed=1)
-    some = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
-    dcp.save({"model": some}, checkpoint_id=path)
+    body = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
+    dcp.save({"model": body}, checkpoint_id=path)
     before, state = target.unsharded(), target.state()
     dcp.load({"model": state["model"]}, checkpoint_id=path, planner=planner(allow_partial_load=True))
     target.load(state)
@@ -146,10 +146,10 @@ class _Named:
 
     def load(self, state: dict[str, Any]) -> None:
         with _GATHERED.set_on(self._lab):
-            found = self._lab.fsdp.optim_state_dict_to_load(
+            loaded = self._lab.fsdp.optim_state_dict_to_load(
                 self._lab.model, self._optimizer, state, is_named_optimizer=True
             )
-        self._optimizer.load_state_dict(found)
+        self._optimizer.load_state_dict(loaded)
 
     def own_state(self) -> dict[str, Any]:
         """Return the states of the parameters of which this rank has elements."""

@@ -37,9 +37,9 @@ def of_named_optimizer(lab: Lab) -> Any:
     optimizer = Optimized().stepped(lab.model)
     with _FULL.set_on(lab):
         saved = lab.fsdp.optim_state_dict(lab.model, optimizer, by_name(lab.model, optimizer))
-        seen = copied(plain(saved))
-        found = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, saved, is_named_optimizer=True)
-    return {"saved": seen, "found": plain(found)}
+        saved_copy = copied(plain(saved))
+        loaded = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, saved, is_named_optimizer=True)
+    return {"saved": saved_copy, "found": plain(loaded)}
 
 
 def while_unsharded(lab: Lab) -> Any:
@@ -122,14 +122,14 @@ def of_one_replica(lab: Lab) -> Any:
 def of_users_own(lab: Lab) -> Any:
     """Save and load a state that belongs to no parameter. Load a state dict without parameter groups."""
     optimizer = Optimized().stepped(lab.model)
-    given = optimizer.state_dict()
-    given["state"]["mine"] = {"numbers": torch.tensor([1.0, 2.0]), "name": "mine"}
+    state_dict = optimizer.state_dict()
+    state_dict["state"]["mine"] = {"numbers": torch.tensor([1.0, 2.0]), "name": "mine"}
     with _FULL.set_on(lab):
-        saved = lab.fsdp.optim_state_dict(lab.model, optimizer, given)
-        seen = copied(plain(saved))
+        saved = lab.fsdp.optim_state_dict(lab.model, optimizer, state_dict)
+        saved_copy = copied(plain(saved))
         without = {"state": saved["state"]}
-        found = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, without)
-    return {"saved": seen, "found": plain(found)}
+        loaded = lab.fsdp.optim_state_dict_to_load(lab.model, optimizer, without)
+    return {"saved": saved_copy, "found": plain(loaded)}
 
 
 def of_a_part_called_module(lab: Lab) -> Any:
@@ -213,39 +213,41 @@ def refused_to_load(lab: Lab) -> dict[str, Any]:
     optimizer = optimized.optimizer(lab.model)
 
     def load(change: Callable[[Any], None]) -> Any:
-        given = copied(by_name(*unwrapped(lab, optimized)))
-        change(given)
-        return tried(lambda: plain(_OLDER_FULL.load(lab, optimizer, given)))
+        state_dict = copied(by_name(*unwrapped(lab, optimized)))
+        change(state_dict)
+        return tried(lambda: plain(_OLDER_FULL.load(lab, optimizer, state_dict)))
 
     return {
-        "no state": load(lambda given: given.pop("state")),
-        "names": load(lambda given: _second(given).pop("exp_avg")),
-        "types": load(lambda given: _second(given).update(exp_avg=1.0)),
-        "dtypes": load(lambda given: _second(given).update(exp_avg=_second(given)["exp_avg"].double())),
-        "numbers": load(lambda given: _second(given).update(step=torch.tensor(7.0))),
-        "no numbers": load(lambda given: given["state"].pop("body.parts.0.inner.bias")),
-        "own values": load(lambda given: _add_own(given, ["same", "same"])),
-        "other values": load(lambda given: _add_own(given, ["one", "other"])),
-        "an unknown name": load(lambda given: given["param_groups"][0]["params"].append("unknown")),
-        "nothing": load(lambda given: [state.clear() for state in given["state"].values()]),
+        "no state": load(lambda state_dict: state_dict.pop("state")),
+        "names": load(lambda state_dict: _second(state_dict).pop("exp_avg")),
+        "types": load(lambda state_dict: _second(state_dict).update(exp_avg=1.0)),
+        "dtypes": load(
+            lambda state_dict: _second(state_dict).update(exp_avg=_second(state_dict)["exp_avg"].double())
+        ),
+        "numbers": load(lambda state_dict: _second(state_dict).update(step=torch.tensor(7.0))),
+        "no numbers": load(lambda state_dict: state_dict["state"].pop("body.parts.0.inner.bias")),
+        "own values": load(lambda state_dict: _add_own(state_dict, ["same", "same"])),
+        "other values": load(lambda state_dict: _add_own(state_dict, ["one", "other"])),
+        "an unknown name": load(lambda state_dict: state_dict["param_groups"][0]["params"].append("unknown")),
+        "nothing": load(lambda state_dict: [state.clear() for state in state_dict["state"].values()]),
     }
 
 
-def _second(given: Any) -> Any:
-    return given["state"]["body.parts.0.inner.bias"]
+def _second(state_dict: Any) -> Any:
+    return state_dict["state"]["body.parts.0.inner.bias"]
 
 
-def _add_own(given: Any, values: Iterable[str]) -> None:
+def _add_own(state_dict: Any, values: Iterable[str]) -> None:
     names = ("body.parts.0.inner.weight", "body.parts.0.inner.bias")
     for name, value in zip(names, values, strict=True):
-        given["state"][name]["own"] = value
+        state_dict["state"][name]["own"] = value
 
 
 def refused_to_save(lab: Lab) -> dict[str, Any]:
     """Return the errors of saving an incomplete optimizer, a step on rank 0 only, and units of both parameter types."""
     parameters = list(lab.model.parameters())
-    some = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
-    step(lab.model, some)
+    incomplete = torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.5)
+    step(lab.model, incomplete)
     uneven = torch.optim.SGD(parameters, lr=0.05, momentum=0.5)
     if lab.rank.rank == 0:
         step(lab.model, uneven)
@@ -255,7 +257,7 @@ def refused_to_save(lab: Lab) -> dict[str, Any]:
     optimizer = Optimized().optimizer(of_both_kinds)
     empty = {"state": {}, "param_groups": []}
     return {
-        "some": tried(lambda: plain(_OLDER_FULL.save(lab, some))),
+        "some": tried(lambda: plain(_OLDER_FULL.save(lab, incomplete))),
         "uneven": tried(lambda: plain(_OLDER_FULL.save(lab, uneven))),
         "both kinds": tried(lambda: lab.fsdp.optim_state_dict(of_both_kinds, optimizer)),
         "both kinds to load": tried(
@@ -267,8 +269,8 @@ def refused_to_save(lab: Lab) -> dict[str, Any]:
 def rekeyed_by_torchs_types(lab: Lab) -> Any:
     model, optimizer = unwrapped(lab, Optimized())
     rekey, own = lab.fsdp.rekey_optim_state_dict, lab.api.OptimStateKeyType
-    given = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     return {
-        "by torch's": [*rekey(given, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)["state"]],
-        "by its own": [*rekey(given, own.PARAM_NAME, model, optim=optimizer)["state"]],
+        "by torch's": [*rekey(state_dict, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)["state"]],
+        "by its own": [*rekey(state_dict, own.PARAM_NAME, model, optim=optimizer)["state"]],
     }

@@ -44,7 +44,11 @@ class Optimized:
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         parameters = list(model.parameters())
         of_groups = [parameters[number :: self.groups] for number in range(self.groups)]
-        groups = [{"params": one, "lr": 0.05 * 0.5**number} for number, one in enumerate(of_groups) if one]
+        groups = [
+            {"params": group_parameters, "lr": 0.05 * 0.5**number}
+            for number, group_parameters in enumerate(of_groups)
+            if group_parameters
+        ]
         return OPTIMIZERS[self.kind](groups)
 
     def stepped(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -76,7 +80,7 @@ def plain(value: Any) -> Any:
         return {"placements": repr(value.placements), "shape": tuple(value.shape), "part": value.to_local()}
     if isinstance(value, Mapping):
         return {key: plain(value[key]) for key in sorted(value, key=repr)}
-    return [plain(one) for one in value] if isinstance(value, list) else value
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -134,15 +138,15 @@ def there_and_back(lab: Lab, optimized: Optimized, way: StateDictMethod) -> Any:
     saved = way.save(lab, optimizer)
     # See deviation optim_state.whole_states_that_are_offloaded.
     is_whole = lab.setup.keeps_parameters_whole(lab.rank.world_size)
-    kept = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
-    seen = {"order": [*saved.get("state", ())], "saved": kept(plain(saved))}
+    copy_state = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
+    result = {"order": [*saved.get("state", ())], "saved": copy_state(plain(saved))}
     fresh = optimized.optimizer(lab.model)
-    found = way.load(lab, fresh, saved)
+    loaded = way.load(lab, fresh, saved)
     # The states that torch scatters are on the host or on the device, depending on the rank and the parameter.
-    seen["found"] = (on_host if way.name == "scattered" else kept)(plain(found))
-    fresh.load_state_dict(found)
+    result["found"] = (on_host if way.name == "scattered" else copy_state)(plain(loaded))
+    fresh.load_state_dict(loaded)
     step(lab.model, fresh)
-    return {**seen, "before": before, "after": plain(fresh.state_dict())}
+    return {**result, "before": before, "after": plain(fresh.state_dict())}
 
 
 def saved_beside_meta(lab: Lab, way: StateDictMethod) -> Any:
@@ -169,7 +173,7 @@ def outlived(lab: Lab, way: StateDictMethod) -> list[str]:
     held = {name: weakref.ref(state["exp_avg"]) for name, state in saved["state"].items()}
     del saved
     gc.collect()
-    return [name for name, one in held.items() if one() is not None]
+    return [name for name, ref in held.items() if ref() is not None]
 
 
 def saved_again(lab: Lab, optimized: Optimized, saved: Mapping[str, Any], way: StateDictMethod) -> Any:
@@ -185,11 +189,11 @@ def exchanged(lab: Lab, writer: str, writers: Setup, optimized: Optimized, way: 
     wrote = Lab(lab.rank, load_library(writer), writers, lab.tree)
     saved = way.save(wrote, optimized.stepped(wrote.model))
     fresh = optimized.optimizer(lab.model)
-    found = way.load(lab, fresh, saved)
-    seen = on_host(plain(found))
-    fresh.load_state_dict(found)
+    loaded = way.load(lab, fresh, saved)
+    loaded_on_host = on_host(plain(loaded))
+    fresh.load_state_dict(loaded)
     step(lab.model, fresh)
-    return {"found": seen, "after": plain(fresh.state_dict())}
+    return {"found": loaded_on_host, "after": plain(fresh.state_dict())}
 
 
 def trained(lab: Lab, optimized: Optimized, way: StateDictMethod, is_interrupted: bool) -> Any:
@@ -231,7 +235,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     numbered = [order[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = optimizer.state_dict()
     return {
-        "state": {numbered[number]: one for number, one in state["state"].items()},
+        "state": {numbered[number]: param_state for number, param_state in state["state"].items()},
         "param_groups": [
             group | {"params": [numbered[number] for number in group["params"]]}
             for group in state["param_groups"]

@@ -24,7 +24,7 @@ def unwrapped(optimized: Optimized, tree: ModuleTree = TREE) -> dict[str, Any]:
 
 def as_tensors(value: Any) -> Any:
     """Replace each `TensorState` that a rank reported by its tensor."""
-    return tree_map(lambda one: one.values if isinstance(one, TensorState) else one, value)
+    return tree_map(lambda leaf: leaf.values if isinstance(leaf, TensorState) else leaf, value)
 
 
 def assert_close_states(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
@@ -35,9 +35,9 @@ def assert_close_states(expected: Mapping[str, Any], actual: Mapping[str, Any]) 
             f"{name}: {sorted(actual[name])}, expected {sorted(state)}"
         )
         for key, value in state.items():
-            found: TensorState = actual[name][key]
-            assert found.shape == tuple(value.shape), f"{name}[{key!r}] has the shape {found.shape}"
-            assert (excess := ONE_STEP.excess(value, found.values)) is None, f"{name}[{key!r}]: {excess}"
+            reported: TensorState = actual[name][key]
+            assert reported.shape == tuple(value.shape), f"{name}[{key!r}] has the shape {reported.shape}"
+            assert (excess := ONE_STEP.excess(value, reported.values)) is None, f"{name}[{key!r}]: {excess}"
 
 
 def assert_same_states(expected: Mapping[Any, Any], actual: Mapping[Any, Any]) -> None:

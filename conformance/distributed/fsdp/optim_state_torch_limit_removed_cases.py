@@ -1,4 +1,4 @@
-"""Cases of optimizer state dicts that torch gets wrong. Each returns what a rank sees."""
+"""Cases of optimizer state dicts that torch gets wrong. Each returns the values that a rank reports."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def given_stays(lab: Lab) -> bool:
     return _are_equal(before, saved)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+def _are_equal(first: Any, second: Any) -> bool:
+    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def loaded_without_the_first(lab: Lab) -> Any:
     """Return the names that are saved after a load in which the first parameter of a unit had no state."""
     optimized = Optimized("momentum")
-    given = unwrapped(lab, optimized)
-    del given["state"]["head.weight"]
+    state_dict = unwrapped(lab, optimized)
+    del state_dict["state"]["head.weight"]
     optimizer = optimized.optimizer(lab.model)
-    optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, given))
+    optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, state_dict))
     return sorted(_OLDER_FULL.save(lab, optimizer)["state"])
 
 
@@ -125,14 +125,14 @@ def of_another_shape(lab: Lab) -> Any:
 def in_a_list(lab: Lab) -> Any:
     """Save and load a list of tensors for each parameter."""
     optimizer, fresh = Optimized("momentum").stepped(lab.model), Optimized("momentum").optimizer(lab.model)
-    given = unwrapped(lab, Optimized("momentum"))
+    state_dict = unwrapped(lab, Optimized("momentum"))
     for parameter, state in optimizer.state.items():
         state["history"] = [torch.zeros_like(parameter)]
-    for state in given["state"].values():
+    for state in state_dict["state"].values():
         state["history"] = [state["momentum_buffer"].clone()]
     return {
         "saving": tried(lambda: sorted(_OLDER_FULL.save(lab, optimizer))),
-        "loading": tried(lambda: sorted(_OLDER_FULL.load(lab, fresh, given))),
+        "loading": tried(lambda: sorted(_OLDER_FULL.load(lab, fresh, state_dict))),
     }
 
 
@@ -149,8 +149,8 @@ def numbers_in_a_list(lab: Lab) -> Any:
             state["losses"].append(1.0)
             state["losses"][1].add_(1)
         return [
-            [list(map(float, state["losses"])) for state in kept]
-            for kept in (saved["state"].values(), fresh.state.values())
+            [list(map(float, state["losses"])) for state in states]
+            for states in (saved["state"].values(), fresh.state.values())
         ]
 
     return tried(saved_and_loaded)
@@ -165,9 +165,11 @@ def transposed(lab: Lab) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     step(model, optimizer)
     saved = lab.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-    found = lab.fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer)
-    kept = optimizer.state_dict()["state"]
-    return [torch.equal(kept[key]["momentum_buffer"], found["state"][key]["momentum_buffer"]) for key in kept]
+    loaded = lab.fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer)
+    states = optimizer.state_dict()["state"]
+    return [
+        torch.equal(states[key]["momentum_buffer"], loaded["state"][key]["momentum_buffer"]) for key in states
+    ]
 
 
 def in_a_group(lab: Lab, of: int) -> Any:
@@ -177,8 +179,8 @@ def in_a_group(lab: Lab, of: int) -> Any:
     model = lab.wrap(lab.plain, process_group=group, use_orig_params=True)
     optimizer = Optimized("momentum").stepped(model)
     saved = lab.fsdp.full_optim_state_dict(model, optimizer, group=group)
-    kept = optimizer.state_dict()["state"]
-    found = lab.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
+    states = optimizer.state_dict()["state"]
+    scattered = lab.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
     lab.model, way = model, StateDictMethod("FULL", rank0_only=True, offloads=False)
     with way.set_on(lab):
         again = lab.fsdp.optim_state_dict(model, optimizer, group=group)
@@ -186,31 +188,33 @@ def in_a_group(lab: Lab, of: int) -> Any:
     return {
         "saved": sorted(saved.get("state", ())),
         "again": sorted(again.get("state", ())),
-        "is_kept": [_are_equal(kept[key], found[key]) and _are_equal(kept[key], loaded[key]) for key in kept],
+        "is_kept": [
+            _are_equal(states[key], scattered[key]) and _are_equal(states[key], loaded[key]) for key in states
+        ],
     }
 
 
-def one_rank_refuses(lab: Lab, what: str) -> Any:
+def one_rank_refuses(lab: Lab, fault: str) -> Any:
     """Load a state that does not fit on the second rank."""
-    given = copied(_FULL.save(lab, Optimized(steps=2).stepped(lab.model)))
+    state_dict = copied(_FULL.save(lab, Optimized(steps=2).stepped(lab.model)))
     optimizer = Optimized(steps=1).stepped(lab.model)
     if lab.rank.rank == 1:
-        if what == "misshaped":
-            given["state"]["head.weight"]["exp_avg"] = torch.zeros(3, 3)
-        elif what == "unknown":
-            given["param_groups"][0]["params"].append("unknown")
+        if fault == "misshaped":
+            state_dict["state"]["head.weight"]["exp_avg"] = torch.zeros(3, 3)
+        elif fault == "unknown":
+            state_dict["param_groups"][0]["params"].append("unknown")
         else:
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    return _refused(lab, optimizer, lambda: _FULL.load(lab, optimizer, given, load_directly=True))
+    return _refused(lab, optimizer, lambda: _FULL.load(lab, optimizer, state_dict, load_directly=True))
 
 
 def parts_that_differ(lab: Lab) -> Any:
     """Load sharded rows of a state that the second rank does not have."""
     optimizer, way = Optimized("momentum").stepped(lab.model), StateDictMethod("SHARDED")
-    given = way.save(lab, optimizer)
+    state_dict = way.save(lab, optimizer)
     if lab.rank.rank == 1:
-        del given["state"]["head.weight"]
-    return _refused(lab, optimizer, lambda: way.load(lab, optimizer, given, load_directly=True))
+        del state_dict["state"]["head.weight"]
+    return _refused(lab, optimizer, lambda: way.load(lab, optimizer, state_dict, load_directly=True))
 
 
 def _refused(lab: Lab, optimizer: torch.optim.Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
@@ -230,11 +234,11 @@ def received(lab: Lab, way: StateDictMethod) -> dict[str, int]:
         saved = way.save(lab, optimizer)
     with Received() as loading:
         way.load(lab, optimizer, saved)
-    wholes = [one for one in tree_leaves(unwrapped(lab, Optimized())["state"]) if one.dim()]
+    wholes = [tensor for tensor in tree_leaves(unwrapped(lab, Optimized())["state"]) if tensor.dim()]
     return {
         "saving": saving.bytes,
         "loading": loading.bytes,
-        "whole": sum(one.nbytes for one in wholes),
-        "rows": sum(one[0].nbytes for one in wholes),
+        "whole": sum(tensor.nbytes for tensor in wholes),
+        "rows": sum(tensor[0].nbytes for tensor in wholes),
         "shard": sum(parameter.nbytes for parameter in lab.model.parameters()),
     }

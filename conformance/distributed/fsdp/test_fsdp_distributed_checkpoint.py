@@ -52,10 +52,10 @@ def assert_same(expected: Any, actual: Any, place: str = "") -> None:
 
 
 def assert_reads(
-    twins: Twins, setup: Setup, expected: Any, path: Path, way: StateDictMethod, **given: Any
+    twins: Twins, setup: Setup, expected: Any, path: Path, way: StateDictMethod, **arguments: Any
 ) -> None:
-    for seen in twins.values(cases.read, setup, path=str(path), way=way, **given):
-        assert_same(as_tensors(expected), as_tensors(seen))
+    for value in twins.values(cases.read, setup, path=str(path), way=way, **arguments):
+        assert_same(as_tensors(expected), as_tensors(value))
 
 
 def unsharded() -> dict[str, Any]:
@@ -68,7 +68,7 @@ def unsharded() -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @pytest.mark.parametrize(
-    ("way", "worlds"), [(WHOLE, (2, 3)), (ROWS, (3, 2))], ids=lambda one: getattr(one, "name", None)
+    ("way", "worlds"), [(WHOLE, (2, 3)), (ROWS, (3, 2))], ids=lambda value: getattr(value, "name", None)
 )
 @flat_or_originals
 def test_another_number_of_ranks_reads_it(
@@ -93,20 +93,20 @@ def test_ranks_without_rows_of_a_parameter_read_it(twins_of: TwinsOf, tmp_path: 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
 def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
-    given = {
+    arguments = {
         "tree": replace(SIMPLE, body=ModuleGroup((Leaf("affine", 1), Leaf("normed")))),
         "path": str(tmp_path),
     }
-    wrote, *_ = twins_of(3).values(cases.written, setup, way=ROWS, **given)
-    for seen in cpu_twins.values(cases.read_by_torchs_helper, setup, **given):
-        assert_same(as_tensors(wrote), as_tensors(seen))
+    wrote, *_ = twins_of(3).values(cases.written, setup, way=ROWS, **arguments)
+    for value in cpu_twins.values(cases.read_by_torchs_helper, setup, **arguments):
+        assert_same(as_tensors(wrote), as_tensors(value))
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @every_form
 @pytest.mark.world_sizes(also=WORLDS)
 @FULL
-def test_what_any_number_of_ranks_has_written_is_read(
+def test_checkpoint_of_any_world_size_is_read(
     cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod
 ) -> None:
     expected = unsharded()
@@ -128,13 +128,13 @@ def test_training_goes_on_while_it_is_written(
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.in_part")
 @pytest.mark.parametrize("planner", [DefaultLoadPlanner, LoadPlanner], ids=["torch's", "ours"])
-def test_a_part_is_read(cpu_twins: Twins, tmp_path: Path, planner: type) -> None:
-    asked = {"path": str(tmp_path), "planner": planner}
-    for one in map(as_tensors, cpu_twins.values(cases.read_in_part, ORIGINALS, **asked)):
-        for kind, after in one["after"].items():
-            source = one["before"] if kind == "states" else one["written"]
+def test_partial_checkpoint_is_read(cpu_twins: Twins, tmp_path: Path, planner: type) -> None:
+    arguments = {"path": str(tmp_path), "planner": planner}
+    for state in map(as_tensors, cpu_twins.values(cases.read_in_part, ORIGINALS, **arguments)):
+        for kind, after in state["after"].items():
+            source = state["before"] if kind == "states" else state["written"]
             expected = {
-                name: value if name.startswith("body.") else one["before"][kind][name]
+                name: value if name.startswith("body.") else state["before"][kind][name]
                 for name, value in source[kind].items()
             }
             assert_same(expected, after, kind)
@@ -150,11 +150,11 @@ def test_torchs_named_optimizer(cpu_twins: Twins, tmp_path: Path, setup: Setup) 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.named_by_itself")
 @pytest.mark.world_sizes(fewest=2)
 def test_torchs_named_optimizer_by_itself(cpu_twins: Twins, tmp_path: Path) -> None:
-    seen = [
-        cpu_twins.of(library, cases.named_by_itself, FLAT, path=str(tmp_path / whose))
-        for whose, library in (("reference", cpu_twins.reference), ("subject", cpu_twins.subject))
+    outcomes = [
+        cpu_twins.of(library, cases.named_by_itself, FLAT, path=str(tmp_path / side))
+        for side, library in (("reference", cpu_twins.reference), ("subject", cpu_twins.subject))
     ]
-    assert_ranks_agree(*seen, EXACT)
-    own, read = zip(*map(as_tensors, values_of(seen[1])), strict=True)
+    assert_ranks_agree(*outcomes, EXACT)
+    own, read = zip(*map(as_tensors, values_of(outcomes[1])), strict=True)
     with pytest.raises(AssertionError):
         assert_same(dict(enumerate(own)), dict(enumerate(read)))

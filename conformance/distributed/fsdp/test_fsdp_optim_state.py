@@ -86,12 +86,12 @@ def by_name(*ways: object) -> pytest.MarkDecorator:
 @by_name(_OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
 @share_of_examples(0.06)
 @given(data=st.data())
-def test_there_and_back(twins: Twins, way: StateDictMethod, data: st.DataObject) -> None:
+def test_states_round_trip_like_torch(twins: Twins, way: StateDictMethod, data: st.DataObject) -> None:
     setup = data.draw(setups_of_all())
     optimized = data.draw(optimizers(kinds_of(setup, way)))
     tree = data.draw(module_trees(dtype=torch.float32))
-    asked = {"tree": tree, "optimized": optimized, "way": way}
-    twins.agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
+    arguments = {"tree": tree, "optimized": optimized, "way": way}
+    twins.agree(cases.there_and_back, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -105,28 +105,28 @@ def test_there_and_back(twins: Twins, way: StateDictMethod, data: st.DataObject)
     way=st.sampled_from([_SCATTERED, _OLDER_SHARDED, *_TYPES]),
     kind=st.sampled_from(_OF_ONE_TENSOR),
 )
-def test_there_and_back_on_more_ranks(
+def test_states_round_trip_on_more_ranks(
     twins_of: TwinsOf, all_ranks: int, ranks_are: str, data: st.DataObject, way: StateDictMethod, kind: str
 ) -> None:
     strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
     setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
-    asked = {"optimized": Optimized(kind, 2), "way": way}
-    twins_of(all_ranks).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
+    arguments = {"optimized": Optimized(kind, 2), "way": way}
+    twins_of(all_ranks).agree(cases.there_and_back, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
-def test_there_and_back_on_replicas(twins_of: TwinsOf, kind: str) -> None:
+def test_states_round_trip_on_replicas(twins_of: TwinsOf, kind: str) -> None:
     """Rank 0 is not in the group of the second replica."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
-    asked = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
-    twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **asked)
+    arguments = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
+    twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @by_name(_OLDER_FULL, *_TYPES)
 @flat_or_originals
-def test_a_state_without_values_is_not_offloaded(
+def test_ignored_meta_parameter_is_not_offloaded(
     cpu_twins: Twins, setup: Setup, way: StateDictMethod
 ) -> None:
     cpu_twins.agree(cases.saved_beside_meta, setup, EXACT, may_raise=True, way=way)
@@ -142,16 +142,16 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     setup = data.draw(setups_of_all(ranks=("default",)))
     frozen = ("none", "none", "first", "all") if setup.uses_orig_params else ("none",)
     tree = data.draw(module_trees(dtype=torch.float32, frozen=frozen))
-    kinds = [one for one in kinds_of(setup, way) if one in _OF_ZEROS]
+    kinds = [kind for kind in kinds_of(setup, way) if kind in _OF_ZEROS]
     optimized = Optimized(data.draw(st.sampled_from(kinds)))
     expected = unwrapped(optimized, tree)["state"]
-    asked = {"tree": tree, "optimized": optimized, "way": way}
-    for rank, seen in enumerate(twins_of(world).values(cases.there_and_back, setup, **asked)):
+    arguments = {"tree": tree, "optimized": optimized, "way": way}
+    for rank, value in enumerate(twins_of(world).values(cases.there_and_back, setup, **arguments)):
         if rank == 0 or not (way.rank0_only or way == _SCATTERED):
             if way.name in ("full", "scattered", "FULL"):
-                assert_close_states(expected, seen["saved"]["state"])
-            assert sorted(seen["saved"]["state"]) == sorted(expected)
-        assert_same_states(seen["before"]["state"], seen["found"]["state"])
+                assert_close_states(expected, value["saved"]["state"])
+            assert sorted(value["saved"]["state"]) == sorted(expected)
+        assert_same_states(value["before"]["state"], value["found"]["state"])
 
 
 @clause("distributed.fsdp.fsdp_optim_state.other_worlds")
@@ -174,9 +174,9 @@ def test_whole_states_move_to_another_number_of_ranks(
     optimized = Optimized(kind)
     first, *_ = before.values(cases.there_and_back, saves, optimized=optimized, way=_TYPES[0])
     saved = as_tensors(first["saved"])
-    asked = {"optimized": optimized, "saved": saved, "way": way}
-    for rank, seen in enumerate(after.values(cases.saved_again, loads, **asked)):
-        states = as_tensors(seen)["state"]
+    arguments = {"optimized": optimized, "saved": saved, "way": way}
+    for rank, reported in enumerate(after.values(cases.saved_again, loads, **arguments)):
+        states = as_tensors(reported)["state"]
         assert states.keys() == saved["state"].keys()
         for name, state in saved["state"].items():
             for key, value in state.items():
@@ -193,38 +193,39 @@ def test_either_library_loads_what_the_other_saved(
 ) -> None:
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
-    asked = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
+    arguments = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
     both = (cpu_twins.reference, cpu_twins.subject)
     expected, *between = (
-        values_of(cpu_twins.of(reader, cases.exchanged, setup, writer=writer.spec, **asked))
+        values_of(cpu_twins.of(reader, cases.exchanged, setup, writer=writer.spec, **arguments))
         for reader in both
         for writer in both
     )
-    for seen in between:
-        for one, other in zip(expected, seen, strict=True):
-            assert_same_outcome(Outcome(one), Outcome(other))
+    for actual in between:
+        for expected_value, actual_value in zip(expected, actual, strict=True):
+            assert_same_outcome(Outcome(expected_value), Outcome(actual_value))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.group_of_the_device")
 @by_name(_OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
 @both_kinds
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_the_group_may_serve_the_device_alone(
+def test_states_load_over_group_of_device_only(
     twins: Twins, strategy: str, use_orig_params: bool, way: StateDictMethod
 ) -> None:
     """Load states that were saved sharded and offloaded. A rank holds nothing of parameters with one row."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
     writers, loads = (
-        leaf_by_leaf(one, use_orig_params, ranks="group of device") for one in ("FULL_SHARD", strategy)
+        leaf_by_leaf(sharding, use_orig_params, ranks="group of device")
+        for sharding in ("FULL_SHARD", strategy)
     )
     kind = "adam" if "adam" in kinds_of(writers, way) else "momentum"
-    asked = {"tree": tree, "writers": writers, "optimized": Optimized(kind, 2), "way": way}
-    twins.agree(cases.exchanged, loads, EXACT, writer=twins.reference.spec, **asked)
+    arguments = {"tree": tree, "writers": writers, "optimized": Optimized(kind, 2), "way": way}
+    twins.agree(cases.exchanged, loads, EXACT, writer=twins.reference.spec, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")
 @by_name(StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED"))
-def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, way: StateDictMethod) -> None:
+def test_saved_states_are_freed_with_last_reference(cpu_twins: Twins, way: StateDictMethod) -> None:
     assert not any(cpu_twins.values(cases.outlived, FLAT, way=way))
 
 
@@ -235,10 +236,10 @@ def test_nobody_else_holds_what_was_saved(cpu_twins: Twins, way: StateDictMethod
 def test_training_resumed_equals_training_not_interrupted(
     cpu_twins: Twins, way: StateDictMethod, use_orig_params: bool, kind: str
 ) -> None:
-    asked = {"optimized": Optimized(kind, 2), "way": way, "tree": SIMPLE}
+    arguments = {"optimized": Optimized(kind, 2), "way": way, "tree": SIMPLE}
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
     straight, resumed = (
-        [*map(Outcome, cpu_twins.values(cases.trained, setup, **asked, is_interrupted=one))]
-        for one in (False, True)
+        [*map(Outcome, cpu_twins.values(cases.trained, setup, **arguments, is_interrupted=is_interrupted))]
+        for is_interrupted in (False, True)
     )
     assert_ranks_agree(straight, resumed, EXACT)

@@ -14,15 +14,15 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT, TRAINED
 
 
-def agreed(twins: Twins, program: Any, setup: Setup, **asked: Any) -> list[Any]:
-    return values_of(twins.agree(program, setup, EXACT, **asked))
+def agreed(twins: Twins, program: Any, setup: Setup, **arguments: Any) -> list[Any]:
+    return values_of(twins.agree(program, setup, EXACT, **arguments))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.named_optimizer")
 @flat_or_originals
 @pytest.mark.world_sizes(also=[3])
-def test_an_optimizer_may_have_names_for_keys(cpu_twins: Twins, setup: Setup) -> None:
-    assert all(one["found"]["state"] for one in agreed(cpu_twins, cases.of_named_optimizer, setup))
+def test_named_optimizer_is_saved_and_loaded(cpu_twins: Twins, setup: Setup) -> None:
+    assert all(value["found"]["state"] for value in agreed(cpu_twins, cases.of_named_optimizer, setup))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.while_whole")
@@ -46,52 +46,52 @@ def test_ranks_that_have_no_model_need_not_take_part(cpu_twins: Twins, setup: Se
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 @flat_or_originals
-def test_the_first_ranks_state_is_loaded(cpu_twins: Twins, setup: Setup) -> None:
-    assert all(one["state"] for one in agreed(cpu_twins, cases.of_the_first_rank, setup))
+def test_rank0_only_loads_state_of_first_rank(cpu_twins: Twins, setup: Setup) -> None:
+    assert all(value["state"] for value in agreed(cpu_twins, cases.of_the_first_rank, setup))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 def test_each_group_saves_and_loads_what_it_trains(twins_of: TwinsOf) -> None:
-    seen = values_of(twins_of(4).agree(cases.of_each_pair))
-    saved = [[bool(state.get("state")) for state in one["saved"]] for one in seen]
+    values = values_of(twins_of(4).agree(cases.of_each_pair))
+    saved = [[bool(state.get("state")) for state in value["saved"]] for value in values]
     assert saved == 2 * [[True] * 3, [True, False, True]]
 
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 @flat_or_originals
-def test_one_replica_saves_alone(twins_of: TwinsOf, setup: Setup) -> None:
+def test_first_replica_saves_without_others(twins_of: TwinsOf, setup: Setup) -> None:
     hybrid = replace(setup, strategy="HYBRID_SHARD", ranks="groups", shards=2)
     first, second, *others = values_of(twins_of(4).agree(cases.of_one_replica, hybrid, TRAINED))
     assert first["saved"]["state"]
     assert second["saved"]["state"]
-    assert [one["saved"] for one in others] == [None, None]
+    assert [value["saved"] for value in others] == [None, None]
 
 
 @clause("distributed.fsdp.fsdp_optim_state.users_own")
 @flat_or_originals
-def test_what_belongs_to_no_parameter_is_kept(cpu_twins: Twins, setup: Setup) -> None:
-    for one in agreed(cpu_twins, cases.of_users_own, setup):
-        assert one["found"]["state"]["mine"]["name"] == "mine"
+def test_user_state_without_parameter_is_kept(cpu_twins: Twins, setup: Setup) -> None:
+    for value in agreed(cpu_twins, cases.of_users_own, setup):
+        assert value["found"]["state"]["mine"]["name"] == "mine"
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @flat_or_originals
-def test_a_part_may_be_called_module(cpu_twins: Twins, setup: Setup) -> None:
-    for one in agreed(cpu_twins, cases.of_a_part_called_module, setup):
-        assert "module.weight" in one["saved"]["state"]
+def test_submodule_called_module_is_saved(cpu_twins: Twins, setup: Setup) -> None:
+    for value in agreed(cpu_twins, cases.of_a_part_called_module, setup):
+        assert "module.weight" in value["saved"]["state"]
 
 
 @clause("distributed.fsdp.fsdp_optim_state.load_directly")
 @flat_or_originals
 @pytest.mark.parametrize("directly", [False, True])
-def test_the_optimizer_loads_it_only_if_told(cpu_twins: Twins, setup: Setup, directly: bool) -> None:
-    for one in agreed(cpu_twins, cases.loaded_directly, setup, directly=directly):
-        assert bool(one["state"]) is directly
+def test_optimizer_loads_only_with_load_directly(cpu_twins: Twins, setup: Setup, directly: bool) -> None:
+    for value in agreed(cpu_twins, cases.loaded_directly, setup, directly=directly):
+        assert bool(value["state"]) is directly
 
 
 @clause("distributed.fsdp.fsdp_optim_state.optim_input")
 @flat_or_originals
-def test_what_an_optimizer_was_made_of_may_stand_for_it(cpu_twins: Twins, setup: Setup) -> None:
+def test_optim_input_replaces_optimizer(cpu_twins: Twins, setup: Setup) -> None:
     first, *_ = cpu_twins.agree(cases.by_input, setup, EXACT)
     assert any("optim_input" in text for _, text in first.warned)
 
@@ -104,14 +104,14 @@ def test_names_and_numbers_are_exchanged(cpu_twins: Twins, setup: Setup) -> None
 
 @clause("distributed.fsdp.fsdp_optim_state.rekey")
 def test_torchs_own_types_of_keys_are_taken(cpu_twins: Twins) -> None:
-    for one in cpu_twins.values(cases.rekeyed_by_torchs_types):
-        assert one["by torch's"] == one["by its own"]
+    for value in cpu_twins.values(cases.rekeyed_by_torchs_types):
+        assert value["by torch's"] == value["by its own"]
 
 
 @clause("distributed.fsdp.fsdp_optim_state.refused")
 @flat_or_originals
 @pytest.mark.parametrize("asks", [cases.refused_to_load, cases.refused_to_save], ids=["load", "save"])
-def test_is_refused_as_torch_refuses(cpu_twins: Twins, setup: Setup, asks: Any) -> None:
-    for one in agreed(cpu_twins, asks, setup):
+def test_faulty_states_are_refused_like_torch(cpu_twins: Twins, setup: Setup, asks: Any) -> None:
+    for value in agreed(cpu_twins, asks, setup):
         # A single rank may save any state.
-        assert cpu_twins.is_alone or any(isinstance(answer, str) for answer in one.values())
+        assert cpu_twins.is_alone or any(isinstance(answer, str) for answer in value.values())

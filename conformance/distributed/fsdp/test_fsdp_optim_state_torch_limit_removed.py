@@ -31,14 +31,16 @@ NAMES = sorted(name for name, _ in TREE.build().named_parameters())
 several_ranks = pytest.mark.world_sizes(fewest=2)
 
 
-def failing(seen: RankOutcomes | RankFault) -> bool:
+def failing(outcomes: RankOutcomes | RankFault) -> bool:
     """Return whether the ranks failed as a group."""
-    return isinstance(seen, RankFault)
+    return isinstance(outcomes, RankFault)
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.tensors_of_their_own")
 @pytest.mark.deviation("optim_state.tensors_of_their_own")
-@pytest.mark.parametrize("kind", ["adam", *(pytest.param(one, marks=FULL) for one in ("amsgrad", "rmsprop"))])
+@pytest.mark.parametrize(
+    "kind", ["adam", *(pytest.param(name, marks=FULL) for name in ("amsgrad", "rmsprop"))]
+)
 def test_every_tensor_of_a_state_is_saved(cpu_twins: Twins, kind: str) -> None:
     optimized = Optimized(kind)
     expected = unwrapped(optimized)["state"]
@@ -62,28 +64,28 @@ def test_numbers_are_saved_apart(cpu_twins: Twins) -> None:
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.given_stays")
 @pytest.mark.deviation("optim_state.given_stays")
-def test_what_was_given_is_not_trained_on(cpu_twins: Twins) -> None:
+def test_loaded_state_dict_is_not_changed_by_training(cpu_twins: Twins) -> None:
     sides = {"torch_does": each(lambda stays: not stays), "we_do": each(bool)}
     cpu_twins.deviate(cases.given_stays, leaf_by_leaf("NO_SHARD", use_orig_params=True), **sides)
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.first_without_state")
 @pytest.mark.deviation("optim_state.first_without_state")
-def test_a_flat_parameter_may_have_no_state_for_its_first(cpu_twins: Twins) -> None:
-    we_do = each(lambda found: found == NAMES)
+def test_flat_parameter_loads_without_state_of_first_parameter(cpu_twins: Twins) -> None:
+    we_do = each(lambda names: names == NAMES)
     cpu_twins.deviate(cases.loaded_without_the_first, FLAT, we_do=we_do)
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.misshaped")
 @pytest.mark.deviation("optim_state.misshaped")
 @several_ranks
-def test_a_tensor_of_another_shape_is_refused(cpu_twins: Twins) -> None:
+def test_state_tensor_of_another_shape_is_refused(cpu_twins: Twins) -> None:
     text = "ValueError: Tensor optimizer state does not have same shape as its parameter"
     cpu_twins.deviate(
         cases.misshaped,
         ORIGINALS,
-        torch_does=each(lambda found: found is True),
-        we_do=each(lambda found: str(found).startswith(text)),
+        torch_does=each(lambda result: result is True),
+        we_do=each(lambda result: str(result).startswith(text)),
     )
 
 
@@ -93,17 +95,18 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
     fewest = ["exp_avg", "exp_avg_sq", "step"]
     most = sorted([*fewest, "max_exp_avg_sq"])
 
-    def are_right(found: Any) -> bool:
-        if isinstance(found, str):
+    def are_right(tensors: Any) -> bool:
+        if isinstance(tensors, str):
             return False
-        return found == dict.fromkeys(found, most) | {"body.parts.0.inner.weight": fewest}
+        return tensors == dict.fromkeys(tensors, most) | {"body.parts.0.inner.weight": fewest}
 
     cpu_twins.deviate(
         cases.groups_of_two_kinds,
         ORIGINALS,
-        torch_does=lambda seen: (
+        torch_does=lambda outcomes: (
             # On three ranks, the ranks without such parameters continue.
-            failing(seen) or each(lambda found: str(found).startswith("AssertionError: Manually"))(seen)
+            failing(outcomes)
+            or each(lambda result: str(result).startswith("AssertionError: Manually"))(outcomes)
         ),
         we_do=each(are_right),
         may_agree=cpu_twins.is_alone,
@@ -115,9 +118,9 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
 @pytest.mark.deviation("optim_state.another_shape")
 @flat_or_originals
 @several_ranks
-def test_a_state_in_another_shape_is_refused_on_all_ranks(cpu_twins: Twins, setup: Setup) -> None:
-    def is_named(found: Any) -> bool:
-        return str(found).startswith("ValueError: rank 1: 'extra' of ") and "(3,)" in str(found)
+def test_state_of_another_shape_on_one_rank_is_refused_on_all(cpu_twins: Twins, setup: Setup) -> None:
+    def is_named(result: Any) -> bool:
+        return str(result).startswith("ValueError: rank 1: 'extra' of ") and "(3,)" in str(result)
 
     cpu_twins.deviate(cases.of_another_shape, setup, we_do=each(is_named), may_fault=True)
 
@@ -129,9 +132,10 @@ def test_a_state_in_another_shape_is_refused_on_all_ranks(cpu_twins: Twins, setu
 def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
     """A list does not say which of its tensors are sharded, so a rank's shards would be taken for full tensors."""
 
-    def is_refused(found: Any) -> bool:
+    def is_refused(results: Any) -> bool:
         return all(
-            one.startswith("ValueError: ") and "'history' of " in one for one in map(str, found.values())
+            error.startswith("ValueError: ") and "'history' of " in error
+            for error in map(str, results.values())
         )
 
     cpu_twins.deviate(cases.in_a_list, setup, we_do=each(is_refused), may_fault=True)
@@ -142,11 +146,13 @@ def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
 @flat_or_originals
 @several_ranks
 def test_lists_of_numbers_are_saved_and_loaded_apart(cpu_twins: Twins, setup: Setup) -> None:
-    def are_apart(found: Any) -> bool:
-        if isinstance(found, str):
+    def are_apart(lists: Any) -> bool:
+        if isinstance(lists, str):
             return False
-        saved, loaded = found
-        return all(one == [0.5, 0.25] for one in saved) and all(one == [0.5, 1.25, 1.0] for one in loaded)
+        saved, loaded = lists
+        return all(numbers == [0.5, 0.25] for numbers in saved) and all(
+            numbers == [0.5, 1.25, 1.0] for numbers in loaded
+        )
 
     cpu_twins.deviate(cases.numbers_in_a_list, setup, we_do=each(are_apart), may_fault=True)
 
@@ -154,7 +160,7 @@ def test_lists_of_numbers_are_saved_and_loaded_apart(cpu_twins: Twins, setup: Se
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.memory_order")
 @pytest.mark.deviation("optim_state.memory_order")
 @flat_or_originals
-def test_a_transposed_parameter_gets_its_state_back(cpu_twins: Twins, setup: Setup) -> None:
+def test_state_of_transposed_parameter_round_trips(cpu_twins: Twins, setup: Setup) -> None:
     cpu_twins.deviate(cases.transposed, setup, we_do=each(all), may_agree=cpu_twins.is_alone)
 
 
@@ -165,7 +171,9 @@ def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         cases.there_and_back_as_dtensors,
         Setup(wrap="leaves", ranks="group"),
-        torch_does=lambda seen: all(one.raised and "_device_mesh" in one.raised.text for one in seen),
+        torch_does=lambda outcomes: all(
+            outcome.raised and "_device_mesh" in outcome.raised.text for outcome in outcomes
+        ),
         we_do=each(lambda value: value == {"types": {"DTensor"}, "is_kept": True}),
     )
 
@@ -174,17 +182,17 @@ def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
 @FULL
 def test_any_group_saves_and_loads(twins_of: TwinsOf) -> None:
-    def are_right(seen: Any) -> bool:
-        if failing(seen) or any(one.raised is not None for one in seen):
+    def are_right(outcomes: Any) -> bool:
+        if failing(outcomes) or any(outcome.raised is not None for outcome in outcomes):
             return False
-        values = [one.value for one in seen]
+        values = [outcome.value for outcome in outcomes]
         saved, again = [value["saved"] for value in values], [value["again"] for value in values]
         return saved == again == [NAMES, [], NAMES, []] and all(all(value["is_kept"]) for value in values)
 
     twins_of(4).deviate(
         cases.in_a_group,
         of=2,
-        torch_does=lambda seen: failing(seen) or "is not part of group" in str(seen),
+        torch_does=lambda outcomes: failing(outcomes) or "is not part of group" in str(outcomes),
         we_do=are_right,
         may_fault=True,
     )
@@ -194,24 +202,26 @@ def test_any_group_saves_and_loads(twins_of: TwinsOf) -> None:
 @pytest.mark.deviation("optim_state.one_rank_refuses")
 @flat_or_originals
 @pytest.mark.parametrize(
-    "what", ["misshaped", *(pytest.param(one, marks=FULL) for one in ("unknown", "another optimizer"))]
+    "fault", ["misshaped", *(pytest.param(fault, marks=FULL) for fault in ("unknown", "another optimizer"))]
 )
 @several_ranks
-def test_what_one_rank_cannot_load_no_rank_loads(cpu_twins: Twins, setup: Setup, what: str) -> None:
-    def are_right(seen: Any) -> bool:
-        first, second, *others = values_of(seen)
+def test_load_failure_on_one_rank_loads_nothing(cpu_twins: Twins, setup: Setup, fault: str) -> None:
+    def are_right(outcomes: Any) -> bool:
+        first, second, *others = values_of(outcomes)
         reason = str(second["raised"]).partition(": ")[2]
-        reported = [str(one["raised"]) for one in (first, *others)]
+        reported = [str(value["raised"]) for value in (first, *others)]
         is_named = all(
-            one.startswith("RuntimeError: rank 1 cannot load") and reason in one for one in reported
+            error.startswith("RuntimeError: rank 1 cannot load") and reason in error for error in reported
         )
-        return is_named and all(one["is_as_before"] for one in (first, second, *others))
+        return is_named and all(value["is_as_before"] for value in (first, second, *others))
 
     cpu_twins.deviate(
         cases.one_rank_refuses,
         setup,
-        what=what,
-        torch_does=lambda seen: not failing(seen) and any(not one["is_as_before"] for one in values_of(seen)),
+        fault=fault,
+        torch_does=lambda outcomes: (
+            not failing(outcomes) and any(not value["is_as_before"] for value in values_of(outcomes))
+        ),
         we_do=are_right,
         may_fault=True,
     )
@@ -221,16 +231,16 @@ def test_what_one_rank_cannot_load_no_rank_loads(cpu_twins: Twins, setup: Setup,
 @pytest.mark.deviation("optim_state.one_rank_refuses")
 @several_ranks
 def test_parts_that_were_not_saved_together_are_refused(cpu_twins: Twins) -> None:
-    def is_refused(one: Any) -> bool:
-        is_named = "differ between ranks" in one["raised"] and "head.weight" in one["raised"]
-        return is_named and one["is_as_before"]
+    def is_refused(value: Any) -> bool:
+        is_named = "differ between ranks" in value["raised"] and "head.weight" in value["raised"]
+        return is_named and value["is_as_before"]
 
     cpu_twins.deviate(
         cases.parts_that_differ, FLAT, torch_does=failing, we_do=each(is_refused), may_fault=True
     )
 
 
-receives_all = each(lambda one: min(one["saving"], one["loading"]) >= one["whole"])
+receives_all = each(lambda value: min(value["saving"], value["loading"]) >= value["whole"])
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
@@ -238,10 +248,10 @@ receives_all = each(lambda one: min(one["saving"], one["loading"]) >= one["whole
 @flat_or_originals
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> None:
-    def is_least(one: Any) -> bool:
-        part = one["whole"] / cpu_twins.world_size + one["rows"]
+    def is_least(value: Any) -> bool:
+        part = value["whole"] / cpu_twins.world_size + value["rows"]
         # Adam keeps two tensors for each parameter.
-        return 0 < one["saving"] <= part and 0 < one["loading"] <= 2 * one["shard"]
+        return 0 < value["saving"] <= part and 0 < value["loading"] <= 2 * value["shard"]
 
     way = StateDictMethod("SHARDED")
     cpu_twins.deviate(cases.received, setup, way=way, torch_does=receives_all, we_do=each(is_least))
@@ -251,13 +261,13 @@ def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> No
 @pytest.mark.deviation("optim_state.bytes_received")
 @flat_or_originals
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_the_first_rank_alone_receives_what_it_alone_saves(cpu_twins: Twins, setup: Setup) -> None:
-    def are_right(seen: Any) -> bool:
-        first, *others = values_of(seen)
+def test_rank0_only_saving_sends_states_to_first_rank_only(cpu_twins: Twins, setup: Setup) -> None:
+    def are_right(outcomes: Any) -> bool:
+        first, *others = values_of(outcomes)
         # Padding to equal shards is received too.
         is_once = first["whole"] <= first["saving"] <= 1.5 * first["whole"]
-        parts = [0 < one["loading"] <= 2 * (one["shard"] + one["rows"]) for one in others]
-        return is_once and all(parts) and all(one["saving"] == 0 for one in others)
+        parts = [0 < value["loading"] <= 2 * (value["shard"] + value["rows"]) for value in others]
+        return is_once and all(parts) and all(value["saving"] == 0 for value in others)
 
     way = StateDictMethod("FULL", rank0_only=True)
     cpu_twins.deviate(cases.received, setup, way=way, torch_does=receives_all, we_do=are_right)

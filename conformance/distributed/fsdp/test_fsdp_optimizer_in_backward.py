@@ -17,38 +17,38 @@ accumulates_or_not = pytest.mark.parametrize("accumulates", [False, True])
 is_refused = raises(RuntimeError, "only supported with use_orig_params=True")
 
 
-def assert_trained(seen: Any, accumulates: bool, of: int | None = None) -> None:
-    expected = cases.trained_unsharded(len(seen), accumulates, of)
-    for one in values_of(seen):
-        assert of or one["left"] == 0
-        assert_all_close("whole_parameters", expected, one["whole"], TRAINED)
+def assert_trained(outcomes: Any, accumulates: bool, of: int | None = None) -> None:
+    expected = cases.trained_unsharded(len(outcomes), accumulates, of)
+    for value in values_of(outcomes):
+        assert of or value["left"] == 0
+        assert_all_close("whole_parameters", expected, value["whole"], TRAINED)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
 @accumulates_or_not
 @sharded_or_not
 def test_optimizers_step_in_backward(cpu_twins: Twins, strategy: str, accumulates: bool) -> None:
-    asked = {"by": "torch", "strategy": strategy, "use_orig_params": True}
-    assert_trained(cpu_twins.of_subject(cases.trained, accumulates=accumulates, **asked), accumulates)
+    arguments = {"by": "torch", "strategy": strategy, "use_orig_params": True}
+    assert_trained(cpu_twins.of_subject(cases.trained, accumulates=accumulates, **arguments), accumulates)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
 @sharded_or_not
-def test_one_parameter_steps_in_backward(cpu_twins: Twins, strategy: str) -> None:
-    asked = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
-    assert_trained(cpu_twins.agree(cases.trained, accumulates=False, **asked), accumulates=False, of=1)
+def test_single_parameter_steps_in_backward(cpu_twins: Twins, strategy: str) -> None:
+    arguments = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
+    assert_trained(cpu_twins.agree(cases.trained, accumulates=False, **arguments), accumulates=False, of=1)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
 @pytest.mark.deviation("fsdp.one_steps_in_backward")
 @sharded_or_not
-def test_one_parameter_steps_in_backward_while_others_accumulate(cpu_twins: Twins, strategy: str) -> None:
-    asked = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
+def test_single_parameter_steps_in_backward_while_others_accumulate(cpu_twins: Twins, strategy: str) -> None:
+    arguments = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}
     cpu_twins.deviate(
         cases.trained,
         accumulates=True,
-        **asked,
-        we_do=lambda seen: holds(assert_trained, seen, accumulates=True, of=1),
+        **arguments,
+        we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates=True, of=1),
         may_agree=strategy == "FULL_SHARD" and not cpu_twins.is_alone,
     )
 
@@ -56,8 +56,8 @@ def test_one_parameter_steps_in_backward_while_others_accumulate(cpu_twins: Twin
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
 @sharded_or_not
 def test_optimizers_are_refused_without_original_parameters(cpu_twins: Twins, strategy: str) -> None:
-    asked = {"strategy": strategy, "is_late": False}
-    assert is_refused(cpu_twins.agree(cases.without_original_parameters, may_raise=True, **asked))
+    arguments = {"strategy": strategy, "is_late": False}
+    assert is_refused(cpu_twins.agree(cases.without_original_parameters, may_raise=True, **arguments))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
@@ -66,8 +66,8 @@ def test_optimizers_are_refused_without_original_parameters(cpu_twins: Twins, st
 def test_optimizers_are_refused_without_original_parameters_at_any_time(
     cpu_twins: Twins, strategy: str
 ) -> None:
-    asked = {"strategy": strategy, "is_late": True}
-    cpu_twins.deviate(cases.without_original_parameters, **asked, we_do=is_refused)
+    arguments = {"strategy": strategy, "is_late": True}
+    cpu_twins.deviate(cases.without_original_parameters, **arguments, we_do=is_refused)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
@@ -76,22 +76,22 @@ def test_optimizers_are_refused_without_original_parameters_at_any_time(
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"), [("FULL_SHARD", False), ("NO_SHARD", False), ("FULL_SHARD", True)]
 )
-def test_whatever_steps_in_backward_sees_the_average(
+def test_steps_in_backward_use_averaged_gradients(
     cpu_twins: Twins, strategy: str, use_orig_params: bool, accumulates: bool
 ) -> None:
-    asked = {"by": "hooks", "strategy": strategy, "use_orig_params": use_orig_params}
+    arguments = {"by": "hooks", "strategy": strategy, "use_orig_params": use_orig_params}
     cpu_twins.deviate(
         cases.trained,
         accumulates=accumulates,
-        **asked,
-        we_do=lambda seen: holds(assert_trained, seen, accumulates),
+        **arguments,
+        we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates),
         may_agree=cpu_twins.is_alone,
     )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.optimizers")
 @both_kinds
-def test_where_nothing_accumulates_no_hook_is_called(cpu_twins: Twins, use_orig_params: bool) -> None:
+def test_hooks_are_not_called_without_accumulated_gradients(cpu_twins: Twins, use_orig_params: bool) -> None:
     """A hook that ran there would repeat the last step."""
     for by_backward, in_the_end in cpu_twins.values(cases.only_an_input, use_orig_params=use_orig_params):
         assert by_backward == in_the_end
