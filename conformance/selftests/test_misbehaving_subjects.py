@@ -33,7 +33,7 @@ _DESYNC = "conformance/distributed/fsdp/test_fsdp_desync.py"
 ON_RANKS = f"{_DESYNC}::test_what_changes_on_all_ranks"  # asks nothing of the subject but on ranks
 WRITING = f"{_DESYNC}::test_equal_sizes_in_another_order"  # compares the errors of ranks
 ALONE = (
-    "conformance/distributed/fsdp/test_fully_shard.py::test_what_is_ignored_stays_each_ranks_own",
+    "conformance/distributed/fsdp/test_fully_shard.py::test_ignored_parameters_stay_local",
     "conformance/distributed/fsdp/test_sharded_grad_scaler.py::test_accumulation",
 )
 # Imported once for all subjects: each is judged in a fork, where telling torch's names needs all of these.

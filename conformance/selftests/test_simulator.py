@@ -106,7 +106,7 @@ def test_claims_file_can_name_simulated_device(tmp_path: Path) -> None:
 SAMPLE = (
     "nn/utils/test_clip_grad_parameters.py",
     "amp/test_grad_scaler_unscale.py",
-    "distributed/fsdp/test_fully_shard.py::test_trains",
+    "distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded",
     "distributed/fsdp/test_failures.py::test_gradients_of_earlier_backwards_count",
 )
 
@@ -120,7 +120,10 @@ def test_impl_is_green_there(tests: str) -> None:
 
 def test_another_name_is_a_device_like_any() -> None:
     """torch does not define these devices, so no behaviour is specific to `sim`."""
-    test, name = "conformance/distributed/fsdp/test_fully_shard.py::test_trains", "elsewhere"
+    test, name = (
+        "conformance/distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded",
+        "elsewhere",
+    )
     options = ("--device", name, "--world-sizes", 2, "--profile", "quick")
     ended = run("-m", "pytest", "-n", 0, "-q", test, *options, TANDEM_SIMULATOR_NAME=name)
     assert ended.returncode == 0, ended.stdout

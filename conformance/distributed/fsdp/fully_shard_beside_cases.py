@@ -50,29 +50,29 @@ def hooked(site: Site, dtype: torch.dtype, sums_alone: bool, own: bool) -> dict[
     model = nn.Linear(3, 2, bias=False).to(site.rank.device, dtype)
     nn.init.ones_(model.weight)
     sharded = site.shard(model)
-    given: list[Any] = []
+    inputs: list[Any] = []
 
     def cut(reduced: torch.Tensor) -> None:
-        given.append(reduced.cpu())
+        inputs.append(reduced.cpu())
         reduced.clamp_(max=2.0)
 
     sharded.set_all_reduce_hook(cut)
     if own:
-        sharded.set_custom_reduce_scatter(ReportingReduceScatter(given.append))
+        sharded.set_custom_reduce_scatter(ReportingReduceScatter(inputs.append))
     if sums_alone:
         sharded.set_force_sum_reduction_for_comms(True)
     batch = torch.arange(1.0, 4.0, device=site.rank.device, dtype=dtype) + site.rank.rank
     sharded(batch).sum().backward()
-    return {"given": given, "gradient": sharded.weight.grad.full_tensor().cpu()}
+    return {"given": inputs, "gradient": sharded.weight.grad.full_tensor().cpu()}
 
 
-def without_accelerator(site: Site, what: str) -> torch.Tensor:
+def without_accelerator(site: Site, feature: str) -> torch.Tensor:
     """Use features on the CPU that torch has only on accelerators: pinned offloading, or a divide factor of three."""
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
-    policy = {"offload_policy": site.fsdp.CPUOffloadPolicy()} if what == "pinned" else {}
+    policy = {"offload_policy": site.fsdp.CPUOffloadPolicy()} if feature == "pinned" else {}
     sharded = site.shard(model, **policy)
-    if what == "divided":
+    if feature == "divided":
         sharded.set_gradient_divide_factor(3.0)
     sharded(torch.arange(1.0, 4.0)).sum().backward()
     return sharded.weight.grad.full_tensor()
@@ -87,14 +87,14 @@ def _offloaded(site: Site, **policy: Any) -> Any:
 def pinned(site: Site, pins: bool) -> dict[str, Any]:
     """Return whether shards and gradients are pinned, and how often the host waits during a forward and a backward."""
     model = _offloaded(site, pin_memory=pins)
-    seen = {"sharded": _are_pinned(model.parameters())}
+    is_pinned = {"sharded": _are_pinned(model.parameters())}
     loaded = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(loaded, assign=True)
     batch, waits = batch_of(site, 0).requires_grad_(), []
 
     def note_waits(*_: Any) -> None:
         if site.rank.device.type == simulator.NAME:
-            waits.append(sum(one.count for one in simulator.take_host_waits()))
+            waits.append(sum(wait.count for wait in simulator.take_host_waits()))
 
     model[-1].register_forward_hook(note_waits)
     batch.register_hook(note_waits)
@@ -102,13 +102,13 @@ def pinned(site: Site, pins: bool) -> dict[str, Any]:
         loss = model(batch).square().sum()
         note_waits()
         loss.backward()
-        seen["gradients"] = _are_pinned(parameter.grad for parameter in model.parameters())
+        is_pinned["gradients"] = _are_pinned(parameter.grad for parameter in model.parameters())
         model.zero_grad()
         note_waits()
-    seen["loaded"] = _are_pinned(model.parameters())
+    is_pinned["loaded"] = _are_pinned(model.parameters())
     model.float()
-    seen["cast"] = _are_pinned(model.parameters())
-    return seen | ({"waits": [waits[at] for at in (-4, -2)]} if pins and waits else {})
+    is_pinned["cast"] = _are_pinned(model.parameters())
+    return is_pinned | ({"waits": [waits[at] for at in (-4, -2)]} if pins and waits else {})
 
 
 def _are_pinned(tensors: Iterable[Any]) -> list[bool]:
@@ -121,10 +121,10 @@ def changed_behind(site: Site) -> bool:
     with torch.no_grad():
         expected = model(batch).cpu()
         torch.accelerator.synchronize()
-        made = model(batch)
+        output = model(batch)
         for parameter in model.parameters():
             parameter.to_local().zero_()
-    return torch.equal(made.cpu(), expected)
+    return torch.equal(output.cpu(), expected)
 
 
 class _Partly(nn.Module):
@@ -155,7 +155,7 @@ def without_elements(site: Site, shape: tuple[int, ...], dim: int, has_weight: b
         shapes.append(tuple(model[0].empty.grad.full_tensor().shape))
         optimizer.step()
         optimizer.zero_grad()
-    return [shapes, *(one.detach().full_tensor().cpu() for one in model.parameters())]
+    return [shapes, *(parameter.detach().full_tensor().cpu() for parameter in model.parameters())]
 
 
 def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[Any]:
@@ -166,7 +166,7 @@ def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[A
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    return [[shape] * 2, *(one.detach() for one in model.parameters())]
+    return [[shape] * 2, *(parameter.detach() for parameter in model.parameters())]
 
 
 def gathered_for_no_backward(site: Site) -> torch.Tensor:
@@ -231,9 +231,9 @@ def gathered_by_own(site: Site) -> list[Any]:
     layer: Any = nn.Linear(4, 5).to(site.rank.device)
     for parameter in layer.parameters():
         nn.init.ones_(parameter)
-    given: list[Any] = []
-    site.shard(layer).set_custom_all_gather(_KeepingAllGather(given.extend))
-    return [layer(torch.ones(1, 4, device=site.rank.device)).detach(), *given]
+    inputs: list[Any] = []
+    site.shard(layer).set_custom_all_gather(_KeepingAllGather(inputs.extend))
+    return [layer(torch.ones(1, 4, device=site.rank.device)).detach(), *inputs]
 
 
 def compiled(site: Site, how: str) -> dict[str, Any]:
@@ -267,13 +267,13 @@ def transformed(site: Site, how: str) -> dict[str, Any]:
     with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first use in a process
         torch.func.jvp(torch.sin, (batch,), (batch,))
     if how == "vjp":
-        made = torch.func.vjp(model, batch)[1](torch.ones_like(batch))[0]
+        result = torch.func.vjp(model, batch)[1](torch.ones_like(batch))[0]
     elif how == "jvp":
-        made = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))[1]
+        result = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))[1]
     else:
-        made = torch.func.grad(lambda given: model(given).square().sum())(batch)
+        result = torch.func.grad(lambda inputs: model(inputs).square().sum())(batch)
     model(batch).sum().backward()
-    return {"made": made.detach(), "held": held(model)}
+    return {"made": result.detach(), "held": held(model)}
 
 
 def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
@@ -337,9 +337,9 @@ def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
     """
     model = _headed(site)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    seen: dict[str, Any] = {"losses": [], "held": []}
+    result: dict[str, Any] = {"losses": [], "held": []}
     with torch.no_grad():
-        seen["evaluated"] = model.head(model(batch_of(site, 9)))
+        result["evaluated"] = model.head(model(batch_of(site, 9)))
     for number in range(2):
         hidden = model(batch_of(site, number))
         chunks = [chunk.requires_grad_() for chunk in hidden.detach().split(2)]
@@ -352,16 +352,16 @@ def in_chunks(site: Site, keeps: bool) -> dict[str, Any]:
                 model.head.set_requires_gradient_sync(index == len(chunks) - 1, recurse=False)
             loss = model.head(chunk).square().sum()
             loss.backward()
-            seen["losses"].append(loss.detach())
+            result["losses"].append(loss.detach())
         if keeps:
             model.head.set_reshard_after_forward(True)
             model.head.set_reshard_after_backward(True)
             model.head.reshard()
         hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
-        seen["held"].append(held(model))
+        result["held"].append(held(model))
         optimizer.step()
         optimizer.zero_grad()
-    return seen
+    return result
 
 
 def replicated(site: Site) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def full_states(site: Site, offloads: bool, flat: bool) -> dict[str, Any]:
     return {
         "model": _described(helpers.get_model_state_dict(model, options=options)),
         "optimizer": _described(helpers.get_optimizer_state_dict(model, optimizer, options=options)),
-        "both": [_described(one) for one in both],
+        "both": [_described(state) for state in both],
         "held": held(model),
     }
 

@@ -48,11 +48,11 @@ def play(
 
     The ranks wait for each other before every call, and before every unit computes.
     """
-    found, model = load_library(library), tree.build()
+    loaded, model = load_library(library), tree.build()
 
     def run() -> dict[str, Any]:
-        scene = CallScene(rank, found, sharded(rank, found, model, sharding), tree)
-        return {"seen": [scene.make(one) for one in calls], "held": held(model)}
+        scene = CallScene(rank, loaded, sharded(rank, loaded, model, sharding), tree)
+        return {"seen": [scene.make(call) for call in calls], "held": held(model)}
 
     return observe(run)
 
@@ -79,36 +79,36 @@ class CallScene:
             unit.register_forward_pre_hook(_meet)
             unit.register_forward_hook(_meet_in_backward)
 
-    def make(self, one: UnitCall) -> Any:
+    def make(self, call: UnitCall) -> Any:
         dist.barrier()
         self.reported.clear()
-        made = tried(lambda: self._made(one))
+        result = tried(lambda: self._made(call))
         return {
-            "call": str(one),
-            "made": made,
+            "call": str(call),
+            "made": result,
             "reported": sorted(self.reported, key=str),  # the order of gathers and reductions may vary
             "keeps the event": self.event() is not None,
             # After a failed call, it is undefined which parameters are registered, until the state is reset.
-            "registered": {} if one.name in _FAILING else registered(self.model),
+            "registered": {} if call.name in _FAILING else registered(self.model),
         }
 
-    def _made(self, one: UnitCall) -> Any:
-        if one.name in _OF_THE_SCENE:
-            return _OF_THE_SCENE[one.name](self, one)
-        arguments = {name: self._real(value) for name, value in one.arguments.items()}
-        made = getattr(self.units[one.unit], one.name)(**arguments)
-        if one.name == "set_requires_gradient_sync":
-            is_of_all = one.unit == ROOT and arguments.get("recurse", True)
-            units = set(range(ROOT + 1)) if is_of_all else {one.unit}
+    def _made(self, call: UnitCall) -> Any:
+        if call.name in _OF_THE_SCENE:
+            return _OF_THE_SCENE[call.name](self, call)
+        arguments = {name: self._real(value) for name, value in call.arguments.items()}
+        returned = getattr(self.units[call.unit], call.name)(**arguments)
+        if call.name == "set_requires_gradient_sync":
+            is_of_all = call.unit == ROOT and arguments.get("recurse", True)
+            units = set(range(ROOT + 1)) if is_of_all else {call.unit}
             if arguments["requires_gradient_sync"]:
                 self.unsynchronised -= units
             else:
                 self.unsynchronised |= units
-        if one.name == "finalize_backward":
+        if call.name == "finalize_backward":
             self.waiting &= self.unsynchronised
-        if made is not None:
-            self.handles.append(made)
-            return isinstance(made, getattr(self.library.distributed.fsdp, _HANDLES[one.name]))
+        if returned is not None:
+            self.handles.append(returned)
+            return isinstance(returned, getattr(self.library.distributed.fsdp, _HANDLES[call.name]))
         return None
 
     def _real(self, value: Any) -> Any:
@@ -139,17 +139,17 @@ def _meet_in_backward(unit: nn.Module, inputs: Any, output: torch.Tensor) -> Non
 # -- calls that are not methods
 
 
-def _forward(scene: CallScene, one: UnitCall) -> torch.Tensor:
+def _forward(scene: CallScene, call: UnitCall) -> torch.Tensor:
     scene.losses.append(scene.forward())
     return scene.losses[-1].detach()
 
 
-def _look(scene: CallScene, one: UnitCall) -> torch.Tensor:
+def _look(scene: CallScene, call: UnitCall) -> torch.Tensor:
     with torch.no_grad():
         return scene.forward()
 
 
-def _backward(scene: CallScene, one: UnitCall) -> int:
+def _backward(scene: CallScene, call: UnitCall) -> int:
     """Run backward of the sum of all losses so far."""
     losses, scene.losses = scene.losses, []
     if losses:
@@ -158,24 +158,24 @@ def _backward(scene: CallScene, one: UnitCall) -> int:
     return len(losses)
 
 
-def _failing_forward(scene: CallScene, one: UnitCall) -> None:
+def _failing_forward(scene: CallScene, call: UnitCall) -> None:
     """Run a forward in which a unit's pre-forward hook raises."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("in a forward")
 
-    handle = scene.units[one.unit].register_forward_pre_hook(fail)
+    handle = scene.units[call.unit].register_forward_pre_hook(fail)
     try:
         scene.forward()
     finally:
         handle.remove()
 
 
-def _failing_backward(scene: CallScene, one: UnitCall) -> None:
+def _failing_backward(scene: CallScene, call: UnitCall) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise ArithmeticError("in a backward")
 
-    handle = scene.units[one.unit].register_forward_hook(lambda unit, inputs, output: _hooked(output, fail))
+    handle = scene.units[call.unit].register_forward_hook(lambda unit, inputs, output: _hooked(output, fail))
     try:
         scene.forward().backward()
     finally:
@@ -186,7 +186,7 @@ def _hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     output.register_hook(hook)
 
 
-def _step(scene: CallScene, one: UnitCall) -> None:
+def _step(scene: CallScene, call: UnitCall) -> None:
     """Step only the parameters whose gradients are reduced. The clause `failures.waiting_step` covers the others."""
     group = scene.optimizer.param_groups[0]
     parameters = group["params"]
@@ -198,7 +198,7 @@ def _step(scene: CallScene, one: UnitCall) -> None:
     scene.optimizer.zero_grad()
 
 
-def _step_of_shards(scene: CallScene, one: UnitCall) -> bool:
+def _step_of_shards(scene: CallScene, call: UnitCall) -> bool:
     """Reshard all units, then step.
 
     While units are unsharded, torch would continue with the weights from before the step. Do nothing between a forward
@@ -210,11 +210,11 @@ def _step_of_shards(scene: CallScene, one: UnitCall) -> bool:
         scene.handles.pop(0).wait()
     for unit in scene.units:
         unit.reshard()
-    _step(scene, one)
+    _step(scene, call)
     return True
 
 
-def _step_beside(scene: CallScene, one: UnitCall) -> None:
+def _step_beside(scene: CallScene, call: UnitCall) -> None:
     """Step on a separate stream, if the device has streams.
 
     The model gets only the event of the step, by `set_post_optim_event`.
@@ -231,31 +231,31 @@ def _step_beside(scene: CallScene, one: UnitCall) -> None:
     scene.model.set_post_optim_event(event)
 
 
-def _zero_grad(scene: CallScene, one: UnitCall) -> None:
+def _zero_grad(scene: CallScene, call: UnitCall) -> None:
     scene.optimizer.zero_grad()
 
 
-def _wait(scene: CallScene, one: UnitCall) -> Any:
+def _wait(scene: CallScene, call: UnitCall) -> Any:
     return scene.handles.pop(0).wait() if scene.handles else "no handle"
 
 
-def _state_dict(scene: CallScene, one: UnitCall) -> list[str]:
+def _state_dict(scene: CallScene, call: UnitCall) -> list[str]:
     return list(scene.model.state_dict())
 
 
-def _load(scene: CallScene, one: UnitCall) -> str:
+def _load(scene: CallScene, call: UnitCall) -> str:
     """Load a state dict with doubled parameters."""
     doubled = {name: value.detach() * 2 for name, value in scene.model.state_dict().items()}
-    return str(scene.model.load_state_dict(doubled, **one.arguments))
+    return str(scene.model.load_state_dict(doubled, **call.arguments))
 
 
-def _convert(scene: CallScene, one: UnitCall) -> None:
-    scene.model.to(one.arguments["dtype"])
+def _convert(scene: CallScene, call: UnitCall) -> None:
+    scene.model.to(call.arguments["dtype"])
 
 
-def _skip_a_unit(scene: CallScene, one: UnitCall) -> torch.Tensor:
+def _skip_a_unit(scene: CallScene, call: UnitCall) -> torch.Tensor:
     """Run a forward and backward without one unit, on the ranks in `by` or on every rank."""
-    unit, by = scene.units[one.unit], one.arguments.get("by")
+    unit, by = scene.units[call.unit], call.arguments.get("by")
     skips = by is None or scene.rank.rank in by
     original, unit.forward = unit.forward, (lambda x, *, ids: x * 1) if skips else unit.forward
     try:
@@ -338,9 +338,9 @@ def _event(scene: CallScene) -> Any:
 
     The scene keeps only a weak reference, which shows whether the library still holds the event.
     """
-    made = _CpuEvent() if scene.rank.device.type == "cpu" else _DeviceEvent(scene.rank.device)
-    scene.event = weakref.ref(made)
-    return made
+    event = _CpuEvent() if scene.rank.device.type == "cpu" else _DeviceEvent(scene.rank.device)
+    scene.event = weakref.ref(event)
+    return event
 
 
 _OBJECTS: dict[str, Callable[[CallScene], Any]] = {

@@ -125,9 +125,9 @@ class _ShardedProgress(Progress):
         super()._write(model)
 
     def _forward(self, model: nn.Module) -> Any:
-        made = super()._forward(model)
+        output = super()._forward(model)
         self.seen["registered"].append(registered(model))
-        return made
+        return output
 
 
 def _reshard_all(model: nn.Module) -> None:
@@ -141,13 +141,13 @@ def _reshard_all(model: nn.Module) -> None:
 
 def sharded(rank: Rank, library: Library, model: Any, sharding: Sharding) -> Any:
     fully_shard = library.find(FULLY_SHARD)
-    given = arguments(rank, library, model, sharding)
+    keywords = arguments(rank, library, model, sharding)
     if sharding.units == "list":
-        fully_shard([module for module in model.modules() if isinstance(module, LEAVES)], **given)
+        fully_shard([module for module in model.modules() if isinstance(module, LEAVES)], **keywords)
     else:
         for module in units_of(model, sharding.units):
-            fully_shard(module, **given)
-    return fully_shard(model, **given)
+            fully_shard(module, **keywords)
+    return fully_shard(model, **keywords)
 
 
 def units_of(model: nn.Module, units: str) -> list[nn.Module]:
@@ -158,30 +158,30 @@ def units_of(model: nn.Module, units: str) -> list[nn.Module]:
 
 def arguments(rank: Rank, library: Library, model: Any, sharding: Sharding) -> dict[str, Any]:
     fsdp = library.distributed.fsdp
-    given: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     if (mesh := mesh_for(rank, sharding)) is not None:
-        given["mesh"] = mesh
+        keywords["mesh"] = mesh
     if sharding.reshard_after_forward is not None:
-        given["reshard_after_forward"] = sharding.reshard_after_forward
+        keywords["reshard_after_forward"] = sharding.reshard_after_forward
     if sharding.policy is not None:
-        given["mp_policy"] = fsdp.MixedPrecisionPolicy(**sharding.policy)
+        keywords["mp_policy"] = fsdp.MixedPrecisionPolicy(**sharding.policy)
     if sharding.offloads:
-        given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
+        keywords["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
     if sharding.ignores:
         ignored = model.body.parts[0].to(rank.device)  # no root moves ignored parameters
-        given["ignored_params"] = set(ignored.parameters())
+        keywords["ignored_params"] = set(ignored.parameters())
     if sharding.places:
         ranks = rank.world_size if sharding.ranks != "replicas" else sharding.shards
-        given["shard_placement_fn"] = lambda parameter: _place(parameter, ranks)
+        keywords["shard_placement_fn"] = lambda parameter: _place(parameter, ranks)
     if sharding.meshes:
-        given["shard_placement_fn"] = _over_mesh(mesh_of(rank, sharding.shards))
-    return given
+        keywords["shard_placement_fn"] = _over_mesh(mesh_of(rank, sharding.shards))
+    return keywords
 
 
 def _over_mesh(mesh: DeviceMesh) -> Callable[[torch.Tensor], Any]:
     replicas = _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    placed: Any = _fsdp_common.ShardPlacementResult(None, replicas)  # exists in torch 2.13 and later
-    return lambda parameter: placed if parameter.dim() > 1 else None
+    placement: Any = _fsdp_common.ShardPlacementResult(None, replicas)  # exists in torch 2.13 and later
+    return lambda parameter: placement if parameter.dim() > 1 else None
 
 
 def _place(parameter: torch.Tensor, ranks: int) -> Shard | None:

@@ -58,9 +58,9 @@ class Site:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
         loss = self.forward()
         loss.backward()
-        seen = held(model)
+        gradients = held(model)
         optimizer.step()
-        return {"loss": loss.detach(), "gradients": seen, "after": held(model)}
+        return {"loss": loss.detach(), "gradients": gradients, "after": held(model)}
 
 
 def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: Any) -> Outcome:
@@ -73,8 +73,8 @@ def probe(rank: Rank, *, library: str, asks: Callable[..., Any], **arguments: An
 
 
 def refused(site: Site, way: str) -> Any:
-    made = (WAYS | LATER_WAYS)[way](site)
-    return {"made": type(made).__name__, "registered": registered(site.model)}
+    result = (WAYS | LATER_WAYS)[way](site)
+    return {"made": type(result).__name__, "registered": registered(site.model)}
 
 
 def _parameter(site: Site, parameter: nn.Parameter, **arguments: Any) -> Any:
@@ -156,17 +156,21 @@ def refused_placement(site: Site, module: nn.Module, where: Any) -> Any:
 def attributes(site: Site) -> dict[str, Any]:
     model = site.model
     chain = site.shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
-    made = site.leaf_by_leaf()
+    returned = site.leaf_by_leaf()
     first = model.body.parts[0]
     pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
     grouped = site.shard(pair)
     return {
-        "is the module": made is model,
+        "is the module": returned is model,
         "is the list": grouped is pair,
-        "classes": [[one.__name__ for one in type(unit).__mro__] for unit in (model, first, *pair, chain)],
-        "are sharded modules": [isinstance(one, site.fsdp.FSDPModule) for one in (model, first, first.inner)],
-        "managed": [getattr(one, "_is_fsdp_managed_module", None) for one in (model, first, first.inner)],
-        "sliced": [type(one).__name__ for one in (chain[1:], chain[0])],
+        "classes": [[base.__name__ for base in type(unit).__mro__] for unit in (model, first, *pair, chain)],
+        "are sharded modules": [
+            isinstance(module, site.fsdp.FSDPModule) for module in (model, first, first.inner)
+        ],
+        "managed": [
+            getattr(module, "_is_fsdp_managed_module", None) for module in (model, first, first.inner)
+        ],
+        "sliced": [type(module).__name__ for module in (chain[1:], chain[0])],
         "a class for each class": type(pair[0]) is type(pair[1]) is not type(chain[0]),
         "names": [name for name, _ in model.named_parameters()],
         "copied": tried(lambda: copy.deepcopy(model)),
@@ -204,7 +208,7 @@ def adapted(site: Site, gives: str, around: bool) -> dict[str, Any]:
     every = list(nn.Module.named_parameters(model))
     return {
         "loss": loss.detach(),
-        "held": {name: [described(one), described(one.grad)] for name, one in every},
+        "held": {name: [described(parameter), described(parameter.grad)] for name, parameter in every},
         "after": held(model),
     }
 
@@ -213,19 +217,19 @@ def states(site: Site) -> dict[str, Any]:
     """Return what `fully_shard.state` returns for modules, before and after they are sharded."""
     state = site.fsdp.fully_shard.state
     pair: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    before = [state(one) for one in (site.model, *pair)]
+    before = [state(module) for module in (site.model, *pair)]
     model = site.leaf_by_leaf()
     site.shard(pair)
-    kept = [state(one) for one in (model, model.body.parts[0], *pair)]
+    after = [state(module) for module in (model, model.body.parts[0], *pair)]
     return {
         "before": before,
-        "is there": [one is not None for one in kept],
+        "is there": [module_state is not None for module_state in after],
         "is the module's own": [
-            one is module._get_fsdp_state()
-            for one, module in zip(kept, (model, model.body.parts[0], *pair), strict=True)
+            module_state is module._get_fsdp_state()
+            for module_state, module in zip(after, (model, model.body.parts[0], *pair), strict=True)
         ],
-        "is one for all of a call": kept[2] is kept[3],
-        "are different": len({id(one) for one in kept[:3]}),
+        "is one for all of a call": after[2] is after[3],
+        "are different": len({id(module_state) for module_state in after[:3]}),
         "of what lies inside": state(model.body.parts[0].inner),
         "of no module": tried(lambda: state(None)),
     }
@@ -256,12 +260,12 @@ def policies(library: Library) -> list[Any]:
 
 def named_dimensions(library: Library) -> list[Any]:
     dims = library.distributed.fsdp.DataParallelMeshDims
-    made = (dims("data", ("a", "b")), dims((), "b"))
+    instances = (dims("data", ("a", "b")), dims((), "b"))
     return [
         _plain(dims),
         _plain(lambda: dims(shard="data")),
         _plain(lambda: dims(replicate=("a", "b"))),
-        *(getattr(one, name) for one in made for name in ("shard_names", "replicate_names")),
+        *(getattr(instance, name) for instance in instances for name in ("shard_names", "replicate_names")),
     ]
 
 
@@ -338,7 +342,7 @@ def scaled(site: Site, overflows: bool) -> dict[str, Any]:
     site.leaf_by_leaf()
     optimizer = torch.optim.AdamW(site.model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    seen = []
+    scales = []
     for number in range(2):
         batch = TREE.batch(number, site.rank.rank)
         loss = loss_of(site.model(batch.x.detach().float(), ids=batch.ids))
@@ -347,12 +351,12 @@ def scaled(site: Site, overflows: bool) -> dict[str, Any]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen.append(scaler.get_scale())
+        scales.append(scaler.get_scale())
     state = {
-        str(number): {name: registered_layout(value) for name, value in each.items()}
-        for number, each in enumerate(optimizer.state.values())
+        str(number): {name: registered_layout(value) for name, value in parameter_state.items()}
+        for number, parameter_state in enumerate(optimizer.state.values())
     }
-    return {"scales": seen, "held": held(site.model), "state": state}
+    return {"scales": scales, "held": held(site.model), "state": state}
 
 
 def registered_layout(value: Any) -> Any:
@@ -383,11 +387,11 @@ def forward_method(site: Site, registers: bool) -> dict[str, Any]:
     if registers:
         register(encoder, "encode")
     x = TREE.batch(0, site.rank.rank).x
-    made = encoder.encode(x, times=2.0)
+    output = encoder.encode(x, times=2.0)
     between = registered(encoder)
-    made.sum().backward()
+    output.sum().backward()
     return {
-        "made": made.detach(),
+        "made": output.detach(),
         "between": between,
         "held": held(encoder),
         "input": x.grad,
@@ -399,17 +403,17 @@ def forward_method(site: Site, registers: bool) -> dict[str, Any]:
 
 def shared_context(site: Site) -> dict[str, Any]:
     """Train two roots that share streams, first together and then one after the other."""
-    one, other = (Site(site.rank, site.library, TREE.build(shift)) for shift in (0, 1))
-    for each in (one, other):
-        each.leaf_by_leaf()
+    first, second = (Site(site.rank, site.library, TREE.build(shift)) for shift in (0, 1))
+    for member in (first, second):
+        member.leaf_by_leaf()
     share: Any = site.fsdp.share_comm_ctx
     share([])
-    share([one.model, other.model])
-    losses = [one.forward(), other.forward()]
+    share([first.model, second.model])
+    losses = [first.forward(), second.forward()]
     torch.stack(losses).sum().backward()
     return {
-        "trained": [one.train(), other.train()],
-        "refused": tried(lambda: share([one.model, nn.Tanh()])),
+        "trained": [first.train(), second.train()],
+        "refused": tried(lambda: share([first.model, nn.Tanh()])),
     }
 
 
@@ -434,23 +438,23 @@ def on_whole_mesh(
     inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
 
     def run() -> list[Any]:
-        given = {"mesh": mesh, "dp_mesh_dims": fsdp.DataParallelMeshDims(**dims)}
+        arguments = {"mesh": mesh, "dp_mesh_dims": fsdp.DataParallelMeshDims(**dims)}
         if policies == "mixed":
-            given["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            arguments["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         if policies == "offloaded":
-            given["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
-        fsdp.fully_shard(model[2], **given)
-        fsdp.fully_shard(model, **given)
-        seen: list[Any] = [registered(model)]
+            arguments["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
+        fsdp.fully_shard(model[2], **arguments)
+        fsdp.fully_shard(model, **arguments)
+        snapshots: list[Any] = [registered(model)]
         batch = distribute_tensor(inputs, mesh, rows, src_data_rank=None)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
             loss = model(batch).square().mean()
             loss.backward()
-            seen += [loss.full_tensor().detach(), held(model)]
+            snapshots += [loss.full_tensor().detach(), held(model)]
             optimizer.step()
             optimizer.zero_grad()
-        return [*seen, registered(model), held(model)]
+        return [*snapshots, registered(model), held(model)]
 
     return observe(run)
 
@@ -483,7 +487,7 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
         if isinstance(module, nn.Linear):
             weight: Any = module.weight
             cut = Shard(0 if name == "0" else 1)
-            where = [cut if one == parallel else Replicate() for one in mesh.mesh_dim_names or ()]
+            where = [cut if dimension == parallel else Replicate() for dimension in mesh.mesh_dim_names or ()]
             spread = distribute_tensor(weight.detach(), mesh, where, src_data_rank=None)
             module.register_parameter("weight", nn.Parameter(spread))
 

@@ -40,13 +40,13 @@ class Halved(torch.Tensor):
         def bare(value: Any) -> Any:
             return value.inner if isinstance(value, Halved) else value
 
-        made = func(
+        result = func(
             *torch.utils._pytree.tree_map(bare, args), **torch.utils._pytree.tree_map(bare, kwargs or {})
         )
         if func in _KEEPING:
-            made = torch.utils._pytree.tree_map_only(torch.Tensor, cls, made)
-            return args[0] if func is torch.ops.aten.copy_.default else made
-        return made
+            result = torch.utils._pytree.tree_map_only(torch.Tensor, cls, result)
+            return args[0] if func is torch.ops.aten.copy_.default else result
+        return result
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, policy: Any

@@ -16,10 +16,10 @@ from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
 
-def cast_between(site: Site, kept: bool) -> dict[str, Any]:
+def cast_between(site: Site, stays_unsharded: bool) -> dict[str, Any]:
     """Return the error of a backward after a cast, and the dtype or the error of the next forward."""
     model = blocks()
-    site.shard_children(model, reshard_after_forward=not kept)
+    site.shard_children(model, reshard_after_forward=not stays_unsharded)
     batch = batch_of(site, 0)
     loss = model(batch).sum()
     model.float()
@@ -155,8 +155,10 @@ def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         optimizer = torch.optim.AdamW([parameter], 0.1)
 
-        def step(one: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            events.append((name, sum(each.grad is not None for each in model.parameters())))
+        def step(
+            tensor: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer
+        ) -> None:
+            events.append((name, sum(param.grad is not None for param in model.parameters())))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -207,8 +209,8 @@ class _WithAuxiliary(nn.Module):
         self.body, self.auxiliary, self.head = blocks()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen = self.body(x)
-        return self.head(seen), self.auxiliary(seen)
+        hidden = self.body(x)
+        return self.head(hidden), self.auxiliary(hidden)
 
 
 class _TrainsInside(Block):
@@ -261,14 +263,14 @@ def without_a_backward(site: Site) -> dict[str, bool]:
 
 
 def stepped_before_backward(
-    site: Site, kept: bool, how: dict[str, bool], only: str = "", cleared: bool = False
+    site: Site, stays_unsharded: bool, how: dict[str, bool], only: str = "", cleared: bool = False
 ) -> list[torch.Tensor]:
     """Step between a forward and its backward. Return the gradients.
 
     The optimizer only has the parameters whose names end in `only`.
     """
     model = blocks()
-    site.shard_children(model, reshard_after_forward=not kept)
+    site.shard_children(model, reshard_after_forward=not stays_unsharded)
     stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
     optimizer = torch.optim.AdamW(stepped, 0.1, **how)
     model(batch_of(site, 0)).sum().backward()

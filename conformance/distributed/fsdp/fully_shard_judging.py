@@ -27,4 +27,8 @@ class Sites(Twins):
 
     def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
         """Judge a deviation: every rank of the subject must have the results of one unsharded process."""
-        self.deviate(program, we_do=lambda seen: all(does_as(expected, each) for each in seen), **arguments)
+        self.deviate(
+            program,
+            we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
+            **arguments,
+        )

@@ -64,8 +64,8 @@ class _Waves(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False) if has_scale else None
 
     def forward(self, x: Tensor) -> Tensor:
-        made = (x.to(self.weight.dtype) @ self.weight + self.bias).abs()
-        return made if self.scale is None else made * self.scale
+        output = (x.to(self.weight.dtype) @ self.weight + self.bias).abs()
+        return output if self.scale is None else output * self.scale
 
 
 def of_complex(
@@ -78,18 +78,18 @@ def of_complex(
         policy: arguments of MixedPrecisionPolicy.
     """
     model: Any = _Waves(dtype, has_scale).to(site.rank.device)
-    given = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
-    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(**policy), **given)
+    arguments = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
+    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(**policy), **arguments)
     optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
-    seen = []
+    steps = []
     for number in range(_STEPS):
         batch = torch.linspace(-1 - site.rank.rank, 1 + number, 15, device=site.rank.device).view(3, 5)
         loss = model(batch).square().mean()
         loss.backward()
-        seen.append((loss.detach(), held(model)))
+        steps.append((loss.detach(), held(model)))
         optimizer.step()
         optimizer.zero_grad()
-    return {"seen": seen, "after": held(model)}
+    return {"seen": steps, "after": held(model)}
 
 
 # -- gradients that are not synchronised yet
@@ -150,15 +150,15 @@ def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") ->
         loss_of(number).backward()
         gradients.append(
             {
-                name: full_value(each.grad).cpu()
-                for name, each in model.named_parameters()
-                if each.requires_grad
+                name: full_value(parameter.grad).cpu()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
             }
         )
         optimizer.step()
         optimizer.zero_grad()
         model.get_submodule(thaws).requires_grad_(True)
-    after = {name: full_value(each).cpu() for name, each in model.named_parameters()}
+    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
     return {"gradients": gradients, "after": after}
 
 
@@ -178,36 +178,39 @@ def _policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:
 
 def by_policy(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
     """Train a model that was created in low precision, with a policy per parameter."""
-    model = _model(lambda made: made.to(LOW))
+    model = _model(lambda module: module.to(LOW))
     site.shard(model, mp_policy=_policy(site, everywhere, apart))
-    seen = _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
-    has = {name: astuple(one) for name, one in site.fsdp.param_precisions(model).items()}
-    return seen | {"shown": model.shown, "has": {name: str(has[name]) for name in sorted(has)}}
+    trained = _trained(model, lambda number: model(_batch(site.rank.rank, number)).square().mean())
+    has = {name: astuple(precisions) for name, precisions in site.fsdp.param_precisions(model).items()}
+    return trained | {"shown": model.shown, "has": {name: str(has[name]) for name in sorted(has)}}
 
 
 def by_policy_by_hand(site: Site, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
     """Train without sharding: copies of masters compute, and the gradients of all ranks are averaged."""
-    model = _model(lambda made: made.to(site.rank.device, LOW))
+    model = _model(lambda module: module.to(site.rank.device, LOW))
     dtypes = {
         name: _in_full(apart.get(name.partition(".")[0], everywhere)) for name, _ in model.named_parameters()
     }
-    masters = {name: each.detach().to(dtypes[name][2]) for name, each in model.named_parameters()}
+    masters = {name: parameter.detach().to(dtypes[name][2]) for name, parameter in model.named_parameters()}
     gradients: list[dict[str, Tensor]] = []
     for number in range(_STEPS):
         batches = [
             _batch(rank, number).to(site.rank.device, everywhere[0]) for rank in range(site.rank.world_size)
         ]
-        ranks = [_gradients(model, masters, dtypes, each) for each in batches]
+        ranks = [_gradients(model, masters, dtypes, batch) for batch in batches]
         gradients.append(
             {
-                name: _average([one[name].to(reduce) for one in ranks]).to(master)
+                name: _average([rank_gradients[name].to(reduce) for rank_gradients in ranks]).to(master)
                 for name, (_, reduce, master) in dtypes.items()
             }
         )
-        masters = {name: each - _LEARNING_RATE * gradients[-1][name] for name, each in masters.items()}
+        masters = {name: master - _LEARNING_RATE * gradients[-1][name] for name, master in masters.items()}
     return {
-        "gradients": [{name: each.cpu() for name, each in one.items()} for one in gradients],
-        "after": {name: each.cpu() for name, each in masters.items()},
+        "gradients": [
+            {name: gradient.cpu() for name, gradient in step_gradients.items()}
+            for step_gradients in gradients
+        ],
+        "after": {name: master.cpu() for name, master in masters.items()},
         "shown": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")] * _STEPS,
         "has": {name: str(dtypes[name]) for name in sorted(dtypes)},
     }
@@ -223,7 +226,7 @@ def _in_full(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
 def _gradients(
     model: Mixed, masters: Mapping[str, Tensor], dtypes: Mapping[str, Any], x: Tensor
 ) -> dict[str, Tensor]:
-    shown = {name: each.to(dtypes[name][0], copy=True).requires_grad_() for name, each in masters.items()}
+    shown = {name: master.to(dtypes[name][0], copy=True).requires_grad_() for name, master in masters.items()}
     loss: Tensor = torch.func.functional_call(model, shown, (x,)).square().mean()
     return dict(zip(shown, torch.autograd.grad(loss, list(shown.values())), strict=True))
 
@@ -266,19 +269,19 @@ def refused_override(site: Site, returned: Any) -> str:
 
 
 def lost_masters(site: Site) -> dict[str, Any]:
-    model = _model(lambda made: made.to(LOW))
+    model = _model(lambda module: module.to(LOW))
     site.shard(model, mp_policy=site.fsdp.PerParamPrecisionPolicy(LOW, master_dtype=FULL))
     x = _batch(site.rank.rank, 0)
     model(x).sum().backward()
-    masters = {name: each.clone() for name, each in model.state_dict().items()}
-    low = {name: each.to(LOW) for name, each in masters.items()}
+    masters = {name: value.clone() for name, value in model.state_dict().items()}
+    low = {name: value.to(LOW) for name, value in masters.items()}
     model.load_state_dict(low)
-    loaded = sorted({str(each.dtype) for each in model.parameters()})
+    loaded = sorted({str(parameter.dtype) for parameter in model.parameters()})
     model.to(LOW)
     model.to(FULL)
     rounded = tried(lambda: model(x))
-    one = "router.weight"
-    model.load_state_dict({one: masters[one]}, strict=False)
+    name = "router.weight"
+    model.load_state_dict({name: masters[name]}, strict=False)
     partly = tried(lambda: model(x))
     model.load_state_dict(masters)
     reloaded = tried(lambda: model(x).sum().backward())
@@ -295,7 +298,7 @@ def lost_masters(site: Site) -> dict[str, Any]:
         "reloaded": reloaded,
         "into low": into_low,
         "cast": tried(lambda: model(x)),
-        "narrow": tried(lambda: site.shard(_model(lambda made: None), mp_policy=narrow)),
+        "narrow": tried(lambda: site.shard(_model(lambda module: None), mp_policy=narrow)),
     }
 
 
@@ -311,6 +314,6 @@ def reported(site: Site) -> dict[str, Any]:
     )
     models = {"wrapped": wrapped, "plain": _model(_of_two)}
     return {
-        kind: {name: str(astuple(one)) for name, one in fsdp.param_precisions(model).items()}
+        kind: {name: str(astuple(precisions)) for name, precisions in fsdp.param_precisions(model).items()}
         for kind, model in models.items()
     }

@@ -55,11 +55,11 @@ def tied(site: Site, units: Sequence[str], not_unsharded: str = "") -> dict[str,
     site.shard(model)
     if not_unsharded:
         model.get_submodule(not_unsharded).set_unshard_in_backward(False)
-    seen = _trained(model, [site.rank.rank], model.set_requires_gradient_sync)
+    trained = _trained(model, [site.rank.rank], model.set_requires_gradient_sync)
     loss = _loss(model, 0, site.rank.rank, "plain")
     is_freed = isinstance(model.embed.weight, DTensor)
     loss.backward()
-    return seen | {"keys": list(model.state_dict()), "is freed": is_freed, "assigned": _assigned(model)}
+    return trained | {"keys": list(model.state_dict()), "is freed": is_freed, "assigned": _assigned(model)}
 
 
 class Shifted(nn.Module):
@@ -85,7 +85,7 @@ def shifted(site: Site | None) -> dict[str, torch.Tensor]:
         model.tail.set_unshard_in_backward(False)
     device = model.first.weight.device
     model(torch.linspace(-1, 1, 2 * _WIDTH, device=device).view(2, _WIDTH)).square().sum().backward()
-    return {name: full_value(each.grad).cpu() for name, each in model.named_parameters()}
+    return {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
 
 
 def _assigned(model: Any) -> bool:
@@ -110,11 +110,11 @@ def unsharded(site: Site, has_run: bool, waits: bool) -> dict[str, Any]:
     if waits:
         handle.wait()
     shown = model.body[2].weight
-    seen = {"shown": shown.detach().clone().cpu(), "sharded": isinstance(shown, DTensor)}
+    result = {"shown": shown.detach().clone().cpu(), "sharded": isinstance(shown, DTensor)}
     model.body[2].reshard()
-    seen["resharded"] = isinstance(model.body[2].weight, DTensor)
+    result["resharded"] = isinstance(model.body[2].weight, DTensor)
     model(torch.arange(2)).sum().backward()
-    return seen | {"gradient": full_value(model.embed.weight.grad).cpu()}
+    return result | {"gradient": full_value(model.embed.weight.grad).cpu()}
 
 
 def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
@@ -135,14 +135,14 @@ def prefetched(site: Site) -> list[Any]:
     model: Any = nn.Sequential(tied, nn.Tanh())
     for module in (tied.embed, tied.body[0], tied.body[2], model):
         site.shard(module)
-        module.register_forward_pre_hook(lambda one, _: events.append(type(one).__name__))
-    tied.embed.set_custom_all_gather(ReportingAllGather(lambda asked: events.append(asked[0])))
+        module.register_forward_pre_hook(lambda unit, _: events.append(type(unit).__name__))
+    tied.embed.set_custom_all_gather(ReportingAllGather(lambda request: events.append(request[0])))
     tied.body[0].set_modules_to_forward_prefetch([tied.body[2]])
     model.set_modules_to_backward_prefetch([tied.body[2]])
     out = model(torch.arange(4))
     out.register_hook(lambda _: events.append("backward"))
     out.sum().backward()
-    return [each for each in events if each != "allocate"]
+    return [event for event in events if event != "allocate"]
 
 
 def of_other_dtypes(site: Site, **dtypes: torch.dtype) -> str:
@@ -200,7 +200,7 @@ def _around(trained: bool) -> Any:
 def _gradients_of(model: Around) -> dict[str, Any]:
     for _ in range(2):
         model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
-    grads = ((name, each.grad) for name, each in model.named_parameters())
+    grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return {name: None if grad is None else full_value(grad).cpu() for name, grad in grads}
 
 
@@ -218,8 +218,8 @@ def tied_in_two_models(site: Site) -> str:
 def tied_by_hand(world: int) -> dict[str, Any]:
     """Train in one process on the data of all ranks. Return what each rank must see."""
     model = _model()
-    seen = _trained(model, range(world), lambda syncs: None)
-    return seen | {"keys": list(model.state_dict()), "is freed": True, "assigned": True}
+    trained = _trained(model, range(world), lambda syncs: None)
+    return trained | {"keys": list(model.state_dict()), "is freed": True, "assigned": True}
 
 
 def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
@@ -230,10 +230,12 @@ def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
             set_sync(step != "accumulated" or part == 1)
             losses = [_loss(model, 2 * number + part, rank, step) for rank in ranks]
             torch.stack(losses).mean().backward()
-        gradients.append({name: full_value(each.grad).cpu() for name, each in model.named_parameters()})
+        gradients.append(
+            {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
+        )
         optimizer.step()
         optimizer.zero_grad()
-    after = {name: full_value(each).cpu() for name, each in model.named_parameters()}
+    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
     return {"gradients": gradients, "after": after}
 
 

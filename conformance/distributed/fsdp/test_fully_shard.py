@@ -51,7 +51,7 @@ def assert_trains(
 @clause("distributed.fsdp.fully_shard.trains")
 @share_of_examples(0.4)
 @given(training=sharded_trainings())
-def test_trains(twins: Twins, training: ShardedTraining) -> None:
+def test_training_matches_torch_and_unsharded(twins: Twins, training: ShardedTraining) -> None:
     assert_trains(twins, training)
 
 
@@ -91,7 +91,7 @@ def test_reshards_to_fewer_ranks(twins_of: TwinsOf, all_ranks: int, size: int, d
 @clause("distributed.fsdp.fully_shard.ignored_params")
 @share_of_examples(0.2)
 @given(training=sharded_trainings(ignores=True, units=("root", "leaves", "nested")))
-def test_what_is_ignored_stays_each_ranks_own(twins: Twins, training: ShardedTraining) -> None:
+def test_ignored_parameters_stay_local(twins: Twins, training: ShardedTraining) -> None:
     assert_trains(twins, training)
 
 

@@ -25,7 +25,7 @@ from conformance.judge.outcome import observe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sums_alone", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_hooks_and_communication_get_what_torchs_do(
+def test_hooks_and_user_communication_get_same_inputs_as_in_torch(
     sites: Sites, dtype: torch.dtype, sums_alone: bool, own: bool
 ) -> None:
     sites.agree(cases.hooked, dtype=dtype, sums_alone=sums_alone, own=own)
@@ -33,7 +33,7 @@ def test_hooks_and_communication_get_what_torchs_do(
 
 @clause("distributed.fsdp.fully_shard.reduction")
 @pytest.mark.world_sizes(fewest=2)
-def test_an_all_gather_of_ones_own_gets_what_torchs_does(sites: Sites) -> None:
+def test_user_all_gather_gets_same_inputs_as_in_torch(sites: Sites) -> None:
     sites.agree(cases.gathered_by_own)
 
 
@@ -44,18 +44,18 @@ def test_offloaded_shards_are_pinned(sites: Sites, device: str, pins: bool) -> N
         unavailable("an accelerator")
     (actual, *_) = sites.agree(cases.pinned, pins=pins)
     assert set(actual.value.pop("waits", [0])) == {0}
-    assert {each for where in actual.value.values() for each in where} == {pins}, actual.value
+    assert {is_pinned for where in actual.value.values() for is_pinned in where} == {pins}, actual.value
 
 
 @clause("distributed.fsdp.fully_shard.offloaded_and_changed")
 @pytest.mark.deviation("fully_shard.offloaded_and_changed")
-def test_what_offloaded_parameters_made_stays(sites: Sites, device: str) -> None:
+def test_output_is_unaffected_by_later_writes_to_offloaded_parameters(sites: Sites, device: str) -> None:
     if device == "cpu":
         unavailable("an accelerator")
     sites.deviate(
         cases.changed_behind,
-        torch_does=lambda seen: not all(each.value for each in seen),
-        we_do=lambda seen: all(each.value for each in seen),
+        torch_does=lambda outcomes: not all(outcome.value for outcome in outcomes),
+        we_do=lambda outcomes: all(outcome.value for outcome in outcomes),
         may_agree=True,  # unless copies end after the host writes
     )
 
@@ -63,63 +63,66 @@ def test_what_offloaded_parameters_made_stays(sites: Sites, device: str) -> None
 @clause("distributed.fsdp.fully_shard.without_accelerator")
 @pytest.mark.deviation("fully_shard.without_accelerator")
 @pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize("what", ["pinned", "divided"])
-def test_what_torch_has_accelerators_do(sites: Sites, device: str, what: str) -> None:
+@pytest.mark.parametrize("feature", ["pinned", "divided"])
+def test_accelerator_features_work_on_cpu(sites: Sites, device: str, feature: str) -> None:
     if torch.accelerator.is_available() or device != "cpu":
         unavailable("a machine without an accelerator")
     gradient = torch.arange(1.0, 4.0).repeat(2, 1)
-    expected = observe(lambda: gradient * sites.world_size / 3 if what == "divided" else gradient)
-    sites.deviate_by_hand(expected, cases.without_accelerator, what=what)
+    expected = observe(lambda: gradient * sites.world_size / 3 if feature == "divided" else gradient)
+    sites.deviate_by_hand(expected, cases.without_accelerator, feature=feature)
 
 
 @clause("distributed.fsdp.fully_shard.without_elements")
 @pytest.mark.deviation("fully_shard.without_elements")
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize(("shape", "dim"), [((0, 4), 0), ((4, 0), 0), ((0, 4), 1)])
-def test_a_parameter_may_have_no_elements(
+def test_parameter_without_elements_trains(
     sites: Sites, shape: tuple[int, ...], dim: int, has_weight: bool
 ) -> None:
     expected = observe(cases.without_elements_by_hand, shape, has_weight)
-    asked = {"shape": shape, "dim": dim, "has_weight": has_weight}
+    arguments = {"shape": shape, "dim": dim, "has_weight": has_weight}
     words = (RuntimeError, "_chunk_cat") if dim == 0 else (AssertionError, "requires even sharding")
-    sites.deviate_by_hand(expected, cases.without_elements, torch_does=raises(*words), **asked)
+    sites.deviate_by_hand(expected, cases.without_elements, torch_does=raises(*words), **arguments)
 
 
 @clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
-def test_what_no_backward_used_is_gathered_again(sites: Sites) -> None:
+def test_unit_unused_by_backward_is_gathered_again(sites: Sites) -> None:
     sites.agree(cases.gathered_for_no_backward)
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
 @pytest.mark.deviation("fully_shard.stepped_before_backward")
 @pytest.mark.parametrize(
-    ("kept", "how"), [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})]
+    ("stays_unsharded", "how"),
+    [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})],
 )
-def test_a_backward_does_not_read_what_was_stepped_since(
-    sites: Sites, kept: bool, how: dict[str, bool]
-) -> None:
+def test_backward_after_step_raises(sites: Sites, stays_unsharded: bool, how: dict[str, bool]) -> None:
     sites.deviate(
         graph_cases.stepped_before_backward,
-        kept=kept,
+        stays_unsharded=stays_unsharded,
         how=how,
         we_do=raises(RuntimeError, "has been modified by an inplace operation"),
     )
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
-@pytest.mark.parametrize("what", [{"only": "inner.bias"}, {"cleared": True}], ids=["unread", "nothing"])
-@pytest.mark.parametrize("kept", [False, True])
-def test_what_a_backward_does_not_read_may_be_stepped(sites: Sites, kept: bool, what: dict[str, Any]) -> None:
-    sites.agree(graph_cases.stepped_before_backward, kept=kept, how={"foreach": True}, **what)
+@pytest.mark.parametrize("options", [{"only": "inner.bias"}, {"cleared": True}], ids=["unread", "nothing"])
+@pytest.mark.parametrize("stays_unsharded", [False, True])
+def test_step_of_parameters_unread_by_backward_is_allowed(
+    sites: Sites, stays_unsharded: bool, options: dict[str, Any]
+) -> None:
+    sites.agree(
+        graph_cases.stepped_before_backward, stays_unsharded=stays_unsharded, how={"foreach": True}, **options
+    )
 
 
 @clause("distributed.fsdp.fully_shard.cast_between")
 @pytest.mark.deviation("fully_shard.cast_between")
-@pytest.mark.parametrize("kept", [False, True])
-def test_cast_between_forward_and_backward_is_an_error(sites: Sites, kept: bool) -> None:
+@pytest.mark.parametrize("stays_unsharded", [False, True])
+def test_cast_between_forward_and_backward_is_an_error(sites: Sites, stays_unsharded: bool) -> None:
     sites.deviate(
         graph_cases.cast_between,
-        kept=kept,
+        stays_unsharded=stays_unsharded,
         torch_does=each(lambda outcome: outcome["next forward"].startswith("RuntimeError")),
         we_do=each(
             lambda outcome: (
@@ -133,9 +136,9 @@ def test_cast_between_forward_and_backward_is_an_error(sites: Sites, kept: bool)
 @clause("distributed.fsdp.fully_shard.plain_in_its_place")
 @pytest.mark.deviation("fully_shard.plain_in_its_place")
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_whole_parameter_in_a_sharded_ones_place(sites: Sites, trained: bool) -> None:
+def test_plain_parameter_in_place_of_sharded_one_is_refused(sites: Sites, trained: bool) -> None:
     def says(*words: str) -> Callable[[RankOutcomes], bool]:
-        return lambda seen: all(all(word in str(one.value) for word in words) for one in seen)
+        return lambda outcomes: all(all(word in str(outcome.value) for word in words) for outcome in outcomes)
 
     sites.deviate(
         graph_cases.plain_in_its_place,
@@ -167,7 +170,7 @@ def test_no_sync_adds_up_gradients_unreduced(sites: Sites) -> None:
 @clause("distributed.fsdp.fully_shard.data_assigned")
 @pytest.mark.deviation("fully_shard.data_assigned")
 def test_assignment_to_data_warns(sites: Sites) -> None:
-    def is_told(value: Any) -> bool:
+    def is_warned(value: Any) -> bool:
         names = ["0.inner.weight", "1.inner.weight", "2.inner.weight"]
         warned = value["warned"]
         return len(warned) == 3 and all(name in text for name, text in zip(names, warned, strict=True))
@@ -176,7 +179,7 @@ def test_assignment_to_data_warns(sites: Sites) -> None:
         graph_cases.data_assigned,
         how="assigned",
         torch_does=each(lambda value: not value["warned"]),
-        we_do=each(is_told),
+        we_do=each(is_warned),
     )
 
 
@@ -217,14 +220,14 @@ def test_forward_after_gradients_of_original_parameters_by_inputs_warns(sites: S
 
 
 def _warns_without_gradients(sites: Sites, **arguments: Any) -> None:
-    def is_told(value: Any) -> bool:
+    def is_warned(value: Any) -> bool:
         return len(value["warned"]) == 1 and "call loss.backward()" in value["warned"][0]
 
     sites.deviate(
         graph_cases.gradients_by_inputs,
         **arguments,
         torch_does=each(lambda value: value == {"warned": [], "grads": 0}),
-        we_do=each(is_told),
+        we_do=each(is_warned),
     )
 
 
@@ -277,13 +280,13 @@ def test_hooks_on_gradients_of_sharded_parameters_run(sites: Sites, before: bool
 
 
 @clause("distributed.fsdp.failures.in_a_forward")
-def test_what_a_forward_raises_behind_a_backward_inside_it(sites: Sites) -> None:
+def test_forward_error_after_inner_backward_matches_torch(sites: Sites) -> None:
     sites.agree(graph_cases.raised_behind_an_inner_backward)
 
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")
 @pytest.mark.world_sizes(fewest=2)
-def test_what_one_rank_keeps_for_itself_changes_no_order(sites: Sites) -> None:
+def test_output_kept_by_one_rank_keeps_collective_order(sites: Sites) -> None:
     sites.agree(graph_cases.kept_by_one_rank)
 
 
@@ -294,9 +297,9 @@ def test_forwards_alone_leave_nothing(sites: Sites) -> None:
 
 @clause("distributed.fsdp.fully_shard.kept_for_backward")
 @pytest.mark.parametrize("rows", [13, 5])
-def test_what_is_kept_for_a_backward_ends_in_zeros(sites_of: TwinsOf, rows: int) -> None:
-    seen = sites_of(4).agree(cases.kept_for_backward, rows=rows)
-    assert seen[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0
+def test_shards_kept_for_backward_are_padded_with_zeros(sites_of: TwinsOf, rows: int) -> None:
+    outcomes = sites_of(4).agree(cases.kept_for_backward, rows=rows)
+    assert outcomes[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0
 
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
@@ -307,29 +310,29 @@ def test_blocks_may_be_compiled(sites: Sites, how: str) -> None:
 
 @clause("distributed.fsdp.fully_shard.transforms")
 @pytest.mark.parametrize("how", ["vjp", "jvp", "grad"])
-def test_a_model_is_differentiated_by_transforms(sites: Sites, how: str) -> None:
+def test_transforms_differentiate_sharded_model(sites: Sites, how: str) -> None:
     sites.agree(cases.transformed, how=how)
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.parametrize("keeps", [False, True])
-def test_the_loss_may_call_a_part(sites: Sites, keeps: bool) -> None:
+def test_chunked_loss_calls_head_unit(sites: Sites, keeps: bool) -> None:
     sites.agree(cases.in_chunks, keeps=keeps)
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.deviation("fully_shard.root_behind_a_part")
-def test_the_root_moves_inputs_behind_a_part(sites: Sites) -> None:
+def test_root_moves_inputs_after_call_of_submodule(sites: Sites) -> None:
     sites.deviate(
         cases.evaluated_again,
         torch_does=raises(RuntimeError, "Expected all tensors to be on the same device"),
-        we_do=lambda seen: all(one.raised is None for one in seen),
+        we_do=lambda outcomes: all(outcome.raised is None for outcome in outcomes),
         may_agree=True,  # torch agrees if the inputs are on the CPU
     )
 
 
 @clause("distributed.fsdp.fully_shard.replicated")
-def test_what_is_around_may_be_replicated(sites: Sites) -> None:
+def test_model_around_units_is_replicated(sites: Sites) -> None:
     sites.agree(cases.replicated)
 
 

@@ -35,7 +35,7 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
     return UnitCall(method, unit, arguments)
 
 
-def seen_by(
+def outcomes_of(
     twins: Twins, library: Library, calls: Sequence[UnitCall], *, sharding: Sharding = LEAVES, **how: Any
 ) -> RankOutcomes:
     return run_on_ranks(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
@@ -46,26 +46,26 @@ def played(
     calls: Sequence[UnitCall],
     *,
     names_groups: bool = False,
-    gathers_anew: bool = True,
+    gathers_again: bool = True,
     **how: Any,
 ) -> tuple[list[Trace], list[Trace]]:
     """Compare the calls. They must send at most as much as torch's. Return the traces of both libraries' ranks.
 
     Args:
         names_groups: whether new ranks run the calls, because groups are named by their members, only once each.
-        gathers_anew: whether units that stay unsharded after an evaluation may be gathered again in the next forward.
+        gathers_again: whether units that stay unsharded after an evaluation may be gathered again in the next forward.
     """
-    seen, traces = [], []
+    outcomes, traces = [], []
     for library in (twins.reference, twins.subject):
         if names_groups:
             twins.pool.kill()
-        seen.append(seen_by(twins, library, calls, **how))
+        outcomes.append(outcomes_of(twins, library, calls, **how))
         traces.append([list(trace) for trace in twins.pool.traces])
-    assert_ranks_agree(*seen)
-    values_of(seen[1])
-    if not are_at_most(traces[1], traces[0]) and gathers_anew:
+    assert_ranks_agree(*outcomes)
+    values_of(outcomes[1])
+    if not are_at_most(traces[1], traces[0]) and gathers_again:
         # Deviation fully_shard.written_after_evaluation: units kept after an evaluation may be gathered again.
-        seen_by(twins, twins.reference, _resharded_after_evaluations(calls), **how)
+        outcomes_of(twins, twins.reference, _resharded_after_evaluations(calls), **how)
         traces[0] = [list(trace) for trace in twins.pool.traces]
     assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
     return traces[0], traces[1]
@@ -179,7 +179,7 @@ _AFTER_FORWARD, _AFTER_BACKWARD = "set_reshard_after_forward", "set_reshard_afte
     ids=["never", "always", "the root", "a unit", "no bool", "backward", "backward of the root", "backward of a unit"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_reshards_when_it_is_told(twins: Twins, calls: Sequence[UnitCall]) -> None:
+def test_reshard_settings_take_effect(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -201,7 +201,7 @@ _TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_b
     ids=["by default", "forward", "forward of the root", "backward", "backward of the root", "refused", "not needed"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_units_are_gathered_when_torchs_are(twins: Twins, calls: Sequence[UnitCall]) -> None:
+def test_units_are_gathered_at_same_time_as_in_torch(twins: Twins, calls: Sequence[UnitCall]) -> None:
     """The traces contain a barrier before each unit computes."""
     for expected, actual in zip(*played(twins, calls), strict=True):
         assert gathers_before_barriers(actual) == gathers_before_barriers(expected), (
@@ -232,7 +232,7 @@ _GATHER, _SCATTER = "set_custom_all_gather", "set_custom_reduce_scatter"
     ids=["factors", "hooks", "of one's own", "event", "event of a stream", "memory"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_reduces_as_it_is_told(twins: Twins, calls: Sequence[UnitCall]) -> None:
+def test_reduction_settings_take_effect(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -272,24 +272,29 @@ def test_inputs_of_reductions_may_wait(twins: Twins) -> None:
 @clause("distributed.fsdp.fully_shard.symmetric_memory")
 @pytest.mark.deviation("fully_shard.symmetric_memory")
 @pytest.mark.world_sizes(fewest=2)
-def test_memory_that_there_is_not_is_refused_at_the_call(twins: Twins) -> None:
+def test_missing_symmetric_memory_is_refused_at_the_call(twins: Twins) -> None:
     """Training continues as if the method had not been called. torch does so too if it was built without NCCL."""
 
     def probe(library: Library, *before: UnitCall) -> list[Any]:
-        seen = seen_by(twins, library, (*before, *TRAIN))
-        return [one.raised or (one.value["seen"][0]["made"], one.value["held"]) for one in seen]
+        outcomes = outcomes_of(twins, library, (*before, *TRAIN))
+        return [
+            outcome.raised or (outcome.value["seen"][0]["made"], outcome.value["held"])
+            for outcome in outcomes
+        ]
 
-    asked = setting("set_symm_mem_for_comm", backend="NCCL")
+    request = setting("set_symm_mem_for_comm", backend="NCCL")
     refusal = "RuntimeError: SymmetricMemory does not find allocation backend NCCL"
     expected = [(refusal, held) for _, held in probe(twins.reference)]
     twins.judge(
-        lambda library: probe(library, asked), we_do=lambda seen: does_as(expected, seen), may_agree=True
+        lambda library: probe(library, request),
+        we_do=lambda result: does_as(expected, result),
+        may_agree=True,
     )
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
 @pytest.mark.world_sizes(fewest=2)
-def test_communication_of_ones_own_is_for_one_mesh(twins: Twins) -> None:
+def test_user_communication_applies_to_one_mesh(twins: Twins) -> None:
     """The first unit holds a matrix, which is on a mesh with replicas. The second unit holds no matrix."""
     calls = (
         setting(_GATHER, 0, comm="an all-gather"),
@@ -302,7 +307,7 @@ def test_communication_of_ones_own_is_for_one_mesh(twins: Twins) -> None:
 
 @clause("distributed.fsdp.fully_shard.reduction_of_replicas")
 @pytest.mark.world_sizes(fewest=2)
-def test_replicas_reduce_as_they_are_told(twins: Twins) -> None:
+def test_reduction_settings_of_replicas_take_effect(twins: Twins) -> None:
     hook = {"hook": "a doubling hook"}
     calls = (
         setting("set_all_reduce_hook", **hook),
@@ -322,20 +327,20 @@ def assert_leaves(
 
     def probe(library: Library, calls: Sequence[UnitCall] = calls) -> list[Any]:
         return [
-            one
-            if one.raised is not None
-            else replace(one, value=[one.value["seen"][0]["made"], one.value["held"]])
-            for one in seen_by(twins, library, calls, sharding=sharding)
+            outcome
+            if outcome.raised is not None
+            else replace(outcome, value=[outcome.value["seen"][0]["made"], outcome.value["held"]])
+            for outcome in outcomes_of(twins, library, calls, sharding=sharding)
         ]
 
     expected = probe(twins.reference, like)
-    twins.judge(probe, we_do=lambda seen: does_as(expected, seen))
+    twins.judge(probe, we_do=lambda result: does_as(expected, result))
 
 
 @clause("distributed.fsdp.fully_shard.gathered_in_vain")
 @pytest.mark.deviation("fully_shard.gathered_in_vain")
 @pytest.mark.world_sizes(fewest=2)
-def test_what_was_gathered_in_vain_is_gathered_again(twins: Twins) -> None:
+def test_unused_prefetch_is_gathered_again(twins: Twins) -> None:
     """The prefetched unit had already run in this forward, and no backward follows."""
     calls = (setting(_TO_FORWARD, 3, modules=[1]), LOOK, UnitCall("load"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
@@ -354,8 +359,8 @@ def test_what_was_gathered_in_vain_is_gathered_again(twins: Twins) -> None:
     ids=["kept", "by hand", "ahead"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_what_is_unsharded_over_a_step_has_what_was_stepped(twins: Twins, calls: Sequence[UnitCall]) -> None:
-    like = [one for one in calls if one in TRAIN]
+def test_unit_unsharded_during_step_gets_stepped_values(twins: Twins, calls: Sequence[UnitCall]) -> None:
+    like = [call for call in calls if call in TRAIN]
     then = (FORWARD, BACKWARD, UnitCall("step of shards"))
     assert_leaves(twins, (*calls, *then), (*like, *then))
 
@@ -363,7 +368,7 @@ def test_what_is_unsharded_over_a_step_has_what_was_stepped(twins: Twins, calls:
 @clause("distributed.fsdp.fully_shard.factor_of_one_rank")
 @pytest.mark.deviation("fully_shard.factor_of_one_rank")
 @pytest.mark.world_sizes(fewest=2)
-def test_a_factor_divides_once_where_one_rank_has_all(twins: Twins) -> None:
+def test_divide_factor_applies_once_on_single_rank(twins: Twins) -> None:
     """Run in float64. By default, gradients are divided by the number of ranks."""
     calls = (setting("unshard"), setting(_FACTOR, factor=float(twins.world_size)), *TRAIN)
     like = (setting("unshard"), *TRAIN)
@@ -372,7 +377,7 @@ def test_a_factor_divides_once_where_one_rank_has_all(twins: Twins) -> None:
 
 @clause("distributed.fsdp.fully_shard.sums_alone")
 @pytest.mark.world_sizes(fewest=2)
-def test_sums_alone_where_it_is_told(twins: Twins) -> None:
+def test_forced_sum_reduction_only_sums(twins: Twins) -> None:
     """Run in float32, where torch lets the collective average by default."""
     force = [setting("set_force_sum_reduction_for_comms", unit, enable=True) for unit in range(ROOT + 1)]
     for trace in played(twins, (*force, *TRAIN), tree=FLOAT32)[1]:
@@ -411,7 +416,7 @@ def test_gradients_go_by_a_group_of_their_own(twins: Twins) -> None:
     ids=["forward", "no root", "without need", "gradients"],
 )  # fmt: skip
 @pytest.mark.world_sizes(fewest=2)
-def test_goes_on_behind_an_exception(twins: Twins, calls: Sequence[UnitCall]) -> None:
+def test_training_continues_after_exception(twins: Twins, calls: Sequence[UnitCall]) -> None:
     played(twins, calls)
 
 
@@ -442,7 +447,7 @@ def test_gradients_that_were_not_synchronised_are_gone(twins: Twins) -> None:
 
 @clause("distributed.fsdp.fully_shard.reset_before_all")
 @pytest.mark.deviation("fully_shard.reset_before_all")
-def test_there_may_be_nothing_to_reset(twins: Twins) -> None:
+def test_reset_before_first_forward_is_allowed(twins: Twins) -> None:
     calls = (setting("reset_iter_state"), *TRAIN)
     harmless = setting("set_is_last_backward", is_last_backward=True)
     assert_leaves(twins, calls, (harmless, *TRAIN))
@@ -471,14 +476,14 @@ def test_parameters_may_be_replaced(twins: Twins, calls: Sequence[UnitCall]) -> 
 def test_units_kept_by_the_user_are_gathered_once_for_evaluations(twins: Twins) -> None:
     unshards = [setting("unshard", unit) for unit in range(ROOT + 1)]
     calls = (*unshards, LOOK, LOOK, LOOK, *TRAIN)
-    played(twins, calls, sharding=Sharding(reshard_after_forward=False), gathers_anew=False)
+    played(twins, calls, sharding=Sharding(reshard_after_forward=False), gathers_again=False)
 
 
 @clause("distributed.fsdp.fully_shard.any_order")
 @share_of_examples(0.7)
 @given(data=st.data())
-def test_in_any_order(twins: Twins, data: st.DataObject) -> None:
-    # On a single rank, torch divides twice: test_a_factor_divides_once_where_one_rank_has_all.
+def test_calls_in_any_order_match_torch(twins: Twins, data: st.DataObject) -> None:
+    # On a single rank, torch divides twice: test_divide_factor_applies_once_on_single_rank.
     factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
     sharding, calls = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
     played(twins, calls, sharding=sharding)

@@ -23,13 +23,13 @@ from conformance.judge.surface import is_torch_in
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.parametrize("way", cases.WAYS)
-def test_refuses(sites: Sites, way: str) -> None:
+def test_invalid_arguments_are_refused(sites: Sites, way: str) -> None:
     sites.agree(cases.refused, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fully_shard.later_refusals")
 @pytest.mark.parametrize("way", cases.LATER_WAYS)
-def test_refuses_what_torch_once_took(sites: Sites, way: str) -> None:
+def test_arguments_that_older_torch_took_are_refused(sites: Sites, way: str) -> None:
     sites.agree(cases.refused, may_raise=True, way=way)
 
 
@@ -41,20 +41,20 @@ def test_refuses_uneven_columns(sites: Sites) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.module_class")
-def test_modules_get_a_class_of_their_own(sites: Sites) -> None:
+def test_sharded_modules_get_new_class(sites: Sites) -> None:
     sites.agree(cases.attributes)
 
 
 @clause("distributed.fsdp.fully_shard.named_by_modules")
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("gives", ["fewer", "others"])
-def test_modules_say_what_their_parameters_are(sites: Sites, gives: str, around: bool) -> None:
+def test_named_parameters_override_selects_parameters(sites: Sites, gives: str, around: bool) -> None:
     (actual, *_) = sites.agree(cases.adapted, gives=gives, around=around, may_raise=True)
     assert (actual.raised is None) == (gives == "fewer"), actual.raised
 
 
 @clause("distributed.fsdp.fully_shard.state")
-def test_tells_what_it_keeps_of_a_module(sites: Sites) -> None:
+def test_state_function_returns_module_state(sites: Sites) -> None:
     sites.agree(cases.states)
 
 
@@ -83,7 +83,7 @@ def test_begins_on_the_meta_device(sites: Sites, materialises: str) -> None:
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.deviation("fully_shard.refused_first_forward")
-def test_trains_behind_a_forward_that_came_too_early(sites: Sites) -> None:
+def test_training_continues_after_too_early_forward(sites: Sites) -> None:
     expected = observe(lambda: {"refused": True, "output": torch.full((1, 2), 4.0)})
     sites.deviate_by_hand(expected, cases.materialised_late)
 
@@ -135,7 +135,7 @@ def test_two_models_share(sites: Sites) -> None:
     "policies",
     [
         pytest.param("", id="plain"),
-        *(pytest.param(one, marks=pytest.mark.profile("full")) for one in ("mixed", "offloaded")),
+        *(pytest.param(policy, marks=pytest.mark.profile("full")) for policy in ("mixed", "offloaded")),
     ],
 )
 @pytest.mark.world_sizes(fewest=2)
@@ -150,9 +150,9 @@ def test_shards_over_named_dimensions(
     world_size: int,
 ) -> None:
     twins = twins_of(math.prod(sizes))
-    asked = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
+    arguments = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
     expected, actual = (
-        run_on_ranks(twins.pool, library, "fully_shard_construct_cases:on_whole_mesh", **asked)
+        run_on_ranks(twins.pool, library, "fully_shard_construct_cases:on_whole_mesh", **arguments)
         for library in (twins.reference, twins.subject)
     )
     assert_ranks_agree(expected, actual)
@@ -168,8 +168,8 @@ def test_copies_have_no_placement(sites: Sites) -> None:
 @clause("distributed.fsdp.fully_shard.settings_of_copies")
 @pytest.mark.deviation("fully_shard.settings_of_copies")
 @pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
-def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) -> None:
-    def torch_does(seen: RankOutcomes) -> bool:
+def test_shard_settings_of_replicas_are_refused(sites: Sites, method: str) -> None:
+    def torch_does(outcomes: RankOutcomes) -> bool:
         is_silent = method == "set_reshard_after_forward"
         words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
         # If torch's error has no text, torch has already changed the root, which by default stays unsharded.
@@ -177,20 +177,20 @@ def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) ->
             refused.startswith(f"AssertionError: {words}")
             and (refused == "AssertionError: ") is is_silent
             and ("Shard" in shown["0.weight"]) is is_silent
-            for refused, shown in values_of(seen)
+            for refused, shown in values_of(outcomes)
         )
 
-    def we_do(seen: RankOutcomes) -> bool:
+    def we_do(outcomes: RankOutcomes) -> bool:
         names = "2.weight, 2.bias"
         # The root stays unsharded, as by default.
         return all(
             refused.startswith(f"AssertionError: {method}() reached {names}, for which")
             and "Shard" not in shown["0.weight"]
-            for refused, shown in values_of(seen)
+            for refused, shown in values_of(outcomes)
         )
 
-    asked = {"method": method, "argument": True}
-    sites.deviate(cases.settings_of_copies, **asked, torch_does=torch_does, we_do=we_do)
+    arguments = {"method": method, "argument": True}
+    sites.deviate(cases.settings_of_copies, **arguments, torch_does=torch_does, we_do=we_do)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
@@ -198,13 +198,13 @@ def test_what_is_about_shards_is_refused_of_copies(sites: Sites, method: str) ->
     ("kind", "policy"), [("Halved", {}), ("Halved", {"param_dtype": torch.float32}), ("Quantised", {})]
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_tensors_say_how_they_are_gathered(sites: Sites, kind: str, policy: dict[str, Any]) -> None:
+def test_extension_hooks_control_gathering(sites: Sites, kind: str, policy: dict[str, Any]) -> None:
     sites.agree(extension_cases.extended, kind=kind, policy=policy)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.parametrize("kind", ["OneMethod", "TwoArguments"])
-def test_refuses_half_an_extension(sites: Sites, kind: str) -> None:
+def test_incomplete_extension_is_refused(sites: Sites, kind: str) -> None:
     (actual, *_) = sites.agree(extension_cases.extended, may_raise=True, kind=kind)
     assert actual.raised is not None
 
@@ -241,11 +241,11 @@ def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: st
 
 @clause("distributed.fsdp.fully_shard.extensions_of_one_rank")
 @pytest.mark.deviation("fully_shard.extensions_of_one_rank")
-def test_one_rank_is_handed_all_that_is_gathered(sites_of: TwinsOf) -> None:
+def test_extension_hooks_run_on_single_rank(sites_of: TwinsOf) -> None:
     """Train in float64, because the float32 halves of the extension lose precision."""
     expected = extension_cases.extended_by_hand()
     sites_of(1).deviate(
         extension_cases.extended,
         kind="Halved",
-        we_do=each(lambda one: does_as(expected, one["losses"][0].values)),
+        we_do=each(lambda value: does_as(expected, value["losses"][0].values)),
     )

@@ -115,12 +115,12 @@ def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
 def test_computes_reduces_and_steps_by_parameter(
     sites: Sites, everywhere: Dtypes, apart: Mapping[str, Dtypes]
 ) -> None:
-    expected, found = (
+    expected, actual = (
         sites.of_subject(asks, everywhere=everywhere, apart=apart)
         for asks in (cases.by_policy_by_hand, cases.by_policy)
     )
-    assert_ranks_agree(expected, found)
-    values_of(found)
+    assert_ranks_agree(expected, actual)
+    values_of(actual)
 
 
 @clause("distributed.fsdp.fully_shard.param_dtype_override")
@@ -145,26 +145,26 @@ def test_invalid_dtype_override_raises(sites: Sites, returned: object) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.masters")
-def test_masters_are_not_lost_in_silence(sites: Sites) -> None:
-    found, *_ = values_of(sites.of_subject(cases.lost_masters))
-    assert found["loaded"] == [str(FULL)]
-    assert found["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
-    assert found["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
-    assert "router.weight" not in found["partly"]
-    assert found["reloaded"] is None
-    assert found["into low"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
-    assert found["cast"].startswith("RuntimeError")
-    assert "router.weight" in found["cast"]
-    assert "inner.weight" not in found["cast"]
-    assert found["narrow"].startswith("ValueError")
-    assert "norm.weight" in found["narrow"]
+def test_lost_masters_raise(sites: Sites) -> None:
+    reported, *_ = values_of(sites.of_subject(cases.lost_masters))
+    assert reported["loaded"] == [str(FULL)]
+    assert reported["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
+    assert reported["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
+    assert "router.weight" not in reported["partly"]
+    assert reported["reloaded"] is None
+    assert reported["into low"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
+    assert reported["cast"].startswith("RuntimeError")
+    assert "router.weight" in reported["cast"]
+    assert "inner.weight" not in reported["cast"]
+    assert reported["narrow"].startswith("ValueError")
+    assert "norm.weight" in reported["narrow"]
 
 
 @clause("distributed.fsdp.fully_shard.param_precisions")
-def test_reports_what_each_parameter_has(sites: Sites) -> None:
-    found, *_ = values_of(sites.of_subject(cases.reported))
-    for name, has in found["wrapped"].items():
+def test_param_precisions_reports_each_parameter(sites: Sites) -> None:
+    reported, *_ = values_of(sites.of_subject(cases.reported))
+    for name, has in reported["wrapped"].items():
         own = torch.float64 if name.startswith("inner") else FULL
         assert has == str((LOW, FULL, own)), name
-        assert found["plain"][name] == str((own, None, own)), name
-    assert len(found["plain"]) == len(found["wrapped"]) == 6
+        assert reported["plain"][name] == str((own, None, own)), name
+    assert len(reported["plain"]) == len(reported["wrapped"]) == 6

@@ -16,7 +16,7 @@ from conformance.judge.outcome import observe
 
 def refuses(words: str) -> Callable[[RankOutcomes], bool]:
     """Return a check whether every rank reports an error that begins with these words."""
-    return lambda seen: all(str(one.value).startswith(words) for one in seen)
+    return lambda outcomes: all(str(outcome.value).startswith(words) for outcome in outcomes)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -41,7 +41,7 @@ def test_tied_weights_stay_tied(sites: Sites, units: tuple[str, ...]) -> None:
 
 @clause("distributed.fsdp.fully_shard.tied_in_two_models")
 @pytest.mark.deviation("fully_shard.tied_in_two_models")
-def test_models_do_not_part_in_silence(sites: Sites) -> None:
+def test_tying_across_models_is_refused(sites: Sites) -> None:
     sites.deviate(cases.tied_in_two_models, we_do=refuses("ValueError"))
 
 
@@ -92,6 +92,6 @@ def test_prefetching_gathers_what_others_own(sites: Sites) -> None:
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("differs", ["param_dtype", "reduce_dtype"])
-def test_one_parameter_has_one_precision(sites: Sites, differs: str) -> None:
+def test_tied_parameter_with_two_precisions_is_refused(sites: Sites, differs: str) -> None:
     named = "ValueError: weight was sharded by an earlier call, as weight: to compute in torch.float64"
     sites.deviate(cases.of_other_dtypes, **{differs: torch.float32}, we_do=refuses(named))
