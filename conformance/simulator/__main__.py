@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from conformance.simulator import Unavailable, enable
-from conformance.simulator.script import Difference, ScheduledRun, Script, differences, run
+from conformance.simulator.script import Difference, ScheduledRun, Script, differences, import_shared, run
 
 USAGE_ERROR = 2
 
@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (Unavailable, RuntimeError) as error:
         return _refuse(str(error))
     script = Script(asked.script, tuple(words[split + 1 :]), asked.ranks, asked.timeout)
+    import_shared(script)  # for a replay too, so that garbage is collected at the same points
     if asked.seed is not None:
         return _replay(script, asked.seed)
     return _compare(script, range(1, asked.seeds), asked.jobs)

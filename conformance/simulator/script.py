@@ -6,9 +6,11 @@ import concurrent.futures
 import contextlib
 import gc
 import hashlib
+import importlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -95,6 +97,15 @@ def differences(reference: ScheduledRun, course: ScheduledRun) -> list[Differenc
     return found
 
 
+def import_shared(script: Script) -> None:
+    """Import Dynamo once for all schedules, because optimizers and process groups import it, which takes seconds.
+
+    Dynamo reads its environment variables when it is imported, so a script that names one imports Dynamo itself.
+    """
+    if not re.search(r"[\"']TORCH", Path(script.path).read_text(errors="replace")):
+        importlib.import_module("torch._dynamo")
+
+
 def run(script: Script, seeds: list[int], jobs: int) -> list[ScheduledRun]:
     """The courses of a script under `seeds`, in their order, `jobs` at a time."""
     with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool, tempfile.TemporaryDirectory() as folder:
@@ -172,7 +183,10 @@ def _redirect(output: Path, errors: Path) -> None:
 
 def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
     torch.set_num_threads(1)
-    gc.collect()  # else what was counted before the fork decides when cycles, and their tensors, are freed
+    # Forget what was counted before the fork, which would decide when cycles, and their tensors, are freed. Collections
+    # need not visit the objects of the parent.
+    gc.freeze()
+    gc.collect()
     saved: dict[str, str] = {}
     _watch_saving(saved, folder)
     log_hazards()
