@@ -48,7 +48,8 @@ _LAST_FRAME = b'  File "<string>", line 1 in <module>\n'
 
 
 @functools.cache
-def _fork_server() -> ForkServerContext:
+def fork_server() -> ForkServerContext:
+    """Return the context whose processes are forks of a server that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     # A new process imports its parent's main module, which under `python -m pytest` is pytest.
     mains = ["pytest"] if "pytest" in sys.modules else []
@@ -58,7 +59,7 @@ def _fork_server() -> ForkServerContext:
 
 def start_fork_server() -> None:
     """Start the server that ranks are forked from now, so that forks of this process can use it too."""
-    _fork_server()
+    fork_server()
     forkserver.ensure_running()
 
 
@@ -82,7 +83,7 @@ class RankHandle:
 
     @classmethod
     def start(cls, settings: RankSettings) -> RankHandle:
-        context = _fork_server()
+        context = fork_server()
         control, control_end = socket.socketpair()
         output, output_end = context.Pipe(duplex=False)
         stacks, stacks_end = context.Pipe(duplex=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conformance.selftests.simulator_runs import simulate
 from conformance.selftests.test_simulator import ROOT, run
 from conformance.simulator.script import ScheduledRun, differences
 
@@ -50,11 +51,6 @@ with library.FullyShardedDataParallel.summon_full_params(model, writeback=False)
     torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, f"model{dist.get_rank()}.pt")
 dist.destroy_process_group()
 """
-
-
-def simulate(*words: object, cwd: Path) -> tuple[int, str]:
-    ended = run("-m", "conformance.simulator", *words, cwd=cwd)
-    return ended.returncode, ended.stdout + ended.stderr
 
 
 def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
@@ -137,6 +133,19 @@ def test_sharded_training_has_one_result_and_a_seed_one_course(tmp_path: Path) -
     assert "not replayable" not in output
     assert "two runs of the same schedule" not in output
     assert status == 0
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_dynamo_is_imported_once_unless_script_configures_it(tmp_path: Path, disabled: bool) -> None:
+    setting = "os.environ['TORCH_COMPILE_DISABLE'] = '1'\n" if disabled else ""
+    (tmp_path / "dynamo.py").write_text(
+        "import os, sys\n"
+        f"print('torch._dynamo' in sys.modules)\n{setting}"
+        "import torch._dynamo.config\n"
+        "print(torch._dynamo.config.disable)\n"
+    )
+    ended = run("-m", "conformance.simulator", "dynamo.py", "--seed", 1, cwd=tmp_path)
+    assert ended.stdout.splitlines()[:2] == [str(not disabled), str(disabled)]
 
 
 def test_failed_script_is_reported_as_failure(tmp_path: Path) -> None:

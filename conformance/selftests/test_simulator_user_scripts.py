@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from conformance.selftests.simulator_runs import simulate
 from conformance.selftests.test_simulator import ROOT
-from conformance.selftests.test_simulator_script import simulate
 
 pytestmark = pytest.mark.deadline(560.0)
 

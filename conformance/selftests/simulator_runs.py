@@ -1,0 +1,43 @@
+"""Runs of `python -m conformance.simulator` in forks of a process that has imported torch, to save time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from conformance.ranks.handle import fork_server
+from conformance.simulator.__main__ import main
+
+_LIMIT_S = 500.0  # the extension is built, if it is not in the cache
+
+
+def simulate(*words: object, cwd: Path) -> tuple[int, str]:
+    """Return the exit status, and the output followed by the errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("output", "errors")]
+        arguments = [str(word) for word in words]
+        process = fork_server().Process(target=_run_main, args=(arguments, cwd, files))
+        process.start()
+        process.join(_LIMIT_S)
+        if process.exitcode is None:
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+            raise TimeoutError(f"{arguments} did not end in {_LIMIT_S:g} s: {_text_of(files)}")
+        return process.exitcode, _text_of(files)
+
+
+def _text_of(files: list[Path]) -> str:
+    return "".join(file.read_text() for file in files if file.exists())
+
+
+def _run_main(arguments: list[str], cwd: Path, files: list[Path]) -> None:
+    os.setsid()
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+    os.chdir(cwd)
+    sys.path.insert(0, str(cwd))
+    sys.exit(main(arguments))
