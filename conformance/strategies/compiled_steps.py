@@ -100,10 +100,12 @@ class CompiledHarness:
         return self
 
     def values(self) -> dict[str, Any]:
-        """Return parameters, state and groups as the user sees them."""
+        """Return parameters, gradients, state and groups as the user sees them."""
         state = self.optimizer.state
+        gradients = [parameter.grad for parameter in self.parameters]
         return {
             "parameters": [parameter.detach().clone() for parameter in self.parameters],
+            "gradients": [None if gradient is None else gradient.clone() for gradient in gradients],
             "state": [
                 dict(state[param]) if param in state else None
                 for group in self.optimizer.param_groups
