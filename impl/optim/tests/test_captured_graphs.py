@@ -16,9 +16,9 @@ pytestmark = pytest.mark.deadline(560)
 FOLDER = "impl/optim/tests"
 
 
-def run(device: str, *files: str) -> None:
-    """In a process of its own, which the simulated device would keep."""
-    words = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--device", device]
+def run(device: str, profile: str, *files: str) -> None:
+    """Run the files' tests in their own process, because a process keeps the simulated device."""
+    words = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--device", device, "--profile", profile]
     words += [f"{FOLDER}/{file}.py" for file in files]
     ended = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, timeout=540, check=False)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
@@ -31,12 +31,13 @@ def ensure_simulator() -> None:
         unavailable(str(error))
 
 
-def test_steps_that_are_replayed(device: str) -> None:
+def test_steps_that_are_replayed(device: str, pytestconfig: pytest.Config) -> None:
     if device == "cpu":
         ensure_simulator()
-    run(NAME if device == "cpu" else device, "captured_graphs", "captured_graph_lifetimes")
+    profile = pytestconfig.getoption("profile")
+    run(NAME if device == "cpu" else device, profile, "captured_graphs", "captured_graph_lifetimes")
 
 
 def test_each_fault_is_caught() -> None:
     ensure_simulator()
-    run(NAME, "captured_graph_faults")
+    run(NAME, "quick", "captured_graph_faults")
