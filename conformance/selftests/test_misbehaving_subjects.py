@@ -257,7 +257,7 @@ REFUSED = {
     "fails_on_import": "(RuntimeError: not on this machine); fix what raises in `import fails_on_import`",
     "is_not_there.at_all": "(ModuleNotFoundError: No module named 'is_not_there'); expected impl, torch, or an",
     "dies_on_import": "cannot be loaded (importing it ended its process with exit code 0); let the import return",
-    "hangs_on_import": "cannot be loaded (importing it did not end within 5 s); let the import return without waiting",
+    "hangs_on_import": "cannot be loaded (importing it did not end within 2 s); let the import return without waiting",
     "doubles_on_import": "forked the process and returned in both, so every importing program runs twice; let it start",
 }
 
@@ -265,7 +265,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", list(REFUSED))
 @pytest.mark.usefixtures("on_the_path")
 def test_failed_subject_import_is_invalid_input(name: str) -> None:
-    limit_s = 5.0 if name == "hangs_on_import" else trial.IMPORT_S
+    limit_s = 2.0 if name == "hangs_on_import" else trial.IMPORT_S
     with pytest.raises(trial.CannotBeJudged) as caught:
         trial.import_in_subprocess(name, limit_s=limit_s)
     assert REFUSED[name] in str(caught.value)
@@ -306,7 +306,7 @@ def test_missing_device_is_distinguished_from_green(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_the_path")
 def test_module_without_import_leaves_claims_unknown() -> None:
-    assert trial.import_in_subprocess("has_a_hanging_module", limit_s=10.0).claims is None
+    assert trial.import_in_subprocess("has_a_hanging_module", limit_s=5.0).claims is None
 
 
 # By test: what `dies_in_many_ways` does in it is to be killed, to exit as if all were well, to read where nothing is,
