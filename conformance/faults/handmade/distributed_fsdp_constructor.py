@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from conformance.faults.handmade.distributed_fsdp import broken, in_constructor
+from conformance.faults.handmade.nn_utils_clip_grad_dtensor import is_dtensor
 
 Arguments = dict[str, Any]
 
@@ -82,7 +82,7 @@ def _(arguments: Arguments) -> None:
 
 @in_constructor("dealt_twice", "module", "DTensors are taken for plain tensors, and fail later on")
 def _(arguments: Arguments) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in _parameters(arguments)):
+    if any(is_dtensor(parameter) for parameter in _parameters(arguments)):
         raise RuntimeError("as_strided not supported with DTensor")
 
 

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from conformance.faults.fault import Substitute
 from conformance.faults.handmade import nn_utils_clip_grad
 from conformance.faults.handmade.nn_utils_clip_grad import NORM, as_list, coefficient, forgiving, gradients
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 broken = functools.partial(nn_utils_clip_grad.broken, on_ranks=True)
 
 
+def is_dtensor(value: Any) -> bool:
+    # The import takes more than a second in every process of the judge. If a DTensor exists, it has been imported.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def dtensor_gradients(parameters: Any) -> list[DTensor]:
-    return [grad for grad in gradients(parameters) if isinstance(grad, DTensor)]
+    return [grad for grad in gradients(parameters) if is_dtensor(grad)]
 
 
 def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch.Tensor]) -> Substitute:
@@ -39,7 +48,7 @@ def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch
         changed = change(norm.full_tensor(), grads, float(norm_type))
         for grad in grads:
             grad.to_local().mul_(coefficient(changed, float(max_norm)))
-        return DTensor.from_local(changed, norm.device_mesh, run_check=False)
+        return type(norm).from_local(changed, norm.device_mesh, run_check=False)
 
     return fault
 
@@ -121,7 +130,7 @@ broken(
 def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)
     params = parameters if isinstance(parameters, list) else []
-    apart = [p for p in params if isinstance(getattr(p, "grad", None), DTensor)]
+    apart = [p for p in params if is_dtensor(getattr(p, "grad", None))]
     if not apart or len(apart) == len(params):
         return original(parameters, *args, **kwargs)
     original([p for p in params if all(p is not dtensor for dtensor in apart)], *args, **kwargs)
@@ -136,4 +145,4 @@ def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: 
 )
 def dtensor_norm_of_this_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     norm = original(parameters, *args, **kwargs)
-    return norm.to_local() if isinstance(norm, DTensor) else norm
+    return norm.to_local() if is_dtensor(norm) else norm
