@@ -227,7 +227,10 @@ def test_judge_order_puts_the_most_valuable_tests_first() -> None:
     tests = [
         ("conformance/nn/utils/test_clip_grad_value.py::test_a[cuda]", True),
         ("conformance/amp/test_grad_scaler_unscale.py::test_a[cuda]", True),
-        ("conformance/distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded[cuda-2]", True),
+        (
+            "conformance/distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded[cuda-2]",
+            True,
+        ),
         ("conformance/distributed/fsdp/test_fsdp_no_sync.py::test_a[cuda-2]", True),
         ("conformance/distributed/fsdp/test_fsdp_state_dict.py::test_a[cuda-1]", True),
         ("conformance/amp/test_autocast_mode.py::test_a[cuda]", True),

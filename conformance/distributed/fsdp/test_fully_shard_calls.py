@@ -510,7 +510,7 @@ def test_backward_after_load_raises(twins: Twins) -> None:
         return values_of(outcomes)[0]["seen"][2]["made"]
 
     twins.judge(
-        lambda library: seen_by(twins, library, (FORWARD, UnitCall("load"), BACKWARD)),
+        lambda library: outcomes_of(twins, library, (FORWARD, UnitCall("load"), BACKWARD)),
         we_do=lambda outcomes: "modified by an inplace operation" in str(backward(outcomes)),
         torch_does=lambda outcomes: backward(outcomes) == 1,
     )
