@@ -135,6 +135,43 @@ def test_sharded_training_has_one_result_and_a_seed_one_course(tmp_path: Path) -
     assert status == 0
 
 
+# The tasks of the other streams cannot run during the all-reduce, because they wait for it. Later tasks are drawn.
+_SLOW_PEER = """
+import sys, time
+import torch
+import torch.distributed as dist
+from conformance import simulator
+
+dist.init_process_group("simccl")
+device = torch.device("sim", 0)
+x, streams = torch.ones(4, device=device), [torch.Stream(device) for _ in range(3)]
+work = dist.all_reduce(x, async_op=True)
+for stream in streams:
+    with stream:
+        work.wait()
+        x + 1
+while dist.get_rank() == 1 and time.process_time() < float(sys.argv[1]):
+    pass  # a host that only slept would let the device go on
+work.wait()
+x.sum().item()
+for _ in range(30):
+    for stream in streams:
+        with stream:
+            torch.ones(4, device=device)
+simulator.synchronize()
+print(simulator.course())
+"""
+
+
+def test_slow_peer_does_not_change_schedule(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(_SLOW_PEER)
+    fast, slow = (
+        simulate("slow.py", "--ranks", 2, "--seed", 4, "--", seconds, cwd=tmp_path)[1] for seconds in (0, 4)
+    )
+    assert "not replayable" not in slow, slow
+    assert re.findall(r"rank \d: \w{16}", slow) == re.findall(r"rank \d: \w{16}", fast) != []
+
+
 @pytest.mark.parametrize("disabled", [False, True])
 def test_dynamo_is_imported_once_unless_script_configures_it(tmp_path: Path, disabled: bool) -> None:
     setting = "os.environ['TORCH_COMPILE_DISABLE'] = '1'\n" if disabled else ""

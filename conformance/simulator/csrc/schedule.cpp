@@ -204,17 +204,22 @@ bool step(Queue& queue, End end) {
   return true;
 }
 
+// Whether `step` moves the head of a queue without waiting for peers.
+bool can_step(const Queue& queue) {
+  if (queue.busy || queue.entries.empty()) return false;
+  auto& head = queue.entries.front();
+  bool has_begun = !head.task.run && head.task.is_complete;
+  return !has_begun && (!head.waits || head.waits->done);
+}
+
+// Draws only if a queue can move. How often the host looks during a wait is decided by the clock, so a look at queues that
+// cannot move must not change the schedule.
 bool step_any(bool only_drawn) {
   auto& r = runtime();
   std::vector<Queue*> ready;
   for (auto& [key, queue] : r.queues)
-    if (!queue.entries.empty() && (!only_drawn || queue.pace == Pace::Drawn)) ready.push_back(&queue);
-  while (!ready.empty()) {
-    auto at = r.draws() % ready.size();
-    if (step(*ready[at], End::Never)) return true;
-    ready.erase(ready.begin() + at);
-  }
-  return false;
+    if (can_step(queue) && (!only_drawn || queue.pace == Pace::Drawn)) ready.push_back(&queue);
+  return !ready.empty() && step(*ready[r.draws() % ready.size()], End::Never);
 }
 
 // Moves what the end of a queue needs first.
@@ -366,11 +371,13 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   note({"host_wait", recording->stream, recording.get()});
   auto since = r.last_call = Time::now();
   while (!recording->done) {
+    auto draws = r.draws;
     bool moved = r.order == Order::Drawn && r.draws() % 2 && step_any(true);
     if (!moved) moved = towards_end(queue_of(recording->stream), End::Surely);
     run_early_streams();
     if (moved) continue;
-    // Another thread is waiting for a collective at the head of the queue.
+    // Another thread is waiting for a collective at the head of the queue. The clock decides how often this one looks.
+    r.draws = draws;
     TORCH_CHECK(Time::now() - since < kHang, "sim: the device does not get to what the host waits for");
     nap(std::chrono::microseconds(50));
   }
