@@ -4,6 +4,7 @@
 // of NCCL that fits into NCCL's buffers. Messages between two ranks match in the order of the calls, and tags must agree.
 #include "messages.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace sim {
@@ -14,11 +15,26 @@ struct Header {
   int64_t tag, size;
 };
 
+std::string piece_of(const std::string& key, size_t index) { return key + "." + std::to_string(index); }
+
+struct SentMessage {
+  StoreP store;
+  Message message;
+  bool is_received() const { return !store->check({piece_of(message.key, 0)}); }
+};
 struct Sent {
-  std::vector<std::pair<StoreP, Message>> messages;
+  std::vector<SentMessage> messages;  // some of them received
+  size_t most = 64;  // number of messages at which the received ones are dropped
 };
 
-std::string piece_of(const std::string& key, size_t index) { return key + "." + std::to_string(index); }
+void note_sent(const StoreP& store, const Message& message) {
+  auto& sent = only<Sent>();
+  if (sent.messages.size() >= sent.most) {
+    std::erase_if(sent.messages, [](auto& item) { return item.is_received(); });
+    sent.most = std::max(size_t{64}, 2 * sent.messages.size());
+  }
+  sent.messages.push_back({store, message});
+}
 
 class Arrival final : public c10d::Work {
  public:
@@ -78,7 +94,7 @@ void send_messages(const StoreP& store, const Messages& messages, const Tensors&
       auto end = bytes.begin() + static_cast<std::ptrdiff_t>(std::min(bytes.size(), (piece + 1) * kPiece));
       store->set(piece_of(messages[i].key, piece), std::vector<uint8_t>(begin, end));
     }
-    only<Sent>().messages.emplace_back(store, messages[i]);
+    note_sent(store, messages[i]);
   }
 }
 
@@ -87,11 +103,12 @@ c10::intrusive_ptr<c10d::Work> receive_messages(const StoreP& store, const Messa
 }
 
 void leave_peers(bool checks_sends) {
-  Lock lock;
-  for (auto& [store, message] : std::exchange(only<Sent>().messages, {}))
+  auto messages = take_all(only<Sent>().messages);  // other threads go on during the waits
+  for (auto& sent : messages)
     if (checks_sends)
-      wait_for_peers(message.name + ", which is not received, called at " + line_of_program(message.place),
-          [&] { return !store->check({piece_of(message.key, 0)}); });
+      wait_for_peers(sent.message.name + ", which is not received, called at " + line_of_program(sent.message.place),
+          [&] { return sent.is_received(); });
+  Lock lock;
   report_end();
 }
 }  // namespace sim
