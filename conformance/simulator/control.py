@@ -18,10 +18,12 @@ import torch
 from conformance.simulator import _build, device
 
 _extension: ModuleType | None = None
-_INSTALLED = tuple(
-    os.path.realpath(path) + os.sep
-    for path in {sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")}
+_FOLDERS = (
+    *(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")),
+    Path(__file__).parent,
 )
+# Folders of Python, installed packages and the simulator. Their frames are not of the program.
+_LIBRARIES = tuple({path + os.sep for folder in _FOLDERS for path in (str(folder), os.path.realpath(folder))})
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ def enable(devices: int = 1) -> None:
         )
     _extension = _build.load()
     _extension.set_device_count(devices)
+    _extension.set_library_folders(list(_LIBRARIES))
     device.register(_extension)
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
         from conformance.simulator import triton_kernels  # noqa: PLC0415  slow to import, and few programs have kernels
@@ -180,11 +183,10 @@ def launch(
 
 def in_program(place: str) -> str:
     """The innermost frame of `place` that is of the program: neither Python's, an installed package's nor ours."""
-    own = os.path.realpath(Path(__file__).parent) + os.sep
     prefix, _, frames = place.rpartition(") ") if place.startswith("(") else ("", "", place)
     shown = prefix + ") " if prefix else ""
     for frame in frames.split(" < "):
-        if not frame.startswith("<") and not os.path.realpath(frame).startswith((*_INSTALLED, own)):
+        if not frame.startswith("<") and not os.path.realpath(frame).startswith(_LIBRARIES):
             return shown + frame
     return shown + frames.split(" < ", maxsplit=1)[0]
 

@@ -17,6 +17,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("begin_fresh_memory", &begin_fresh_memory);
   m.def("set_schedule", &set_schedule);
   m.def("log_hazards", &log_hazards);
+  m.def("set_library_folders", &set_library_folders);
   m.def("fail_allocation", &fail_allocation);
   m.def("course", &course);
   m.def("take_unreplayable", &take_unreplayable);

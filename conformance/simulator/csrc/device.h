@@ -92,7 +92,8 @@ T& only() {  // never destroyed: threads and tensors outlive what is static
 // -- places.cpp: where in the Python program something was asked for
 PlaceP here();
 std::string text(const PlaceP& place);  // "file:line function < file:line function ..."
-std::string line_of_program(const PlaceP& place);  // the innermost frame outside of torch and the simulator
+std::string line_of_program(const PlaceP& place);  // the innermost frame outside of the folders of libraries
+void set_library_folders(std::vector<std::string> folders);  // of Python, installed packages and the simulator
 
 // -- threads.cpp: the runtime's lock, and the device and streams that are a thread's current ones
 class Lock {  // nobody waits for it, or holds it, with the interpreter's lock

@@ -1,6 +1,8 @@
 // Where in the Python program something was asked for: a few frames, kept as code objects and turned to text when told.
 #include "device.h"
 
+#include <algorithm>
+
 namespace sim {
 constexpr int kFrames = 24;
 static auto& last_of_program = *new PlaceP(std::make_shared<Place>());  // of any thread that runs Python
@@ -47,13 +49,14 @@ std::string text(const PlaceP& place) {
   return out;
 }
 
+static std::vector<std::string> library_folders;
+void set_library_folders(std::vector<std::string> folders) { library_folders = std::move(folders); }
+
 std::string line_of_program(const PlaceP& place) {
   auto frames = frames_of(place);
   for (auto& frame : frames) {
-    bool installed = frame[0] == '<';
-    for (auto* folder : {"/site-packages/", "/dist-packages/", "/conformance/simulator/"})
-      installed = installed || frame.find(folder) != std::string::npos;
-    if (!installed) return frame;
+    auto is_in = [&](auto& folder) { return frame.starts_with(folder); };
+    if (frame[0] != '<' && std::none_of(library_folders.begin(), library_folders.end(), is_in)) return frame;
   }
   return frames.empty() ? "an unknown line" : frames[0];
 }
