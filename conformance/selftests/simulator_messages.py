@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 
@@ -147,6 +148,28 @@ def answer_through_a_third_rank(rank: int, x: torch.Tensor, received: torch.Tens
     return [received]
 
 
+@program
+def coalesced_all_reduces(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of rank 1 are not on the current device."""
+    with dist._coalescing_manager(device=x.device, async_ops=True) as coalesced:
+        dist.all_reduce(x)
+        dist.all_reduce(received)
+    coalesced.wait()
+    return [x * 2, received + 1]
+
+
+@program
+def send_after_a_failed_batch(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    with contextlib.suppress(ZeroDivisionError), dist._coalescing_manager(device=x.device):
+        dist.isend(x, 1 - rank)
+        1 / 0  # noqa: B018 - an error of the user
+    if rank == 0:
+        dist.send(x * 2, 1)
+    else:
+        dist.recv(received, 0)
+    return [received]
+
+
 # Races: a wait is missing.
 
 
@@ -218,6 +241,22 @@ def receive_against_all_reduce(rank: int, x: torch.Tensor, received: torch.Tenso
     if rank == 1:
         dist.send(x, 0)
     return [received]
+
+
+@program
+def batch_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 1 - rank)])[0].wait()
+    received.sum().item()
+    return [received]
+
+
+@program
+def batch_of_host_and_device_memory(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    peer = 1 - rank
+    batch = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.zeros(4), peer)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return []
 
 
 @program

@@ -32,11 +32,12 @@ def run_programs(*names: str, words: tuple[object, ...], ranks: int = 2, cwd: Pa
     ("names", "ranks", "tensors", "replays"),
     [
         (("every_call", "host_memory", "larger_than_a_piece", "receive_before_all_reduce"), 2, 18, True),
+        (("coalesced_all_reduces", "send_after_a_failed_batch"), 2, 6, True),
         # Not replayable, because the clock decides when a host goes on without a message that its peer sends later.
         (("receive_over_a_barrier", "query_before_the_send"), 2, 6, False),
         (("ring", "answer_through_a_third_rank"), 3, 6, True),
     ],
-    ids=["two ranks", "host first", "three ranks"],
+    ids=["two ranks", "coalesced", "host first", "three ranks"],
 )
 def test_right_messages_have_one_result(
     tmp_path: Path, names: tuple[str, ...], ranks: int, tensors: int, replays: bool
@@ -107,6 +108,10 @@ DEADLOCKS = {
         ("waits in recv from rank 1", "dist.recv"),
         ("waits in barrier", "dist.barrier"),
     ],
+    "batch_without_send": [
+        ("waits in batch_isend_irecv (recv from rank 1)", "dist.batch_isend_irecv"),
+        ("waits in batch_isend_irecv (recv from rank 0)", "dist.batch_isend_irecv"),
+    ],
     "receive_against_all_reduce": [
         ("waits in recv from rank 1", "dist.recv"),
         ("waits in all_reduce", "dist.all_reduce"),
@@ -144,6 +149,43 @@ def test_message_that_does_not_match_is_an_error(tmp_path: Path, name: str, diff
     assert status == 1
     assert f"recv from rank 0 failed on the device: {difference}" in report, report
     assert f"simulator_messages.py:{line_of('dist.recv', name)} {name}" in report, report
+
+
+def test_batch_of_host_and_device_memory_is_refused(tmp_path: Path) -> None:
+    status, report = run_programs("batch_of_host_and_device_memory", words=("--seed", 1), cwd=tmp_path)
+    assert status == 1
+    assert (
+        "a batch got host memory (recv from rank 1) and device memory (send to rank 1), but expected one of the two. "
+        "Use a batch for each" in report
+    ), report
+
+
+_THREAD = """
+import threading, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("simccl")
+x = torch.ones(4, device="sim")
+
+def reduce():
+    time.sleep(1)
+    dist.all_reduce(x)
+    x.sum().item()
+
+if dist.get_rank() == 0:
+    threading.Thread(target=reduce).start()
+    dist.send(torch.ones(4, device="sim"), 1)
+else:
+    reduce()
+    dist.recv(x, 0)
+"""
+
+
+def test_thread_goes_on_while_its_rank_waits_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "thread.py").write_text(_THREAD)
+    status, report = simulate("thread.py", "--ranks", 2, "--seed", 1, "--timeout", LIMIT_S, cwd=tmp_path)
+    assert status == 0, report
 
 
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")

@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <thread>
+
 namespace sim {
 namespace {
 using at::Tensor;
@@ -56,10 +58,48 @@ struct Collective {  // one that has been asked for: how it begins on memory of 
 
 constexpr int kAll = -1;  // no single peer
 
-struct Batch {  // messages that progress together
+struct Batch {  // collectives and messages between startCoalescing and endCoalescing, and messages that progress together
+  int device = -1;  // of its tensors
   Tensors inputs, outputs;
   Messages sends, receives;
   std::vector<WorkP> on_host;
+  std::string first_of_host, first_of_device;  // the first message of each kind of memory
+  OpenedBy opened_by = {};
+};
+
+// The collectives of a group that its ranks have begun, in the store of the group. Ranks begin them in the same order.
+class Begun {
+ public:
+  Begun(StoreP store, std::string kind, int rank, int size)
+      : store_(std::move(store)), kind_(std::move(kind)), rank_(rank), size_(size) {}
+  // Record that this rank begins a collective. Return a function that tells whether all ranks have begun it.
+  std::function<bool()> begin(const std::string& name) {
+    if (size_ == 1) return [] { return true; };
+    auto number = ++count_;
+    auto text = std::to_string(number) + " " + name;
+    store_->set(key_of(rank_), text);
+    return [store = store_, number, text, keys = keys_of_others()] {
+      return std::all_of(keys.begin(), keys.end(), [&](auto& key) {
+        if (!store->check({key})) return false;
+        auto theirs = store->get_to_str(key);
+        return theirs == text || std::stoll(theirs) > number;
+      });
+    };
+  }
+
+ private:
+  std::string key_of(int rank) const { return "sim.begun." + kind_ + "." + std::to_string(rank); }
+  std::vector<std::string> keys_of_others() const {
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < size_; rank++)
+      if (rank != rank_) keys.push_back(key_of(rank));
+    return keys;
+  }
+
+  StoreP store_;
+  std::string kind_;
+  int rank_, size_;
+  int64_t count_ = 0;
 };
 
 class HostWorks final : public c10d::Work {
@@ -79,16 +119,18 @@ class HostWorks final : public c10d::Work {
 
 class Barrier final : public c10d::Work {
  public:
-  Barrier(WorkP work, std::string what) : work_(std::move(work)), what_(std::move(what)) {}
+  Barrier(WorkP work, std::string what, std::function<bool()> is_in_flight)
+      : work_(std::move(work)), what_(std::move(what)), is_in_flight_(std::move(is_in_flight)) {}
   bool isCompleted() override { return work_->isCompleted(); }
   bool wait(std::chrono::milliseconds timeout) override {
-    wait_for_peers(what_, [this] { return work_->isCompleted(); });
+    wait_for_peers(what_, [this] { return work_->isCompleted(); }, is_in_flight_);
     return work_->wait(timeout);
   }
 
  private:
   WorkP work_;
   std::string what_;
+  std::function<bool()> is_in_flight_;
 };
 
 Tensors aliases(const Tensors& tensors) {
@@ -100,7 +142,8 @@ Tensors aliases(const Tensors& tensors) {
 class SimBackend final : public c10d::Backend {
  public:
   SimBackend(c10::intrusive_ptr<c10d::Backend> gloo, StoreP store, std::vector<int> ranks)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), store_(std::move(store)), ranks_(std::move(ranks)) {
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), store_(std::move(store)), ranks_(std::move(ranks)),
+        begun_(std::make_shared<Begun>(store_, "device", rank_, size_)), begun_barriers_(store_, "barrier", rank_, size_) {
     if (size_ > 1) watch_for_held_up_host();
   }
   const std::string getBackendName() const override { return "simccl"; }
@@ -192,24 +235,33 @@ class SimBackend final : public c10d::Backend {
     return issue("all_to_all", OpType::ALLTOALL_BASE, {{in}, {out}, start});
   }
   WorkP send(Tensors& tensors, int to, int tag) override {
-    return add_message(to, tensors, tag, {rank_, to}, "send to rank ", &Batch::inputs, &Batch::sends,
-        [&] { return gloo_->send(tensors, to, tag); });
+    return add_message(to, tensors, tag, /*is_send=*/true, [&] { return gloo_->send(tensors, to, tag); });
   }
   WorkP recv(Tensors& tensors, int from, int tag) override {
-    return add_message(from, tensors, tag, {from, rank_}, "recv from rank ", &Batch::outputs, &Batch::receives,
-        [&] { return gloo_->recv(tensors, from, tag); });
+    return add_message(from, tensors, tag, /*is_send=*/false, [&] { return gloo_->recv(tensors, from, tag); });
   }
-  void startCoalescing() override { batch_.emplace(); }
+  void startCoalescing() override {
+    Lock lock;
+    auto& batch = batches_[std::this_thread::get_id()];
+    batch = {};
+    batch.opened_by = opened_by_caller();
+  }
   WorkP endCoalescing() override {
-    auto batch = *std::exchange(batch_, std::nullopt);
+    auto* open = batch_of_thread();
+    TORCH_CHECK(open != nullptr, "simccl: endCoalescing() was called, but expected startCoalescing() before it");
+    auto batch = std::move(*open);
+    drop_batch_of_thread();
     if (!batch.on_host.empty()) return c10::make_intrusive<HostWorks>(std::move(batch.on_host));
     if (batch.sends.empty() && batch.receives.empty())  // only collectives, each issued on its own
-      return work_of(stream_of(current_device(), kAll), {}, {}, OpType::COALESCED);
+      return work_of(stream_of(batch.device < 0 ? current_device() : batch.device, kAll), {}, {}, OpType::COALESCED);
     return issue(std::move(batch), kAll, OpType::COALESCED);  // on the stream of the collectives, like NCCL
   }
   WorkP barrier(const c10d::BarrierOptions& options) override {
     settle();
-    return c10::make_intrusive<Barrier>(gloo_->barrier(options), "barrier, called at " + line_of_program(here()));
+    Lock lock;
+    auto is_in_flight = begun_barriers_.begin("barrier");
+    return c10::make_intrusive<Barrier>(
+        gloo_->barrier(options), "barrier, called at " + line_of_program(here()), std::move(is_in_flight));
   }
 
  private:
@@ -230,35 +282,70 @@ class SimBackend final : public c10d::Backend {
   // Of host memory they are gloo's own, and hold up the host: meanwhile the device goes on.
   bool on_host(const Tensors& tensors) {
     bool host = !tensors.empty() && tensors[0].is_cpu();
-    TORCH_CHECK(!host || !batch_, "simccl: collectives of host memory are not coalesced");
+    TORCH_CHECK(!host || batch_of_thread() == nullptr, "simccl: collectives of host memory are not coalesced");
     if (host) settle();
     return host;
   }
 
+  // The batch that this thread has open, or null. An exception in the context of the batch leaves it open: drop it then,
+  // because the batch is never issued.
+  Batch* batch_of_thread() {
+    Lock lock;
+    auto found = batches_.find(std::this_thread::get_id());
+    if (found == batches_.end()) return nullptr;
+    if (!has_ended(found->second.opened_by)) return &found->second;
+    batches_.erase(found);
+    return nullptr;
+  }
+  void drop_batch_of_thread() {
+    Lock lock;
+    batches_.erase(std::this_thread::get_id());
+  }
+
+  static void check_one_kind_of_memory(const Batch& batch) {
+    TORCH_CHECK(batch.first_of_host.empty() || batch.first_of_device.empty(),
+        "simccl: a batch got host memory (", batch.first_of_host, ") and device memory (", batch.first_of_device,
+        "), but expected one of the two. Use a batch for each");
+  }
+
   template <class F>
-  WorkP add_message(int peer, const Tensors& tensors, int tag, std::pair<int, int> way, const char* name,
-      Tensors Batch::*its_tensors, Messages Batch::*its_messages, F&& on_host) {
-    if (!tensors.empty() && tensors[0].is_cpu()) {  // sent by gloo; the peer may first need queued messages
+  WorkP add_message(int peer, const Tensors& tensors, int tag, bool is_send, F&& call_gloo) {
+    auto name = (is_send ? "send to rank " : "recv from rank ") + std::to_string(ranks_.at(peer));
+    auto* open = batch_of_thread();
+    bool is_host = !tensors.empty() && tensors[0].is_cpu();
+    if (open != nullptr) {
+      auto& first = is_host ? open->first_of_host : open->first_of_device;
+      if (first.empty()) first = name;
+      check_one_kind_of_memory(*open);
+    }
+    if (is_host) {  // sent by gloo; the peer may first need queued messages
       begin_queued();
-      auto work = on_host();
-      if (batch_) batch_->on_host.push_back(work);
+      auto work = call_gloo();
+      if (open != nullptr) open->on_host.push_back(work);
       return work;
     }
     TORCH_CHECK_NOT_IMPLEMENTED(!anybody_captures(), "simccl: messages are not captured by graphs");
     Batch alone;
-    auto& batch = batch_ ? *batch_ : alone;
+    auto& batch = open != nullptr ? *open : alone;
+    auto pair = std::to_string(is_send ? rank_ : peer) + ">" + std::to_string(is_send ? peer : rank_) + "/";
+    auto place = here();
     for (auto& tensor : tensors) {
-      auto key = std::to_string(way.first) + ">" + std::to_string(way.second) + "/" + std::to_string(messages_[way]++);
-      (batch.*its_tensors).push_back(tensor);
-      (batch.*its_messages).push_back({key, name + std::to_string(ranks_.at(peer)), tag, here()});
+      (is_send ? batch.inputs : batch.outputs).push_back(tensor);
+      (is_send ? batch.sends : batch.receives).push_back({pair, name, tag, place});
     }
-    return batch_ ? nullptr : issue(std::move(alone), peer, way.first == rank_ ? OpType::SEND : OpType::RECV);
+    return open != nullptr ? nullptr : issue(std::move(alone), peer, is_send ? OpType::SEND : OpType::RECV);
   }
 
   WorkP issue(Batch batch, int peer, OpType op) {
     std::string name;
-    for (auto* messages : {&batch.sends, &batch.receives})
-      for (auto& message : *messages) name += (name.empty() ? "" : ", ") + message.name;
+    {
+      Lock lock;
+      for (auto* messages : {&batch.sends, &batch.receives})
+        for (auto& message : *messages) {
+          name += (name.empty() ? "" : ", ") + message.name;
+          message.key += std::to_string(messages_[message.key]++);
+        }
+    }
     auto start = [store = store_, sends = batch.sends, receives = batch.receives](auto&, auto& in, auto& out) -> WorkP {
       send_messages(store, sends, in);
       return receives.empty() ? nullptr : receive_messages(store, receives, out);
@@ -269,6 +356,7 @@ class SimBackend final : public c10d::Backend {
   }
 
   StreamKey stream_of(int device, int peer) {
+    Lock lock;
     auto [found, made] = streams_.try_emplace({device, peer}, 0);
     if (made) found->second = new_stream(device);
     return {device, found->second};
@@ -283,6 +371,11 @@ class SimBackend final : public c10d::Backend {
     TORCH_CHECK(!tensors.empty(), "simccl: ", name, " got no tensors");
     if (on_host(tensors)) return asked.start(*gloo_, asked.inputs, asked.outputs);
     int device = tensors[0].device().index();
+    if (auto* batch = batch_of_thread()) {
+      TORCH_CHECK(batch->device < 0 || batch->device == device, "simccl: coalesced collectives got tensors on sim:", device,
+          ", but expected sim:", batch->device, ", the device of the first one. Coalesce the collectives of one device");
+      batch->device = device;
+    }
     std::vector<Range> ranges;
     auto dtype = tensors[0].scalar_type();  // told at the call, as nccl does
     for (auto* some : {&asked.inputs, &asked.outputs})
@@ -296,19 +389,21 @@ class SimBackend final : public c10d::Backend {
       }
     auto stream = stream_of(device, peer);
     block(stream, record(current(device)));
-    enqueue(stream, name, task_of(asked), ranges, {{size_}});
+    enqueue(stream, name, task_of(name, asked), ranges, {{size_}});
     return work_of(stream, std::move(asked.inputs), std::move(asked.outputs), op);
   }
 
   // It does not keep the tensors: memory that is freed too early is to be seen.
-  Task task_of(const Collective& asked) const {
+  Task task_of(const std::string& name, const Collective& asked) const {
     struct Going {
       Tensors in, out;
       WorkP work;
+      std::function<bool()> is_in_flight;  // null for messages
     };
     auto going = std::make_shared<Going>();
     auto in = aliases(asked.inputs), out = aliases(asked.outputs);
-    auto start = [going, in, out, gloo = gloo_, begin = asked.start, in_place = asked.in_place] {
+    auto begun = asked.is_message ? nullptr : begun_;
+    auto start = [going, in, out, name, begun, gloo = gloo_, begin = asked.start, in_place = asked.in_place] {
       Below below;
       for (auto& tensor : in) going->in.push_back(tensor.clone(at::MemoryFormat::Contiguous));
       for (size_t i = 0; i < out.size(); i++) {
@@ -317,6 +412,7 @@ class SimBackend final : public c10d::Backend {
         poison(range.begin, range.end - range.begin);
       }
       going->work = begin(*gloo, going->in, going->out);
+      if (begun) going->is_in_flight = begun->begin(name);
     };
     auto finish = [going, out, store = asked.store, divide_by = asked.divide_by] {
       Below below;
@@ -329,16 +425,20 @@ class SimBackend final : public c10d::Backend {
       }
       *going = {};
     };
-    if (asked.is_message && out.empty()) return {[start, finish] { start(), finish(); }, nullptr, nullptr, true};
-    return {start, [going] { return !going->work || going->work->isCompleted(); }, finish, asked.is_message};
+    if (asked.is_message && out.empty()) return {[start, finish] { start(), finish(); }, nullptr, nullptr, nullptr, true};
+    Task task{start, [going] { return !going->work || going->work->isCompleted(); }, finish, nullptr, asked.is_message};
+    task.is_in_flight = [going] { return going->is_in_flight && going->is_in_flight(); };
+    return task;
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   StoreP store_;
   std::vector<int> ranks_;  // global ranks, by rank of the group
   std::map<std::pair<int, int>, int64_t> streams_;  // by device and peer (kAll: collectives), like NCCL
-  std::map<std::pair<int, int>, int64_t> messages_;  // number of messages by sender and receiver
-  std::optional<Batch> batch_;
+  std::map<std::string, int64_t> messages_;  // number of messages by "sender>receiver/"
+  std::map<std::thread::id, Batch> batches_;  // open ones; a thread adds to its own only
+  std::shared_ptr<Begun> begun_;  // collectives of the device
+  Begun begun_barriers_;
 };
 }  // namespace
 

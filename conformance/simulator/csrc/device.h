@@ -73,6 +73,7 @@ struct Task {  // what waits for its turn on a stream
   std::function<void()> run;
   std::function<bool()> is_complete = nullptr;  // a collective goes on elsewhere after `run`; it ends with `finish`
   std::function<void()> finish = nullptr;
+  std::function<bool()> is_in_flight = nullptr;  // whether all ranks have begun the collective, so that it will end
   bool is_message = false;  // a message, or a batch of messages
   bool gave_up = false;  // an earlier wait for its peers was given up
 };
@@ -94,6 +95,9 @@ PlaceP here();
 std::string text(const PlaceP& place);  // "file:line function < file:line function ..."
 std::string line_of_program(const PlaceP& place);  // the innermost frame outside of the folders of libraries
 void set_library_folders(std::vector<std::string> folders);  // of Python, installed packages and the simulator
+using OpenedBy = std::shared_ptr<PyObject>;  // a frame
+OpenedBy opened_by_caller();                  // the frame of the generator that is running; null if it is a function
+bool has_ended(const OpenedBy& frame);        // whether the generator has ended, by return or exception
 
 // -- threads.cpp: the runtime's lock, and the device and streams that are a thread's current ones
 class Lock {  // nobody waits for it, or holds it, with the interpreter's lock
@@ -148,8 +152,8 @@ std::vector<Hazard> take_hazards();
 
 // -- peers.cpp: reports of waiting ranks in the store of the default group
 void meet_peers(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
-// Report that this rank waits. Call it once a second during the wait. Raise if no rank can go on. With `may_give_up`,
-// this rank can go on, so return whether all other ranks wait instead of raising.
+// Report that this rank waits. Call it once a second during the wait, and not while a collective is in flight. Raise if no
+// rank can go on. With `may_give_up`, this rank can go on, so return whether all other ranks wait instead of raising.
 bool report_wait(const std::string& what, bool may_give_up = false);
 void note_progress();  // this rank goes on
 void report_end();     // this rank ends
@@ -168,7 +172,8 @@ void synchronize_device(int device, const char* why);
 void drain();  // what all devices have to do
 void begin_queued();  // run all tasks that can run without waiting for peers
 void settle();  // the host is held up by something else: meanwhile the device does all it can
-void wait_for_peers(const std::string& what, const std::function<bool()>& is_over);  // block the host; the device goes on
+// Block the host until `is_over`. Meanwhile the device goes on. `is_in_flight`: whether peers will end the wait.
+void wait_for_peers(const std::string& what, const std::function<bool()>& is_over, const std::function<bool()>& is_in_flight = nullptr);
 void watch_for_held_up_host();
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
 

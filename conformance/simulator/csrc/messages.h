@@ -9,7 +9,7 @@ namespace sim {
 using StoreP = c10::intrusive_ptr<c10d::Store>;
 
 struct Message {
-  std::string key;   // in the store of the group
+  std::string key;   // in the store of the group: "sender>receiver/", and the number of the message once it is issued
   std::string name;  // "send to rank 1"
   int tag;
   PlaceP place;

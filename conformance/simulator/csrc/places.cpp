@@ -60,4 +60,31 @@ std::string line_of_program(const PlaceP& place) {
   }
   return frames.empty() ? "an unknown line" : frames[0];
 }
+
+OpenedBy opened_by_caller() {
+  auto gil = PyGILState_Ensure();
+  auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  auto* generator = frame == nullptr ? nullptr : PyFrame_GetGenerator(frame);
+  OpenedBy opened_by;
+  if (generator != nullptr)
+    opened_by = OpenedBy(reinterpret_cast<PyObject*>(frame), [](PyObject* object) {
+      auto state = PyGILState_Ensure();
+      Py_DECREF(object);
+      PyGILState_Release(state);
+    });
+  else
+    Py_XDECREF(reinterpret_cast<PyObject*>(frame));
+  Py_XDECREF(generator);
+  PyGILState_Release(gil);
+  return opened_by;
+}
+
+bool has_ended(const OpenedBy& frame) {
+  if (!frame) return false;
+  auto gil = PyGILState_Ensure();
+  auto* generator = PyFrame_GetGenerator(reinterpret_cast<PyFrameObject*>(frame.get()));
+  Py_XDECREF(generator);
+  PyGILState_Release(gil);
+  return generator == nullptr;
+}
 }  // namespace sim

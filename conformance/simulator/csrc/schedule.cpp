@@ -145,6 +145,17 @@ void begin_messages(const Task& task) {
     while (std::any_of(queue.entries.begin(), queue.entries.end(), is_needed) && towards_begin(queue)) {}
 }
 
+// Whether a collective that has begun here is in flight. Its end may let this rank go on.
+bool is_any_in_flight() {
+  auto& queues = runtime().queues;
+  return std::any_of(queues.begin(), queues.end(), [](auto& item) {
+    auto& entries = item.second.entries;
+    if (entries.empty()) return false;
+    auto& task = entries.front().task;
+    return !task.run && task.is_in_flight && task.is_in_flight();
+  });
+}
+
 // Waits until the collective or message at the head of a queue is complete. Returns false if it gave up, as `IfSoon` allows.
 bool complete(Queue& queue, End end) {
   auto& r = runtime();
@@ -172,7 +183,9 @@ bool complete(Queue& queue, End end) {
       continue;
     }
     until = r.last_call + kReport;
-    bool others_wait = report_wait(operation->name + ", called at " + line_of_program(operation->place), end == End::IfSoon);
+    bool others_wait = false;
+    if (is_any_in_flight()) note_progress();
+    else others_wait = report_wait(operation->name + ", called at " + line_of_program(operation->place), end == End::IfSoon);
     if (end == End::IfSoon && (others_wait || r.last_call > since + kGiveUp)) {
       r.unreplayable.push_back("the program went on before the peers of " + operation->name);
       note_progress();
@@ -417,7 +430,7 @@ void settle() {
     while (towards_end(queue, End::IfSoon)) {}
 }
 
-void wait_for_peers(const std::string& what, const std::function<bool()>& is_over) {
+void wait_for_peers(const std::string& what, const std::function<bool()>& is_over, const std::function<bool()>& is_in_flight) {
   Lock lock;
   auto& r = runtime();
   auto until = Time::now() + kReport;
@@ -428,8 +441,9 @@ void wait_for_peers(const std::string& what, const std::function<bool()>& is_ove
     until = r.last_call + kReport;
     bool moved = false;
     while (step_any(false) || end_any()) moved = true;
-    if (!moved) report_wait(what);
-    else r.unreplayable.push_back("the device went on during " + what), note_progress();
+    if (moved) r.unreplayable.push_back("the device went on during " + what);
+    if (moved || is_any_in_flight() || (is_in_flight && is_in_flight())) note_progress();
+    else report_wait(what);
   }
   note_progress();
 }
@@ -450,7 +464,11 @@ void watch_for_held_up_host() {
       Lock lock;
       if (r.depth || idle < kNaps || Time::now() - r.last_call < kHeldUp) continue;
       bool moved = false;
-      while (step_any(false) || end_any()) moved = true;
+      try {
+        while (step_any(false) || end_any()) moved = true;
+      } catch (...) {  // the store of the peers may be gone; the next wait of the host raises it
+        if (!r.error) r.error = std::current_exception();
+      }
       if (moved) r.unreplayable.emplace_back("the device went on while the host was held up by something else");
     }
   }).detach();
