@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     import_shared(script)  # for a replay too, so that garbage is collected at the same points
     if asked.seed is not None:
         return _replay(script, asked.seed)
-    return _compare(script, range(1, asked.seeds), asked.jobs)
+    jobs = asked.jobs or max(2, len(os.sched_getaffinity(0)) // asked.ranks)
+    return _compare(script, range(1, asked.seeds), jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,7 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices", type=int, default=1, help="devices that each process sees (1, or as many as ranks)"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="schedules that run at a time (2)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="schedules that run at a time (2, or as many as there are cores for their ranks)",
+    )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one schedule (300)")
     return parser
 
