@@ -49,7 +49,7 @@ class Tracer:
         self.trace().entries.append(Entry(MARK))
 
     def trace(self) -> Trace:
-        self._entries += [Entry(*fields) for fields in self._extension.take_asked()]
+        self._entries += [Entry(*fields) for fields in self._extension.take_trace()]
         return Trace(self._entries, device.max_memory_reserved())
 
 
@@ -78,5 +78,5 @@ def tracing(ranks: int) -> Iterator[Tracer]:
     finally:
         dist.destroy_process_group()
         extension.trace_by_shapes_alone(False)
-        extension.take_asked()
+        extension.take_trace()
         device.empty_cache()  # nothing of it was ever touched

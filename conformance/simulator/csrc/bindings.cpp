@@ -24,11 +24,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_hazards", &take_hazards);
   m.def("take_waits", &take_waits);
   m.def("trace_by_shapes_alone", &trace_by_shapes_alone);
-  m.def("take_asked", [] {
+  m.def("take_trace", [] {
     py::list out;
-    for (auto& one : take_asked()) {
-      auto number = reinterpret_cast<int64_t>(one.of);
-      out.append(py::make_tuple(one.what, one.name, one.stream.second, number, one.reads, one.writes, one.sizes));
+    for (auto& entry : take_trace()) {
+      auto number = reinterpret_cast<int64_t>(entry.object);
+      out.append(py::make_tuple(
+          entry.kind, entry.name, entry.stream.second, number, entry.reads, entry.writes, entry.sizes));
     }
     return out;
   });

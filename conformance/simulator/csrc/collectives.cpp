@@ -24,7 +24,7 @@ class SimWork final : public c10d::Work {
   void synchronize() override {
     int device = recording_->stream.first;
     block(current(device), recording_);
-    inputs_.clear();  // as nccl's: who frees them from here on has been made to wait
+    inputs_.clear();  // as in NCCL's: the stream that frees them from here on waits
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -44,15 +44,15 @@ class SimWork final : public c10d::Work {
 
  private:
   RecordingP recording_;
-  Tensors inputs_, outputs_;  // those until it is waited for, these as long as it is there
+  Tensors inputs_, outputs_;  // inputs until the wait, outputs as long as the work
 };
 
-struct Collective {  // one that has been asked for: how it begins on memory of its own, and what becomes of that
+struct Collective {  // how a collective begins on memory of its own, and what its result is
   Tensors inputs, outputs;              // of the device
   std::function<WorkP(c10d::Backend& gloo, Tensors& in, Tensors& out)> start;
   bool in_place = false;                // inputs and outputs are the same
   int64_t divide_by = 1;
-  std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // what comes of it, where `start` leaves that in its inputs
+  std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // write the result, if `start` leaves it in the inputs
   bool is_message = false;  // a message, or a batch of messages
 };
 
@@ -153,29 +153,29 @@ class SimBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 
   WorkP broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    Collective asked{{}, {}, [=](auto& gloo, auto& in, auto& out) { return gloo.broadcast(out.empty() ? in : out, options); }};
-    (options.rootRank == rank_ ? asked.inputs : asked.outputs) = tensors;
-    return issue("broadcast", OpType::BROADCAST, std::move(asked));
+    Collective collective{{}, {}, [=](auto& gloo, auto& in, auto& out) { return gloo.broadcast(out.empty() ? in : out, options); }};
+    (options.rootRank == rank_ ? collective.inputs : collective.outputs) = tensors;
+    return issue("broadcast", OpType::BROADCAST, std::move(collective));
   }
-  WorkP allreduce(Tensors& tensors, const c10d::AllreduceOptions& asked_options) override {
-    if (on_host(tensors)) return gloo_->allreduce(tensors, asked_options);
-    auto options = asked_options;
+  WorkP allreduce(Tensors& tensors, const c10d::AllreduceOptions& requested) override {
+    if (on_host(tensors)) return gloo_->allreduce(tensors, requested);
+    auto options = requested;
     auto count = divisor(options.reduceOp);
     return issue("all_reduce", OpType::ALLREDUCE, {tensors, tensors,
         [options](auto& gloo, auto&, auto& out) { return gloo.allreduce(out, options); }, true, count});
   }
-  WorkP allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& asked_options) override {
-    if (on_host(tensors)) return gloo_->allreduce_coalesced(tensors, asked_options);
+  WorkP allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& requested) override {
+    if (on_host(tensors)) return gloo_->allreduce_coalesced(tensors, requested);
     c10d::AllreduceOptions options;
-    options.reduceOp = asked_options.reduceOp;
+    options.reduceOp = requested.reduceOp;
     return last_of(tensors.size(), [&](size_t i) {
-      Tensors one{tensors[i]};
-      return allreduce(one, options);
+      Tensors tensor{tensors[i]};
+      return allreduce(tensor, options);
     });
   }
-  WorkP reduce(Tensors& tensors, const c10d::ReduceOptions& asked_options) override {
-    if (on_host(tensors)) return gloo_->reduce(tensors, asked_options);
-    auto options = asked_options;
+  WorkP reduce(Tensors& tensors, const c10d::ReduceOptions& requested) override {
+    if (on_host(tensors)) return gloo_->reduce(tensors, requested);
+    auto options = requested;
     auto count = divisor(options.reduceOp);
     bool root = options.rootRank == rank_;
     return issue("reduce", OpType::REDUCE, {tensors, root ? tensors : Tensors{},
@@ -279,7 +279,7 @@ class SimBackend final : public c10d::Backend {
     return size_;
   }
 
-  // Of host memory they are gloo's own, and hold up the host: meanwhile the device goes on.
+  // Gloo runs collectives of host memory while the host waits. Meanwhile the device goes on.
   bool on_host(const Tensors& tensors) {
     bool host = !tensors.empty() && tensors[0].is_cpu();
     TORCH_CHECK(!host || batch_of_thread() == nullptr, "simccl: collectives of host memory are not coalesced");
@@ -350,9 +350,9 @@ class SimBackend final : public c10d::Backend {
       send_messages(store, sends, in);
       return receives.empty() ? nullptr : receive_messages(store, receives, out);
     };
-    Collective asked{batch.inputs, batch.outputs, start};
-    asked.is_message = true;
-    return issue(peer == kAll ? "batch_isend_irecv (" + name + ")" : name, op, std::move(asked), peer);
+    Collective collective{batch.inputs, batch.outputs, start};
+    collective.is_message = true;
+    return issue(peer == kAll ? "batch_isend_irecv (" + name + ")" : name, op, std::move(collective), peer);
   }
 
   StreamKey stream_of(int device, int peer) {
@@ -366,10 +366,10 @@ class SimBackend final : public c10d::Backend {
     return c10::make_intrusive<SimWork>(record(stream), std::move(inputs), std::move(outputs), rank_, op);
   }
 
-  WorkP issue(const std::string& name, OpType op, Collective asked, int peer = kAll) {
-    auto& tensors = asked.outputs.empty() ? asked.inputs : asked.outputs;
+  WorkP issue(const std::string& name, OpType op, Collective collective, int peer = kAll) {
+    auto& tensors = collective.outputs.empty() ? collective.inputs : collective.outputs;
     TORCH_CHECK(!tensors.empty(), "simccl: ", name, " got no tensors");
-    if (on_host(tensors)) return asked.start(*gloo_, asked.inputs, asked.outputs);
+    if (on_host(tensors)) return collective.start(*gloo_, collective.inputs, collective.outputs);
     int device = tensors[0].device().index();
     if (auto* batch = batch_of_thread()) {
       TORCH_CHECK(batch->device < 0 || batch->device == device, "simccl: coalesced collectives got tensors on sim:", device,
@@ -377,57 +377,57 @@ class SimBackend final : public c10d::Backend {
       batch->device = device;
     }
     std::vector<Range> ranges;
-    auto dtype = tensors[0].scalar_type();  // told at the call, as nccl does
-    for (auto* some : {&asked.inputs, &asked.outputs})
-      for (auto& tensor : *some) {
-        bool write = some == &asked.outputs;
+    auto dtype = tensors[0].scalar_type();  // checked at the call, as in NCCL
+    for (auto* list : {&collective.inputs, &collective.outputs})
+      for (auto& tensor : *list) {
+        bool write = list == &collective.outputs;
         TORCH_CHECK(tensor.device().type() == kSim, "simccl: ", name, " got a tensor on ", tensor.device());
-        TORCH_CHECK_TYPE(write || asked.is_message || tensor.scalar_type() == dtype,
+        TORCH_CHECK_TYPE(write || collective.is_message || tensor.scalar_type() == dtype,
             "simccl: ", name, " got inputs of ", tensor.scalar_type(), " for ", dtype);
         TORCH_CHECK(!write || tensor.is_non_overlapping_and_dense(), "simccl: ", name, " got an output that is not contiguous");
         ranges.push_back(range_of(tensor, write));
       }
     auto stream = stream_of(device, peer);
     block(stream, record(current(device)));
-    enqueue(stream, name, task_of(name, asked), ranges, {{size_}});
-    return work_of(stream, std::move(asked.inputs), std::move(asked.outputs), op);
+    enqueue(stream, name, task_of(name, collective), ranges, {{size_}});
+    return work_of(stream, std::move(collective.inputs), std::move(collective.outputs), op);
   }
 
-  // It does not keep the tensors: memory that is freed too early is to be seen.
-  Task task_of(const std::string& name, const Collective& asked) const {
-    struct Going {
+  // The task does not keep the tensors, so that memory that is freed too early is found.
+  Task task_of(const std::string& name, const Collective& collective) const {
+    struct Running {
       Tensors in, out;
       WorkP work;
       std::function<bool()> is_in_flight;  // null for messages
     };
-    auto going = std::make_shared<Going>();
-    auto in = aliases(asked.inputs), out = aliases(asked.outputs);
-    auto begun = asked.is_message ? nullptr : begun_;
-    auto start = [going, in, out, name, begun, gloo = gloo_, begin = asked.start, in_place = asked.in_place] {
+    auto running = std::make_shared<Running>();
+    auto in = aliases(collective.inputs), out = aliases(collective.outputs);
+    auto begun = collective.is_message ? nullptr : begun_;
+    auto start = [running, in, out, name, begun, gloo = gloo_, begin = collective.start, in_place = collective.in_place] {
       Below below;
-      for (auto& tensor : in) going->in.push_back(tensor.clone(at::MemoryFormat::Contiguous));
+      for (auto& tensor : in) running->in.push_back(tensor.clone(at::MemoryFormat::Contiguous));
       for (size_t i = 0; i < out.size(); i++) {
-        going->out.push_back(in_place ? going->in[i] : at::empty(out[i].sizes(), out[i].options()));
+        running->out.push_back(in_place ? running->in[i] : at::empty(out[i].sizes(), out[i].options()));
         auto range = range_of(out[i], true);
         poison(range.begin, range.end - range.begin);
       }
-      going->work = begin(*gloo, going->in, going->out);
-      if (begun) going->is_in_flight = begun->begin(name);
+      running->work = begin(*gloo, running->in, running->out);
+      if (begun) running->is_in_flight = begun->begin(name);
     };
-    auto finish = [going, out, store = asked.store, divide_by = asked.divide_by] {
+    auto finish = [running, out, store = collective.store, divide_by = collective.divide_by] {
       Below below;
-      if (going->work) going->work->wait();  // what went wrong
-      if (store) store(going->in, going->out);
+      if (running->work) running->work->wait();  // what went wrong
+      if (store) store(running->in, running->out);
       for (size_t i = 0; i < out.size(); i++) {
-        if (divide_by > 1) going->out[i].div_(divide_by);
+        if (divide_by > 1) running->out[i].div_(divide_by);
         auto to = out[i];
-        to.copy_(going->out[i]);
+        to.copy_(running->out[i]);
       }
-      *going = {};
+      *running = {};
     };
-    if (asked.is_message && out.empty()) return {[start, finish] { start(), finish(); }, nullptr, nullptr, nullptr, true};
-    Task task{start, [going] { return !going->work || going->work->isCompleted(); }, finish, nullptr, asked.is_message};
-    task.is_in_flight = [going] { return going->is_in_flight && going->is_in_flight(); };
+    if (collective.is_message && out.empty()) return {[start, finish] { start(), finish(); }, nullptr, nullptr, nullptr, true};
+    Task task{start, [running] { return !running->work || running->work->isCompleted(); }, finish, nullptr, collective.is_message};
+    task.is_in_flight = [running] { return running->is_in_flight && running->is_in_flight(); };
     return task;
   }
 

@@ -30,7 +30,7 @@ using StreamKey = std::pair<int, int64_t>;  // device, stream
 using Clock = std::map<StreamKey, int64_t>;
 inline StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
-struct Operation {  // what a stream was asked to do
+struct Operation {  // an operation of a stream
   std::string name;
   StreamKey stream;
   int64_t tick;
@@ -124,19 +124,19 @@ int64_t current_stream(int device);
 int64_t exchange_stream(StreamKey stream);
 std::string stream_name(StreamKey stream);
 
-// -- trace.cpp: what was asked for, with nothing done
-struct Asked {
-  std::string what;  // run, record, wait, host_wait, allocate, free, use
+// -- trace.cpp: the calls of a program by shapes alone, with nothing run
+struct TraceEntry {
+  std::string kind;  // run, record, wait, host_wait, allocate, free, use
   StreamKey stream{0, 0};
-  const void* of = nullptr;  // memory, or a recording
+  const void* object = nullptr;  // memory, or a recording
   int64_t reads = 0, writes = 0;  // bytes
   std::string name = {};
   Sizes sizes = {};
 };
 bool by_shapes_alone();
 void trace_by_shapes_alone(bool now);
-void note(Asked one);
-std::vector<Asked> take_asked();
+void trace(TraceEntry entry);
+std::vector<TraceEntry> take_trace();
 
 // -- hazards.cpp: what is read or written without an order, whichever order it had this time
 using Hazard = std::array<std::string, 7>;  // now, on which stream, where; before, likewise; what is missing

@@ -92,18 +92,18 @@ std::map<const char*, Cell>::iterator cut(const char* begin, const char* end) {
   return cells.find(begin);
 }
 
-std::string does(const Operation& operation, bool write) { return operation.name + (write ? " writes" : " reads"); }
+std::string describe(const Operation& operation, bool write) { return operation.name + (write ? " writes" : " reads"); }
 
-void tell(const Operation& now, bool write, const Access& before, bool same_life) {
+void report_race(const Operation& now, bool write, const Access& before, bool same_life) {
   auto& earlier = *before.operation;
-  auto on = stream_name(now.stream), there = stream_name(earlier.stream);
+  auto on = stream_name(now.stream), earlier_stream = stream_name(earlier.stream);
   std::string missing = same_life
-      ? on + " does not wait for " + there + " (wait_stream, or wait_event of an event recorded there afterwards)"
-      : "the memory was freed while " + there + " used it, and given out again: record_stream on that stream before it is freed";
-  add({does(now, write), on, text(now.place), does(earlier, before.write), there, text(earlier.place), missing});
+      ? on + " does not wait for " + earlier_stream + " (wait_stream, or wait_event of an event recorded there afterwards)"
+      : "the memory was freed while " + earlier_stream + " used it, and given out again: record_stream on that stream before it is freed";
+  add({describe(now, write), on, text(now.place), describe(earlier, before.write), earlier_stream, text(earlier.place), missing});
 }
 
-void touched(int, siginfo_t* info, void*) {
+void on_fault(int, siginfo_t* info, void*) {
   auto* address = static_cast<char*>(info->si_addr);
   for (auto& block : closed) {
     auto* begin = block.begin.load();
@@ -147,10 +147,10 @@ const Access* latest_unseen(const char* pinned) {
 void add_host(const std::string& what, const std::string& where, const Access* access, const std::string& missing) {
   if (access == nullptr) return add({what, "host", where, "a task", "", "", missing});
   auto& before = *access->operation;
-  add({what, "host", where, does(before, access->write), stream_name(before.stream), text(before.place), missing});
+  add({what, "host", where, describe(before, access->write), stream_name(before.stream), text(before.place), missing});
 }
 
-void tell_touches() {
+void report_touches() {
   for (auto& touch : touches) {
     if (touch.state.load() != 2) continue;
     auto* what = touch.will_be_written ? "the host touches" : "the host writes";
@@ -167,7 +167,7 @@ void log_hazards(bool on) {
   static bool handled = false;
   if (!on || std::exchange(handled, true)) return;
   struct sigaction action {};
-  action.sa_sigaction = touched;
+  action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &former_action);
 }
@@ -175,7 +175,7 @@ void log_hazards(bool on) {
 void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges) {
   auto& l = log();
   if (!l.on) return;
-  tell_touches();
+  report_touches();
   for (auto& range : ranges) {
     if (range.begin >= range.end) continue;
     auto& memory = range.life;
@@ -184,7 +184,7 @@ void note_access(const OperationP& operation, const Clock& clock, const std::vec
       auto& accesses = cell->second.accesses;
       for (auto& before : accesses)
         if ((before.write || range.write) && !is_before(*before.operation, clock))
-          tell(*operation, range.write, before, before.life == memory);
+          report_race(*operation, range.write, before, before.life == memory);
       std::erase_if(accesses, [&](auto& before) {
         return range.write ? is_before(*before.operation, clock) : !before.write && before.operation->stream == operation->stream;
       });
@@ -205,7 +205,7 @@ void note_reuse(const AllocationP& pinned) {
 void note_host(const Clock& host) {
   auto& l = log();
   if (!l.on) return;
-  tell_touches();
+  report_touches();
   for (auto& [begin, accesses] : l.unseen) {
     auto memory = accesses.front().life;
     auto known = std::erase_if(accesses, [&](auto& access) { return is_before(*access.operation, host); });
@@ -219,7 +219,7 @@ void forget_accesses(const char* begin, const char* end) {
   if (log().on) cells.erase(cut(begin, end), cells.lower_bound(end));
 }
 void forget_all_accesses() {
-  tell_touches();
+  report_touches();
   auto& l = log();
   l.cells.clear();
   l.seen.clear();
@@ -251,7 +251,7 @@ void close_to_host(const AllocationP& pinned) {
 
 std::vector<Hazard> take_hazards() {
   Lock lock;
-  tell_touches();
+  report_touches();
   return std::exchange(log().hazards, {});
 }
 }  // namespace sim

@@ -4,9 +4,9 @@
 namespace sim {
 void enqueue(StreamKey stream, std::string name, Task task, std::vector<Range> ranges, const Sizes& sizes) {
   if (by_shapes_alone()) {
-    Asked one{"run", stream, nullptr, 0, 0, std::move(name), sizes};
-    for (auto& range : ranges) (range.write ? one.writes : one.reads) += range.end - range.begin;
-    return note(std::move(one));
+    TraceEntry entry{"run", stream, nullptr, 0, 0, std::move(name), sizes};
+    for (auto& range : ranges) (range.write ? entry.writes : entry.reads) += range.end - range.begin;
+    return trace(std::move(entry));
   }
   auto place = here();
   Lock lock;

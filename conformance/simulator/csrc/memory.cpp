@@ -139,7 +139,7 @@ void end_life(void* context) {
     m.living.erase(life->begin);
     if (life->pending) m.finishing.push_back(life);
     tally(&Stats::allocated_bytes, *life->block, false);
-    note({"free", life->home, life->begin});
+    trace({"free", life->home, life->begin});
   }
   life->users.erase(life->home);
   for (auto& user : life->users) life->recordings.push_back(record(user));
@@ -173,7 +173,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->stale = life->pool != kNoPool || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
     if (!life->stale) poison(life->begin, life->size);
     m.living[life->begin] = life;
-    note({"allocate", life->home, life->begin, 0, static_cast<int64_t>(life->size)});
+    trace({"allocate", life->home, life->begin, 0, static_cast<int64_t>(life->size)});
     note_course(2 * life->size + life->stale);
     tally(&Stats::allocated_bytes, *life->block, true);
     return {life->begin, new AllocationP(life), &end_life, on};
@@ -281,7 +281,7 @@ void record_use(const void* address, StreamKey stream) {
   auto life = allocation_at(address);
   if (!life) return;
   life->users.insert(stream);
-  note({"use", stream, life->begin});
+  trace({"use", stream, life->begin});
 }
 void fail_allocation(int64_t nth) {
   Lock lock;

@@ -22,7 +22,7 @@ constexpr auto kReport = std::chrono::seconds(1);       // between two reports o
 constexpr auto kHeldUp = std::chrono::milliseconds(1500);  // a host of several that calls nothing is waiting elsewhere
 constexpr auto kHang = std::chrono::seconds(300);
 
-struct Entry {  // work, a recording, or a wait for one
+struct Entry {  // work, a recording, or a wait for a recording
   OperationP operation = nullptr;
   Task task = {};  // of a collective that has begun, without what it began with
   std::vector<Range> ranges = {};
@@ -344,7 +344,7 @@ RecordingP record(StreamKey stream) {
   join(queue.clock, runtime().host);
   recording->clock = queue.clock;
   recording->done = queue.entries.empty() && !queue.busy;
-  note({"record", stream, recording.get()});
+  trace({"record", stream, recording.get()});
   if (!recording->done) queue.entries.push_back({.records = recording});
   return recording;
 }
@@ -352,10 +352,10 @@ RecordingP record(StreamKey stream) {
 void block(StreamKey stream, const RecordingP& recording) {
   Lock lock;
   auto* capture = capture_of(stream);
-  if (auto* its = capture_of(recording->stream); !capture && its && its->number() == recording->capture) capture = its;
+  if (auto* other = capture_of(recording->stream); !capture && other && other->number() == recording->capture) capture = other;
   if (capture != nullptr) return capture->keep_wait(stream, recording);
   TORCH_CHECK(recording->capture == 0, "sim: ", stream_name(stream), " waits for an event of a capture that is over");
-  note({"wait", stream, recording.get()});
+  trace({"wait", stream, recording.get()});
   auto& queue = queue_of(stream);
   join(queue.clock, recording->clock);
   if (!recording->done) queue.entries.push_back({.waits = recording});
@@ -381,7 +381,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   if (why != nullptr) r.waits[{why, text(here())}]++;
   refuse_in_capture(why == nullptr ? "synchronize" : why, recording);
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
-  note({"host_wait", recording->stream, recording.get()});
+  trace({"host_wait", recording->stream, recording.get()});
   auto since = r.last_call = Time::now();
   while (!recording->done) {
     auto draws = r.draws;

@@ -1,19 +1,19 @@
-// By shapes alone: nothing runs, no memory is touched, and what streams, events and the allocator were asked for is
-// written down in the order of the program, for whoever wants to know what it costs.
+// By shapes alone: nothing runs and no memory is touched. The calls to streams, events and the allocator are recorded in
+// the order of the program, to estimate its cost.
 #include "device.h"
 
 #include <atomic>
 
 namespace sim {
 static std::atomic<bool> on{false};
-static std::vector<Asked> asked;
+static std::vector<TraceEntry> entries;
 
 bool by_shapes_alone() { return on; }
-void note(Asked one) {
+void trace(TraceEntry entry) {
   if (!on) return;
   Lock lock;
-  asked.push_back(std::move(one));
+  entries.push_back(std::move(entry));
 }
 void trace_by_shapes_alone(bool now) { on = now; }
-std::vector<Asked> take_asked() { return take_all(asked); }
+std::vector<TraceEntry> take_trace() { return take_all(entries); }
 }  // namespace sim
