@@ -28,7 +28,7 @@ from impl import kernels
 from impl.amp._conditional_step import step_unless_found_inf
 from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
-from impl.kernels import KnownLayoutList, StepNumbers, concat, to_device
+from impl.kernels import StepNumbers, TensorList, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, local_part, shard_group, shard_groups
@@ -276,7 +276,7 @@ def _norm(step: _Step, grads: Sequence[Tensor], local_found_inf: Found) -> Tenso
     norms: list[Tensor] = []
     nonempty = (
         grads
-        if isinstance(grads, KnownLayoutList) or all(map(Tensor.numel, grads))
+        if isinstance(grads, TensorList) or all(map(Tensor.numel, grads))
         else [grad for grad in grads if grad.numel()]
     )
     for device, batch in _by_device(nonempty).items():
@@ -295,7 +295,7 @@ def _norm(step: _Step, grads: Sequence[Tensor], local_found_inf: Found) -> Tenso
 
 
 def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor]]:
-    if isinstance(grads, KnownLayoutList) or (grads and kernels.are_on(grads[0].device, grads)):
+    if isinstance(grads, TensorList) or (grads and kernels.are_on(grads[0].device, grads)):
         return {grads[0].device: grads}
     batches: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

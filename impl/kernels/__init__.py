@@ -35,7 +35,7 @@ from impl.kernels._dispatch import backend, flag_if_free_to_read
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses, KnownLayoutList, ListLayout, concat, with_layout
+from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, with_layout
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
@@ -58,12 +58,12 @@ __all__ = [
     "AdamRule",
     "Addresses",
     "HostCopy",
-    "KnownLayoutList",
     "ListLayout",
     "Parameters",
     "Rule",
     "SGDRule",
     "StepNumbers",
+    "TensorList",
     "are_on",
     "backend",
     "checked_norm",

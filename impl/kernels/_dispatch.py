@@ -16,7 +16,7 @@ from torch._C._functorch import peek_interpreter_stack
 from impl.kernels._copies import is_capturing
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES
 from impl.kernels._native import NativeLibrary, library
-from impl.kernels._native.memory import KnownLayoutList
+from impl.kernels._native.memory import TensorList
 
 Backend = Literal["auto", "torch", "cpu_blocked", "native", "triton"]
 _Chosen = Literal["torch", "cpu_blocked", "triton"]
@@ -90,7 +90,7 @@ def dispatch_for(tensors: Sequence[Tensor]) -> Dispatch:
 
 def representatives(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the first tensor if the layout of the list is known, which makes it uniform, else all tensors."""
-    return tensors[:1] if isinstance(tensors, KnownLayoutList) else tensors
+    return tensors[:1] if isinstance(tensors, TensorList) else tensors
 
 
 def _fastest(requested: str, tensor: Tensor) -> _Chosen:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # does not import Dynamo
 
 from impl.kernels._lists import are_on
-from impl.kernels._native.memory import KnownLayoutList, ListLayout, with_layout
+from impl.kernels._native.memory import ListLayout, TensorList, with_layout
 
 _MOST_LISTS = 32
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -41,17 +41,17 @@ def tensor_guards(
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
-def recognize_layout(tensors: list[Tensor]) -> KnownLayoutList | None:
+def recognize_layout(tensors: list[Tensor]) -> TensorList | None:
     """Return the tensors with their cached layout, or None if `keep_layout` got no list of this layout lately."""
     if not tensors or not _can_guard():
         return None
     cached = _kept.get((len(tensors), tensors[0].dtype))
     if cached is None or not cached.guards.check(*tensors):
         return None
-    return KnownLayoutList(tensors, cached.layout)
+    return TensorList(tensors, cached.layout)
 
 
-def keep_layout(tensors: list[Tensor]) -> KnownLayoutList | None:
+def keep_layout(tensors: list[Tensor]) -> TensorList | None:
     """Return the tensors with their layout, and cache the layout for later lists.
 
     Args:

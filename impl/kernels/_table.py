@@ -9,7 +9,7 @@ from torch import Tensor
 
 from impl.kernels._copies import to_device
 from impl.kernels._native import Column
-from impl.kernels._native.memory import Addresses, KnownLayoutList
+from impl.kernels._native.memory import Addresses, TensorList
 from impl.kernels._storage_order import are_dense
 
 # Elements of one program. The tail of a tensor is a shorter chunk.
@@ -57,7 +57,7 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
     Sync: none; a new table is copied to a device from pinned memory.
     """
     device = tensors[0].device
-    if isinstance(tensors, KnownLayoutList):
+    if isinstance(tensors, TensorList):
         memory, dtypes = tensors.memory, (tensors[0].dtype,)
         if memory is None:
             return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from impl.kernels._native import Column
 from impl.kernels._native.fused_step import UpdateMemory
-from impl.kernels._native.memory import Addresses, KnownLayoutList
+from impl.kernels._native.memory import Addresses, TensorList
 from impl.kernels._table import (
     ChunkTable,
     KeptTables,
@@ -69,7 +69,7 @@ def update_table(lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]) -> 
     )
 
 
-def known_update_table(memory: UpdateMemory, grads: KnownLayoutList) -> ChunkTable | None:
+def known_update_table(memory: UpdateMemory, grads: TensorList) -> ChunkTable | None:
     """Return the same table without a query to any tensor. None also if a gradient has no memory.
 
     Args:

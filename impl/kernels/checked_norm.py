@@ -10,7 +10,7 @@ from torch import Tensor
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._lists import are_on
-from impl.kernels._native.memory import KnownLayoutList
+from impl.kernels._native.memory import TensorList
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
@@ -100,8 +100,7 @@ def step_numbers(
     if torch.float64 in (*dispatch.dtypes, dtype):
         return None
     if tensors[0].device != scale.device or not (
-        isinstance(tensors, KnownLayoutList)
-        or (are_on(scale.device, tensors) and all(map(Tensor.numel, tensors)))
+        isinstance(tensors, TensorList) or (are_on(scale.device, tensors) and all(map(Tensor.numel, tensors)))
     ):
         return None
     from impl.kernels._triton.norm import launch_step_norm  # noqa: PLC0415  optional, and slow to import

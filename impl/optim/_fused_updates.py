@@ -24,10 +24,10 @@ from impl.kernels import (
     KERNEL_DTYPES,
     PLAIN_TYPES,
     RULES,
-    KnownLayoutList,
     ListLayout,
     Parameters,
     Rule,
+    TensorList,
     fused_step_,
     match_layout,
     tensor_guards,
@@ -257,7 +257,7 @@ class _Lists:
         # The local tensor of a DTensor may have another address in the next step, so only cache plain tensors.
         if is_plain:
             group_lists.attached[bucket] = prepared
-        known_grads = [*grads] if prepared.form is None else KnownLayoutList(grads, prepared.form)
+        known_grads = [*grads] if prepared.form is None else TensorList(grads, prepared.form)
         return [Update(self._rule, group, bucket.params, prepared.parameters, known_grads, bucket, False)]
 
     def _of_unfilled(

@@ -1,4 +1,4 @@
-"""What `impl` may call, watched while it trains."""
+"""Calls of `impl` that are allowed, recorded while it trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from impl.tests.rewritten import ALLOWED, REWRITTEN, is_product, is_within
 class CallRecorder:
     """Notes each call from `impl` into a function of a rewritten module, however it was reached."""
 
-    # Decorators stand between the two: what lies behind them counts.
+    # Decorators are between the two: the function that they wrap counts.
     BETWEEN = ("torch.utils._contextlib", "contextlib", "functools")
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def doubling(amp: Any) -> Any:
     return Doubling
 
 
-def test_a_training_step_calls_nothing_of_what_impl_rewrites() -> None:
+def test_training_step_calls_no_reimplemented_function() -> None:
     with CallRecorder() as watch:
         train()
     assert watch.seen > 20, "the watch saw hardly anything of impl run"
@@ -154,8 +154,8 @@ def test_wrapping_calls_nothing_of_what_impl_rewrites() -> None:
     ],
     ids=["autocast", "GradScaler", "clip_grad_norm_", "none of them"],
 )
-def test_the_watch_sees_through_any_disguise(request: pytest.FixtureRequest, call: Callable[[], Any]) -> None:
-    """The same code, once as if it stood in impl and once as it stands here."""
+def test_call_recorder_sees_disguised_calls(request: pytest.FixtureRequest, call: Callable[[], Any]) -> None:
+    """Run the same code twice: once as if it were in impl, and once as code of this test."""
     disguised = types.FunctionType(call.__code__, {"__name__": "impl.disguised", "torch": torch})
     with CallRecorder() as watch:
         disguised()

@@ -108,7 +108,7 @@ def are_ours() -> set[bool]:
 
 @pytest.fixture(autouse=True)
 def put_back() -> Iterator[None]:
-    # What installing loads is loaded beforehand, so that nothing else than the places can change.
+    # The modules that installing loads are loaded here, so that only the places can change.
     with drop_in.installed():
         pass
     before = places()
@@ -125,12 +125,12 @@ def test_each_name_of_the_table_is_in_both_libraries() -> None:
 
 
 @pytest.mark.parametrize("path", SPELLINGS)
-def test_the_place_holds_ours(path: str) -> None:
-    theirs = found(path)
+def test_installed_place_holds_our_object(path: str) -> None:
+    before = found(path)
     with drop_in.installed():
-        assert found(path) is not theirs
+        assert found(path) is not before
         assert found(path).__module__.startswith("impl.")  # type: ignore[attr-defined]
-    assert found(path) is theirs
+    assert found(path) is before
 
 
 def test_spellings_stay_one_object() -> None:
@@ -160,7 +160,7 @@ def test_installing_twice_is_installing_once() -> None:
     assert are_ours() == {False}
 
 
-def test_an_install_that_fails_has_installed_nothing() -> None:
+def test_failed_install_installs_nothing() -> None:
     with mock.patch.object(drop_in, "_find", side_effect=ImportError("broken")), pytest.raises(ImportError):
         drop_in.install()
     assert are_ours() == {False}
@@ -177,7 +177,7 @@ def test_blocks_nest() -> None:
     assert are_ours() == {False}
 
 
-def test_a_block_within_install_takes_nothing_away() -> None:
+def test_block_inside_install_keeps_installation() -> None:
     drop_in.install()
     with drop_in.installed():
         pass
@@ -188,13 +188,13 @@ def test_a_block_within_install_takes_nothing_away() -> None:
     assert are_ours() == {False}
 
 
-def test_a_block_restores_after_an_exception() -> None:
+def test_block_restores_after_exception() -> None:
     with pytest.raises(ZeroDivisionError), drop_in.installed():
         _ = 1 / 0
     assert are_ours() == {False}
 
 
-def test_a_block_that_outlives_another_thread_s_keeps_ours_in_place() -> None:
+def test_last_block_of_threads_uninstalls() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -213,14 +213,14 @@ def test_a_block_that_outlives_another_thread_s_keeps_ours_in_place() -> None:
     assert are_ours() == {False}
 
 
-def test_what_others_put_there_since_is_left_to_them() -> None:
-    theirs = torch.nn.utils.clip_grad_norm_
+def test_replacements_of_other_code_are_kept() -> None:
+    before = torch.nn.utils.clip_grad_norm_
     with mock.patch.object(torch.nn.utils, "clip_grad_norm_"):
         stand_in = torch.nn.utils.clip_grad_norm_
         with drop_in.installed():
             assert torch.nn.utils.clip_grad_norm_ is stand_in
         assert torch.nn.utils.clip_grad_norm_ is stand_in
-    assert torch.nn.utils.clip_grad_norm_ is theirs
+    assert torch.nn.utils.clip_grad_norm_ is before
 
 
 def test_sharded_scalers_derive_from_scalers_of_their_own_library() -> None:
@@ -254,18 +254,21 @@ def test_torch_s_sharded_scaler_is_loaded_before_its_base_is_replaced(tmp_path: 
 
 @pytest.mark.parametrize("made_of", ["theirs", "ours"])
 def test_checkpointing_takes_policies_of_either_library(made_of: str) -> None:
-    """torch's helper takes what is no function by its class, which is ours by then."""
-    theirs, ours = torch.distributed.fsdp.wrap.CustomPolicy, impl.distributed.fsdp.wrap.CustomPolicy
-    policy: Any = (theirs if made_of == "theirs" else ours)(
+    """torch's helper checks the class of a policy that is not a function, and that class is ours by then."""
+    torch_policy, our_policy = (
+        torch.distributed.fsdp.wrap.CustomPolicy,
+        impl.distributed.fsdp.wrap.CustomPolicy,
+    )
+    policy: Any = (torch_policy if made_of == "theirs" else our_policy)(
         lambda module: isinstance(module, torch.nn.Linear)
     )
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
     with drop_in.installed():
         apply_activation_checkpointing(model, auto_wrap_policy=policy)
-    assert [type(one).__name__ for one in model] == ["CheckpointWrapper", "Tanh"]
+    assert [type(layer).__name__ for layer in model] == ["CheckpointWrapper", "Tanh"]
 
 
-def test_a_training_step_written_for_torch_runs_over_ours() -> None:
+def test_torch_training_step_runs_with_ours() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.weight.detach().clone()
@@ -320,7 +323,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
 def test_runs_a_program(program: Path, as_module: bool) -> None:
-    """With its own arguments, its own folder to import from, its own exit code, and one copy of drop_in."""
+    """The program has its own arguments, folder to import from and exit code, and one copy of drop_in."""
     target = ["-m", "program"] if as_module else [str(program / "program.py")]
     done = run(program if as_module else program.parent, *target, "--epochs", "-m", "5")
     assert done.stdout.splitlines() == [
@@ -344,8 +347,8 @@ print(os.path.exists(__file__), sys.argv)
 """
 
 
-def test_what_a_program_leaves_behind_finds_its_names(tmp_path: Path) -> None:
-    """Its file by an absolute path, its arguments untouched, its classes in `__main__` until the interpreter ends."""
+def test_threads_and_exit_handlers_find_main_names(tmp_path: Path) -> None:
+    """`__file__` is absolute, the arguments are unchanged, and `__main__` keeps its classes until the exit."""
     (tmp_path / "outliving.py").write_text(OUTLIVING)
     done = run(tmp_path, "outliving.py", "--", "-x")
     assert done.stdout.splitlines() == ["True ['outliving.py', '--', '-x']", "thread True", "exit True"], (

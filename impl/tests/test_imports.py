@@ -1,4 +1,4 @@
-"""Every module of `impl` can be the first one imported, and Dynamo knows our regions whoever came first."""
+"""Every module of `impl` can be imported first, and Dynamo knows our regions in each order of imports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from conformance.mutation.groups import source_files
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 400  # a fresh Dynamo takes seconds, and tens of them where every core is busy
+DEADLINE_S = 400  # a fresh Dynamo takes tens of seconds on busy cores
 
-# Each child has torch and nothing of ours: a fork is a process as fresh as an interpreter's, in a fraction of its time.
-# What of torch takes a second to import, and is not Dynamo, is there before.
+# Each child is a fork that has imported torch but nothing of ours: as good as a new interpreter, in a fraction of its
+# time. Modules of torch that take a second to import are imported before the fork, except for Dynamo.
 EACH_FIRST = """
 import importlib, os, sys, torch.distributed.checkpoint, torch.distributed.fsdp
 
@@ -31,7 +31,7 @@ for name in sys.argv[1:]:
     os.waitpid(child, 0)
 """
 
-# What a region compiles to without breaking the graph, for an instance made before anything was traced.
+# Compile a region without a graph break, for instances created before anything was traced.
 AFTERWARDS = """
 import torch, impl.amp, impl.cpu.amp, warnings
 warnings.simplefilter("ignore")

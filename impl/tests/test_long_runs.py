@@ -27,7 +27,7 @@ _SLACK = 1 << 20  # bytes that the allocator may keep from one window to another
 
 
 def assert_nothing_grows(step: Callable[[int], None], steps: int) -> None:
-    """Over ten windows: no later half has more objects than the first, nor more resident memory."""
+    """Run ten windows. Fail if the later half has more objects or more resident memory than the first half."""
 
     def held_after(window: int) -> tuple[int, int]:
         for i in range(steps // _WINDOWS):
@@ -56,8 +56,8 @@ def give_gradients(params: list[Tensor], *, factor: float = 1.0, all_of_them: bo
 @pytest.mark.deadline(280)
 @STEPS
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam], ids=["fused", "by its own step"])
-def test_of_fused_steps(make: type[torch.optim.Optimizer], steps: int) -> None:
-    """Among them skipped ones, gradients that come and go, and states that are loaded."""
+def test_fused_steps_leak_nothing(make: type[torch.optim.Optimizer], steps: int) -> None:
+    """The steps include skipped ones, gradients that come and go, and loaded states."""
     params = parameters()
     optimizer = make(params, lr=1e-3)  # type: ignore[call-arg]
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=50)
@@ -77,8 +77,8 @@ def test_of_fused_steps(make: type[torch.optim.Optimizer], steps: int) -> None:
 
 @pytest.mark.deadline(280)
 @STEPS
-def test_of_compiled_steps(steps: int) -> None:
-    """After all that it meets was met once, Dynamo traces nothing more."""
+def test_compiled_steps_leak_nothing(steps: int) -> None:
+    """Dynamo traces nothing more after each case has occurred once."""
     params = parameters()
     optimizer = torch.optim.AdamW(params, lr=torch.tensor(1e-3), foreach=False)
     schedule = torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-4, 1e-3, step_size_up=5, cycle_momentum=False)

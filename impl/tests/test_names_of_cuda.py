@@ -37,7 +37,7 @@ def _names_cuda(node: ast.AST) -> bool:
         ("torch.accelerator.synchronize()", False),
     ],
 )
-def test_what_names_cuda(source: str, expected: bool) -> None:
+def test_names_cuda_ignores_docstrings_and_imports(source: str, expected: bool) -> None:
     assert names_cuda(source) is expected
 
 

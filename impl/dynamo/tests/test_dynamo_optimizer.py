@@ -1,4 +1,4 @@
-"""What impl.dynamo decides about an optimizer, in every combination, and how it is put in Dynamo's place."""
+"""Decisions of impl.dynamo about an optimizer, in every combination, and its installation in Dynamo."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ DEVICES = ("cpu", "cuda", "xpu", "mps", "meta")
 @pytest.mark.parametrize(
     "types", [types for size in range(4) for types in itertools.product(DEVICES, repeat=size)], ids=str
 )
-def test_where_a_group_may_be_capturable(types: tuple[str, ...]) -> None:
-    assert may_be_capturable(types) == (bool(types) and all(each in ("cuda", "xpu") for each in types))
+def test_capturable_needs_cuda_or_xpu_parameters(types: tuple[str, ...]) -> None:
+    assert may_be_capturable(types) == (
+        bool(types) and all(device_type in ("cuda", "xpu") for device_type in types)
+    )
 
 
 @pytest.mark.parametrize("name", ["step", "mu_product", "exp_avg"])
 @pytest.mark.parametrize(("at", "parameter_at"), list(itertools.product(DEVICES, repeat=2)))
-def test_which_scalars_move(name: str, at: str, parameter_at: str) -> None:
+def test_cpu_scalars_move_to_parameter_device(name: str, at: str, parameter_at: str) -> None:
     moves = belongs_with_parameter(name, at, parameter_at)
     assert moves == (name != "exp_avg" and at == "cpu" and parameter_at != "cpu")
 
@@ -53,7 +55,7 @@ def test_install_lasts_until_uninstall() -> None:
     assert tracker() is not impl.dynamo.OptimizerVariable
 
 
-def test_a_block_ends_with_its_exception() -> None:
+def test_installed_block_ends_after_exception() -> None:
     with pytest.raises(ZeroDivisionError), impl.dynamo.installed():
         _ = 1 / 0
     assert tracker() is not impl.dynamo.OptimizerVariable
@@ -76,7 +78,7 @@ def test_drop_in_leaves_what_was_installed_before_it() -> None:
     assert tracker() is not impl.dynamo.OptimizerVariable
 
 
-def test_an_installed_tracker_traces() -> None:
+def test_installed_tracker_traces_step() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     optimizer = torch.optim.Adam([parameter], lr=0.5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
-from impl.kernels._native.memory import Addresses, KnownLayoutList, Tensors, memory_of, tensors_to_read
+from impl.kernels._native.memory import Addresses, TensorList, Tensors, memory_of, tensors_to_read
 from impl.kernels._storage_order import match_layout
 from impl.kernels._table import are_disjoint, host_int64
 from impl.kernels.rules import FLAGS, NUMBERS, Rule
@@ -134,19 +134,19 @@ def fused_step(
     """Update the tensors of `memory` by `rule` from gradients times `factor`, like `impl.kernels.fused_step_`.
 
     Args:
-        grads: in a `KnownLayoutList` each gradient has the layout of its parameter, and the addresses of `memory` have
+        grads: in a `TensorList` each gradient has the layout of its parameter, and the addresses of `memory` have
             not changed since its `changed_address` was called.
 
     Returns:
         False, without a change, if the library does not support the tensors.
     Sync: none, unless the learning rate or factor is on another device.
     """
-    if not isinstance(grads, KnownLayoutList):
+    if not isinstance(grads, TensorList):
         memory.changed_address()
     places = memory.places()
     if places is None:
         return False
-    if not isinstance(grads, KnownLayoutList) and not (
+    if not isinstance(grads, TensorList) and not (
         places.are_contiguous and all(map(Tensor.is_contiguous, grads))
     ):
         grads = list(map(match_layout, memory.params, grads))

@@ -80,7 +80,7 @@ class ListLayout:
         return None if addresses is None else Tensors(addresses, self)
 
 
-class KnownLayoutList(list[Tensor]):
+class TensorList(list[Tensor]):
     """Plain non-empty tensors on one device with a known layout, which was queried or confirmed by guards.
 
     It is for one operation, or a few in succession that move no tensor, because addresses are only looked up once.
@@ -102,7 +102,7 @@ def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
     Args:
         tensors: a non-empty list of plain strided tensors on one device.
     """
-    if isinstance(tensors, KnownLayoutList):
+    if isinstance(tensors, TensorList):
         return tensors.form
     code = CODES.get(tensors[0].dtype)
     if code is None or len(dtypes_of(tensors)) > 1 or not _are_dense(tensors):
@@ -110,19 +110,19 @@ def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
     return ListLayout(Column(map(Tensor.numel, tensors)), code)
 
 
-def with_layout(tensors: Sequence[Tensor]) -> KnownLayoutList | None:
+def with_layout(tensors: Sequence[Tensor]) -> TensorList | None:
     """Return the tensors with their layout, or None if the library does not support them or one is empty.
 
     Args:
         tensors: a non-empty list of plain strided tensors on one device.
     """
     form = list_layout(tensors)
-    return None if form is None or 0 in form.numels.numbers else KnownLayoutList(tensors, form)
+    return None if form is None or 0 in form.numels.numbers else TensorList(tensors, form)
 
 
 def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
     """Return the list for the library, or None if it does not support the tensors or one has no memory."""
-    if isinstance(tensors, KnownLayoutList):
+    if isinstance(tensors, TensorList):
         return tensors.memory
     form = list_layout(tensors)
     return None if form is None else form.at(tensors)
@@ -133,12 +133,12 @@ def concat(lists: Sequence[list[Tensor]]) -> list[Tensor]:
     if len(lists) == 1:
         return lists[0]
     tensors = [*chain.from_iterable(lists)]
-    known = [tensors for tensors in lists if isinstance(tensors, KnownLayoutList)]
+    known = [tensors for tensors in lists if isinstance(tensors, TensorList)]
     forms = [tensors.form for tensors in known]
     dtypes_and_devices = {(tensors.form.code, tensors[0].device) for tensors in known}
     if len(known) < len(lists) or len(dtypes_and_devices) != 1:
         return tensors
-    return KnownLayoutList(
+    return TensorList(
         tensors, ListLayout(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
     )
 

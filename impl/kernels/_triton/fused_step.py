@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
-from impl.kernels._native.memory import KnownLayoutList
+from impl.kernels._native.memory import TensorList
 from impl.kernels._parameters import Parameters
 from impl.kernels._storage_order import match_layout
 from impl.kernels._table import ChunkTable
@@ -38,7 +38,7 @@ def launch_fused_step(
     """Run the rule's kernel. Return False, without a change, if it does not support the parameters."""
     if parameters.params[0].dtype not in _HANDLED:
         return False
-    if isinstance(grads, KnownLayoutList) and len(dtypes_of(parameters.low_precision_params)) <= 1:
+    if isinstance(grads, TensorList) and len(dtypes_of(parameters.low_precision_params)) <= 1:
         kinds = [_known(parameters, grads)]
     else:
         kinds = [_alike(parameters, grads, places) for places in _places_by_kind(parameters, grads)]
@@ -84,7 +84,7 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
     return None if table is None else _Alike(lists, table, _named_dtypes(params, laid_out, copies))
 
 
-def _known(parameters: Parameters, grads: KnownLayoutList) -> _Alike | None:
+def _known(parameters: Parameters, grads: TensorList) -> _Alike | None:
     table = known_update_table(parameters.memory, grads)
     dtypes = _named_dtypes(parameters.params, grads, parameters.low_precision_params)
     return None if table is None else _Alike([grads, *parameters.memory.lists], table, dtypes)

@@ -44,10 +44,10 @@ def adam_kernel(
     weight_decay: F64,
     lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
-    found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
+    found_inf_ptr: tl.tensor | None,  # [] f32: the step is skipped if it is not 0
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-    DECAY: tl.constexpr,  # "none", "gradient" or "decoupled"
+    DECAY: tl.constexpr,  # kind: "none", "gradient" or "decoupled"
     LISTS: tl.constexpr,
     STATES: tl.constexpr,
     OWN: tl.constexpr,
@@ -101,8 +101,8 @@ def sgd_kernel(
     weight_decay: F64,
     lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
-    found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
-    MOMENTUM_PHASE: tl.constexpr,  # "none", "begins" or "goes_on"
+    found_inf_ptr: tl.tensor | None,  # [] f32: the step is skipped if it is not 0
+    MOMENTUM_PHASE: tl.constexpr,  # phase: "none", "begins" or "goes_on"
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     DECAYS: tl.constexpr,
@@ -151,7 +151,7 @@ def adagrad_kernel(
     weight_decay: F64,
     lr_ptr: tl.tensor | None,  # [] any float dtype, used instead of `lr`
     factor_ptr: tl.tensor,  # [] f32 or f64
-    found_inf_ptr: tl.tensor | None,  # [] f32: nothing is done where it is not 0
+    found_inf_ptr: tl.tensor | None,  # [] f32: the step is skipped if it is not 0
     MAXIMIZE: tl.constexpr,
     DECAYS: tl.constexpr,
     LISTS: tl.constexpr,

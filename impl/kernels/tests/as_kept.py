@@ -70,7 +70,10 @@ def _compared(stand_in: _Driver, *args: Any, block: int = 16, dtype: tl.dtype = 
     launch(_kernel, (3,), *args, **constants)
     _kernel[(3,)](*args, **constants)
     first, second, by_triton = stand_in.runs[-3:]
-    assert all(mine is theirs for mine, theirs in zip(second.arguments, by_triton.arguments, strict=True))
+    assert all(
+        own_argument is tritons_argument
+        for own_argument, tritons_argument in zip(second.arguments, by_triton.arguments, strict=True)
+    )
     assert first.device == second.device == stand_in.device
     return {
         "functions": [by_triton.function, first.function, second.function],

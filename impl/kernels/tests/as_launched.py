@@ -1,6 +1,6 @@
-"""Call every launcher with a driver that stands in for CUDA's: what it launches is compiled for sm_90, and not run.
+"""Call every launcher with a replacement for CUDA's driver. Launched kernels are compiled for sm_90 and not run.
 
-Run as a program, in a process where TRITON_INTERPRET is not set; prints one JSON object.
+Run this as a program, in a process where TRITON_INTERPRET is not set. It prints one JSON object.
 """
 
 import json
@@ -50,19 +50,19 @@ def _step(rule: Rule, states: int, dtype: torch.dtype, copies: torch.dtype | Non
 def launch_all() -> bool:
     """Whether every launcher took what it was given."""
     tensors = [torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16)]
-    one, flag = torch.ones(()), torch.zeros(())
-    launch_update_scale(one, torch.zeros((), dtype=torch.int32), flag, 2.0, 0.5, 2000, 0.0)
+    scale, flag = torch.ones(()), torch.zeros(())
+    launch_update_scale(scale, torch.zeros((), dtype=torch.int32), flag, 2.0, 0.5, 2000, 0.0)
     adam = AdamRule(torch.ones(()), 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
     sgd = SGDRule(0.1, 0.5, 0.0, 0.1, nesterov=True, maximize=False, is_first_step=True)
     return all((
-        launch_unscale(tensors, one, flag, is_inverse=True),
-        launch_unscale(tensors, one, flag, is_inverse=False),
-        launch_scale(tensors, one),
-        launch_clip(tensors, 1.0, one),
+        launch_unscale(tensors, scale, flag, is_inverse=True),
+        launch_unscale(tensors, scale, flag, is_inverse=False),
+        launch_scale(tensors, scale),
+        launch_clip(tensors, 1.0, scale),
         launch_clamp(tensors, -1.0, 1.0),
         launch_norm(tensors, 2.0, torch.bfloat16) is not None,
         launch_norm(tensors, 2.0, torch.float32, flag) is not None,
-        launch_step_norm(tensors, 2.0, torch.float32, one, 1.0) is not None,
+        launch_step_norm(tensors, 2.0, torch.float32, scale, 1.0) is not None,
         _step(adam, 3, torch.float32, torch.bfloat16, flag),
         _step(sgd, 1, torch.float16, None, None),
         _step(AdagradRule(0.1, 0.5, 1e-8, 0.0, maximize=True), 1, torch.float32, None, flag),
@@ -71,8 +71,8 @@ def launch_all() -> bool:
 
 
 def launches_with_other_numbers() -> int:
-    """How many kernels are compiled when the numbers of a launch that was compiled before change."""
-    tensors, one, flag = [torch.zeros(5)], torch.ones(()), torch.zeros(())
+    """Return how many kernels are compiled when only the numbers of a compiled launch change."""
+    tensors, scale, flag = [torch.zeros(5)], torch.ones(()), torch.zeros(())
 
     def launch(number: float) -> None:
         rule = AdamRule(number, number, number, number, number, amsgrad=False, maximize=False, decoupled=True)
@@ -83,7 +83,7 @@ def launches_with_other_numbers() -> int:
             AdagradRule(number, number, number, number, maximize=False), 1, torch.float32, None, flag
         )
         assert launch_clamp(tensors, -number, number)
-        launch_update_scale(one, torch.zeros((), dtype=torch.int32), flag, number, number, 2000, number)
+        launch_update_scale(scale, torch.zeros((), dtype=torch.int32), flag, number, number, 2000, number)
 
     def binaries() -> int:
         kernels = (

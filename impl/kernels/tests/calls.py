@@ -1,4 +1,4 @@
-"""One call of a kernel by one backend, on tensors built from a description that travels between processes."""
+"""A call of a kernel with one backend, on tensors built from a description that can be sent to another process."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from impl import kernels
 
 
 class Spec(NamedTuple):
-    """A tensor: what it holds follows from the seed, where it lies from the layout."""
+    """Description of a tensor. `seed` determines its values, and `layout` its memory."""
 
     numel: int
     dtype: torch.dtype
@@ -52,12 +52,12 @@ def every_pattern_of_bits(dtype: torch.dtype) -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
-def assert_same_bits(ours: Tensor, torchs: Tensor) -> None:
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     """But for those of a nan."""
-    assert torch.equal(ours.isnan(), torchs.isnan())
-    numbers = ~ours.isnan()
-    whole = torch.int32 if ours.dtype is torch.float32 else torch.int16
-    assert torch.equal(ours[numbers].view(whole), torchs[numbers].view(whole))
+    assert torch.equal(actual.isnan(), expected.isnan())
+    numbers = ~actual.isnan()
+    whole = torch.int32 if actual.dtype is torch.float32 else torch.int16
+    assert torch.equal(actual[numbers].view(whole), expected[numbers].view(whole))
 
 
 def call(backend: str, operation: str, specs: list[Spec], *arguments: Any) -> CallResult:
@@ -112,19 +112,19 @@ def scaled_by(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor
 
 
 def clipped_by(backend: str, norms: list[Tensor], max_norms: list[float]) -> list[tuple[Tensor, Tensor]]:
-    """Ones clipped by each norm to each number, by `clip_`; and scaled by what torch's operators make of them."""
+    """Return ones, clipped by `clip_` for each norm and limit, and ones scaled by torch's clip coefficient."""
     pairs: list[tuple[Tensor, Tensor]] = []
     with kernels.backend(backend):
         for norm, max_norm in itertools.product(norms, max_norms):
-            ours, theirs = torch.ones(2, dtype=norm.dtype)
-            kernels.clip_([ours], max_norm, norm)
-            kernels.scale_([theirs], kernels.clip_coefficient(max_norm, norm))
-            pairs.append((ours, theirs))
+            clipped, scaled = torch.ones(2, dtype=norm.dtype)
+            kernels.clip_([clipped], max_norm, norm)
+            kernels.scale_([scaled], kernels.clip_coefficient(max_norm, norm))
+            pairs.append((clipped, scaled))
     return pairs
 
 
 def scaled_elsewhere_by_default(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
-    """Where tensors that are made lie on another device unless they are told otherwise."""
+    """Scale while new tensors are on another device by default."""
     on_device = torch.tensor(factor)
     with kernels.backend(backend), torch.device("meta"):
         kernels.scale_(tensors, on_device)
@@ -170,7 +170,7 @@ def updated_by(
     return state[0].item(), int(state[1].item()), state[2].item()
 
 
-# Ordinary by type, dtype, strides and address, and yet what lies at the address is not what they hold.
+# Type, dtype, strides and address are ordinary, but the memory at the address differs from the values.
 VIEWS: dict[str, Callable[[], Tensor]] = {
     "negated": lambda: torch._neg_view(torch.tensor([3.0, -0.5, 0.25])),
     "imaginary part of a conjugate": lambda: torch.tensor([2.0 + 3.0j]).conj().imag,
@@ -185,7 +185,7 @@ _ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 def on_views(backend: str, view: str, operation: str) -> list[Any]:
-    """What an operation makes of a view among ordinary tensors: all their numbers, the result, the error if any."""
+    """Run an operation on a view among ordinary tensors. Return all values, the result and the error, if any."""
     tensors = [torch.tensor([2.0, -2.0]), VIEWS[view]()]
     value, error = None, None
     with kernels.backend(backend):

@@ -29,18 +29,18 @@ _CALL_S = 60.0
 
 class Interpreter:
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         environment.pop("TANDEM_KERNELS", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "impl.kernels.tests.interpreter", str(theirs.fileno())],
-            cwd=_ROOT, env=environment, pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "impl.kernels.tests.interpreter", str(child_end.fileno())],
+            cwd=_ROOT, env=environment, pass_fds=[child_end.fileno()],
         )  # fmt: skip
-        theirs.close()
+        child_end.close()
         self._wait_s = _START_S
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function` of a module of `conformance` returns over there; its exception is raised here."""
+        """Call `function` in the interpreter's process. Return its result, or raise its exception."""
         self._pipe.send_bytes(pickle.dumps((function, arguments)))
         if not self._pipe.poll(self._wait_s):
             self.stop()

@@ -5,7 +5,7 @@ from impl.kernels import _native
 
 
 def the_library() -> _native.NativeLibrary:
-    found = _native.library()
-    if found is None:
+    library = _native.library()
+    if library is None:
         unavailable("the CPU library was not built")
-    return found
+    return library

@@ -1,6 +1,8 @@
-"""The simulated device told which tensors our Triton kernels reach through a table, and which tensors they write.
+"""Registration of the tensors that our Triton kernels read and write, with the simulated device.
 
-As a plugin of pytest (`-p impl.kernels.tests.on_simulator`) it tells the device of that process.
+The kernels reach most of them through the addresses in a table, which the device cannot follow.
+
+As a plugin of pytest (`-p impl.kernels.tests.on_simulator`) it registers them in that process.
 """
 
 from __future__ import annotations
@@ -34,23 +36,26 @@ class _Addressed(NamedTuple):
     written: list[weakref.ref[Tensor]]
 
 
-_addressed: dict[int, _Addressed] = {}  # by the address of the rows, as of the last call
+_addressed: dict[int, _Addressed] = {}  # keyed by the address of the latest rows
 
 
 def tell() -> None:
-    """Before the kernels are imported. The device is enabled."""
+    """Enable the device and register the tensors of each launch. Call before the kernels are imported."""
     simulator.enable()
     _table.chunk_table = _remembering(_table.chunk_table, lambda tensors: ([], tensors))
     _update_table.update_table = _remembering(
         _update_table.update_table,
         lambda lists, steps: (
             [*lists[1], *steps],
-            [one for at, all in enumerate(lists) if at != 1 for one in all],
+            [tensor for at, tensors in enumerate(lists) if at != 1 for tensor in tensors],
         ),
     )
     _update_table.known_update_table = _remembering(
         _update_table.known_update_table,
-        lambda memory, grads: ([*grads, *memory.steps], [one for all in memory.lists for one in all]),
+        lambda memory, grads: (
+            [*grads, *memory.steps],
+            [tensor for tensors in memory.lists for tensor in tensors],
+        ),
     )
     run = GridExecutor.__call__
 
@@ -63,10 +68,10 @@ def tell() -> None:
 
 
 def _remembering(make: Callable[..., Any], touched: Callable[..., Any]) -> Callable[..., Any]:
-    def remembered(*given: Any) -> Any:
-        table = make(*given)
+    def remembered(*arguments: Any) -> Any:
+        table = make(*arguments)
         if table is not None:
-            read, written = touched(*given)
+            read, written = touched(*arguments)
             _addressed[table.rows.data_ptr()] = _Addressed(
                 [*map(weakref.ref, read)], [*map(weakref.ref, written)]
             )
@@ -77,8 +82,8 @@ def _remembering(make: Callable[..., Any], touched: Callable[..., Any]) -> Calla
 
 def _touched(kernel: str, arguments: dict[str, Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     rows = arguments.get("rows_ptr")
-    found = _Addressed([], []) if rows is None else _addressed[rows.data_ptr()]
-    read, written = ([one for ref in refs if (one := ref()) is not None] for refs in found)
+    addressed = _Addressed([], []) if rows is None else _addressed[rows.data_ptr()]
+    read, written = ([tensor for ref in refs if (tensor := ref()) is not None] for refs in addressed)
     names, writes_addressed = _WRITTEN.get(kernel, (set(), True))
     out = [arguments[name] for name in names if isinstance(arguments[name], Tensor)]
     return (read, [*written, *out]) if writes_addressed else ([*read, *written], out)

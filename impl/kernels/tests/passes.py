@@ -23,7 +23,7 @@ class Passes(NamedTuple):
 
 
 def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
-    """Of a step of the steady state, with clipping, of parameters in float32, by Triton's kernels."""
+    """Return the passes of a fused step with Triton's kernels: steady state, clipping, float32 parameters."""
     from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  for the interpreter's process alone
 
     params = [torch.nn.Parameter(torch.ones(NUMEL)) for _ in range(3)]
@@ -41,7 +41,7 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
     with kernels.backend("triton"), mock.patch.object(GridExecutor, "__call__", launch):
         for param in params:
             param.grad = torch.ones(NUMEL)
-        for _ in range(2):  # the first one makes states, the second one moves counters together
+        for _ in range(2):  # step 1 creates states, step 2 packs the counters
             scaler.fused_step(stepped, max_norm=1.0, low_precision_params=narrow)
         launched.clear()
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
@@ -58,7 +58,7 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
     )
 
 
-# They launch nothing on a device themselves.
+# Operators that launch nothing on a device.
 _QUIET = {"aten::empty", "aten::empty_strided", "aten::to", "aten::_to_copy", "aten::zeros"}
 _KERNEL = "kernel "
 
@@ -85,7 +85,7 @@ def launched_by(call: str, dtype: torch.dtype) -> list[str]:
             real(self, *args, **more)
 
     with kernels.backend("triton"), mock.patch.object(GridExecutor, "__call__", launch):
-        for _ in range(2):  # the first one makes tables and states, the second one moves counters together
+        for _ in range(2):  # call 1 creates tables and states, call 2 packs the counters
             calls[call]()
             if call == "unscale_":
                 scaler.update(1.0)

@@ -78,9 +78,14 @@ def listed(backend, specs):
 
 def assert_same_elements(actual: CallResult, want: CallResult) -> None:
     assert actual.outside, "memory beside a tensor was written"
-    for index, (ours, torchs) in enumerate(zip(actual.tensors, want.tensors, strict=True)):
+    for index, (actual_tensor, expected_tensor) in enumerate(zip(actual.tensors, want.tensors, strict=True)):
         torch.testing.assert_close(
-            ours, torchs, rtol=0.0, atol=0.0, equal_nan=True, msg=lambda m, i=index: f"tensor {i}: {m}"
+            actual_tensor,
+            expected_tensor,
+            rtol=0.0,
+            atol=0.0,
+            equal_nan=True,
+            msg=lambda m, i=index: f"tensor {i}: {m}",
         )
     if want.value is not None:
         torch.testing.assert_close(actual.value, want.value, rtol=0.0, atol=0.0)
@@ -106,9 +111,9 @@ def test_triton_scales_as_torch_does(specs, factor):
 def test_scaling_is_exact_for_every_pattern_of_bits(backend, dtype, factor):
     patterns = every_pattern_of_bits(dtype)
     # The list is long enough for what is not torch's product on the CPU.
-    ours = torch.cat(by(backend, scaled_by, list(patterns.clone().split(1 << 13)), factor))
+    actual = torch.cat(by(backend, scaled_by, list(patterns.clone().split(1 << 13)), factor))
     torchs = patterns.mul(torch.tensor(factor))
-    assert_same_bits(ours, torchs)
+    assert_same_bits(actual, torchs)
 
 
 @pytest.mark.parametrize("backend", ["cpu_blocked", "triton"])
@@ -133,9 +138,9 @@ def test_clipping_scales_by_the_coefficient_of_torchs_operators(backend, dtype):
     norms = [torch.tensor(number, dtype=dtype) for number in (*numbers, torch.finfo(dtype).tiny, 2.5)]
     max_norms = [1.0, 0.1, 1 / 3, 7.0, 0.0, -2.0, 1e-30, 1e30, math.inf]
     pairs = by(backend, clipped_by, norms, max_norms)
-    assert len({ours.item() for ours, _ in pairs}) > 30
-    for ours, theirs in pairs:
-        assert torch.equal(ours, theirs) or (ours.isnan() and theirs.isnan()), (ours, theirs)
+    assert len({clipped.item() for clipped, _ in pairs}) > 30
+    for clipped, scaled in pairs:
+        assert torch.equal(clipped, scaled) or (clipped.isnan() and scaled.isnan()), (clipped, scaled)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
@@ -148,8 +153,8 @@ def test_triton_makes_numbers_of_step_like_torchs_operators(dtype, norm_dtype):
     ):
         gradients = [torch.full((3,), value).to(dtype), torch.full((1500,), value / 7).to(dtype)]
         numbers = by("triton", step_numbers_by, gradients, scale, max_norm, norm_dtype)
-        ours, theirs = numbers[:5], numbers[5:]
-        for name, actual, want in zip(kernels.StepNumbers._fields, ours, theirs, strict=True):
+        tritons, torchs = numbers[:5], numbers[5:]
+        for name, actual, want in zip(kernels.StepNumbers._fields, tritons, torchs, strict=True):
             assert actual.dtype is want.dtype, name
             assert torch.equal(actual, want) or (actual.isnan() and want.isnan()), (
                 name,
@@ -157,7 +162,7 @@ def test_triton_makes_numbers_of_step_like_torchs_operators(dtype, norm_dtype):
                 scale,
                 max_norm,
             )
-        factors.add(ours[3].item())
+        factors.add(tritons[3].item())
     assert len(factors) > 30
 
 
@@ -187,9 +192,9 @@ def test_unscaling_by_a_scale_multiplies_by_its_nearest_reciprocal(backend, bad)
             grads[1][-1] = bad
         inv_scale = (1.0 / torch.tensor(scale).double()).float()
         want = by("torch", unscaled_by, [grad.clone() for grad in grads], inv_scale.item(), 0.0)
-        ours = by(backend, unscaled_by_scale, grads, scale, 0.0)
-        assert all(map(torch.equal, ours[0], want[0])), scale
-        assert ours[1] == want[1] == (bad is not None)
+        actual_grads = by(backend, unscaled_by_scale, grads, scale, 0.0)
+        assert all(map(torch.equal, actual_grads[0], want[0])), scale
+        assert actual_grads[1] == want[1] == (bad is not None)
 
 
 bounds = st.tuples(st.sampled_from([-math.inf, -0.5, 0.1, 1.0]), st.sampled_from([-0.7, 0.1, 0.6, math.inf]))
@@ -239,8 +244,8 @@ def test_every_position_of_a_bad_element_is_seen(backend, bad):
 
 
 def exact_norm(tensors, p: float) -> float:
-    joined = torch.cat([t.double().reshape(-1) for t in tensors])
-    return torch.linalg.vector_norm(joined, p).item()
+    elements = torch.cat([t.double().reshape(-1) for t in tensors])
+    return torch.linalg.vector_norm(elements, p).item()
 
 
 def norm_bound(tensors) -> float:
@@ -296,9 +301,9 @@ def test_empty_tensors_are_refused_where_torch_refuses_them(backend, p):
     tensors = [torch.ones(3), torch.ones(0)]
     with pytest.raises((RuntimeError, IndexError)) as torchs:
         torch.nn.utils.get_total_norm(tensors, p)
-    with pytest.raises((RuntimeError, IndexError, AssertionError)) as ours:
+    with pytest.raises((RuntimeError, IndexError, AssertionError)) as raised:
         by(backend, norm_by, tensors, p)
-    assert str(torchs.value) in str(ours.value)
+    assert str(torchs.value) in str(raised.value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -319,13 +324,13 @@ def test_two_norm_neither_overflows_nor_underflows(backend, dtype, value):
 @pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_norm_that_overflows_is_not_found_to_be_inf(backend, bad, p, dtype):
-    """The flag tells of the elements, and of each one of them; the norm of finite ones may be too large for f32."""
+def test_overflowing_norm_does_not_set_found_inf(backend, bad, p, dtype):
+    """The flag depends on each element. The norm of finite elements may be too large for f32."""
     tensors = [torch.full((size,), torch.finfo(dtype).max, dtype=dtype) for size in (3, 1500)]
     if bad is not None:
         tensors[1][-1] = bad
-    norm, found = by(backend, checked_norm_by, tensors, p)
-    assert found == float(bad is not None)
+    norm, found_inf = by(backend, checked_norm_by, tensors, p)
+    assert found_inf == float(bad is not None)
     expected = torch.linalg.vector_norm(torch.cat(tensors).double(), p).float().item()
     for actual in (norm, by(backend, norm_by, tensors, p).item()):
         assert actual == pytest.approx(expected, rel=norm_bound(tensors), nan_ok=True)
@@ -340,7 +345,7 @@ def test_norms_of_bad_elements(backend):
 
 
 def next_scale(scale, tracker, found_inf, growth, backoff, interval, floor):
-    """What torch documents, in Python's own arithmetic, and the floor."""
+    """Return the scale that torch documents, computed in Python, limited by the floor."""
     f32 = torch.tensor
     if found_inf:
         scale, tracker = f32(scale * backoff, dtype=torch.float64).float().item(), 0
@@ -369,7 +374,7 @@ def test_scale_update_follows_the_rule(backend, scale, tracker, found_inf, growt
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_scale_neither_overflows_nor_falls_through_the_floor(backend):
+def test_scale_stays_finite_and_above_min_scale(backend):
     large = torch.tensor(3e38).item()
     assert by(backend, updated_by, large, 0, 0.0, 2.0, 0.5, 1, 1.0) == (large, 0, 0.0)
     assert by(backend, updated_by, 2.0**-126, 0, 1.0, 2.0, 0.5, 1, 2.0**-126) == (2.0**-126, 0, 1.0)
@@ -377,7 +382,7 @@ def test_a_scale_neither_overflows_nor_falls_through_the_floor(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_address_used_again_with_another_size_or_dtype(backend):
+def test_reused_address_gets_new_size_and_dtype(backend):
     sizes = [
         (1000, torch.float32),
         (2000, torch.float16),
@@ -389,12 +394,12 @@ def test_an_address_used_again_with_another_size_or_dtype(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_default_device_does_not_matter(backend):
+def test_default_device_does_not_matter(backend):
     [scaled] = by(backend, scaled_elsewhere_by_default, [torch.ones(CHUNK + 1)], 2.0)
     assert scaled.eq(2.0).all()
     for small in by(backend, scaled_elsewhere_by_default, [torch.ones(9, dtype=torch.bfloat16)] * 20, 2.0):
         assert small.eq(2.0**20).all()
-    # One that is too small for its squares, none with an element, and one that is laid out twice.
+    # Elements whose squares underflow, no elements, and one tensor with overlapping memory.
     for tensors, norm in (
         ([torch.full((4,), 1e-30)], 2e-30),
         ([torch.ones(0)], 0.0),
@@ -432,7 +437,7 @@ def test_tensors_that_share_memory_take_no_table():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tensor_listed_twice_is_scaled_twice(backend):
+def test_tensor_listed_twice_is_scaled_twice(backend):
     tensor = torch.ones(5)
     pair, _ = by(backend, unscaled_by, [tensor, tensor], 0.5, 0.0)
     assert pair[0].tolist() == [0.25] * 5
@@ -456,7 +461,7 @@ class UnreadableTensor(torch.Tensor):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "cpu_blocked"])
-def test_the_shared_code_never_reads_on_the_host(backend):
+def test_shared_code_never_reads_on_host(backend):
     def guarded(*values, **options):
         return torch.tensor(*values, **options).as_subclass(UnreadableTensor)
 
@@ -482,13 +487,13 @@ def test_compiled_code_takes_torchs_operators(p):
     assert torch.equal(compiled(tensors, p), torch.nn.utils.get_total_norm(tensors, p))
 
 
-def test_an_unknown_backend_is_refused():
+def test_unknown_backend_raises():
     with pytest.raises(ValueError, match="no kernel backend 'fast'"), kernels.backend("fast"):
         pass
 
 
-def test_where_triton_launches_nothing_torch_does_the_work_and_one_warning_says_so():
-    """As on a machine without a C compiler, which Triton finds out at its first launch; no memory serves here."""
+def test_failing_triton_falls_back_to_torch_with_one_warning():
+    """Triton fails at its first launch, like on a machine without a C compiler. A meta tensor has no memory."""
     pytest.importorskip("triton")
     tensor = SimpleNamespace(device=torch.device("meta"), is_cuda=True, is_cpu=False)
     _dispatch._warn_without_triton.cache_clear()
@@ -502,7 +507,7 @@ def test_where_triton_launches_nothing_torch_does_the_work_and_one_warning_says_
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), FileNotFoundError("gcc")])
-def test_what_a_first_launch_raises_is_told(monkeypatch, error):
+def test_failure_text_names_error_of_first_launch(monkeypatch, error):
     def launch_scale(*_):
         raise error
 
@@ -512,7 +517,7 @@ def test_what_a_first_launch_raises_is_told(monkeypatch, error):
     assert f"({type(error).__name__}: {error})" in why_not
 
 
-def test_a_first_launch_that_had_no_memory_is_tried_again(monkeypatch):
+def test_out_of_memory_launch_is_retried(monkeypatch):
     failing = Mock(side_effect=[RuntimeError("Triton Error [CUDA]: out of memory"), True])
     monkeypatch.setitem(sys.modules, "impl.kernels._triton.scale", SimpleNamespace(launch_scale=failing))
     monkeypatch.setattr(_dispatch, "_failure_of_a_launch", cache(_dispatch._failure_of_a_launch.__wrapped__))
@@ -528,7 +533,7 @@ def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):
         kernels.scale_([torch.ones(2)], torch.tensor(2.0))
 
 
-def test_the_variable_sets_the_backend():
+def test_environment_variable_sets_backend():
     program = "import torch; from impl.kernels._dispatch import dispatch_for as of; print(of([torch.ones(1)]).backend)"
     for name, backend in (("torch", "torch"), ("cpu_blocked", "cpu_blocked"), ("auto", "cpu_blocked")):
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""The clauses of clipping and of the scaler once more, with `impl`'s other kernels behind the public calls.
+"""The clauses of clipping and of the scaler, judged again with each other kernel backend of `impl`.
 
-`torch` is torch's own operators. `triton` takes CPU tensors through launcher, table and cache into Triton's
-interpreter, which must be chosen before Triton is imported: so each backend is a run of pytest of its own.
+`torch` means torch's operators. `triton` takes CPU tensors through launcher, table and cache into Triton's
+interpreter, which must be chosen before Triton is imported, so each backend is a separate run of pytest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FUSED = (
     "norms_of_every_order", "after_unscaling", "momentum_that_begins_with_a_skipped_step",
     "gradients_stay_as_they_are", "switched_off",
 )  # fmt: skip
-# Those that find a kernel's faults; ranks, which start Triton anew, add none.
+# Tests that find faults of kernels. Tests with ranks, which start Triton again, find no more.
 _JUDGES = [
     *(str(file) for file in sorted((HERE / "nn" / "utils").glob("test_*.py")) if "dtensor" not in file.name),
     _scaler("unscale"),
@@ -42,12 +42,12 @@ _JUDGES = [
 _BY_TRITON = [
     *("-p", "conformance.gpu.interpreter_rounding", "-p", "impl.kernels.tests.interpreter_nesting"),
     *_JUDGES,
-    # Its tensors are on the meta device, where no kernel can be asked for.
+    # The tensors of this test are on the meta device, for which no backend can be selected.
     *("-k", "not test_nothing_waits_for_the_device"),
 ]
 # Half of the interpreter's time: the same kernels with other dtypes and numbers.
 _SLOW = (
-    "test_any_sequence_of_calls and not float64",  # which are lists of both dtypes
+    "test_any_sequence_of_calls and not float64",  # lists of both dtypes
     "test_iterations_of_every_dtype and not (True and torch.float32)",
     "test_new_scale_replaces_scale",
     "test_scale_stays_above_zero_and_warns",
@@ -66,7 +66,10 @@ _WORDS = {
 @pytest.mark.deadline(900)
 @pytest.mark.parametrize(
     "backend",
-    [one if "sample" in one else pytest.param(one, marks=pytest.mark.profile("full")) for one in _WORDS],
+    [
+        words if "sample" in words else pytest.param(words, marks=pytest.mark.profile("full"))
+        for words in _WORDS
+    ],
 )
 def test_clauses_hold_on_backend(subject: Library, backend: str, tmp_path: Path) -> None:
     if subject.package != "impl":

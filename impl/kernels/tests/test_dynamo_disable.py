@@ -14,7 +14,7 @@ from impl.kernels import dynamo_disable
 
 @pytest.fixture
 def operators() -> Iterator[list[list[str]]]:
-    """Of each graph that is compiled, in a backend that keeps them here."""
+    """Operators of each compiled graph."""
     torch.compiler.reset()
     yield []
     torch.compiler.reset()
@@ -47,7 +47,7 @@ class Callee:
 
 
 @pytest.mark.parametrize("how", ["function", "second closure", "method"])
-def test_the_graph_breaks_and_nothing_below_is_compiled(operators: list[list[str]], how: str) -> None:
+def test_graph_breaks_and_callees_run_eagerly(operators: list[list[str]], how: str) -> None:
     callee = Callee() if how == "method" else [adding(1.0), adding(1.0)][how == "second closure"]
 
     def whole(x: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ def test_the_graph_breaks_and_nothing_below_is_compiled(operators: list[list[str
     for _ in range(2):
         assert torch.equal(run(x), (x * 2.0).sin() + 1.0 - 3.0)
     assert operators == [["mul"], ["sub"]]
-    # Where it is called elsewhere it can be compiled.
+    # The callee can be compiled when it is called elsewhere.
     assert torch.equal(compiled(below, operators)(x), x.sin())
     assert operators[2:] == [["sin"]]
 
 
-def test_what_is_compiled_by_itself_stays_compiled_below(operators: list[list[str]]) -> None:
+def test_compiled_callee_stays_compiled(operators: list[list[str]]) -> None:
     inner = compiled(below, operators)
 
     @dynamo_disable
@@ -75,7 +75,7 @@ def test_what_is_compiled_by_itself_stays_compiled_below(operators: list[list[st
     assert operators == [["sin"], ["mul"]]
 
 
-def test_a_whole_graph_is_refused(operators: list[list[str]]) -> None:
+def test_fullgraph_raises(operators: list[list[str]]) -> None:
     callee = adding(1.0)
     whole = torch.compile(lambda x: callee(x) * 2.0, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="depends on what the host knows"):

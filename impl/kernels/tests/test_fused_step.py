@@ -54,44 +54,44 @@ each_backend = pytest.mark.parametrize("backend", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
 
 
-def by(backend: str, what: UpdateSpec) -> Lists:
+def by(backend: str, spec: UpdateSpec) -> Lists:
     if backend == "triton":
-        return the_interpreter().call(updated, backend, what)
+        return the_interpreter().call(updated, backend, spec)
     the_library()
-    return updated(backend, what)
+    return updated(backend, spec)
 
 
-def in_f64(what: UpdateSpec) -> Lists:
-    """By torch's operators, without a rounding that counts."""
-    before, _ = lists_of(what)
-    # Which walk the memory of tensors that are laid out alike.
+def in_f64(spec: UpdateSpec) -> Lists:
+    """Return the update of torch's operators in float64, whose roundings are negligible."""
+    before, _ = lists_of(spec)
+    # Contiguous tensors, because torch's operators walk the memory of tensors that have the same layout.
     params, grads, *wide = (
-        [tensor.double().contiguous() for tensor in some]
-        for some in (before.params, before.grads, *before.states)
+        [tensor.double().contiguous() for tensor in tensors]
+        for tensors in (before.params, before.grads, *before.states)
     )
-    factor = torch.tensor(what.factor).double()
-    rule = replace(what.rule, lr=float(what.rule.lr))
+    factor = torch.tensor(spec.factor).double()
+    rule = replace(spec.rule, lr=float(spec.rule.lr))
     rule.apply_(params, [grad * factor for grad in grads], wide, before.steps)
     return Lists(params, before.grads, wide, before.low_precision_params, before.steps)
 
 
-def assert_within_roundings(backend: str, what: UpdateSpec) -> None:
-    before, _ = lists_of(what)
-    expected, actual = in_f64(what), by(backend, what)
+def assert_within_roundings(backend: str, spec: UpdateSpec) -> None:
+    before, _ = lists_of(spec)
+    expected, actual = in_f64(spec), by(backend, spec)
     assert actual.outside, "memory beside a tensor was written"
     assert all(map(torch.equal, actual.grads, before.grads)), "gradients were written"
     assert all(map(torch.equal, actual.steps, before.steps)), "counters were written"
-    for place in range(len(what.places)):
+    for place in range(len(spec.places)):
         old = [before.params[place], *(state[place] for state in before.states)]
         bounds = update(
-            what.rule, old[0], before.grads[place], old[1:], what.step, float(torch.tensor(what.factor))
+            spec.rule, old[0], before.grads[place], old[1:], spec.step, float(torch.tensor(spec.factor))
         )
         new, right = (
-            [some.params[place], *(state[place] for state in some.states)] for some in (actual, expected)
+            [lists.params[place], *(state[place] for state in lists.states)] for lists in (actual, expected)
         )
-        for number, (bound, ours, torchs) in enumerate(zip(bounds, new, right, strict=True)):
-            excess = (ours.double() - torchs).abs() - bound.stored(what.dtype).error
-            assert not ours.isnan().any()
+        for number, (bound, actual_tensor, torchs) in enumerate(zip(bounds, new, right, strict=True)):
+            excess = (actual_tensor.double() - torchs).abs() - bound.stored(spec.dtype).error
+            assert not actual_tensor.isnan().any()
             assert (excess <= 0).all(), (place, number, float(excess.max()))
 
 
@@ -101,16 +101,16 @@ def test_every_rule_is_tried() -> None:
 
 @few
 @given(described())
-def test_triton_updates_are_right_but_for_the_roundings(what: UpdateSpec) -> None:
-    assert_within_roundings("triton", what)
+def test_triton_updates_are_right_but_for_the_roundings(spec: UpdateSpec) -> None:
+    assert_within_roundings("triton", spec)
 
 
 @many
 @given(described(), st.sampled_from(_DTYPES))
-def test_native_updates_are_right_but_for_the_roundings(what: UpdateSpec, dtype: torch.dtype) -> None:
-    """Of gradients in one dtype, on the CPU, where it is known that a step is taken."""
-    places = [place._replace(grad_dtype=dtype) for place in what.places]
-    assert_within_roundings("native", what._replace(places=places, found_inf=None))
+def test_native_updates_are_right_but_for_the_roundings(spec: UpdateSpec, dtype: torch.dtype) -> None:
+    """The gradients have one dtype and are on the CPU, and no found_inf can skip the step."""
+    places = [place._replace(grad_dtype=dtype) for place in spec.places]
+    assert_within_roundings("native", spec._replace(places=places, found_inf=None))
 
 
 @each_backend
@@ -123,11 +123,11 @@ def test_every_rule_in_every_dtype(backend: str, rule: Rule, dtype: torch.dtype)
 @each_backend
 @pytest.mark.parametrize("rule", OTHERS, ids=lambda rule: type(rule).__name__)
 def test_other_settings(backend: str, rule: Rule) -> None:
-    """In places of two kinds of gradients, which take a launch each."""
-    what = one(rule)
-    mixed = [place._replace(grad_dtype=torch.bfloat16) for place in what.places]
+    """The gradients have two dtypes, which take a launch each."""
+    spec = one(rule)
+    mixed = [place._replace(grad_dtype=torch.bfloat16) for place in spec.places]
     assert_within_roundings(
-        backend, what if backend == "native" else what._replace(places=[*what.places, *mixed])
+        backend, spec if backend == "native" else spec._replace(places=[*spec.places, *mixed])
     )
 
 
@@ -145,16 +145,16 @@ def test_copies_are_the_new_parameters_rounded_once(backend: str, rule: Rule, dt
 
 @each_rule
 def test_nothing_is_done_where_the_flag_is_set(rule: Rule) -> None:
-    what = one(rule, found_inf=1.0, low_precision=torch.bfloat16)
-    before, _ = lists_of(what)
-    actual = by("triton", what)
+    spec = one(rule, found_inf=1.0, low_precision=torch.bfloat16)
+    before, _ = lists_of(spec)
+    actual = by("triton", spec)
     for old, new in zip(every(before), every(actual), strict=True):
         assert torch.equal(old, new)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu_blocked"])
 def test_gradients_in_another_order_of_memory(backend: str) -> None:
-    """Which torch's operators read as if they lay like the parameters."""
+    """torch's operators read such gradients as if they had the parameters' layout."""
     param, grad = torch.zeros(3, 4), torch.arange(12.0).view(4, 3).t()
     rule = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
     with kernels.backend(backend):

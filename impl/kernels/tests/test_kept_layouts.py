@@ -1,4 +1,4 @@
-"""Kept layouts: recognized in lists that have the same, and in no others."""
+"""Kept layouts are found in lists with the same layout, and in no other lists."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _made_in_inference_mode() -> Tensor:
 
 
 def test_recognized_list_has_the_kept_layout_and_its_own_addresses() -> None:
-    kept, others = keep_layout(_gradients()), _gradients()
+    kept_list, others = keep_layout(_gradients()), _gradients()
     recognized = recognize_layout(others)
-    assert kept is not None
+    assert kept_list is not None
     assert recognized is not None
-    assert recognized.form is kept.form
+    assert recognized.form is kept_list.form
     assert recognized.memory is not None
     assert list(recognized.memory.addresses.numbers) == [tensor.data_ptr() for tensor in others]
     assert all(tensor is other for tensor, other in zip(recognized, others, strict=True))
@@ -95,7 +95,8 @@ def test_layouts_are_bounded_and_hold_no_tensor() -> None:
 
 @pytest.mark.parametrize("other", ["shape", "dimensions", "gaps", "dtype", "same"])
 def test_clipping_of_a_replaced_gradient_matches_torch(other: str) -> None:
-    for kind in ("same", "same", other, "same"):  # where the allocator reuses memory, at one address
+    # If the allocator reuses memory, all these gradients have the same address.
+    for kind in ("same", "same", other, "same"):
         gradients = [torch.randn(3, 4), OTHERS.get(kind, lambda: torch.randn(5))()]
         copies = [gradient.resolve_neg().clone() for gradient in gradients]
         norm, expected = _clip(clip_grad, gradients), _clip(torch.nn.utils, copies)

@@ -16,8 +16,8 @@ _WIDE = {"bfloat16": 2, "float32": 4}
 _WIDE_MIXED = 2 + 2 + 4 + 8
 _READ = ("unscale", "unscale_by", "scale", "clip", "clamp", "norm_two")
 _WRITTEN = ("unscale", "unscale_by", "scale", "clip", "clamp")
-# Of the updates, whose threads take eight elements a turn: one access of 128 bits in half precision, two in f32, for
-# each list of tensors that is read, and for each that is written. Twice as many would be a second pass.
+# 128-bit loads and stores of the updates, whose threads take eight elements a turn: for each list, one in half
+# precision and two in f32. Twice as many would be a second pass.
 _A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
 # Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
 _MOST_REGISTERS = 128
@@ -41,7 +41,7 @@ def printed_by(program, *words):
 
 @needs_triton
 @pytest.mark.deadline(300)
-def test_what_the_launchers_ask_for_compiles():
+def test_launched_kernels_compile_once():
     """The interpreter takes arguments of any type; a GPU's compiler does not."""
     norm = ["partial_norm_kernel", "finish_norm_kernel"]
     step = ["partial_norm_kernel", "finish_step_kernel"]
@@ -57,7 +57,7 @@ def test_what_the_launchers_ask_for_compiles():
 @needs_triton
 @pytest.mark.deadline(300)
 def test_launch_runs_the_kernel_that_triton_specialises():
-    """In every case the kernel that Triton itself finds, and found only once but where Triton has to look."""
+    """The launch runs the kernel that Triton finds, and searches for it only if Triton has to."""
     cases = printed_by("impl.kernels.tests.as_kept")
     for name, case in cases.items():
         assert len(set(case["functions"])) == 1, (name, case)
@@ -65,7 +65,7 @@ def test_launch_runs_the_kernel_that_triton_specialises():
     functions = {name: case["functions"][0] for name, case in cases.items()}
     same = ("aligned", "another address", "another number of its form", "a parameter", "aligned again")
     assert len({functions.pop(name) for name in same}) == 1
-    del functions["under a hook"]  # that of the other device
+    del functions["under a hook"]  # kernel of the other device
     assert len(set(functions.values())) == len(functions)
 
 
@@ -82,10 +82,10 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
     for name in _READ:
         assert kernels[name]["wide_loads"] >= _WIDE_MIXED, (name, kernels[name])
         for dtype, wide in _WIDE.items() if name != "clamp" else ():
-            one = kernels[f"{name} {dtype}"]
-            assert one["wide_loads"] >= wide, (name, dtype, one)
-            assert one["wide_stores"] >= (wide if name in _WRITTEN else 0), (name, dtype, one)
-            assert one["registers"] <= _MOST_REGISTERS_OF_ONE_DTYPE[capability], (name, dtype, one)
+            kernel = kernels[f"{name} {dtype}"]
+            assert kernel["wide_loads"] >= wide, (name, dtype, kernel)
+            assert kernel["wide_stores"] >= (wide if name in _WRITTEN else 0), (name, dtype, kernel)
+            assert kernel["registers"] <= _MOST_REGISTERS_OF_ONE_DTYPE[capability], (name, dtype, kernel)
     for name in _WRITTEN:
         assert kernels[name]["wide_stores"] >= _WIDE_MIXED, (name, kernels[name])
         # To nearest even, as torch does: what the interpreter is mended to do has to be what a GPU does.

@@ -1,4 +1,4 @@
-"""Where tensors lie: as `data_ptr` says, whatever the tensors are, and noticed when it changes."""
+"""`Addresses` equals `data_ptr()` for all types of tensors and notices changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
-from impl.kernels import Addresses, KnownLayoutList, concat, with_layout
+from impl.kernels import Addresses, TensorList, concat, with_layout
 from impl.kernels._native import CODES, memory
 from impl.kernels.tests.native import the_library
 
@@ -46,10 +46,10 @@ def tensors() -> list[Tensor]:
     ]
 
 
-def test_they_are_what_data_ptr_says(way: str) -> None:
-    for some in (tensors(), [], tensors()[:1], [torch.zeros(2).as_subclass(Subclass), *tensors()]):
-        addresses = Addresses(some)
-        assert list(addresses.column.numbers) == [t.data_ptr() for t in some]
+def test_addresses_equal_data_ptr(way: str) -> None:
+    for listed in (tensors(), [], tensors()[:1], [torch.zeros(2).as_subclass(Subclass), *tensors()]):
+        addresses = Addresses(listed)
+        assert list(addresses.column.numbers) == [t.data_ptr() for t in listed]
         assert not addresses.changed_address()
 
 
@@ -66,40 +66,40 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("place", [0, 8, 19])
 @pytest.mark.parametrize("change", list(CHANGES))
 @pytest.mark.parametrize("last", [Tensor, Subclass])
-def test_one_that_moves_is_noticed_once(way: str, change: str, place: int, last: type[Tensor]) -> None:
-    some = [*(torch.zeros(5) for _ in range(20)), torch.zeros(5).as_subclass(last)]
-    addresses = Addresses(some)
-    CHANGES[change](some[place])
+def test_moved_tensor_is_reported_once(way: str, change: str, place: int, last: type[Tensor]) -> None:
+    listed = [*(torch.zeros(5) for _ in range(20)), torch.zeros(5).as_subclass(last)]
+    addresses = Addresses(listed)
+    CHANGES[change](listed[place])
     assert addresses.changed_address()
-    assert list(addresses.column.numbers) == [t.data_ptr() for t in some]
+    assert list(addresses.column.numbers) == [t.data_ptr() for t in listed]
     assert not addresses.changed_address()
 
 
-def test_the_tensors_are_kept_and_the_list_may_change(way: str) -> None:
-    some = [torch.zeros(5) for _ in range(20)]
-    expected = [t.data_ptr() for t in some]
-    addresses = Addresses(some)
-    some.clear()
+def test_addresses_keep_tensors_alive_and_ignore_list_changes(way: str) -> None:
+    listed = [torch.zeros(5) for _ in range(20)]
+    expected = [t.data_ptr() for t in listed]
+    addresses = Addresses(listed)
+    listed.clear()
     gc.collect()
     torch.ones(1000)
     assert not addresses.changed_address()
     assert list(addresses.column.numbers) == expected
 
 
-def test_a_copy_is_about_the_copied_tensors(way: str) -> None:
-    some = [torch.zeros(5) for _ in range(3)]
-    pair = copy.deepcopy([some, Addresses(some)])
-    del some
+def test_deepcopy_has_addresses_of_copied_tensors(way: str) -> None:
+    listed = [torch.zeros(5) for _ in range(3)]
+    pair = copy.deepcopy([listed, Addresses(listed)])
+    del listed
     gc.collect()
     assert list(pair[1].column.numbers) == [t.data_ptr() for t in pair[0]]
     assert not pair[1].changed_address()
 
 
-def test_what_is_known_of_lists_is_known_of_all_together() -> None:
-    some, others = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
-    whole = concat([known(some), known(others)])
-    assert isinstance(whole, KnownLayoutList)
-    assert all(map(is_, whole, [*some, *others]))
+def test_concat_of_matching_layouts_keeps_layout() -> None:
+    matrices, others = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
+    whole = concat([known(matrices), known(others)])
+    assert isinstance(whole, TensorList)
+    assert all(map(is_, whole, [*matrices, *others]))
     assert list(whole.form.numels.numbers) == [3, 6, 4]
     assert whole.form.code == CODES[torch.float32]
 
@@ -107,17 +107,17 @@ def test_what_is_known_of_lists_is_known_of_all_together() -> None:
 @pytest.mark.parametrize(
     "other", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), torch.zeros(4, device="meta")]
 )
-def test_what_is_not_known_of_one_list_is_not_known_of_all(other: Tensor) -> None:
+def test_concat_of_other_layouts_has_no_layout(other: Tensor) -> None:
     """Lists of another dtype or device, or with an unknown layout."""
-    some = [torch.zeros(3)]
+    listed = [torch.zeros(3)]
     whole = concat(
-        [known(some), known([other]) if other.dtype is torch.bfloat16 or other.is_meta else [other]]
+        [known(listed), known([other]) if other.dtype is torch.bfloat16 or other.is_meta else [other]]
     )
-    assert not isinstance(whole, KnownLayoutList)
-    assert all(map(is_, whole, [*some, other]))
+    assert not isinstance(whole, TensorList)
+    assert all(map(is_, whole, [*listed, other]))
 
 
 def known(tensors: list[Tensor]) -> list[Tensor]:
-    found = with_layout(tensors)
-    assert found is not None
-    return found
+    with_known_layout = with_layout(tensors)
+    assert with_known_layout is not None
+    return with_known_layout

@@ -46,9 +46,9 @@ def library() -> _native.NativeLibrary:
 @settings(max_examples=40, deadline=None)
 @given(specs)
 def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
-    found = the_library()
+    library = the_library()
     tensors = [build(spec)[0] for spec in specs]
-    actual = sum_of_squares(found, tensors)
+    actual = sum_of_squares(library, tensors)
     want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
     # A square of an f32 is exact in f64, and a sum of as many terms loses a few bits of 53.
     assert actual == pytest.approx(want, rel=1e-13, abs=0.0)
@@ -57,7 +57,7 @@ def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
 @pytest.mark.parametrize("dtype", list(CODES), ids=str)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 16])
-def test_one_number_that_is_none_is_found(
+def test_single_nonfinite_element_is_found(
     library: _native.NativeLibrary, dtype: torch.dtype, bad: float, place: int
 ) -> None:
     tensor = torch.zeros(CHUNK + 17, dtype=dtype)
@@ -106,11 +106,11 @@ def updated(threads: int, longest: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("longest", [3 * CHUNK + 1, LONG + 1])
 def test_threads_do_not_show(library: _native.NativeLibrary, longest: int) -> None:
-    for one, other in zip(updated(1, longest), updated(5, longest), strict=True):
-        assert torch.equal(one, other)
+    for single, threaded in zip(updated(1, longest), updated(5, longest), strict=True):
+        assert torch.equal(single, threaded)
 
 
-def test_the_mean_is_the_gradient_where_beta1_is_zero(library: _native.NativeLibrary) -> None:
+def test_mean_equals_gradient_if_beta1_is_zero(library: _native.NativeLibrary) -> None:
     mean, grad = torch.tensor([1e8]), torch.tensor([1.0])
     rule = AdamRule(0.01, 0.0, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     lists = Parameters([torch.ones(1)], [[mean], [torch.ones(1)]], [torch.tensor(1.0)])
@@ -162,16 +162,16 @@ def test_autograd_hears_of_it(library: _native.NativeLibrary) -> None:
 def test_changes_in_place_are_torchs_bit_by_bit(
     library: _native.NativeLibrary, change: Callable[[list[Tensor]], None], dtype: torch.dtype
 ) -> None:
-    """Of more elements than one thread takes, and of fewer than the processor's instructions do."""
+    """The sizes are larger than the share of one thread, and smaller than one vector instruction."""
     draw = torch.Generator().manual_seed(1)
-    ours = [torch.randn(size, generator=draw).to(dtype) for size in (50_000, 7, 1, 513)]
-    torchs = [tensor.clone() for tensor in ours]
+    changed = [torch.randn(size, generator=draw).to(dtype) for size in (50_000, 7, 1, 513)]
+    torchs = [tensor.clone() for tensor in changed]
     with kernels.backend("native"):
-        change(ours)
+        change(changed)
     with kernels.backend("torch"):
         change(torchs)
-    assert all(map(torch.equal, ours, torchs))
-    assert [tensor._version for tensor in ours] == [1] * len(ours)  # autograd hears of it
+    assert all(map(torch.equal, changed, torchs))
+    assert [tensor._version for tensor in changed] == [1] * len(changed)  # autograd hears of it
 
 
 # The processor's instructions take eight at a time.
@@ -207,16 +207,16 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("what", list(LEFT))
-def test_what_it_cannot_take_is_left_to_torch(library: _native.NativeLibrary, what: str) -> None:
-    params, grads = LEFT[what]()
+@pytest.mark.parametrize("case", list(LEFT))
+def test_unsupported_lists_are_left_to_torch(library: _native.NativeLibrary, case: str) -> None:
+    params, grads = LEFT[case]()
     with mock.patch.object(fused_step, "_step_cpu_blocked") as others:
         stepped(params, grads)
     assert others.call_count == 1
 
 
 @pytest.mark.parametrize("backend", ["cpu_blocked", "native"])
-def test_the_defaults_of_torch_do_not_matter(
+def test_default_device_and_dtype_do_not_matter(
     library: _native.NativeLibrary, backend: Literal["cpu_blocked", "native"]
 ) -> None:
     grads = [torch.full((3,), 2.0) for _ in range(12)]
@@ -231,11 +231,11 @@ def test_the_defaults_of_torch_do_not_matter(
 
 
 def test_another_interface_is_not_called() -> None:
-    asked = "from impl.kernels import _native as n; n.INTERFACE += 1; assert n.library() is None"
-    subprocess.run([sys.executable, "-c", asked], check=True, timeout=120)
+    program = "from impl.kernels import _native as n; n.INTERFACE += 1; assert n.library() is None"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_without_it_only_who_asks_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_raises_only_for_native_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "library", lambda: None)
     param = torch.zeros(3)
     kernels.fused_step_(SGD, Parameters([param], []), [torch.ones(3)], torch.tensor(1.0))

@@ -14,11 +14,11 @@ _UPDATES = {rule.OPTIMIZERS[-1].__name__: rule.KERNELS.triton for rule in RULES}
 
 @pytest.mark.parametrize("optimizer", list(_UPDATES))
 @pytest.mark.parametrize("copies", [None, torch.bfloat16], ids=str)
-def test_a_fused_step_is_two_passes(optimizer: str, copies: torch.dtype | None) -> None:
-    """One reads the gradients, one updates; torch's operators see numbers, counters and tables alone."""
-    seen = the_interpreter().call(passes.of_fused_step, optimizer, copies)
+def test_fused_step_takes_two_passes(optimizer: str, copies: torch.dtype | None) -> None:
+    """The first pass reads the gradients and the second updates. torch's operators see no long tensors."""
+    actual = the_interpreter().call(passes.of_fused_step, optimizer, copies)
     expected = ["partial_norm_kernel", "finish_step_kernel", _UPDATES[optimizer], "update_scale_kernel"]
-    assert seen == (expected, [], 0)
+    assert actual == (expected, [], 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

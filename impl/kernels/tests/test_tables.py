@@ -1,4 +1,4 @@
-"""The tables by which kernels find their tensors: what stands in them, and how long they are kept."""
+"""The tables with which kernels find their tensors: their contents, and how long they are cached."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_element_of_every_list_stands_in_one_row(
     assert (table.rows.tolist(), table.chunks) == (expected, len(expected))
 
 
-def test_it_is_kept_while_memory_stays_where_it_is() -> None:
+def test_update_table_is_cached_while_addresses_stay() -> None:
     params, grads, other = [torch.zeros(5)], [torch.zeros(5)], [torch.zeros(5)]
     table = update_table([params, grads], [])
     assert update_table([params, grads], []) is table
@@ -66,7 +66,7 @@ _REFUSED: dict[str, list[list[Tensor]]] = {
 
 
 @pytest.mark.parametrize("lists", _REFUSED.values(), ids=_REFUSED.keys())
-def test_what_no_kernel_can_take(lists: list[list[Tensor]]) -> None:
+def test_unsupported_lists_have_no_table(lists: list[list[Tensor]]) -> None:
     assert update_table(lists, []) is None
 
 
@@ -75,7 +75,7 @@ def test_layouts_that_are_alike_are_taken() -> None:
     assert update_table(lists, []) is not None
 
 
-def test_a_table_is_kept_while_nothing_moves_and_keeps_no_tensor() -> None:
+def test_chunk_table_is_cached_and_keeps_no_tensor_alive() -> None:
     tensors = [torch.ones(5), torch.ones(7)]
     alive = weakref.ref(tensors[0])
     table = chunk_table(tensors)
@@ -92,21 +92,21 @@ class _Key(NamedTuple):
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_many_small_tables_are_kept_and_few_large_ones(refused: bool) -> None:
-    made: list[int] = []
+    built: list[int] = []
 
     def make(key: _Key) -> ChunkTable | None:
-        made.append(key.number)
+        built.append(key.number)
         return None if refused else ChunkTable(torch.zeros(1, 4, dtype=torch.int64), 1)
 
     small, large = (KeptTables(make, most_bytes=most) for most in (1 << 20, 3 * _KEY_BYTES + 16))
     for _ in range(2):
         for number in range(1000):
             small(_Key(number))
-    assert made == [*range(1000)]
-    made.clear()
+    assert built == [*range(1000)]
+    built.clear()
     for number in (1, 2, 3, 1, 4, 1, 2):  # three fit where one is refused, else two
         large(_Key(number))
-    assert made == ([1, 2, 3, 4, 2] if refused else [1, 2, 3, 1, 4, 2])
+    assert built == ([1, 2, 3, 4, 2] if refused else [1, 2, 3, 1, 4, 2])
 
 
 class _Known(NamedTuple):

@@ -1,4 +1,4 @@
-"""One update by one backend, on parameters built from a description that travels between processes."""
+"""An update with one backend, on parameters built from a description that can be sent to another process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ParamSpec(NamedTuple):
     """A parameter and what belongs to it."""
 
     numel: int
-    layout: str  # of all but the gradient
+    layout: str  # layout of the parameter and its states
     grad_layout: str  # contiguous, misaligned, or alike
     grad_dtype: torch.dtype
     seed: int
@@ -46,7 +46,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(described: UpdateSpec) -> tuple[Lists, list[Tensor]]:
-    """Before the update, and the buffers around all tensors in which the sentinel stands."""
+    """Return the lists before the update, and the buffers that surround all tensors with a sentinel."""
     buffers: list[Tensor] = []
 
     def built(place: ParamSpec, number: int, dtype: torch.dtype, layout: str) -> Tensor:
@@ -79,7 +79,7 @@ def lists_of(described: UpdateSpec) -> tuple[Lists, list[Tensor]]:
 
 
 def updated(backend: str, described: UpdateSpec) -> Lists:
-    """After the update. The backends "triton" and "native" are not left: other code than theirs raises."""
+    """Return the lists after the update. The backends "triton" and "native" raise if they fall back to other code."""
     lists, buffers = lists_of(described)
     found_inf = None if described.found_inf is None else torch.tensor(described.found_inf)
     others = [] if backend not in ("triton", "native") else ["_step_by_torch", "_step_cpu_blocked"]

@@ -1,4 +1,4 @@
-"""What a rank does: trains one sharded model with a plain optimizer and an equal one with a captured one."""
+"""Case of a rank: train a sharded model with a plain optimizer, and an equal model with a captured optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from impl.optim.tests.captured_twins import snapshot
 
 
 def train_both(rank: Rank, *, use_orig_params: bool, options: dict[str, Any]) -> list[Any]:
-    """What is the same in both, and whether the captured one was."""
+    """Return whether both trainings are equal, and the explanation of the captured one."""
     plain, captured = (_train(rank, use_orig_params, options, is_captured) for is_captured in (False, True))
     return [plain["trained"] == captured["trained"], captured["how"]]
 
@@ -29,7 +29,7 @@ def _train(rank: Rank, use_orig_params: bool, options: dict[str, Any], is_captur
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
     if is_captured:
         capture(optimizer)
-    seen = []
+    snapshots = []
     for step in range(6):
         optimizer.zero_grad()
         inputs = torch.full((3, 4), float(rank.rank + step))
@@ -38,6 +38,8 @@ def _train(rank: Rank, use_orig_params: bool, options: dict[str, Any], is_captur
         scaler.scale(model(inputs).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-        seen.append(snapshot([list(model.parameters()), list(optimizer.state.values()), scaler.get_scale()]))
+        snapshots.append(
+            snapshot([list(model.parameters()), list(optimizer.state.values()), scaler.get_scale()])
+        )
     optim_state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    return {"trained": repr([seen, snapshot(optim_state)]), "how": str(explain(optimizer))}
+    return {"trained": repr([snapshots, snapshot(optim_state)]), "how": str(explain(optimizer))}

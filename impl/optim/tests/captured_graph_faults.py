@@ -24,7 +24,7 @@ FAULTS = Patches()
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """By what `make` makes of what stands there."""
+    """Return a patch that replaces an attribute by `make` of its present value."""
     return lambda patch: patch.setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -46,9 +46,9 @@ def filled_once(setting: str) -> Patch:
         first: dict[GraphedSettings, Any] = {}
 
         def fill(self: GraphedSettings, lr: float, grad_scale: Any, found_inf: Any) -> None:
-            given = {"lr": lr, "grad_scale": grad_scale, "found_inf": found_inf}
-            given[setting] = first.setdefault(self, given[setting])
-            real(self, **given)
+            settings = {"lr": lr, "grad_scale": grad_scale, "found_inf": found_inf}
+            settings[setting] = first.setdefault(self, settings[setting])
+            real(self, **settings)
 
         return fill
 
@@ -83,12 +83,12 @@ FAULTS["what is captured runs as well"] = replaced(
 
 @FAULTS.named("a graph is not replayed in the step that captures it")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real, seen = torch.accelerator.Graph.replay, set[int]()
+    real, captured_ids = torch.accelerator.Graph.replay, set[int]()
 
     def replay(self: torch.accelerator.Graph) -> None:
-        if id(self) in seen:
+        if id(self) in captured_ids:
             real(self)
-        seen.add(id(self))
+        captured_ids.add(id(self))
 
     patch.setattr(torch.accelerator.Graph, "replay", replay)
 
@@ -114,26 +114,27 @@ CALLS: list[tuple[Any, ...]] = [
     (judging.test_another_stream,),
     (judging.test_gradients_that_move_capture_little, 2),
     (judging.test_lists_that_are_built_again_capture_little, "every 3 steps", 2),
-    *((judging.test_what_a_graph_is_captured_anew_for, name) for name in judging.GUARDS),
+    *((judging.test_guard_failure_captures_new_graph, name) for name in judging.GUARDS),
     *(
-        (judging.test_a_replayed_step_is_the_plain_one, "AdamW fused", script)
+        (judging.test_replayed_step_matches_plain_step, "AdamW fused", script)
         for script in ("lr is 0.5", "unscaled by itself", "skipped by itself")
     ),
-    (judging.test_scalers, "AdamW fused", judging.stepped),
+    (judging.test_scaled_steps_are_replayed, "AdamW fused", judging.stepped),
 ]
 
 
 def checks(device: str) -> dict[str, Callable[[], object]]:
     return {
-        f"{test.__name__}{given}": functools.partial(test, *given, device=device) for test, *given in CALLS
+        f"{test.__name__}{arguments}": functools.partial(test, *arguments, device=device)
+        for test, *arguments in CALLS
     }
 
 
 @pytest.mark.parametrize("says", list(FAULTS))
-def test_a_fault_is_caught(says: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_fault_is_caught(says: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[says](monkeypatch)
     assert first_failure(checks(device)) is not None, f"no test notices that {says}"
 
 
-def test_without_a_fault_all_is_well(device: str) -> None:
+def test_checks_pass_without_fault(device: str) -> None:
     assert first_failure(checks(device)) is None

@@ -1,4 +1,4 @@
-"""What graphs of `impl.optim.capture(..., graph=True)` keep, and when they go: run by `test_captured_graphs`."""
+"""Lifetimes of graphs of `impl.optim.capture(..., graph=True)` and of their tensors: run by `test_captured_graphs`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deadline(120)
 
 
 def watched(side: Side) -> list[weakref.ref[Any]]:
-    """Its graphs, and what they would keep if they kept anything."""
+    """Return weak references to the graphs of the optimizer and to the tensors that they could keep alive."""
     updates = vars(side.optimizer)["_init_group"].graphed()
     graphs = [weakref.ref(update._graph) for update in updates]
     assert graphs
@@ -34,7 +34,7 @@ def watched(side: Side) -> list[weakref.ref[Any]]:
 
 
 def test_graphs_go_with_their_optimizer(device: str) -> None:
-    """Without the collector."""
+    """The garbage collector is disabled."""
     gc.disable()
     try:
         side = replaying("AdamW fused", device, dtypes=DTYPES)
@@ -70,7 +70,7 @@ def test_gradients_are_not_kept(device: str) -> None:
 
 
 def test_nothing_grows(device: str) -> None:
-    """Not with replays, nor with what is captured anew."""
+    """The number of objects does not grow with replays or new captures."""
     side = replaying("AdamW fused", device, groups=2)
 
     def objects_after(rounds: int) -> int:

@@ -89,7 +89,7 @@ def run(side: Side, events: list[Event]) -> None:
         ),
     ],
 )
-def test_what_is_not_one_operator_is_eager(kind: str, reason: str, device: str) -> None:
+def test_updates_of_several_operators_stay_eager(kind: str, reason: str, device: str) -> None:
     twins = CapturedTwins(kind, device=device, graph=True)
     play(twins, settled())
     assert reported(twins.captured).reason == reason
@@ -97,7 +97,7 @@ def test_what_is_not_one_operator_is_eager(kind: str, reason: str, device: str) 
 
 
 def test_betas_that_are_tensors_are_read_in_every_step(device: str) -> None:
-    """In a list too, where a graph would keep the numbers that they were."""
+    """Tensors inside a list are read too. A graph would keep their old values."""
     twins = CapturedTwins("AdamW fused", device=device, graph=True)
     for side in (twins.plain, twins.captured):
         on.set_values(side, betas=[torch.tensor(0.5), torch.tensor(0.75)])
@@ -108,22 +108,27 @@ def test_betas_that_are_tensors_are_read_in_every_step(device: str) -> None:
     play(twins, settled(1))
 
 
-# What a graph does
+# Capture and replay
 
 
-def test_what_is_done_and_when(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step warms up; the second captures and replays; from then on there are settings and replays alone."""
+def test_second_step_captures_and_later_steps_replay(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step warms up, the second captures and replays. Later steps only fill in settings and replay."""
     done: list[str] = []
     monkeypatch.setattr(GraphedSettings, "fill", noting("fill", GraphedSettings.fill, done))
     for name in ("step_bucket", "capture_graph"):
         monkeypatch.setattr(_graphed_update, name, noting(name, getattr(_graphed_update, name), done))
     side = Side("AdamW fused", captured=True, device=device, graph=True)
-    seen = []
+    calls_by_step = []
     for seed in range(4):
         on.settled_iteration(side, seed)
-        seen.append(done[:])
+        calls_by_step.append(done[:])
         done.clear()
-    assert seen == [["fill", "step_bucket"], ["fill", "capture_graph", "step_bucket"], ["fill"], ["fill"]]
+    assert calls_by_step == [
+        ["fill", "step_bucket"],
+        ["fill", "capture_graph", "step_bucket"],
+        ["fill"],
+        ["fill"],
+    ]
     assert str(explain(side.optimizer)) == (
         "captured, fused, lr a float32 on the device: 1 build of lists, the last one because it is the first step; "
         "replayed from a graph: 1 capture, the last one because its lists are new"
@@ -138,7 +143,7 @@ def noting(name: str, call: Callable[..., Any], done: list[str]) -> Callable[...
     return tell
 
 
-def test_a_graph_holds_two_operators(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_contains_two_operators(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operators: list[str] = []
     real = _graphed_update.capture_graph
 
@@ -188,7 +193,7 @@ def kinds_and_scripts() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "script"), kinds_and_scripts())
-def test_a_replayed_step_is_the_plain_one(kind: str, script: str, device: str) -> None:
+def test_replayed_step_matches_plain_step(kind: str, script: str, device: str) -> None:
     """Steps that leave the gradients where they are, so that graphs come before a script, in it and after it."""
     twins = CapturedTwins(kind, dtypes=DTYPES, device=device, graph=True)
     play(twins, settled())
@@ -205,8 +210,8 @@ def test_a_replayed_step_is_the_plain_one(kind: str, script: str, device: str) -
 
 
 @pytest.mark.parametrize("kind", GRAPHED)
-def test_a_learning_rate_is_one_in_float32(kind: str, device: str) -> None:
-    """As that of an optimizer whose learning rate is a tensor."""
+def test_learning_rate_is_rounded_to_float32(kind: str, device: str) -> None:
+    """The result matches an optimizer whose learning rate is a tensor."""
     plain = Side(kind, captured=False, device=device)
     graphed = Side(kind, captured=True, device=device, graph=True)
     for seed, lr in enumerate([0.1, 0.1, 0.1, 0.3, 1e-3, 0.7]):
@@ -230,10 +235,12 @@ def unscaled_first(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("way", [stepped, unscaled_first])
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum"])
-def test_scalers(kind: str, way: Callable[[Any, torch.optim.Optimizer], None], device: str) -> None:
+def test_scaled_steps_are_replayed(
+    kind: str, way: Callable[[Any, torch.optim.Optimizer], None], device: str
+) -> None:
     def train(side: Side) -> list[Any]:
         scaler = impl.amp.GradScaler(device, init_scale=8.0, growth_interval=2)
-        seen = []
+        snapshots = []
         for number, factor in enumerate([1.0, 1.0, 1.0, 1.0, math.inf, 1.0, 1.0]):
             on.refill_gradients(side, number)
             scaler.scale(torch.ones((), device=device))
@@ -241,8 +248,8 @@ def test_scalers(kind: str, way: Callable[[Any, torch.optim.Optimizer], None], d
             assert grad is not None
             side.params[-1].grad = grad.mul_(factor)
             way(scaler, side.optimizer)
-            seen.append([scaler.get_scale(), side.seen()])
-        return seen
+            snapshots.append([scaler.get_scale(), side.seen()])
+        return snapshots
 
     twins = CapturedTwins(kind, device=device, graph=True)
     assert twins.do(train).raised is None
@@ -261,7 +268,9 @@ def fused_and_clipped(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("way", [stepped, fused, fused_and_clipped])
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum"])
 @pytest.mark.parametrize("captured_too", [False, True])
-def test_somebody_captures_a_whole_step(kind: str, way: Any, captured_too: bool, device: str) -> None:
+def test_user_graph_of_full_step_matches_eager_step(
+    kind: str, way: Any, captured_too: bool, device: str
+) -> None:
     """Forward, backward, the scaler's part and the update, with a scale that overflows in a replay."""
 
     def trained(in_a_graph: bool) -> list[Any]:
@@ -286,17 +295,17 @@ def test_somebody_captures_a_whole_step(kind: str, way: Any, captured_too: bool,
         for _ in range(2):
             step()
         again = capture_graph(graphs, step).replay if in_a_graph else step
-        seen = []
+        snapshots = []
         for value in (1.0, math.inf, math.inf, 0.5, 0.25):
             factor.fill_(value)
             again()
-            seen.append([on.snapshot(side.params), scaler.get_scale()])
-        return seen
+            snapshots.append([on.snapshot(side.params), scaler.get_scale()])
+        return snapshots
 
     assert trained(in_a_graph=True) == trained(in_a_graph=False)
 
 
-# What it depends on
+# Guards of a graph
 
 
 def give_other_strides(side: Side) -> None:
@@ -309,7 +318,8 @@ def give_other_strides(side: Side) -> None:
 
 
 def move_gradient(side: Side) -> None:
-    side.log.append(side.params[1].grad)  # so that its memory is not given out again
+    # The log keeps the old gradient alive, so that its memory is not reused.
+    side.log.append(side.params[1].grad)
     grad = side.params[1].grad
     assert grad is not None
     side.params[1].grad = grad.clone()
@@ -349,7 +359,7 @@ GUARDS: dict[str, tuple[Event, str]] = {
 
 
 @pytest.mark.parametrize("name", list(GUARDS))
-def test_what_a_graph_is_captured_anew_for(name: str, device: str) -> None:
+def test_guard_failure_captures_new_graph(name: str, device: str) -> None:
     """Once what has changed stays; the step in which it changes is the warm-up."""
     (event, kwargs), reason = GUARDS[name]
     twins = CapturedTwins("AdamW fused", device=device, graph=True)
@@ -402,18 +412,18 @@ def test_steps_that_must_be_seen_are_eager(device: str) -> None:
     step_until_replayed(twins)
 
 
-def test_a_graph_outlasts_that_of_somebody_else(device: str) -> None:
-    """Who captures a whole step captures the operators."""
+def test_graph_survives_graph_of_user(device: str) -> None:
+    """A graph of the user's full step contains the operators instead of our graph."""
     twins = CapturedTwins("SGD fused momentum", device=device, graph=True)
     play(twins, settled())
     graphs = graphs_for(torch.device(device))
     assert graphs is not None
-    theirs = [
+    user_graphs = [
         capture_graph(graphs, functools.partial(on.step, side)) for side in (twins.plain, twins.captured)
     ]
     assert reported(twins.captured).reason == "the user is capturing the step in another graph"
     for _ in range(2):
-        for graph in theirs:
+        for graph in user_graphs:
             graph.replay()
         assert on.snapshot(twins.plain.params) == on.snapshot(twins.captured.params)
     play(twins, settled(1))
@@ -421,10 +431,10 @@ def test_a_graph_outlasts_that_of_somebody_else(device: str) -> None:
     assert reported(twins.captured).captures == 1
 
 
-# What must not cost a capture
+# Changes without a new capture
 
 
-def test_a_schedule_captures_nothing(device: str) -> None:
+def test_lr_schedule_captures_no_new_graph(device: str) -> None:
     side = Side("SGD fused momentum", captured=True, device=device, graph=True)
     schedule = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20, cycle_momentum=False)
     run(side, settled())
@@ -435,7 +445,7 @@ def test_a_schedule_captures_nothing(device: str) -> None:
     assert reported(side).captures == 1
 
 
-def test_a_schedule_of_betas_is_eager(device: str) -> None:
+def test_beta_schedule_stays_eager(device: str) -> None:
     side = Side("AdamW fused", captured=True, device=device, graph=True)
     schedule = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20)
     run(side, settled())
@@ -468,9 +478,9 @@ def test_lists_that_are_built_again_capture_little(comes_and_goes: str, captures
     """A graph that went with its lists before it was worth its capture delays the next one as any other does."""
     side = Side("AdamW fused", captured=True, device=device, graph=True)
     on.give_gradients(side)
-    kept, every = side.params[1].grad, int(comes_and_goes.split()[1])
+    gradient, every = side.params[1].grad, int(comes_and_goes.split()[1])
     for number in range(8 * every):
-        side.params[1].grad = kept if number // every % 2 == 0 else None
+        side.params[1].grad = gradient if number // every % 2 == 0 else None
         on.step(side)
     assert explain(side.optimizer).builds == 8
     assert reported(side).captures == captures

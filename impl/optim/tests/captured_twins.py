@@ -89,8 +89,8 @@ class Side:
             for i, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
         ]
         parts = [self.params[i::groups] for i in range(groups)]
-        made: Callable[..., Optimizer] = getattr(torch.optim, self.name)
-        self.optimizer = made([{"params": part} for part in parts], **copy.deepcopy(options))
+        optimizer_class: Callable[..., Optimizer] = getattr(torch.optim, self.name)
+        self.optimizer = optimizer_class([{"params": part} for part in parts], **copy.deepcopy(options))
         self.scheduler: Any = None
         self.saved: Any = None
         self.log: list[Any] = []
@@ -99,7 +99,7 @@ class Side:
     def _capture(self) -> None:
         if self.captured:
             with warnings.catch_warnings():
-                # What stays eager says so of each optimizer: test_captured_reasons asks for it.
+                # Eager optimizers warn. test_captured_reasons checks these warnings.
                 warnings.filterwarnings("ignore", "nothing is captured")
                 assert capture(self.optimizer, graph=self.graph) is self.optimizer
 
@@ -125,7 +125,8 @@ class Side:
         )
 
     def did(self, event: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-        torch.set_warn_always(True)  # what torch says once in a process, only one of the two would be told
+        # Otherwise only one of the two sides gets a warning that torch gives once in a process.
+        torch.set_warn_always(True)
         try:
             outcome = observe(lambda: snapshot(event(self, *args, **kwargs)))
         finally:
@@ -159,7 +160,7 @@ def new_parameter(
 
 
 def snapshot(value: Any) -> Any:
-    """A copy in which every tensor stands alone: step counters that share a buffer are not told from others."""
+    """Return a copy without shared memory, so that step counters in one buffer equal separate counters."""
     if isinstance(value, torch.Tensor):
         dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
         return [dense.tolist(), str(value.dtype), str(value.layout), str(value.device), value.requires_grad]
@@ -173,7 +174,7 @@ def snapshot(value: Any) -> Any:
     return value
 
 
-# What can happen. Each is called with a side, and does to it what a user could do.
+# Events: actions of a user on one side.
 
 
 def give_gradients(side: Side, seed: int = 0, missing: tuple[int, ...] = (), sparse: bool = False) -> None:
@@ -188,10 +189,10 @@ def refill_gradients(side: Side, seed: int = 0) -> None:
     """New values where the gradients lie, as a backward leaves them that found them zeroed."""
     before = [param.grad for param in side.params]
     give_gradients(side, seed)
-    for param, kept in zip(side.params, before, strict=True):
-        if kept is not None and not (kept.is_sparse or kept.is_inference()):
+    for param, gradient in zip(side.params, before, strict=True):
+        if gradient is not None and not (gradient.is_sparse or gradient.is_inference()):
             assert param.grad is not None
-            param.grad = kept.copy_(param.grad)
+            param.grad = gradient.copy_(param.grad)
 
 
 def settled_iteration(side: Side, seed: int = 0) -> Any:
@@ -286,7 +287,7 @@ def save(side: Side) -> None:
 
 
 def load(side: Side, through_file: bool = False) -> None:
-    """What was saved; without a saving, its own present state."""
+    """Load the saved state, or the present state if none was saved."""
     saved = side.optimizer.state_dict() if side.saved is None else side.saved
     if through_file:
         file = io.BytesIO()
@@ -307,9 +308,9 @@ def forget_one_state(side: Side) -> None:
 def swap_states(side: Side) -> None:
     """The first and the last parameter of one shape are given each other's dictionaries."""
     state = side.optimizer.state
-    for one, other in itertools.combinations(state, 2):
-        if side.name != "LBFGS" and one.shape == other.shape:
-            state[one], state[other] = state[other], state[one]
+    for first, second in itertools.combinations(state, 2):
+        if side.name != "LBFGS" and first.shape == second.shape:
+            state[first], state[second] = state[second], state[first]
             return
 
 
@@ -330,20 +331,20 @@ def edit_states(side: Side, how: str) -> None:
 
 
 def count_by_numbers(side: Side) -> None:
-    """As states of old have it, which torch refuses."""
+    """Store step counters as numbers, like states of old torch versions. torch rejects them."""
     for states in side.optimizer.state.values():
         if isinstance(states.get("step"), torch.Tensor):
             states["step"] = states["step"].item()
 
 
 def move_parameters(side: Side) -> None:
-    """Their memory, not the objects: as sharding does between steps."""
+    """Move the parameters' memory, but keep the objects, like sharding between steps."""
     for param in side.params:
         param.data = param.data.clone().mul_(2)
 
 
 def change_dtype(side: Side, dtype: torch.dtype = torch.float64) -> None:
-    """As `module.to(dtype)` does; the state stays as it is."""
+    """Change the dtype like `module.to(dtype)`. The optimizer state keeps its dtype."""
     for param in side.params:
         param.data = param.data.to(dtype)
         if param.grad is not None:
@@ -359,7 +360,7 @@ def hook_steps(side: Side) -> None:
 
 
 def scaled(side: Side, inf: bool = False, unscaled: bool = False) -> Any:
-    """What a scaler lays on an optimizer that unscales by itself."""
+    """Step with the attributes that a scaler sets on an optimizer that unscales itself."""
     if not getattr(side.optimizer, "_step_supports_amp_scaling", False):
         return None
     optimizer: Any = side.optimizer

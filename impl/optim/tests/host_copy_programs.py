@@ -1,7 +1,7 @@
-"""What users do with tensors on two devices, the simulated one and the host: run by `test_host_copies`.
+"""User programs with tensors on two devices, the simulated one and the host: run by `test_host_copies`.
 
-Each program is given the device of what lies on the device. What it returns has to be the same where that is the host
-too, and nothing of it may be read or written before its time: the device does all as late as the host allows.
+Each program gets the device of its device tensors. Its result must be the same if that is the host, and no memory may
+be read or written too early: the simulated device runs all work as late as the host allows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Program = Callable[[torch.device], Any]
 IN_ORDER, LATEST = 0, 1  # schedules
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-simulator.enable()  # for good: a process of its own imports this
+simulator.enable()  # never disabled: only a separate process imports this module
 if INTERPRETED:
     from impl.kernels.tests import on_simulator
 
@@ -117,11 +117,11 @@ def iterations(
     params = [torch.nn.Parameter(torch.arange(1.0, 4.0).to(where)) for where in PLACES[place](device)]
     stepping = OPTIMIZERS[optimizer](params)
     scaler = make(device.type, init_scale=SCALE)
-    for found in (1.0, math.inf, 1.0):
+    for factor in (1.0, math.inf, 1.0):
         scaler.scale(torch.ones((), device=device))
         for param in params:
             param.grad = torch.full_like(param, 0.25 * SCALE)
-        params[-1].grad[1] *= found
+        params[-1].grad[1] *= factor
         yield way(scaler, stepping)
         yield scaler.found_inf(stepping), scaler.step_was_taken(stepping), scaler.get_scale()
         yield [param.detach().clone() for param in params]
@@ -141,7 +141,7 @@ def losses_on_both(device: torch.device) -> Any:
 
 @named
 def counters_on_the_other_device(device: torch.device) -> Any:
-    """As a state that was saved elsewhere brings them."""
+    """Step counters are on another device than their parameter, like in a state that was saved elsewhere."""
     param = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = Adam([param]), GradScaler(device.type, init_scale=SCALE)
     for _ in range(3):
@@ -162,16 +162,16 @@ def clipping_on_both(device: torch.device) -> Any:
 
 @named
 def a_scale_on_its_floor(device: torch.device) -> Any:
-    """The watch tells of it once the numbers have come, and asks no event while somebody captures a step."""
+    """The scaler warns when the numbers have arrived, and queries no event while the user captures a step."""
     param = torch.nn.Parameter(torch.ones(3, device=device))
-    optimizer = SGD([param], 0.5, fused=True)  # which nothing waits for
+    optimizer = SGD([param], 0.5, fused=True)  # fused, so that nothing waits
     scaler = GradScaler(device.type, init_scale=2.0, min_scale=2.0)
     param.grad = torch.empty_like(param)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for turn in range(12):
             if turn % 4 == 3:
-                torch.accelerator.synchronize()  # what happened in four steps is heard at once
+                torch.accelerator.synchronize()  # arrival of the results of four steps
             scaler.scale(torch.ones((), device=device))
             param.grad.fill_(math.inf)
             step = functools.partial(stepped, scaler, optimizer)
@@ -209,18 +209,18 @@ def a_group_of_the_device_alone(device: torch.device) -> Any:
 def the_owner(device: torch.device) -> Any:
     into = torch.zeros(2).pin_memory()
     copy_into_(into, torch.ones(2, device=device))
-    kept = torch.ones(2, device=device)
+    tensor = torch.ones(2, device=device)
     return (
         into + 1,
-        to_device(kept, HOST) + 1,
-        to_device(kept, HOST, torch.float64) + 1,
-        to_device(kept, device) is kept,
+        to_device(tensor, HOST) + 1,
+        to_device(tensor, HOST, torch.float64) + 1,
+        to_device(tensor, device) is tensor,
     )
 
 
 @named
 def norms_on_two_streams(device: torch.device) -> Any:
-    """Of the same tensors, which neither writes: nothing orders the two. No other program leaves a table of such."""
+    """Compute norms of the same tensors on two unordered streams. No other program leaves such a table."""
     tensors = [torch.full((5,), value, device=device) for value in (1.0, 2.0)]
     main = torch.accelerator.current_stream()
     sides, norms = (torch.Stream(LATE), torch.Stream(LATE)), []
@@ -233,12 +233,12 @@ def norms_on_two_streams(device: torch.device) -> Any:
     return norms
 
 
-# Of a check that passes the peers an optimizer of each way to skip a step sees all; a rank's own are on the host.
+# A check across ranks is the same for all optimizers of one skip method. A rank's own tensors are on the host.
 _SHARDED = itertools.product(("AdamW", "Adam, fused", "a user's"), ("on the host",), WAYS)
 for make, cases in ((GradScaler, itertools.product(OPTIMIZERS, PLACES, WAYS)), (ShardedGradScaler, _SHARDED)):
     for kind, place, way in cases:
         if INTERPRETED and kind not in ("Adam, fused", "a user's"):
-            continue  # those by which parameters are updated by a kernel, and not
+            continue  # two kinds: updated by a kernel, and not
 
         def program(device: torch.device, reported: Any = (make, kind, place, way)) -> Any:
             return list(iterations(device, *reported))
@@ -247,7 +247,7 @@ for make, cases in ((GradScaler, itertools.product(OPTIMIZERS, PLACES, WAYS)), (
 
 
 def findings(program: Program, schedule: int = LATEST) -> list[str]:
-    """What is wrong with a program."""
+    """Return the failures of a program."""
     simulator.set_schedule(schedule)
     try:
         torch.testing.assert_close(on_host(program(LATE)), on_host(program(HOST)), equal_nan=True)
@@ -258,7 +258,7 @@ def findings(program: Program, schedule: int = LATEST) -> list[str]:
 
 
 def _failures_to_come() -> Iterator[str]:
-    """What is queued behind a failure may fail too, one by one."""
+    """Yield the failures of work that was queued after a failure, one by one."""
     while True:
         try:
             simulator.synchronize()
@@ -321,8 +321,8 @@ def main() -> None:
     simulator.log_hazards()
     backend = ",".join(f"{device.type}:{name}" for device, name in BACKENDS.items())
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    found = {name: wrong for name, program in PROGRAMS.items() if (wrong := findings(program))}
-    # Of a table that comes late or serves another stream hazards tell in any order, and the program's shows no others.
+    wrong_programs = {name: wrong for name, program in PROGRAMS.items() if (wrong := findings(program))}
+    # Hazards of a late table, or of one used on another stream, appear in any order of the device's work.
     faults, schedule = (TABLE_FAULTS, IN_ORDER) if INTERPRETED else (FAULTS, LATEST)
     unnoticed: list[str] = []
     for fault, apply in faults.items():
@@ -330,7 +330,12 @@ def main() -> None:
             apply(patch)
             if not any(findings(program, schedule) for program in PROGRAMS.values()):
                 unnoticed.append(fault)
-    reported = {"programs": len(PROGRAMS), "found": found, "faults": len(faults), "unnoticed": unnoticed}
+    reported = {
+        "programs": len(PROGRAMS),
+        "found": wrong_programs,
+        "faults": len(faults),
+        "unnoticed": unnoticed,
+    }
     reported["interpreted"] = INTERPRETED
     sys.stdout.write(json.dumps(reported))
 

@@ -10,7 +10,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Patches(dict[str, Patch]):
-    """By what each does."""
+    """Patches by their descriptions."""
 
     def named(self, says: str) -> Callable[[Patch], Patch]:
         """Enter the function below by this name."""
@@ -23,7 +23,7 @@ class Patches(dict[str, Patch]):
 
 
 def first_failure(checks: Mapping[str, Callable[[], object]]) -> str | None:
-    """Which check fails first, and how."""
+    """Return the name and the error of the first failing check, or None."""
     for name, check in checks.items():
         try:
             check()

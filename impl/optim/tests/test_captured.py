@@ -100,7 +100,7 @@ def play(twins: CapturedTwins, events: list[Event]) -> None:
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
 @pytest.mark.parametrize("kind", list(FUSED))
-def test_a_fused_step_is_the_plain_one(kind: str, script: str) -> None:
+def test_fused_step_matches_plain_step(kind: str, script: str) -> None:
     play(CapturedTwins(kind, dtypes=(torch.float32, torch.bfloat16)), SCRIPTS[script])
 
 
@@ -112,7 +112,7 @@ def with_profile(kind: str) -> Any:
 
 @pytest.mark.parametrize("script", list(SCRIPTS))
 @pytest.mark.parametrize("kind", [*map(with_profile, (*LISTED, *EAGER))])
-def test_a_step_is_the_plain_one(kind: str, script: str) -> None:
+def test_step_matches_plain_step(kind: str, script: str) -> None:
     play(CapturedTwins(kind), SCRIPTS[script])
 
 
@@ -140,7 +140,7 @@ def forget_number(side: Side, name: str) -> None:
 @pytest.mark.parametrize("name", ["eps", "lr", "weight_decay", "maximize", "betas", "lr_decay"])
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum", "Adagrad fused"])
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_number_that_is_missing_changes_nothing(kind: str, name: str, graph: bool) -> None:
+def test_missing_group_entry_changes_nothing(kind: str, name: str, graph: bool) -> None:
     """Step counters are not advanced for an update that is not made."""
     play(CapturedTwins(kind, graph=graph), [*steps(3), (forget_number, {"name": name}), *steps(2)])
 
@@ -155,13 +155,13 @@ def widen_one(side: Side) -> None:
 @pytest.mark.parametrize(
     "kind", ["AdamW fused", "SGD fused momentum", "Adagrad fused", "AdamW", "SGD foreach"]
 )
-def test_a_parameter_that_alone_changes_its_dtype(kind: str) -> None:
+def test_single_parameter_dtype_change_matches_plain_step(kind: str) -> None:
     play(CapturedTwins(kind), [*steps(3), (widen_one, {}), (on.step, {})])
 
 
 @pytest.mark.parametrize("function", [capture, release, explain])
 @pytest.mark.parametrize(("other", "actual"), [(None, "NoneType"), (torch.optim.SGD, "the class SGD")])
-def test_what_is_no_optimizer(function: Callable[..., Any], other: Any, actual: str) -> None:
+def test_capture_rejects_non_optimizer(function: Callable[..., Any], other: Any, actual: str) -> None:
     with pytest.raises(
         TypeError, match=f"^expected an instance of torch.optim.Optimizer, got {actual}; pass"
     ):
@@ -185,7 +185,7 @@ def test_counters_are_one_buffer_and_the_tensors_they_were() -> None:
     assert len({step.untyped_storage().data_ptr() for step in counters}) == len(counters)
     on.iteration(side)
     after = [state["step"] for state in side.optimizer.state.values()]
-    assert all(one is other for one, other in zip(counters, after, strict=True))
+    assert all(counter is later for counter, later in zip(counters, after, strict=True))
     assert len({step.untyped_storage().data_ptr() for step in after}) == 1
     assert [float(step) for step in after] == [2.0] * len(after)
 
@@ -234,12 +234,12 @@ def test_two_optimizers_that_share_state_share_it_still() -> None:
         (kind, implementation)
         for kind in ("AdamW", "AdamW fused", "Adam foreach", "SGD momentum", "Adagrad fused", "RMSprop")
         for implementation in ("fused", "foreach", "single")
-        if (kind, implementation) != ("RMSprop", "fused")  # which torch does not have
+        if (kind, implementation) != ("RMSprop", "fused")  # missing in torch
     ],
 )
 @pytest.mark.parametrize("before", [0, 2])
 def test_another_implementation(kind: str, implementation: Any, before: int) -> None:
-    """From then on it is an optimizer that was built so, with the same state."""
+    """The optimizer then equals one built with that implementation and the same state."""
     name, options = KINDS[kind]
     flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}[
         implementation
@@ -286,7 +286,9 @@ def test_another_implementation(kind: str, implementation: Any, before: int) -> 
         ),
     ],
 )
-def test_an_implementation_that_there_is_not(kind: str, implementation: Any, error: Any, words: str) -> None:
+def test_unsupported_implementation_raises_without_change(
+    kind: str, implementation: Any, error: Any, words: str
+) -> None:
     side = Side(kind, captured=False)
     on.iteration(side)
     before = side.seen()
@@ -297,8 +299,8 @@ def test_an_implementation_that_there_is_not(kind: str, implementation: Any, err
 
 
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD", "RMSprop"])
-def test_it_goes_when_its_last_user_goes(kind: str) -> None:
-    """Without the collector: nothing that capturing adds refers in a circle."""
+def test_captured_optimizer_is_freed_without_collector(kind: str) -> None:
+    """The garbage collector is disabled, because capture must not add reference cycles."""
     gc.disable()
     try:
         side = Side(kind, captured=True)
@@ -355,7 +357,7 @@ def test_nothing_grows(kind: str, count: int) -> None:
     assert max(sizes[5:]) <= max(sizes[:5])
 
 
-def test_a_schedule_builds_nothing() -> None:
+def test_lr_schedule_builds_no_lists() -> None:
     side = Side("SGD fused momentum", captured=True)
     scheduler = lr_scheduler.OneCycleLR(side.optimizer, max_lr=0.5, total_steps=20)
     for seed in range(3):
@@ -375,7 +377,7 @@ class _Forthright(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_of_all_attributes_is_captured_for_itself(how: Callable[[Optimizer], Optimizer]) -> None:
+def test_copied_optimizer_is_captured_separately(how: Callable[[Optimizer], Optimizer]) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = capture(_Forthright([weight], lr=0.5), graph=True)
@@ -392,7 +394,7 @@ def test_a_copy_of_all_attributes_is_captured_for_itself(how: Callable[[Optimize
     assert (explain(optimizer).builds, explain(copied).builds) == (1, 1)
 
 
-def test_the_default_device_does_not_matter() -> None:
+def test_default_device_does_not_matter() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = torch.optim.SGD([weight], lr=0.5)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deadline(120)
 def test_sharded_parameters(
     ranks: Callable[..., RankPool], world_size: int, use_orig_params: bool, implementation: str
 ) -> None:
-    """Flat ones and the original ones: their memory is given back and taken anew around each step."""
+    """Flat and original parameters. Their memory is freed and allocated again around each step."""
     reported = ranks(world_size).run(
         "impl.optim.tests.captured_cases:train_both",
         use_orig_params=use_orig_params,
@@ -36,10 +36,10 @@ def test_sharded_parameters(
 @pytest.mark.parametrize("make", [impl.amp.GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("kind", ["AdamW fused", "SGD fused momentum", "AdamW", "RMSprop foreach"])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_scalers(make: Callable[..., Any], kind: str, unscale: bool) -> None:
+def test_scaled_steps_match_plain_steps(make: Callable[..., Any], kind: str, unscale: bool) -> None:
     def train(side: Side) -> list[Any]:
         scaler = make("cpu", init_scale=8.0, growth_interval=2)
-        seen = []
+        snapshots = []
         for number, last in enumerate([1.0, 1.0, math.inf, 1.0, 1.0, 1.0]):
             side.optimizer.zero_grad()
             scaler.scale(torch.ones(()))
@@ -49,8 +49,8 @@ def test_scalers(make: Callable[..., Any], kind: str, unscale: bool) -> None:
                 scaler.unscale_(side.optimizer)
             scaler.step(side.optimizer)
             scaler.update()
-            seen.append([scaler.get_scale(), side.seen()])
-        return seen
+            snapshots.append([scaler.get_scale(), side.seen()])
+        return snapshots
 
     twins = CapturedTwins(kind)
     outcome = twins.do(train)
@@ -59,7 +59,7 @@ def test_scalers(make: Callable[..., Any], kind: str, unscale: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamW fused", "AdamW", "SGD foreach"])
-def test_a_compiled_step_is_torchs_own(kind: str) -> None:
+def test_compiled_step_matches_plain_step(kind: str) -> None:
     """The compiler keeps lists of its own: it sees the plain optimizer, before and after captured steps."""
 
     def compiled(side: Side) -> None:
@@ -81,7 +81,7 @@ def test_a_compiled_step_is_torchs_own(kind: str) -> None:
     torch.compiler.reset()
 
 
-def test_a_profile_shows_captured_and_fused_steps() -> None:
+def test_profile_names_captured_and_fused_steps() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = capture(torch.optim.AdamW([weight], fused=True)), impl.amp.GradScaler("cpu")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:

@@ -71,12 +71,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
     real = GroupLists.take_gradients
 
     def take(self: GroupLists) -> str | None:
-        kept = self.attached_grads = getattr(self, "attached_grads", None) or [p.grad for p in self.params]
+        first_grads = self.attached_grads = getattr(self, "attached_grads", None) or [
+            p.grad for p in self.params
+        ]
         why = real(self)
         if why is None:
-            self.grads[:] = kept
+            self.grads[:] = first_grads
             for bucket in self.buckets:
-                bucket.grads[:] = bucket._own(kept)
+                bucket.grads[:] = bucket._own(first_grads)
         return why
 
     patch.setattr(GroupLists, "take_gradients", take)
@@ -200,10 +202,10 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("says", list(FAULTS))
-def test_a_fault_is_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_fault_is_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[says](monkeypatch)
     assert first_failure(CHECKS) is not None, f"no script notices that {says}"
 
 
-def test_without_a_fault_all_is_well() -> None:
+def test_checks_pass_without_fault() -> None:
     assert first_failure(CHECKS) is None

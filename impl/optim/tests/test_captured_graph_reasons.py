@@ -1,4 +1,4 @@
-"""Why `impl.optim.capture(..., graph=True)` replays no graph, where it takes no device with graphs to know."""
+"""Reasons why `impl.optim.capture(..., graph=True)` replays no graph, as far as they need no device with graphs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from impl.optim.tests.test_captured import play
 pytestmark = pytest.mark.deadline(120)
 
 
-def test_where_there_is_a_graph() -> None:
-    """In every combination: only where everything speaks for it, and else by the first reason against it."""
+def test_first_unmet_condition_is_the_reason() -> None:
+    """A graph needs all conditions. The reason names the first unmet one, for every combination."""
     reasons: list[tuple[str, tuple[Any, ...], Any, str]] = [
         ("has_graphs", (True, False), True, "its parameters are on cpu, for which this torch has no graphs"),
         (
@@ -46,7 +46,7 @@ def test_where_there_is_a_graph() -> None:
         assert why is None or why.startswith(against[0])
 
 
-def test_on_the_cpu_nothing_changes() -> None:
+def test_cpu_steps_have_no_graph() -> None:
     twins = CapturedTwins("AdamW fused", graph=True, dtypes=DTYPES)
     play(twins, settled())
     assert str(explain(twins.captured.optimizer)) == (
@@ -55,7 +55,7 @@ def test_on_the_cpu_nothing_changes() -> None:
     )
 
 
-def test_an_optimizer_that_stays_eager_says_so_of_graphs() -> None:
+def test_eager_optimizer_explains_missing_graph() -> None:
     optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))])
     assert explain(capture(optimizer)).graph is None
     for graph in (True, None):
@@ -83,7 +83,7 @@ def test_steps_without_lists_say_so_of_graphs() -> None:
     assert reported(side).reason == "the whole step is eager"
 
 
-def test_a_step_without_gradients_says_so() -> None:
+def test_step_without_gradients_explains_missing_graph() -> None:
     side = Side("AdamW fused", captured=True, graph=True)
     on.step(side)
     assert reported(side).reason == "no parameter had a gradient"

@@ -43,7 +43,7 @@ class Lockstep(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 3))
     def iterations(self, count: int) -> None:
-        """What is replayed is what has happened twice."""
+        """Repeat iterations, because a graph is replayed after two equal steps."""
         for seed in range(count):
             self.twins.do(on.iteration, seed)
 

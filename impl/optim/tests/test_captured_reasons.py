@@ -1,4 +1,4 @@
-"""How a step of a captured optimizer is done, and why: what `explain` says, and when lists are not kept."""
+"""Explanations of a captured optimizer's steps, and the conditions under which lists are not cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.deadline(120)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_how_a_step_is_done(kind: str) -> None:
+def test_explain_names_implementation(kind: str) -> None:
     side = Side(kind, captured=True)
     for seed in range(3):
         on.iteration(side, seed)
@@ -48,7 +48,7 @@ REASONS: dict[str, tuple[Event, str]] = {
 
 
 @pytest.mark.parametrize("name", list(REASONS))
-def test_why_lists_were_built_again(name: str) -> None:
+def test_explain_names_reason_for_new_lists(name: str) -> None:
     (event, kwargs), because = REASONS[name]
     side = Side("AdamW fused", captured=True)
     for seed in range(3):
@@ -69,7 +69,7 @@ def test_lists_that_never_stay_are_not_kept() -> None:
     for number in range(25):
         twins.do(on.iteration, number, (number % 2,))
         reported.append(explain(twins.captured.optimizer))
-    assert [each.captured for each in reported] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
+    assert [explained.captured for explained in reported] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
     assert [reported[3].builds, reported[-1].builds] == [5, 10]
     assert (
         "its lists changed 4 times in succession, the last time because the gradient of parameter 1 is None"
@@ -79,7 +79,7 @@ def test_lists_that_never_stay_are_not_kept() -> None:
     assert explain(twins.captured.optimizer).captured
 
 
-def test_the_first_build_is_no_change() -> None:
+def test_first_build_is_no_change() -> None:
     """Four changes pause it; the lists of the first step, and of the first after a pause, have not changed."""
     side = Side("AdamW fused", captured=True)
     reported = []
@@ -93,7 +93,7 @@ def test_the_first_build_is_no_change() -> None:
     assert explain(side.optimizer).builds == 6
 
 
-def test_why_lists_were_built_again_for_graphs() -> None:
+def test_explain_names_reason_for_new_lists_with_graphs() -> None:
     side = Side("AdamW fused", captured=True)
     capture(side.optimizer, graph=True)
     reported = []
@@ -131,22 +131,22 @@ class OwnOptimizer(Optimizer):
         (torch.optim.SparseAdam, "SparseAdam builds no lists: it has no _init_group"),
     ],
 )
-def test_why_an_optimizer_stays_eager(kind: Callable[..., Optimizer], reason: str) -> None:
-    """Told at once, and once."""
+def test_capture_warns_why_optimizer_stays_eager(kind: Callable[..., Optimizer], reason: str) -> None:
+    """The warning is given once, by capture."""
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))])
     assert explain(optimizer).reason == "capture was not called"
     with pytest.warns(UserWarning, match="^nothing is captured") as warned:
         actual = [capture(optimizer) for _ in range(2)]
     assert actual == [optimizer] * 2
-    assert [str(each.message) for each in warned] == [
+    assert [str(warning.message) for warning in warned] == [
         f"nothing is captured, and the step stays as it is: {reason}"
     ]
     assert str(explain(optimizer)) == f"eager, single: {reason}"
     assert explain(release(optimizer)).reason == "capture was not called"
 
 
-def test_a_strangers_class_is_told_with_its_module() -> None:
-    """One that is called as torch's is."""
+def test_user_class_is_named_with_its_module() -> None:
+    """The user's class has the name of a class of torch."""
     kind = type("AdamW", (Optimizer,), {"__module__": "strangers.optim", "__init__": OwnOptimizer.__init__})
     optimizer = kind([torch.nn.Parameter(torch.zeros(1))], {})
     with pytest.raises(ValueError, match=r"^strangers\.optim\.AdamW has no fused implementation"):
@@ -155,7 +155,7 @@ def test_a_strangers_class_is_told_with_its_module() -> None:
         capture(torch.optim.LBFGS(optimizer.param_groups[0]["params"]), implementation="fused")
 
 
-def test_a_subclass_that_changes_nothing_of_the_step_is_captured() -> None:
+def test_subclass_with_unchanged_step_is_captured() -> None:
     class Mine(torch.optim.AdamW):
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             super().add_param_group(param_group)

@@ -1,4 +1,4 @@
-"""What `impl.optim._graphs` asks of torch, call by call: of `torch.cuda`, and of what any accelerator has."""
+"""Calls of `impl.optim._graphs` to `torch.cuda` and to the generic accelerator API."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ CUDA, OTHER = torch.device("cuda", 1), torch.device("xpu", 1)  # not the current
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
-    """What torch.cuda is asked for, by calls that torch's signatures take."""
-    asked = mock.MagicMock()
+def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """Mock of torch.cuda that records calls and checks them against torch's signatures."""
+    cuda_calls = mock.MagicMock()
     for name in ("CUDAGraph", "Stream", "current_stream", "stream", "device", "is_current_stream_capturing"):
-        asked.attach_mock(mock.create_autospec(getattr(torch.cuda, name)), name)
-        monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
+        cuda_calls.attach_mock(mock.create_autospec(getattr(torch.cuda, name)), name)
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda_calls, name))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return asked
+    return cuda_calls
 
 
-def test_a_capture_is_asked_for_in_torchs_own_words(asked: mock.MagicMock) -> None:
+def test_capture_calls_torch_cuda(cuda_calls: mock.MagicMock) -> None:
     graphs = graphs_for(CUDA)
     assert graphs is not None
-    capture_graph(graphs, asked.work)
-    current, side = asked.current_stream.return_value, asked.Stream.return_value
-    assert asked.mock_calls == [
+    capture_graph(graphs, cuda_calls.work)
+    current, side = cuda_calls.current_stream.return_value, cuda_calls.Stream.return_value
+    assert cuda_calls.mock_calls == [
         mock.call.current_stream(CUDA),
         mock.call.Stream(CUDA),
         mock.call.Stream().wait_stream(current),
@@ -50,25 +50,25 @@ def test_a_capture_is_asked_for_in_torchs_own_words(asked: mock.MagicMock) -> No
 
 
 @pytest.fixture
-def asked_of_any(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.MagicMock]:
-    """What is asked of an accelerator that is not CUDA, since torch 2.13."""
-    asked = mock.MagicMock()
-    asked.current_accelerator.return_value = torch.device(OTHER.type)
+def accelerator_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.MagicMock]:
+    """Mock of torch.accelerator for a device type other than CUDA. torch has its graphs since 2.13."""
+    calls = mock.MagicMock()
+    calls.current_accelerator.return_value = torch.device(OTHER.type)
     for name in ("Graph", "current_stream", "current_accelerator"):
-        monkeypatch.setattr(torch.accelerator, name, getattr(asked, name), raising=False)
-    monkeypatch.setattr(torch, "Stream", asked.Stream)
+        monkeypatch.setattr(torch.accelerator, name, getattr(calls, name), raising=False)
+    monkeypatch.setattr(torch, "Stream", calls.Stream)
     _graphs._has_accelerator_graphs.cache_clear()
-    yield asked
+    yield calls
     _graphs._has_accelerator_graphs.cache_clear()
 
 
-def test_a_capture_is_asked_for_in_generic_words(asked_of_any: mock.MagicMock) -> None:
-    graphs, asked = graphs_for(OTHER), asked_of_any
+def test_capture_calls_generic_accelerator_api(accelerator_calls: mock.MagicMock) -> None:
+    graphs, calls = graphs_for(OTHER), accelerator_calls
     assert graphs is not None
-    asked.reset_mock()
-    capture_graph(graphs, asked.work)
-    current, side = asked.current_stream.return_value, asked.Stream.return_value
-    assert asked.mock_calls == [
+    calls.reset_mock()
+    capture_graph(graphs, calls.work)
+    current, side = calls.current_stream.return_value, calls.Stream.return_value
+    assert calls.mock_calls == [
         mock.call.current_stream(OTHER),
         mock.call.Stream(OTHER),
         mock.call.Stream().wait_stream(current),
@@ -82,17 +82,17 @@ def test_a_capture_is_asked_for_in_generic_words(asked_of_any: mock.MagicMock) -
     ]
 
 
-def test_a_device_is_asked_whether_somebody_captures_on_it(
-    asked: mock.MagicMock, asked_of_any: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+def test_capture_query_asks_the_device(
+    cuda_calls: mock.MagicMock, accelerator_calls: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_copies, "_HAS_STREAM_QUERY", True)
-    assert is_capturing(OTHER) is asked_of_any.current_stream.return_value.is_capturing.return_value
-    asked_of_any.current_stream.assert_called_once_with(OTHER)
+    assert is_capturing(OTHER) is accelerator_calls.current_stream.return_value.is_capturing.return_value
+    accelerator_calls.current_stream.assert_called_once_with(OTHER)
     assert not is_capturing(torch.device("cpu"))
     monkeypatch.setattr(_copies, "_HAS_STREAM_QUERY", False)
     assert not is_capturing(OTHER)
-    assert is_capturing(CUDA) is asked.is_current_stream_capturing.return_value
-    assert asked.mock_calls == [
+    assert is_capturing(CUDA) is cuda_calls.is_current_stream_capturing.return_value
+    assert cuda_calls.mock_calls == [
         mock.call.device(CUDA),
         mock.call.device().__enter__(),
         mock.call.is_current_stream_capturing(),
@@ -101,15 +101,15 @@ def test_a_device_is_asked_whether_somebody_captures_on_it(
 
 
 def test_capture_query_enters_no_device_if_it_is_the_current_one(
-    asked: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+    cuda_calls: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_copies, "_HAS_STREAM_QUERY", False)
-    assert is_capturing(torch.device("cuda", 0)) is asked.is_current_stream_capturing.return_value
-    assert asked.mock_calls == [mock.call.is_current_stream_capturing()]
+    assert is_capturing(torch.device("cuda", 0)) is cuda_calls.is_current_stream_capturing.return_value
+    assert cuda_calls.mock_calls == [mock.call.is_current_stream_capturing()]
 
 
-def test_a_capture_whose_work_fails_is_ended(asked: mock.MagicMock, asked_of_any: mock.MagicMock) -> None:
-    for device, graph in ((CUDA, asked.CUDAGraph), (OTHER, asked_of_any.Graph)):
+def test_failed_capture_is_ended(cuda_calls: mock.MagicMock, accelerator_calls: mock.MagicMock) -> None:
+    for device, graph in ((CUDA, cuda_calls.CUDAGraph), (OTHER, accelerator_calls.Graph)):
         graphs, work = graphs_for(device), mock.Mock(side_effect=ArithmeticError)
         assert graphs is not None
         with pytest.raises(ArithmeticError):
@@ -117,13 +117,15 @@ def test_a_capture_whose_work_fails_is_ended(asked: mock.MagicMock, asked_of_any
         graph.return_value.capture_end.assert_called_once_with()
 
 
-def test_what_has_no_graphs(asked_of_any: mock.MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_graphs_have_none(
+    accelerator_calls: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [graphs_for(torch.device(kind)) for kind in ("cpu", "meta", "mps")] == [None] * 3
     _graphs._has_accelerator_graphs.cache_clear()
-    asked_of_any.Graph.side_effect = RuntimeError("none for this device")
+    accelerator_calls.Graph.side_effect = RuntimeError("none for this device")
     assert graphs_for(OTHER) is None
     _graphs._has_accelerator_graphs.cache_clear()
-    monkeypatch.delattr(torch.accelerator, "Graph")  # before torch 2.13
+    monkeypatch.delattr(torch.accelerator, "Graph")  # like torch 2.12 and earlier
     assert graphs_for(OTHER) is None
 
 
@@ -140,12 +142,12 @@ FAULTS_OF_ANY: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", list(FAULTS))
-def test_a_call_that_says_too_little_is_noticed(
-    name: str, asked: mock.MagicMock, asked_of_any: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
+def test_incomplete_call_is_detected(
+    name: str, cuda_calls: mock.MagicMock, accelerator_calls: mock.MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaGraphs, name, FAULTS[name])
     monkeypatch.setattr(AcceleratorGraphs, name, FAULTS_OF_ANY[name])
     with pytest.raises(AssertionError):
-        test_a_capture_is_asked_for_in_torchs_own_words(asked)
+        test_capture_calls_torch_cuda(cuda_calls)
     with pytest.raises(AssertionError):
-        test_a_capture_is_asked_for_in_generic_words(asked_of_any)
+        test_capture_calls_generic_accelerator_api(accelerator_calls)

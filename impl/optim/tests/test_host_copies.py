@@ -23,7 +23,7 @@ OWNER = "kernels/_copies.py"
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
 def reported(request: pytest.FixtureRequest) -> Any:
-    """By torch's operators, and by Triton's kernels, which its interpreter runs in their stream's turn."""
+    """Report of the programs with torch's operators, and with Triton's kernels, interpreted in stream order."""
     try:
         ensure_built()
     except Unavailable as error:
@@ -50,8 +50,8 @@ def test_each_fault_is_noticed(reported: Any) -> None:
     assert reported["unnoticed"] == []
 
 
-def test_one_file_asks_for_copies_that_do_not_block() -> None:
-    """What no program comes by is at least in the hands of the owner, which they hold."""
+def test_single_file_requests_non_blocking_copies() -> None:
+    """Non-blocking copies that no program covers are at least in the one file that the programs test."""
     impl = HERE.parent / "impl"
     asking = [file for file in source_files("impl") if "non_blocking" in file.read_text(encoding="utf-8")]
     assert [file.relative_to(impl).as_posix() for file in asking] == [OWNER]
