@@ -192,5 +192,5 @@ def test_bad_arguments(subject: Library, reference: Library, call: str) -> None:
     ["cpu", "cuda", "mps", "xpu", "meta", "xla", "privateuseone", "tpu", "cpu:0", "cuda:x", "", 3, None],
     ids=repr,
 )
-def test_is_autocast_available_matches_torch(compare: Compare, name: Any) -> None:
+def test_availability_matches_torch(compare: Compare, name: Any) -> None:
     compare(lambda library: observe(library.amp.is_autocast_available, name))

@@ -317,7 +317,7 @@ LETHAL = {
     f"{TOTAL}::test_scales_by_the_given_norm[cpu-torch.float32]": "crash",
     f"{NORM}::test_deprecated_spelling[cpu-0.5-None-{{}}]": "hang",
     f"{NORM}::test_norm_types_on_the_edge[cpu-None]": "hang",
-    "conformance/amp/test_autocast_mode.py::test_is_autocast_available_matches_torch[3]": "hang",
+    "conformance/amp/test_autocast_mode.py::test_availability_matches_torch[3]": "hang",
 }
 
 
