@@ -152,12 +152,12 @@ DIFFERENCES = {
 def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     """Train. Return the outputs and the final parameters. A rank that raises waits until the others raise too."""
     torch.manual_seed(0)
-    found, blocks = load_library(library), Blocks(program.hidden)
+    loaded, blocks = load_library(library), Blocks(program.hidden)
     is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
-    given = SHARDED_WITH[program.by](found) if is_astray and program.by in SHARDED_WITH else None
-    model = _sharded(found, blocks, program.face, given=given)
+    options = SHARDED_WITH[program.by](loaded) if is_astray and program.by in SHARDED_WITH else None
+    model = _sharded(loaded, blocks, program.face, options=options)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    seen: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     step = 0
     try:
         for step, common in enumerate(program.orders):
@@ -165,13 +165,13 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
             blocks.order = program.astray if is_astray and program.by == "order" else common
             if step == program.parts_at and program.by in DIFFERENCES:
                 DIFFERENCES[program.by](blocks, is_astray or program.alike)
-            seen += _step(model, program.mode, seeding.generator(10 * step + rank.rank))
+            tensors += _step(model, program.mode, seeding.generator(10 * step + rank.rank))
             optimizer.step()
             optimizer.zero_grad()
     except Exception as error:
         _wait_until_raised(rank.world_size)
         raise RuntimeError(f"in step {step}: {error}") from error
-    return seen + [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+    return tensors + [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
 
 
 def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str) -> tuple[str, list[float]]:
@@ -196,18 +196,18 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
 def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
     """Unshard the root explicitly before the first forward, on one rank only. The root has mixed precision."""
     torch.manual_seed(0)
-    found = load_library(library)
-    policy = found.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = found.find(FULLY_SHARD)(Blocks((8,)), mp_policy=policy)
+    loaded = load_library(library)
+    policy = loaded.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = loaded.find(FULLY_SHARD)(Blocks((8,)), mp_policy=policy)
     if rank.rank == ASTRAY:
         model.unshard()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    seen: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for step in range(2):
-        seen += _step(model, "train", seeding.generator(10 * step + rank.rank))
+        tensors += _step(model, "train", seeding.generator(10 * step + rank.rank))
         optimizer.step()
         optimizer.zero_grad()
-    return seen + [p.to_local().detach().clone() for p in model.parameters()]
+    return tensors + [p.to_local().detach().clone() for p in model.parameters()]
 
 
 def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
@@ -261,8 +261,8 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     torch.manual_seed(0)
-    found = load_library(library)
-    model = _sharded(found, Blocks((8, 8)), face, group)
+    loaded = load_library(library)
+    model = _sharded(loaded, Blocks((8, 8)), face, group)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.5)
     _step(model, "train", seeding.generator(0))
     optimizer.step()
@@ -274,7 +274,7 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
             model.optim_state_dict(model, optimizer, group=group)
         else:
             path = "distributed.checkpoint.state_dict.get_model_state_dict"
-            get = found.find(path) if found.provides(path) else get_model_state_dict
+            get = loaded.find(path) if loaded.provides(path) else get_model_state_dict
             get(model, options=StateDictOptions(full_state_dict=True))
     except Exception:
         _wait_until_raised(rank.world_size)
@@ -287,14 +287,14 @@ def _sharded(
     blocks: Blocks,
     face: str,
     group: dist.ProcessGroup | None = None,
-    given: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Any:
     if face == "FSDP1":
-        return _wrapped(library, blocks, group, **given or {})
+        return _wrapped(library, blocks, group, **options or {})
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     fully_shard = library.find(FULLY_SHARD)
     for number, block in enumerate(blocks.blocks):
-        fully_shard(block, mesh=mesh, **(given or {}) if number == 1 else {})
+        fully_shard(block, mesh=mesh, **(options or {}) if number == 1 else {})
     return fully_shard(blocks, mesh=mesh)
 
 
@@ -307,10 +307,10 @@ def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = 
 
 def _step(model: Any, mode: str, generator: torch.Generator) -> list[torch.Tensor]:
     x = torch.randn(3, _WIDTH, generator=generator)
-    seen: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     if mode in ("eval", "mixed"):
         with torch.no_grad():
-            seen.append(model.eval()(x))
+            tensors.append(model.eval()(x))
         model.train()
     if mode == "mixed":
         with model.no_sync():
@@ -318,8 +318,8 @@ def _step(model: Any, mode: str, generator: torch.Generator) -> list[torch.Tenso
     if mode in ("train", "mixed"):
         outputs = model(x)
         outputs.sum().backward()
-        seen.append(outputs.detach())
-    return seen
+        tensors.append(outputs.detach())
+    return tensors
 
 
 def _wait_until_raised(ranks: int) -> None:

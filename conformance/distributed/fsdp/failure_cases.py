@@ -96,7 +96,7 @@ def step_unsynchronised(lab: Lab, *, face: str, clears: bool = False, detects: b
             lab.api.set_detect_unsynchronized_step(True)
     after = training.parameters()
     training.optimizer.zero_grad()
-    return {"is moved": any(not torch.equal(after[name], one) for name, one in before.items())}
+    return {"is moved": any(not torch.equal(after[name], parameter) for name, parameter in before.items())}
 
 
 def step_by_a_closure(lab: Lab, *, face: str, by_name: bool) -> dict[str, torch.Tensor]:
@@ -119,7 +119,7 @@ class _Training:
         self.lab, self.face = lab, face
         if face == "FSDP1":
             self.model: Any = lab.model
-            self.units: list[Any] = [one for one in lab.units if one is not self.model]
+            self.units: list[Any] = [unit for unit in lab.units if unit is not self.model]
         else:
             self.model = lab.plain
             self.units = [*reversed(units_of(self.model, "leaves"))]
@@ -278,8 +278,8 @@ class _Failing:
     def __init__(self) -> None:
         self.at = -1
 
-    def count(self, asked: list[Any]) -> None:
-        self.at -= asked[0] != "allocate"
+    def count(self, request: list[Any]) -> None:
+        self.at -= request[0] != "allocate"
         if self.at == 0:
             raise UserError
 

@@ -44,7 +44,7 @@ def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, 
     """
     model = plain_model()
     optimizer, scaler = OPTIMIZERS[kind](model.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
-    seen: list[Any] = []
+    results: list[Any] = []
     for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
         scaler.scale(model(inputs_of(number, ranks)).square().mean()).backward()
@@ -54,8 +54,8 @@ def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, 
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
         scaler.step(optimizer)
         scaler.update()
-        seen.append((norm, scaler.get_scale(), [p.detach().clone() for p in model.parameters()]))
-    return seen
+        results.append((norm, scaler.get_scale(), [p.detach().clone() for p in model.parameters()]))
+    return results
 
 
 def sharded(
@@ -70,7 +70,7 @@ def sharded(
     """Train a sharded model with `fused_step`. An outcome is the rank whose gradients contain inf, or None."""
     model = _in_parts(lab, sharding)
     optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), lab.library.find(scaler)("cpu", **OPTIONS)
-    seen: list[Any] = []
+    results: list[Any] = []
     for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
         own = inputs_of(number, lab.rank.world_size).split(SIZE)[lab.rank.rank]
@@ -78,8 +78,8 @@ def sharded(
         if grad_outcome == lab.rank.rank:
             _spoil(model)
         norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
-        seen.append((norm, its_scaler.get_scale(), _unsharded(lab, model, sharding)))
-    return seen
+        results.append((norm, its_scaler.get_scale(), _unsharded(lab, model, sharding)))
+    return results
 
 
 def offloaded(lab: Lab, *, scaler: str, enabled: bool) -> list[Any]:
@@ -94,14 +94,16 @@ def offloaded(lab: Lab, *, scaler: str, enabled: bool) -> list[Any]:
     more = {"process_group": group} if "Sharded" in scaler else {}
     its_scaler = lab.library.find(scaler)(lab.rank.device.type, enabled=enabled, **more, **OPTIONS)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    seen: list[Any] = []
+    results: list[Any] = []
     for number in range(2):
         optimizer.zero_grad()
         own = inputs_of(number, lab.rank.world_size).split(SIZE)[lab.rank.rank]
         its_scaler.scale(model(own).square().mean()).backward()
         norm = its_scaler.fused_step(optimizer, MAX_NORM).cpu()
-        seen.append((norm, [each.cpu() for each in gathered_parameters(lab.library, model).values()]))
-    return seen
+        results.append(
+            (norm, [parameter.cpu() for parameter in gathered_parameters(lab.library, model).values()])
+        )
+    return results
 
 
 def _in_parts(lab: Lab, sharding: str) -> nn.Module:
@@ -151,4 +153,4 @@ def no_optimizer(lab: Lab, *, scaler: str) -> list[Any]:
     parameter = nn.Parameter(torch.ones(4))
     optimizer, its_scaler = SGD([parameter], lr=0.125), lab.library.find(scaler)("cpu", **OPTIONS)
     its_scaler.scale(parameter.sum()).backward()
-    return [observe(its_scaler.fused_step, given).raised for given in (nn.Linear(1, 1), optimizer)]
+    return [observe(its_scaler.fused_step, argument).raised for argument in (nn.Linear(1, 1), optimizer)]

@@ -33,7 +33,7 @@ class ScalerCall:
 
     name: str
     which: int = 0
-    given: Any = None
+    argument: Any = None
     on: tuple[int, ...] | None = None
 
 
@@ -67,7 +67,7 @@ class Player:
         if call.on is not None and self._rank not in call.on:
             return None
         harness = self._harnesses[call.which]
-        return harness.did(lambda: getattr(self, call.name)(harness, call.given))
+        return harness.did(lambda: getattr(self, call.name)(harness, call.argument))
 
     def _take(self, scaler: Any) -> None:
         for harness in self._harnesses:
@@ -178,11 +178,13 @@ def _group_of(rank: Rank, groups: int) -> Iterator[dist.ProcessGroup | None]:
         yield None
         return
     size = rank.world_size // groups
-    made = [dist.new_group(list(range(first, first + size))) for first in range(0, rank.world_size, size)]
+    process_groups = [
+        dist.new_group(list(range(first, first + size))) for first in range(0, rank.world_size, size)
+    ]
     try:
-        yield made[rank.rank // size]
+        yield process_groups[rank.rank // size]
     finally:
-        for group in made:
+        for group in process_groups:
             dist.destroy_process_group(group)
 
 
@@ -205,7 +207,7 @@ def older_protocol(rank: Rank, *, library: str) -> tuple[Outcome, bool]:
     scaler.scale(parameter.sum()).backward()
     optimizer = TakesScaler([parameter])
     outcome = observe(scaler.step, optimizer, watch=[parameter])
-    return outcome, [id(each) for each in optimizer.scalers] == [id(scaler)]
+    return outcome, [id(taken) for taken in optimizer.scalers] == [id(scaler)]
 
 
 def train(
@@ -227,7 +229,7 @@ def train(
     )
     scaler = load_library(library).find(SCALER)(rank.device.type, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    seen: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for step, factors in enumerate(grad_outcomes):
         inputs = torch.randn(4, 5, generator=seeding.generator(100 * step + rank.rank)).to(rank.device)
         factor = factors[rank.rank]
@@ -235,6 +237,6 @@ def train(
         loss = model(inputs if factor is None else inputs * factor).mean()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        seen.append(observe(scaler.step, optimizer, watch=list(model.parameters())))
-        seen.append(observe(lambda: (scaler.update(), entries(scaler))))
-    return seen
+        outcomes.append(observe(scaler.step, optimizer, watch=list(model.parameters())))
+        outcomes.append(observe(lambda: (scaler.update(), entries(scaler))))
+    return outcomes

@@ -48,7 +48,7 @@ _FORWARDS = ["forward", "interrupted", "pre hook", "post hook", "behind body", "
 
 @clause("distributed.fsdp.failures.in_a_forward")
 @each_face
-def test_in_a_forward(twins: Twins, face: Face) -> None:
+def test_training_continues_after_failed_forward(twins: Twins, face: Face) -> None:
     expected = face.trains(twins, twins.reference)
     for fails in [*_FORWARDS, "gather"] if face.name == "fully_shard" else _FORWARDS:
         for library in (twins.reference, twins.subject):
@@ -71,13 +71,15 @@ def test_in_a_forward(twins: Twins, face: Face) -> None:
     ],
 )
 @each_face
-def test_in_a_backward(twins: Twins, face: Face, fails: str, checkpointing: str) -> None:
+def test_training_continues_after_failed_backward(
+    twins: Twins, face: Face, fails: str, checkpointing: str
+) -> None:
     _judge(twins, face, fails=fails, checkpointing=checkpointing)
 
 
 @clause("distributed.fsdp.failures.in_a_backward")
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
-def test_in_a_gather_for_a_backward(twins: Twins) -> None:
+def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> None:
     _judge(twins, _FACES["fully_shard"], fails="gather in backward")
 
 
@@ -117,31 +119,33 @@ def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Fac
 @clause("distributed.fsdp.failures.waiting_step")
 @pytest.mark.deviation("fsdp.waiting_step")
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
-def test_a_step_by_gradients_that_wait(twins: Twins, strategy: str) -> None:
+def test_step_with_unsynchronised_gradients_raises(twins: Twins, strategy: str) -> None:
     step: dict[str, Any] = {"program": failure_cases.step_unsynchronised, **_of(strategy)}
 
-    def is_named(seen: RankOutcomes) -> bool:
-        what = re.compile(r"inner\.\w+ of 'body\.parts\.\d'.* wait to be synchronised")
-        return raises(RuntimeError)(seen) and all(one.raised and what.search(one.raised.text) for one in seen)
+    def is_named(outcomes: RankOutcomes) -> bool:
+        pattern = re.compile(r"inner\.\w+ of 'body\.parts\.\d'.* wait to be synchronised")
+        return raises(RuntimeError)(outcomes) and all(
+            outcome.raised and pattern.search(outcome.raised.text) for outcome in outcomes
+        )
 
     # torch steps with each rank's own gradients, or without any.
     is_moved = strategy == "NO_SHARD"
-    twins.deviate(torch_does=each(lambda seen: seen["is moved"] == is_moved), we_do=is_named, **step)
-    assert [one["is moved"] for one in twins.values(clears=True, **step)] == [False] * twins.world_size
+    twins.deviate(torch_does=each(lambda value: value["is moved"] == is_moved), we_do=is_named, **step)
+    assert [value["is moved"] for value in twins.values(clears=True, **step)] == [False] * twins.world_size
 
 
 @clause("distributed.fsdp.failures.closures")
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "fully_shard"])
-def test_a_closure_that_runs_the_last_backward(twins: Twins, strategy: str, by_name: bool) -> None:
+def test_closure_may_run_last_backward(twins: Twins, strategy: str, by_name: bool) -> None:
     twins.agree(failure_cases.step_by_a_closure, **_of(strategy), by_name=by_name)
 
 
 @clause("distributed.fsdp.failures.waiting_step_allowed")
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "fully_shard"])
-def test_a_step_by_gradients_that_wait_is_allowed(twins: Twins, strategy: str) -> None:
-    seen = twins.values(failure_cases.step_unsynchronised, **_of(strategy), detects=False)
-    assert [one["is moved"] for one in seen] == [strategy == "NO_SHARD"] * twins.world_size
+def test_step_with_unsynchronised_gradients_can_be_allowed(twins: Twins, strategy: str) -> None:
+    values = twins.values(failure_cases.step_unsynchronised, **_of(strategy), detects=False)
+    assert [value["is moved"] for value in values] == [strategy == "NO_SHARD"] * twins.world_size
 
 
 def _of(strategy: str) -> dict[str, Any]:
@@ -156,9 +160,9 @@ def _judge(
     """Judge a training with a failure: the subject must train on as torch does without the failure."""
     without = {name: value for name, value in how.items() if name != "fails"}
     expected = face.trains(twins, twins.reference, checkpointing, **without)
-    assert all(one.raised is None for one in expected), expected
+    assert all(outcome.raised is None for outcome in expected), expected
     twins.judge(
         lambda library: face.trains(twins, library, checkpointing, **how),
-        we_do=lambda seen: does_as(expected, seen),
+        we_do=lambda actual: does_as(expected, actual),
         may_agree=may_agree,
     )

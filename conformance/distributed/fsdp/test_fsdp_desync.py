@@ -60,37 +60,37 @@ def _seen_in(fault: RankFault) -> SeenByRanks:
     return SeenByRanks(raised, isinstance(fault, RanksDiverged))
 
 
-def tells_both(
-    seen: SeenByRanks,
+def reports_both(
+    outcome: SeenByRanks,
     astray: str = "gathered 'blocks.2'",
     other: str = "gathered 'blocks.1'",
-    what: str = "Forward order differs across ranks",  # torch's words
+    summary: str = "Forward order differs across ranks",  # torch's words
 ) -> bool:
-    one, two = (re.escape(f"rank {rank} {did}") for rank, did in ((ASTRAY, astray), (1 - ASTRAY, other)))
-    reported = f"{what}: ({one} where {two}|{two} where {one});"
-    return len(seen.raised) == 2 and all(re.search(reported, text) for text in seen.raised.values())
+    first, second = (re.escape(f"rank {rank} {did}") for rank, did in ((ASTRAY, astray), (1 - ASTRAY, other)))
+    reported = f"{summary}: ({first} where {second}|{second} where {first});"
+    return len(outcome.raised) == 2 and all(re.search(reported, text) for text in outcome.raised.values())
 
 
-def steps_late(seen: SeenByRanks, program: Program) -> list[int]:
+def steps_late(outcome: SeenByRanks, program: Program) -> list[int]:
     """Return how many steps after the divergence the ranks raised, in ascending order."""
     assert program.parts_at is not None
-    raised_in = [re.match(r"in step (\d+): ", text) for text in seen.raised.values()]
+    raised_in = [re.match(r"in step (\d+): ", text) for text in outcome.raised.values()]
     return sorted(int(step[1]) - program.parts_at for step in raised_in if step)
 
 
-def is_wrong_in_silence(seen: SeenByRanks) -> bool:
-    return not seen.raised and not seen.diverged and not seen.is_right
+def is_silently_wrong(outcome: SeenByRanks) -> bool:
+    return not outcome.raised and not outcome.diverged and not outcome.is_right
 
 
-def judge_at_once(deviation: DeviationJudge, program: Program, *told: str, are_alike: bool = False) -> None:
-    """Both ranks of the subject must raise the error that `tells_both` describes, in the step in which they diverge.
+def judge_at_once(deviation: DeviationJudge, program: Program, *texts: str, are_alike: bool = False) -> None:
+    """Both ranks of the subject must raise the error that `reports_both` describes, in the step in which they diverge.
 
     torch's ranks issue collectives of unequal sizes. If the sizes are equal, torch silently computes wrong values.
     """
     deviation.judge(
         lambda library: seen_of(library, program),
-        torch_does=is_wrong_in_silence if are_alike else lambda seen: seen.diverged,
-        we_do=lambda seen: tells_both(seen, *told) and steps_late(seen, program) == [0, 0],
+        torch_does=is_silently_wrong if are_alike else lambda outcome: outcome.diverged,
+        we_do=lambda outcome: reports_both(outcome, *texts) and steps_late(outcome, program) == [0, 0],
     )
 
 
@@ -114,8 +114,8 @@ def test_equal_sizes_in_another_order(
     program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at, face=face)
     deviation.judge(
         lambda library: seen_of(library, program),
-        torch_does=is_wrong_in_silence,
-        we_do=lambda seen: tells_both(seen) and max(steps_late(seen, program)) <= 1,
+        torch_does=is_silently_wrong,
+        we_do=lambda outcome: reports_both(outcome) and max(steps_late(outcome, program)) <= 1,
     )
 
 
@@ -155,13 +155,13 @@ LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
     ],
     ids=["unused", "others unused", "frozen"],
 )
-def test_one_rank_alone_has_gradients(
+def test_gradients_on_one_rank_only_raise(
     deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
 ) -> None:
     # With a width of 4, the two biases of a block have the same size.
     program = Program(hidden=(4,) * 3, parts_at=parts_at, face="fully_shard", by=by)
-    told = (astray, other, "the ranks have gradients of different parameters")
-    judge_at_once(deviation, program, *told, are_alike=by == "others unused")
+    texts = (astray, other, "the ranks have gradients of different parameters")
+    judge_at_once(deviation, program, *texts, are_alike=by == "others unused")
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_settings")
@@ -176,7 +176,7 @@ def test_one_rank_alone_has_gradients(
     ],
     ids=["kept", "unsynchronised"],
 )
-def test_one_rank_alone_is_set(
+def test_settings_of_one_rank_only_raise(
     deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
 ) -> None:
     program = Program(parts_at=parts_at, face="fully_shard", by=by)
@@ -192,7 +192,7 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 @pytest.mark.deviation("fully_shard.sharded_otherwise_on_one_rank")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
-    ("by", "parts_at", "astray", "what"),
+    ("by", "parts_at", "astray", "summary"),
     [
         ("computed", 0, f"gathered 'blocks.1' with param_dtype=torch.bfloat16{_REDUCED}", _SHARDED),
         pytest.param(
@@ -204,14 +204,14 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
     ],
     ids=["computed", "placed", "mixed", "divided"],
 )  # fmt: skip
-def test_one_rank_alone_is_sharded_otherwise(
-    deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, what: str
+def test_different_sharding_on_one_rank_raises(
+    deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, summary: str
 ) -> None:
     face = "FSDP1" if by == "mixed" else "fully_shard"
     other = astray.partition("' ")[0] + "'"
     are_alike = by in ("placed", "divided")
     judge_at_once(
-        deviation, Program(parts_at=parts_at, face=face, by=by), astray, other, what, are_alike=are_alike
+        deviation, Program(parts_at=parts_at, face=face, by=by), astray, other, summary, are_alike=are_alike
     )
 
 
@@ -219,12 +219,14 @@ def test_one_rank_alone_is_sharded_otherwise(
 @pytest.mark.deviation("fsdp.order_taken_before")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str) -> None:
+def test_earlier_order_on_one_rank_is_reported(deviation: DeviationJudge, mode: str) -> None:
     program = Program((*WAYS, *WAYS, WAYS[0], WAYS[0], WAYS[0], WAYS[0]), mode=mode, parts_at=4)
     deviation.judge(
         lambda library: seen_of(library, program),
-        torch_does=is_wrong_in_silence,
-        we_do=lambda seen: tells_both(seen) and steps_late(seen, program) in ([0, 0], [0, 1], [1, 1], [1, 2]),
+        torch_does=is_silently_wrong,
+        we_do=lambda outcome: (
+            reports_both(outcome) and steps_late(outcome, program) in ([0, 0], [0, 1], [1, 1], [1, 2])
+        ),
     )
 
 
@@ -233,7 +235,7 @@ def test_alone_on_a_way_that_all_have_gone(deviation: DeviationJudge, mode: str)
 @FULL
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_orig_params: bool) -> None:
+def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use_orig_params: bool) -> None:
     def probe(library: Library) -> dict[int, str]:
         with RankPool(2, grace_s=SHORT_GRACE_S) as pool:
             try:
@@ -242,15 +244,15 @@ def test_one_rank_alone_writes_before_a_backward(deviation: DeviationJudge, use_
                 return {failure.rank: failure.text for failure in fault.scene.failures}
         return {}
 
-    def is_reported(seen: dict[int, str]) -> bool:
-        what = f"written to on some ranks only: .*rank {ASTRAY} gathered again.* 'Blocks'.*; write to them on every"
-        everywhere = len(seen) == 2 and all(re.search(what, text) for text in seen.values())
-        return everywhere and "head.weight" in seen[ASTRAY]
+    def is_reported(messages: dict[int, str]) -> bool:
+        pattern = f"written to on some ranks only: .*rank {ASTRAY} gathered again.* 'Blocks'.*; write to them on every"
+        everywhere = len(messages) == 2 and all(re.search(pattern, text) for text in messages.values())
+        return everywhere and "head.weight" in messages[ASTRAY]
 
-    def is_torchs(seen: dict[int, str]) -> bool:
+    def is_torchs(messages: dict[int, str]) -> bool:
         if use_orig_params:
-            return seen == {}
-        return seen.keys() == {ASTRAY} and "modified inplace" in seen[ASTRAY]
+            return messages == {}
+        return messages.keys() == {ASTRAY} and "modified inplace" in messages[ASTRAY]
 
     deviation.judge(probe, torch_does=is_torchs, we_do=is_reported)
 
@@ -276,14 +278,14 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
         pytest.param("FSDP1", "all_reduce", marks=FULL),
     ],
 )
-def test_a_rank_that_waits_for_the_others_elsewhere(
+def test_rank_waiting_in_other_collective_is_reported(
     deviation: DeviationJudge, reference: Library, face: str, by: str
 ) -> None:
     def raised(library: Library) -> str:
         # torch's ranks wait until the time-out, so theirs is short. Other ranks may need longer on a busy machine.
         timeout_s = 2.0 if library is reference else TIMEOUT_S
         fault = fault_of(library, "wait_elsewhere", face=face, by=by, timeout_s=timeout_s)
-        return " ".join(one.text for one in fault.scene.failures)
+        return " ".join(failure.text for failure in fault.scene.failures)
 
     named = rf"rank {ASTRAY} waits in torch\.distributed\.{by}\(\) where rank {1 - ASTRAY} gathered '\w+'"
     deviation.judge(
@@ -298,9 +300,9 @@ def test_a_rank_that_waits_for_the_others_elsewhere(
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("face", "pause_s"),
-    [("FSDP1", 1.0), *(pytest.param(one, 0.0, marks=FULL) for one in ("FSDP1", "fully_shard"))],
+    [("FSDP1", 1.0), *(pytest.param(face, 0.0, marks=FULL) for face in ("FSDP1", "fully_shard"))],
 )
-def test_one_rank_alone_asks_for_a_state(
+def test_state_requested_by_one_rank_raises(
     deviation: DeviationJudge, reference: Library, face: str, pause_s: float
 ) -> None:
     def raised(library: Library) -> SeenByRanks:
@@ -313,9 +315,9 @@ def test_one_rank_alone_asks_for_a_state(
     )
     deviation.judge(
         raised,
-        torch_does=lambda seen: seen.diverged,
-        we_do=lambda seen: (
-            len(seen.raised) == 2 and all(re.search(named, one) for one in seen.raised.values())
+        torch_does=lambda outcome: outcome.diverged,
+        we_do=lambda outcome: (
+            len(outcome.raised) == 2 and all(re.search(named, text) for text in outcome.raised.values())
         ),
     )
 
@@ -346,9 +348,9 @@ def test_group_is_usable_after_ranks_differed(
     subject: Library, program: Program, by: str, ranks: int
 ) -> None:
     with RankPool(ranks, grace_s=GRACE_S) as pool:
-        seen = pool.run(f"{CASES}:use_group_afterwards", library=subject.spec, program=program, by=by)
+        results = pool.run(f"{CASES}:use_group_afterwards", library=subject.spec, program=program, by=by)
     factor = sum(range(1, ranks + 1)) * ranks**2
-    for rank, (message, sums) in enumerate(seen):
+    for rank, (message, sums) in enumerate(results):
         assert "rank" in message, f"rank {rank} raised {message!r}"
         assert sums == [0.0, factor, 2.0 * factor], f"rank {rank}"
 
@@ -369,7 +371,7 @@ def test_group_is_usable_after_ranks_differed(
     ids=lambda program: f"{program.face} {program.by} {program.mode}",
 )
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_what_changes_on_all_ranks(cpu_twins: Twins, program: Program) -> None:
+def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
     assert_trained_alike(cpu_twins, "run", program=program)
 
 
@@ -384,13 +386,13 @@ def test_what_changes_on_all_ranks(cpu_twins: Twins, program: Program) -> None:
     ],
     ids=lambda program: f"{program.face} {program.by}",
 )
-def test_one_rank_says_it_in_other_words(twins_of: TwinsOf, program: Program) -> None:
+def test_equivalent_settings_in_other_words_train(twins_of: TwinsOf, program: Program) -> None:
     assert_trained_alike(twins_of(2), "run", program=program)
 
 
 @clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
 @pytest.mark.deadline(90)
-def test_one_rank_gathers_by_hand_first(twins_of: TwinsOf) -> None:
+def test_explicit_gather_on_one_rank_trains(twins_of: TwinsOf) -> None:
     assert_trained_alike(twins_of(2), "gather_by_hand")
 
 
@@ -438,7 +440,7 @@ def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3)
     ],
 )
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
+def test_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
     """Rank 0 is a special victim, because it serves the store."""
     deviation.judge(
         lambda library: losses_reported(library, when=when, victim=victim, hidden=hidden),
@@ -454,7 +456,7 @@ def test_a_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int,
     "when", ["middle", "exception", *(pytest.param(when, marks=FULL) for when in ("before", "collective"))]
 )
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
-def test_a_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
+def test_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
     deviation.judge(
         lambda library: losses_reported(
             library, world_size=2, when=when, victim=victim, hidden=8, face="fully_shard"
@@ -468,7 +470,7 @@ def test_a_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: st
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
 @FULL
 @pytest.mark.deadline(120)
-def test_a_lost_rank_is_named_by_those_who_wait_for_another(deviation: DeviationJudge) -> None:
+def test_lost_rank_is_named_by_indirect_waiters(deviation: DeviationJudge) -> None:
     """Rank 2 of a ring of four receives from rank 1, which raised but is alive, and sends to rank 3."""
     deviation.judge(
         lambda library: losses_reported(library, world_size=4, when="middle", victim=0, hidden=8),

@@ -51,7 +51,7 @@ def test_any_sequence_of_calls_on_more_ranks(twins_of: TwinsOf, more_ranks: int,
 @pytest.mark.parametrize("more_ranks", [2, 3, pytest.param(4, marks=FULL)])
 @pytest.mark.parametrize("optimizer", PLAIN)
 @WITH_AND_WITHOUT_UNSCALE
-def test_one_ranks_inf_keeps_all_from_stepping(
+def test_inf_on_one_rank_skips_step_on_all(
     twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool
 ) -> None:
     """Each rank in turn finds inf, between clean steps."""
@@ -60,9 +60,9 @@ def test_one_ranks_inf_keeps_all_from_stepping(
         calls += iteration(one_bad(bad, more_ranks, BAD[bad % 3]), unscale=unscale)
         calls += iteration(unscale=unscale)
     plan = ScalerProgram(parts(more_ranks), calls, (optimizer,), options=EIGHT)
-    seen = assert_same(twins_of(more_ranks), plan)
-    assert stepped(seen, plan) == [[True] + [False, True] * more_ranks] * more_ranks
-    assert scales(seen) == [8.0 * 0.5**more_ranks] * more_ranks
+    outcomes = assert_same(twins_of(more_ranks), plan)
+    assert stepped(outcomes, plan) == [[True] + [False, True] * more_ranks] * more_ranks
+    assert scales(outcomes) == [8.0 * 0.5**more_ranks] * more_ranks
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
@@ -85,14 +85,14 @@ def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) 
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
-@pytest.mark.parametrize(("found", "then"), [(math.inf, 0.0), (None, math.inf)], ids=["cured", "spoilt"])
-def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | None, then: float) -> None:
+@pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (None, math.inf)], ids=["cured", "spoilt"])
+def test_gradients_that_are_edited_after_unscaling(twins: Twins, before: float | None, after: float) -> None:
     """The flag of `unscale_` decides, on ranks that edited their gradients later and on ranks that did not."""
     last = twins.world_size - 1
     calls = (
-        ScalerCall("backward", given=one_bad(last, last + 1, found)),
+        ScalerCall("backward", argument=one_bad(last, last + 1, before)),
         ScalerCall("unscale_"),
-        ScalerCall("spoil", given=then, on=(last,)),
+        ScalerCall("spoil", argument=after, on=(last,)),
         ScalerCall("step"),
         ScalerCall("update"),
     )
@@ -102,20 +102,20 @@ def test_gradients_that_are_edited_after_unscaling(twins: Twins, found: float | 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @WITH_AND_WITHOUT_UNSCALE
-def test_accumulation(twins: Twins, unscale: bool) -> None:
+def test_inf_in_accumulated_backward_skips_step(twins: Twins, unscale: bool) -> None:
     """An inf in the first of three backwards skips the step after the third."""
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(0, twins.world_size), None):
         accumulated = (
-            ScalerCall("backward", given=grad_outcomes),
+            ScalerCall("backward", argument=grad_outcomes),
             ScalerCall("backward"),
             ScalerCall("backward"),
         )
         first, _, *rest = iteration(unscale=unscale)
         calls += (first, *accumulated, *rest)
     plan = ScalerProgram(parts(twins.world_size), calls, ("momentum",), options=EIGHT)
-    seen = assert_same(twins, plan)
-    assert stepped(seen, plan) == [[True, False, True]] * twins.world_size
+    outcomes = assert_same(twins, plan)
+    assert stepped(outcomes, plan) == [[True, False, True]] * twins.world_size
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision_amp_aware")
@@ -132,8 +132,8 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
     plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,), options=EIGHT)
 
     def probe(library: Library) -> Any:
-        seen = played(cpu_twins, plan, library)
-        return stepped(seen, plan), scales(seen)
+        outcomes = played(cpu_twins, plan, library)
+        return stepped(outcomes, plan), scales(outcomes)
 
     alone = (
         [[True, rank != bad, True] for rank in range(cpu_twins.world_size)],
@@ -141,9 +141,9 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
     )
     cpu_twins.judge(
         probe,
-        torch_does=lambda seen: seen == alone,
-        we_do=lambda seen: (
-            seen == ([[True, False, True]] * cpu_twins.world_size, [4.0] * cpu_twins.world_size)
+        torch_does=lambda results: results == alone,
+        we_do=lambda results: (
+            results == ([[True, False, True]] * cpu_twins.world_size, [4.0] * cpu_twins.world_size)
         ),
     )
 
@@ -162,7 +162,7 @@ def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.amp_aware_after_unscaling")
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_of_one_shape")
-def test_a_fused_optimizer_beside_a_plain_one(twins: Twins) -> None:
+def test_fused_and_plain_optimizers_share_scaler(twins: Twins) -> None:
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()
     for bad in (None, 0, 1, None):
@@ -179,15 +179,17 @@ def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale:
     """Judge a deviation: steps are taken or skipped as `expected` without an error. torch may fail to broadcast."""
 
     def probe(library: Library) -> Any:
-        seen = played(twins, plan, library)
-        raised = {str(outcome.raised) for rank in seen for outcome in rank if outcome.raised is not None}
-        return raised, stepped(seen, plan), scales(seen)
+        outcomes = played(twins, plan, library)
+        raised = {str(outcome.raised) for rank in outcomes for outcome in rank if outcome.raised is not None}
+        return raised, stepped(outcomes, plan), scales(outcomes)
 
     ranks = twins.world_size
     twins.judge(
         probe,
-        torch_does=lambda seen: any("doesn't match the broadcast shape [1]" in text for text in seen[0]),
-        we_do=lambda seen: seen == (set(), [expected] * ranks, [scale] * ranks),
+        torch_does=lambda results: any(
+            "doesn't match the broadcast shape [1]" in text for text in results[0]
+        ),
+        we_do=lambda results: results == (set(), [expected] * ranks, [scale] * ranks),
     )
 
 
@@ -195,24 +197,24 @@ def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale:
 @pytest.mark.deviation("sharded_grad_scaler.found_inf_is_no_count")
 @pytest.mark.parametrize("more_ranks", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", ["aware", "fused sgd"])
-def test_where_several_ranks_find_inf(twins_of: TwinsOf, more_ranks: int, optimizer: str) -> None:
+def test_found_inf_of_several_ranks_is_one(twins_of: TwinsOf, more_ranks: int, optimizer: str) -> None:
     """Check the flag after unscale_, for optimizers that skip steps themselves, such as torch's fused SGD."""
     twins = twins_of(more_ranks)
     calls = iteration((math.inf,) * more_ranks, unscale=True)
     plan = ScalerProgram(parts(more_ranks), calls, (optimizer,))
 
     def probe(library: Library) -> Any:
-        seen = played(twins, plan, library)
-        return [rank[-1].watched["handed"] for rank in seen], stepped(seen, plan)
+        outcomes = played(twins, plan, library)
+        return [rank[-1].watched["handed"] for rank in outcomes], stepped(outcomes, plan)
 
-    def sides(found: float) -> Any:
-        handed = [(None, found)] if optimizer == "aware" else []
-        return [handed] * more_ranks, [[found != 1.0 and optimizer != "aware"]] * more_ranks
+    def sides(found_inf: float) -> Any:
+        handed = [(None, found_inf)] if optimizer == "aware" else []
+        return [handed] * more_ranks, [[found_inf != 1.0 and optimizer != "aware"]] * more_ranks
 
     twins.judge(
         probe,
-        torch_does=lambda seen: seen == sides(float(more_ranks)),
-        we_do=lambda seen: seen == sides(1.0),
+        torch_does=lambda outcomes: outcomes == sides(float(more_ranks)),
+        we_do=lambda results: results == sides(1.0),
     )
 
 
@@ -227,8 +229,8 @@ def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: 
         plan = ScalerProgram(
             parts(more_ranks, bare=bare), calls, (optimizer,), options=EIGHT | {"growth_interval": 2}
         )
-        seen = assert_same(twins_of(more_ranks), plan)
-        assert scales(seen) == [16.0] * more_ranks
+        outcomes = assert_same(twins_of(more_ranks), plan)
+        assert scales(outcomes) == [16.0] * more_ranks
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.without_gradients")
@@ -240,9 +242,9 @@ def test_ranks_without_gradients_skip_with_their_peers(
     last = more_ranks - 1
     calls = iteration(one_bad(last, more_ranks), unscale=unscale) + iteration(unscale=unscale)
     plan = ScalerProgram(parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=EIGHT)
-    seen = assert_same(twins_of(more_ranks), plan)
-    assert [len(rank[-1].watched["calls"]) for rank in seen] == [1] * more_ranks
-    assert scales(seen) == [4.0] * more_ranks
+    outcomes = assert_same(twins_of(more_ranks), plan)
+    assert [len(rank[-1].watched["calls"]) for rank in outcomes] == [1] * more_ranks
+    assert scales(outcomes) == [4.0] * more_ranks
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.collectives.one_a_check")
@@ -250,7 +252,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("bare", [(), (0,), (0, 1, 2)], ids=str)
 @WITH_AND_WITHOUT_UNSCALE
-def test_a_check_is_one_all_reduce(
+def test_check_is_one_all_reduce(
     twins_of: TwinsOf, more_ranks: int, optimizer: str, bare: tuple[int, ...], unscale: bool
 ) -> None:
     """Take three steps of two optimizers, with dtypes that differ between ranks.
@@ -272,7 +274,7 @@ def test_a_check_is_one_all_reduce(
                 else (ScalerCall("step", which),)
             )
         calls += (ScalerCall("update"), ScalerCall("resume"))
-    plan = ScalerProgram(mixed, (*calls, ScalerCall("update", given=4.0)), (optimizer, "sgd"))
+    plan = ScalerProgram(mixed, (*calls, ScalerCall("update", argument=4.0)), (optimizer, "sgd"))
     twins = twins_of(more_ranks)
     played(twins, plan)
     for trace in issued(twins):
@@ -289,17 +291,17 @@ def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale
     for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
         calls += iteration(grad_outcomes, unscale=unscale)
     plan = ScalerProgram(parts(4), calls, (optimizer,), options=EIGHT, groups=2)
-    seen = assert_same(twins_of(4), plan)
+    outcomes = assert_same(twins_of(4), plan)
     first, second = [True, True, True, False, False], [True, False, True, True, True]
-    assert stepped(seen, plan) == [first, first, second, second]
-    assert scales(seen) == [2.0, 2.0, 4.0, 4.0]
+    assert stepped(outcomes, plan) == [first, first, second, second]
+    assert scales(outcomes) == [2.0, 2.0, 4.0, 4.0]
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.process_group")
 def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
     """The first two of four ranks take two more steps than the other two."""
     alone = tuple(
-        ScalerCall(call.name, call.which, call.given, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2
+        ScalerCall(call.name, call.which, call.argument, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2
     )
     plan = ScalerProgram(parts(4), (*iteration(), *alone, *iteration()), options=EIGHT, groups=2)
     assert scales(played(twins_of(4), plan)) == [2.0, 2.0, 8.0, 8.0]
@@ -309,7 +311,7 @@ def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
 @pytest.mark.deviation("sharded_grad_scaler.answers_for_all_ranks")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.world_sizes(fewest=2)
-def test_answers(cpu_twins: Twins, optimizer: str) -> None:
+def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
     """Query the scaler after a clean step, after an inf on rank 1, and after that rank cleared its gradients."""
     calls = (
         *iteration(),
@@ -323,11 +325,11 @@ def test_answers(cpu_twins: Twins, optimizer: str) -> None:
     places = [place for place, call in enumerate(calls) if call.name == "answers"]
 
     def probe(library: Library) -> Any:
-        seen = played(cpu_twins, plan, library)
-        return [[rank[place].raised or rank[place].value for place in places] for rank in seen]
+        outcomes = played(cpu_twins, plan, library)
+        return [[rank[place].raised or rank[place].value for place in places] for rank in outcomes]
 
-    def is_ours(seen: Any) -> bool:
-        first, (clean, own, gone), *others = seen
+    def is_ours(answers: Any) -> bool:
+        first, (clean, own, gone), *others = answers
         nothing, label = (0.0, True, []), "param_groups[1]['params'][1] of shape (5,)"
         skipped = (1.0, False, [])
         return (
@@ -337,11 +339,13 @@ def test_answers(cpu_twins: Twins, optimizer: str) -> None:
             and "cleared" in str(gone)
         )
 
-    cpu_twins.judge(probe, torch_does=lambda seen: seen == [[None] * 3] * cpu_twins.world_size, we_do=is_ours)
+    cpu_twins.judge(
+        probe, torch_does=lambda answers: answers == [[None] * 3] * cpu_twins.world_size, we_do=is_ours
+    )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")
-def test_an_optimizer_that_takes_the_scaler(twins: Twins) -> None:
+def test_optimizer_that_takes_scaler_gets_it(twins: Twins) -> None:
     reported = [on_ranks(twins, library, "older_protocol") for library in (twins.reference, twins.subject)]
     for (expected, is_given), (actual, is_given_ours) in zip(*reported, strict=True):
         assert_same_outcome(expected, actual)
@@ -355,13 +359,13 @@ def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
     """Every rank trains on its own data, and one rank gets an inf."""
     world_size = twins.world_size
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
-    asked = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}
+    arguments = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}
     reported = [
-        on_ranks(twins, library, "train", growth_interval=2, **asked)
+        on_ranks(twins, library, "train", growth_interval=2, **arguments)
         for library in (twins.reference, twins.subject)
     ]
     for expected, actual in zip(*reported, strict=True):
-        for one, other in zip(expected, actual, strict=True):
-            assert_same_outcome(one, other)
+        for expected_outcome, actual_outcome in zip(expected, actual, strict=True):
+            assert_same_outcome(expected_outcome, actual_outcome)
     final = actual[-1].value[1]
     assert (final["scale"], final["_growth_tracker"]) == (1024.0, 1)

@@ -46,38 +46,40 @@ FAILURES: dict[str, tuple[tuple[ScalerCall, ...], str]] = {
 @pytest.mark.deviation("sharded_grad_scaler.failed_checks_are_told")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_one_rank_fails(twins_of: TwinsOf, failure: str, optimizer: str) -> None:
+def test_failure_on_one_rank_is_reported_to_peers(twins_of: TwinsOf, failure: str, optimizer: str) -> None:
     """The failing rank raises its own error, and the other rank reports a failed peer.
 
     Training continues after all ranks cleared their gradients.
     """
     twins, (calls, why) = twins_of(2), FAILURES[failure]
-    mending = (ScalerCall("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
+    fixing = (ScalerCall("mend_optimizer", on=(0,)),) if failure.startswith("no groups") else ()
     failing = ScalerProgram(parts(2), calls, (optimizer,), options=EIGHT)
-    going_on = replace(failing, calls=(*calls, *mending, *iteration()))
+    going_on = replace(failing, calls=(*calls, *fixing, *iteration()))
 
     def probe(library: Library) -> Any:
         try:
-            seen = played(twins, failing, library)
+            outcomes = played(twins, failing, library)
         except RankFault:
             return PEERS_WAIT
-        errors = [[str(each.raised) for each in rank if each and each.raised] for rank in seen]
+        errors = [
+            [str(outcome.raised) for outcome in rank if outcome and outcome.raised] for rank in outcomes
+        ]
         if not errors[1]:
             return "the peer has stepped"
         after = played(twins, going_on, library)
         return errors, [rank[-2].raised for rank in after], scales(after)
 
-    def is_reported(seen: Any) -> bool:
-        if isinstance(seen, str):
+    def is_reported(result: Any) -> bool:
+        if isinstance(result, str):
             return False
-        [[own], [reported]], late, scale = seen
+        [[own], [reported]], late, scale = result
         return why in own and "another rank" in reported and late == [None, None] and scale == [8.0, 8.0]
 
     # In `step` of an optimizer that handles `found_inf` itself, torch does not reduce the check.
     torchs = (
         "the peer has stepped" if optimizer == "aware" and ScalerCall("unscale_") not in calls else PEERS_WAIT
     )
-    twins.judge(probe, torch_does=lambda seen: seen == torchs, we_do=is_reported)
+    twins.judge(probe, torch_does=lambda result: result == torchs, we_do=is_reported)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.errors.reported_to_peers")
@@ -101,14 +103,14 @@ def test_all_ranks_fail_alike(twins: Twins) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
 @pytest.mark.deviation("sharded_grad_scaler.anothers_group")
-def test_a_group_of_others(twins_of: TwinsOf) -> None:
+def test_group_without_this_rank_is_refused(twins_of: TwinsOf) -> None:
     twins = twins_of(2)
     twins.judge(
         lambda library: on_ranks(twins, library, "in_anothers_group"),
-        torch_does=lambda seen: seen[0].startswith("AttributeError") and seen[0].endswith("gradient 1"),
-        we_do=lambda seen: (
-            seen[0].startswith("ValueError: rank 0 is not in the process_group")
-            and seen[0].endswith("gradient 65536")
+        torch_does=lambda errors: errors[0].startswith("AttributeError") and errors[0].endswith("gradient 1"),
+        we_do=lambda errors: (
+            errors[0].startswith("ValueError: rank 0 is not in the process_group")
+            and errors[0].endswith("gradient 65536")
         ),
     )
 
@@ -126,14 +128,18 @@ def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
     )
 
     def probe(library: Library) -> Any:
-        seen = played(cpu_twins, plan, library)
-        return {str(each.raised) for rank in seen for each in rank}, stepped(seen, plan), scales(seen)
+        outcomes = played(cpu_twins, plan, library)
+        return (
+            {str(outcome.raised) for rank in outcomes for outcome in rank},
+            stepped(outcomes, plan),
+            scales(outcomes),
+        )
 
     cpu_twins.judge(
         probe,
-        torch_does=lambda seen: any("ProcessGroup" in text for text in seen[0]),
-        we_do=lambda seen: (
-            seen == ({"None"}, [[False, False]] * cpu_twins.world_size, [2.0] * cpu_twins.world_size)
+        torch_does=lambda result: any("ProcessGroup" in text for text in result[0]),
+        we_do=lambda result: (
+            result == ({"None"}, [[False, False]] * cpu_twins.world_size, [2.0] * cpu_twins.world_size)
         ),
     )
 
@@ -148,11 +154,13 @@ def test_pickles_of_another_group(twins_of: TwinsOf, way: str) -> None:
     plan = ScalerProgram(parts(2), calls, options=EIGHT, groups=2)
 
     def probe(library: Library) -> Any:
-        seen = played(twins, plan, library)
-        return [[str(each.raised) for each in rank if each.raised] for rank in seen], stepped(seen, plan)
+        outcomes = played(twins, plan, library)
+        return [[str(outcome.raised) for outcome in rank if outcome.raised] for rank in outcomes], stepped(
+            outcomes, plan
+        )
 
-    def is_ours(seen: Any) -> bool:
-        errors, moved = seen
+    def is_ours(result: Any) -> bool:
+        errors, moved = result
         lost = "RuntimeError: this ShardedGradScaler has no process group"
         return moved == [[True, False, True]] * 2 and all(
             [error.startswith(lost) for error in rank] == [True, True, False] for rank in errors
@@ -160,6 +168,6 @@ def test_pickles_of_another_group(twins_of: TwinsOf, way: str) -> None:
 
     twins.judge(
         probe,
-        torch_does=lambda seen: any("ProcessGroup" in text for rank in seen[0] for text in rank),
+        torch_does=lambda result: any("ProcessGroup" in text for rank in result[0] for text in rank),
         we_do=is_ours,
     )

@@ -18,12 +18,12 @@ from conformance.strategies.fused_steps import ROW
 
 
 def judge(
-    twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **asked: Any
+    twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **arguments: Any
 ) -> None:
     """Run the program on the ranks of each library. `judged` asserts the expected results of all ranks."""
     fused_steps.judge(
         twins,
-        lambda library: values_of(twins.of(library, program, scaler=scaler, **asked)),
+        lambda library: values_of(twins.of(library, program, scaler=scaler, **arguments)),
         judged,
         scaler,
     )
@@ -42,26 +42,28 @@ def judge(
         *(pytest.param(sharding, n, marks=FULL) for sharding in ("flat", "original") for n in (1, 3)),
     ],
 )
-def test_each_rank_in_turn_finds_inf(
+def test_fused_step_matches_unsharded_with_inf_on_each_rank(
     twins_of: TwinsOf, sharding: str, some_ranks: int, scaler: str, kind: str
 ) -> None:
     """The norm, the decision and the scale are those of the unsharded model."""
     grad_outcomes, norm_type = (None, *range(some_ranks), None), 1.0 if kind == "nesterov" else 2.0
     expected = cases.unsharded(kind, grad_outcomes, norm_type, some_ranks)
 
-    def judged(seen: list[Any]) -> None:
-        for rank, iterations in enumerate(seen):
-            for grad_outcome, theirs, mine in zip(grad_outcomes, expected, iterations, strict=True):
-                what = f"on rank {rank}, inf on {grad_outcome}: "
-                (norm, scale, whole), (own_norm, own_scale, own_whole) = theirs, mine
-                assert own_scale == scale, what
+    def judged(results: list[Any]) -> None:
+        for rank, iterations in enumerate(results):
+            for grad_outcome, expected_step, actual_step in zip(
+                grad_outcomes, expected, iterations, strict=True
+            ):
+                label = f"on rank {rank}, inf on {grad_outcome}: "
+                (norm, scale, whole), (own_norm, own_scale, own_whole) = expected_step, actual_step
+                assert own_scale == scale, label
                 if grad_outcome is None:
                     own = own_norm.values.to(norm.dtype)
-                    assert (excess := TRAINED.excess(norm, own)) is None, f"{what}the norm: {excess}"
-                assert_all_close(f"{what}parameters", whole, own_whole, TRAINED)
+                    assert (excess := TRAINED.excess(norm, own)) is None, f"{label}the norm: {excess}"
+                assert_all_close(f"{label}parameters", whole, own_whole, TRAINED)
 
-    asked = {"sharding": sharding, "kind": kind, "grad_outcomes": grad_outcomes, "norm_type": norm_type}
-    judge(twins_of(some_ranks), cases.sharded, judged, scaler, **asked)
+    arguments = {"sharding": sharding, "kind": kind, "grad_outcomes": grad_outcomes, "norm_type": norm_type}
+    judge(twins_of(some_ranks), cases.sharded, judged, scaler, **arguments)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
@@ -69,11 +71,11 @@ def test_each_rank_in_turn_finds_inf(
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 @pytest.mark.world_sizes(fewest=2)
-def test_the_group_may_serve_the_device_alone(twins: Twins, scaler: str, enabled: bool) -> None:
+def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, enabled: bool) -> None:
     expected = cases.unsharded("adamw", (None, None), 2.0, twins.world_size)
 
-    def judged(seen: list[Any]) -> None:
-        for rank, iterations in enumerate(seen):
+    def judged(results: list[Any]) -> None:
+        for rank, iterations in enumerate(results):
             for (norm, _, whole), (own_norm, own_whole) in zip(expected, iterations, strict=True):
                 own = own_norm.values.to(norm.dtype)
                 assert (excess := TRAINED.excess(norm, own)) is None, f"on rank {rank} the norm: {excess}"
@@ -89,14 +91,14 @@ def test_the_group_may_serve_the_device_alone(twins: Twins, scaler: str, enabled
     [("no scale", "_scale is None"), ("max_norm", "max_norm is nan"), ("sparse", "no fused step of this")],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_one_rank_fails(cpu_twins: Twins, failure: str, why: str) -> None:
+def test_fused_step_failure_on_one_rank_is_reported(cpu_twins: Twins, failure: str, why: str) -> None:
     """The failing rank reports the cause, and its peers report another rank. No rank steps, and all can continue."""
 
-    def judged(seen: list[Any]) -> None:
-        (own, *reported), later, kept = zip(*seen, strict=True)
+    def judged(results: list[Any]) -> None:
+        (own, *reported), later, parameters = zip(*results, strict=True)
         assert why in str(own)
         assert all("another rank" in str(raised) for raised in reported)
-        assert [*kept] == [[1.0] * 4] * cpu_twins.world_size
+        assert [*parameters] == [[1.0] * 4] * cpu_twins.world_size
         assert [*later] == [None] * cpu_twins.world_size
 
     judge(cpu_twins, cases.one_fails, judged, failure=failure)
@@ -104,11 +106,11 @@ def test_one_rank_fails(cpu_twins: Twins, failure: str, why: str) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @ROW
-def test_what_is_no_optimizer(cpu_twins: Twins) -> None:
+def test_fused_step_refuses_object_that_is_no_optimizer(cpu_twins: Twins) -> None:
     """The error is raised before any collective, so the next call matches the peers' collectives."""
 
-    def judged(seen: list[Any]) -> None:
-        for refused, then in seen:
+    def judged(results: list[Any]) -> None:
+        for refused, then in results:
             assert "expected an optimizer, which has param_groups, got Linear" in str(refused)
             assert then is None
 

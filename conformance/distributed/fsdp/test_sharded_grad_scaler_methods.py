@@ -99,9 +99,9 @@ def test_device_and_the_warning_without_cuda(
 def test_switched_off(twins: Twins, optimizer: str) -> None:
     grad_outcomes = (math.inf,) * twins.world_size
     calls = (
-        ScalerCall("scale", given=torch.ones(2)),
+        ScalerCall("scale", argument=torch.ones(2)),
         *iteration(grad_outcomes, unscale=True),
-        ScalerCall("update", given=3.0),
+        ScalerCall("update", argument=3.0),
     )
     plan = ScalerProgram(parts(twins.world_size), calls, (optimizer,), options={"enabled": False})
     assert_same(twins, plan)
@@ -109,7 +109,7 @@ def test_switched_off(twins: Twins, optimizer: str) -> None:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.is_a_grad_scaler")
-def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> None:
+def test_sharded_scaler_is_grad_scaler(subject: Library, reference: Library, device: str) -> None:
     """ShardedGradScaler, GradScaler and torch's ShardedGradScaler load each other's state dicts."""
     sharded, plain = subject.find(SCALER), subject.amp.GradScaler
     assert issubclass(sharded, plain)
@@ -124,7 +124,7 @@ def test_is_a_grad_scaler(subject: Library, reference: Library, device: str) -> 
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.min_scale")
-def test_a_floor_of_ones_own(twins: Twins) -> None:
+def test_min_scale_of_user_is_kept(twins: Twins) -> None:
     calls = iteration((math.inf,) * twins.world_size) * 3
     plan = ScalerProgram(parts(twins.world_size), calls, options=EIGHT | {"min_scale": 2.0})
     assert scales(played(twins, plan)) == [2.0] * twins.world_size
@@ -135,7 +135,7 @@ def test_a_floor_of_ones_own(twins: Twins) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
-def test_scale(compare: Compare, device: str, dtype: torch.dtype) -> None:
+def test_scale_multiplies_losses(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def scaled(library: Library) -> Any:
         scaler = library.find(SCALER)(device, init_scale=24.0)
         weight = torch.arange(6.0, device=device).to(dtype).reshape(2, 3).requires_grad_()
@@ -176,14 +176,14 @@ def test_low_precision_losses(
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen == (dtype, dtype is torch.bfloat16),
-        we_do=lambda seen: seen == (torch.float32, True),
+        torch_does=lambda result: result == (dtype, dtype is torch.bfloat16),
+        we_do=lambda result: result == (torch.float32, True),
     )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
 @pytest.mark.deviation("sharded_grad_scaler.losses_on_any_device")
-def test_a_loss_on_the_meta_device(deviation: DeviationJudge, device: str) -> None:
+def test_meta_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> Any:
         scaler = library.find(SCALER)(device)
         scaler.scale(torch.ones((), device=device))
@@ -191,14 +191,16 @@ def test_a_loss_on_the_meta_device(deviation: DeviationJudge, device: str) -> No
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: str(seen.raised) == "AssertionError: Expected supported device, got meta",
-        we_do=lambda seen: seen.value == "meta",
+        torch_does=lambda outcome: (
+            str(outcome.raised) == "AssertionError: Expected supported device, got meta"
+        ),
+        we_do=lambda outcome: outcome.value == "meta",
     )
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
 @pytest.mark.deviation("sharded_grad_scaler.losses_on_the_host")
-def test_a_loss_on_the_host(deviation: DeviationJudge, device: str) -> None:
+def test_host_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
     if device == "cpu":
         unavailable("one device type only")
 
@@ -209,8 +211,8 @@ def test_a_loss_on_the_host(deviation: DeviationJudge, device: str) -> None:
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen != [4.0, 4.0],
-        we_do=lambda seen: seen == [4.0, 4.0],
+        torch_does=lambda scaled: scaled != [4.0, 4.0],
+        we_do=lambda scaled: scaled == [4.0, 4.0],
         may_agree=True,  # unless the copy ends after the host reads
     )
 
@@ -250,16 +252,16 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
     last = twins.world_size - 1
     calls = (
         ScalerCall("backward"),
-        ScalerCall("sparse", given=values, on=(last,)),
+        ScalerCall("sparse", argument=values, on=(last,)),
         ScalerCall("unscale_"),
         ScalerCall("step"),
         ScalerCall("update"),
     )
     plan = ScalerProgram(parts(last + 1), calls, options=EIGHT)
-    seen = assert_same(twins, plan)
-    assert (given := seen[last][1]).raised is None, f"there is no such gradient: {given.raised}"
+    outcomes = assert_same(twins, plan)
+    assert (sparse := outcomes[last][1]).raised is None, f"there is no such gradient: {sparse.raised}"
     skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
-    assert scales(seen) == [4.0 if skips else 8.0] * (last + 1)
+    assert scales(outcomes) == [4.0 if skips else 8.0] * (last + 1)
 
 
 # --- update
@@ -281,7 +283,7 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
 def test_new_scale(twins: Twins, new_scale: Any) -> None:
     """The new scale replaces the backoff after an inf."""
     world_size = twins.world_size
-    calls = (*iteration(one_bad(0, world_size))[:-1], ScalerCall("update", given=new_scale), *iteration())
+    calls = (*iteration(one_bad(0, world_size))[:-1], ScalerCall("update", argument=new_scale), *iteration())
     plan = ScalerProgram(parts(world_size), calls, options=EIGHT)
     assert_same(twins, plan)
 
@@ -304,7 +306,7 @@ def test_growth_and_backoff(twins: Twins, interval: int) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
-def test_the_largest_scale(twins: Twins, device: str) -> None:
+def test_scale_stays_finite(twins: Twins, device: str) -> None:
     small = (Gradient((3,), scale=1e-3),)
     plan = ScalerProgram(
         ((small,),) * twins.world_size,
@@ -314,8 +316,8 @@ def test_the_largest_scale(twins: Twins, device: str) -> None:
     held = torch.tensor(3e38).item()
     twins.judge(
         lambda library: scales(played(twins, plan, library)),
-        torch_does=lambda seen: seen == [math.inf] * twins.world_size,
-        we_do=lambda seen: seen == [held] * twins.world_size,
+        torch_does=lambda reported: reported == [math.inf] * twins.world_size,
+        we_do=lambda reported: reported == [held] * twins.world_size,
         may_agree=device != "cpu",
     )
 
@@ -323,7 +325,7 @@ def test_the_largest_scale(twins: Twins, device: str) -> None:
 @clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")
 @pytest.mark.deviation("sharded_grad_scaler.scale_moves_as_grad_scalers")
 @pytest.mark.parametrize("factor", [0.3, 0.9])
-def test_a_factor_that_float32_does_not_hold(twins: Twins, device: str, factor: float) -> None:
+def test_backoff_factor_is_not_rounded_to_float32(twins: Twins, device: str, factor: float) -> None:
     """Tandem rounds only the product to float32. torch rounds the factor and then the product."""
     grad_outcomes = (math.inf,) * twins.world_size
     options = {"init_scale": 65521.0, "backoff_factor": factor}
@@ -338,4 +340,4 @@ def test_a_factor_that_float32_does_not_hold(twins: Twins, device: str, factor: 
     def probe(library: Library) -> tuple[set[float], set[float]]:
         return {*scales(played(twins, plan, library))}, {of_a_grad_scaler(library)}
 
-    twins.judge(probe, we_do=lambda seen: seen[0] == seen[1], may_agree=device != "cpu")
+    twins.judge(probe, we_do=lambda result: result[0] == result[1], may_agree=device != "cpu")

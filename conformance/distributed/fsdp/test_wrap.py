@@ -50,9 +50,9 @@ def ask_policy(compare: Compare, policy: Policy, *numels: int) -> None:
     """Call the policy for each module and size, with both values of `recurse`."""
 
     def answers(library: Library) -> dict[str, Any]:
-        made = policy.of(library)
+        function = policy.of(library)
         return {
-            f"{name}, recurse={recurse}, {numel}": made(
+            f"{name}, recurse={recurse}, {numel}": function(
                 module=module, recurse=recurse, nonwrapped_numel=numel
             )
             for name, module in _MODULES.items()
@@ -66,7 +66,7 @@ def ask_policy(compare: Compare, policy: Policy, *numels: int) -> None:
 @clause("distributed.fsdp.wrap.always_wrap_policy.says_yes")
 @pytest.mark.parametrize("args", [(), (None,), (nn.ReLU(), False, 0)], ids=len)
 @pytest.mark.parametrize("kwargs", [{}, {"recurse": False}, {"anything": 1}], ids=str)
-def test_always(compare: Compare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_always_wrap_policy_says_yes(compare: Compare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ask(compare, lambda wrap: wrap.always_wrap_policy(*args, **kwargs))
 
 
@@ -75,14 +75,14 @@ def test_always(compare: Compare, args: tuple[Any, ...], kwargs: dict[str, Any])
 @pytest.mark.parametrize("recurse", [True, False, 1, 0, None], ids=repr)
 def test_lambda_answers(compare: Compare, recurse: Any, answer: Any) -> None:
     def question(wrap: Any) -> Any:
-        seen: list[str] = []
+        names: list[str] = []
 
         def answered(module: nn.Module) -> Any:
-            seen.append(type(module).__name__)
+            names.append(type(module).__name__)
             return answer
 
         policy = wrap.lambda_auto_wrap_policy
-        return [policy(module, recurse, 3, answered) for module in _MODULES.values()], seen
+        return [policy(module, recurse, 3, answered) for module in _MODULES.values()], names
 
     ask(compare, question)
 
@@ -149,11 +149,11 @@ def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None
         before = set(defaults)
         defaults.add(Block)
         try:
-            made = functools.partial(policy, nonwrapped_numel=10**9)
-            answers = [made(module, recurse) for module in _MODULES.values() for recurse in (True, False)]
+            function = functools.partial(policy, nonwrapped_numel=10**9)
+            answers = [function(module, recurse) for module in _MODULES.values() for recurse in (True, False)]
         finally:
             defaults.intersection_update(before)
-        return sorted(each.__name__ for each in before), answers
+        return sorted(module_class.__name__ for module_class in before), answers
 
     ask(compare, question)
 
@@ -171,7 +171,7 @@ def test_functions_choose_alike(
         wrapper_cls, notes = noting(built.names)
 
         def policy(**question: Any) -> bool:
-            return any(each.of(library)(**question) for each in policies)
+            return any(candidate.of(library)(**question) for candidate in policies)
 
         def run() -> Any:
             numel = walk(
@@ -192,7 +192,7 @@ def test_functions_choose_alike(
 def _run(policy: Any, built: Built, kwargs: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return the modules that a policy for the complete tree chooses, by name."""
     chosen = policy._run_policy(built.root, built.ignored, kwargs)
-    return [(built.names[module], found) for module, found in chosen.items()]
+    return [(built.names[module], arguments) for module, arguments in chosen.items()]
 
 
 _ROOT_KWARGS = {"forward_prefetch": False, "mixed_precision": "some", "use_orig_params": True}
@@ -224,10 +224,10 @@ def test_arguments_are_each_modules_own(compare: Compare, policy: Policy) -> Non
         built = Built(root, set(), set(), {module: name for name, module in root.named_modules()})
 
         def run() -> Any:
-            made = policy.of(library)
-            first = _run(made, built, kwargs)
+            built_policy = policy.of(library)
+            first = _run(built_policy, built, kwargs)
             first[0][1]["mixed_precision"] = "changed"
-            return first, kwargs, _run(made, built, kwargs)
+            return first, kwargs, _run(built_policy, built, kwargs)
 
         return observe(run)
 
@@ -237,7 +237,7 @@ def test_arguments_are_each_modules_own(compare: Compare, policy: Policy) -> Non
 def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
     """Return, for each name, the first name of the same object."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(found), name) for name, found in named}
+    return {name: first.setdefault(id(member), name) for name, member in named}
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
@@ -246,7 +246,7 @@ def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
     [Policy("ModuleWrapPolicy", ("linear",)), Policy("CustomPolicy", answers=(("linear", True),))],
     ids=["ModuleWrapPolicy", "CustomPolicy"],
 )
-def test_the_tree_stays_as_it_is(compare: Compare, policy: Policy) -> None:
+def test_policies_leave_tree_unchanged(compare: Compare, policy: Policy) -> None:
     """A shared module and a shared parameter stay shared."""
 
     def outcome(library: Library) -> Outcome:
@@ -327,7 +327,9 @@ def test_instances_are_chosen(compare: Compare, classes: tuple[str, ...], tree: 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.as_a_function")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention")], ids=str)
 @pytest.mark.parametrize("recurse", [True, False, 1, None], ids=repr)
-def test_called(compare: Compare, classes: tuple[str, ...], recurse: Any) -> None:
+def test_module_wrap_policy_works_as_function(
+    compare: Compare, classes: tuple[str, ...], recurse: Any
+) -> None:
     def question(wrap: Any) -> Any:
         policy = wrap.ModuleWrapPolicy({CLASSES[name] for name in classes})
         return [
@@ -345,7 +347,7 @@ def test_called(compare: Compare, classes: tuple[str, ...], recurse: Any) -> Non
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.shown")
 @pytest.mark.parametrize("classes", [set[Any](), {nn.Linear}, {Block, nn.Linear}], ids=len)
-def test_shown(compare: Compare, classes: set[type]) -> None:
+def test_module_wrap_policy_repr_lists_classes(compare: Compare, classes: set[type]) -> None:
     def question(wrap: Any) -> tuple[str, str]:
         shown = repr(wrap.ModuleWrapPolicy(classes))
         return shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]
@@ -357,14 +359,14 @@ def test_shown(compare: Compare, classes: set[type]) -> None:
 @given(tree=trees(shares=True), answers=st.lists(st.sampled_from([True, False, {}, {"new": 1}]), min_size=1))
 def test_each_module_is_asked_once(compare: Compare, tree: Tree, answers: list[Any]) -> None:
     def outcome(library: Library) -> Outcome:
-        built, seen = tree.build(), list[str]()
+        built, names = tree.build(), list[str]()
 
         def answered(module: nn.Module) -> Any:
-            seen.append(built.names[module])
-            return answers[len(seen) % len(answers)]
+            names.append(built.names[module])
+            return answers[len(names) % len(answers)]
 
         policy = library.distributed.fsdp.wrap.CustomPolicy(answered)
-        return observe(lambda: (_run(policy, built, dict(_ROOT_KWARGS)), seen))
+        return observe(lambda: (_run(policy, built, dict(_ROOT_KWARGS)), names))
 
     compare(outcome)
 

@@ -30,7 +30,7 @@ def _reported(wrapped: Any) -> Any:
 @pytest.mark.parametrize("wrapper", [StandInWrapper, _made], ids=["class", "function"])
 @pytest.mark.parametrize("given_kwargs", [{}, {"a": 1}, {"a": 1, "b": [2]}], ids=str)
 @pytest.mark.parametrize("overrides", [{}, {"a": 3}, {"b": None, "c": 4}], ids=str)
-def test_wraps(
+def test_enable_wrap_wraps_with_arguments(
     compare: Compare, wrapper: Any, given_kwargs: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
     def question(wrap: Any) -> Any:
@@ -57,7 +57,7 @@ def test_wraps_the_very_module(compare: Compare) -> None:
 @pytest.mark.parametrize(
     "error", [None, ValueError, KeyboardInterrupt, GeneratorExit, StopIteration], ids=str
 )
-def test_ends(compare: Compare, error: type[BaseException] | None) -> None:
+def test_enable_wrap_ends_with_context(compare: Compare, error: type[BaseException] | None) -> None:
     def question(wrap: Any) -> Any:
         raised = None
         try:
@@ -65,8 +65,8 @@ def test_ends(compare: Compare, error: type[BaseException] | None) -> None:
                 inside = _reported(wrap.wrap(nn.ReLU()))
                 if error is not None:
                     raise error("inside")
-        except BaseException as found:
-            raised = type(found).__name__
+        except BaseException as caught:
+            raised = type(caught).__name__
         after = _reported(wrap.wrap(nn.ReLU(), b=2))
         with wrap.enable_wrap(wrapper_cls=_made, b=2):
             return raised, inside, after, _reported(wrap.wrap(nn.ReLU()))
@@ -75,7 +75,7 @@ def test_ends(compare: Compare, error: type[BaseException] | None) -> None:
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
-def test_a_wrapper_that_raises(compare: Compare) -> None:
+def test_enable_wrap_ends_after_wrapper_raised(compare: Compare) -> None:
     def refuse(module: nn.Module) -> Any:
         raise ValueError("not this one")
 
@@ -88,7 +88,7 @@ def test_a_wrapper_that_raises(compare: Compare) -> None:
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
-def test_as_a_decorator(compare: Compare) -> None:
+def test_enable_wrap_works_as_decorator(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
         @wrap.enable_wrap(wrapper_cls=StandInWrapper, a=1)
         def build() -> nn.Module:
@@ -115,14 +115,14 @@ def test_not_nested(compare: Compare) -> None:
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.in_every_thread")
-def test_in_every_thread(compare: Compare) -> None:
+def test_enable_wrap_applies_in_every_thread(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
-        found: list[Any] = []
+        reports: list[Any] = []
         with wrap.enable_wrap(wrapper_cls=StandInWrapper, a=1):
-            thread = threading.Thread(target=lambda: found.append(_reported(wrap.wrap(nn.ReLU()))))
+            thread = threading.Thread(target=lambda: reports.append(_reported(wrap.wrap(nn.ReLU()))))
             thread.start()
             thread.join()
-        return found
+        return reports
 
     ask(compare, question)
 
@@ -153,7 +153,7 @@ def test_bad_wrappers(compare: Compare, call: str) -> None:
 
 @clause("distributed.fsdp.wrap.wrap.outside")
 @pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": StandInWrapper}], ids=str)
-def test_outside(compare: Compare, kwargs: dict[str, Any]) -> None:
+def test_wrap_outside_of_enable_wrap_returns_module(compare: Compare, kwargs: dict[str, Any]) -> None:
     module = nn.Linear(2, 2)
     ask(compare, lambda wrap: wrap.wrap(module, **kwargs) is module)
 

@@ -40,13 +40,13 @@ def sharded(library: Library, root: nn.Module, policy: Any, **kwargs: Any) -> nn
 def units(library: Library, model: nn.Module) -> list[tuple[str, Any]]:
     """Return each module by its name without wrappers: the arguments of a unit, or the type of another module."""
     wrapper = library.distributed.fsdp.FullyShardedDataParallel
-    found: list[tuple[str, Any]] = []
+    entries: list[tuple[str, Any]] = []
     for name, module in model.named_modules(remove_duplicate=False):
         plain = ".".join(part for part in name.split(".") if part != _WRAPPED)
         is_unit = isinstance(module, wrapper)
         reported = (module.mixed_precision, module.forward_prefetch) if is_unit else type(module).__name__
-        found.append((plain, reported))
-    return found
+        entries.append((plain, reported))
+    return entries
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.units")
@@ -100,7 +100,7 @@ def test_wrapped_already(compare: Compare, policy: Policy) -> None:
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("parents", ["one", "two"])
-def test_a_module_at_two_places(
+def test_shared_module_is_one_unit(
     deviation: DeviationJudge, policy: Policy, use_orig_params: bool, parents: str
 ) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
@@ -117,48 +117,48 @@ def test_a_module_at_two_places(
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: seen in ((False, False), (False, True)),
-        we_do=lambda seen: seen == (True, True),
+        torch_does=lambda result: result in ((False, False), (False, True)),
+        we_do=lambda result: result == (True, True),
     )
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.shared")
 @pytest.mark.deviation("fsdp.shared_parameter_is_one")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
-def test_a_parameter_in_two_units(deviation: DeviationJudge, policy: Policy) -> None:
+def test_parameter_shared_by_two_units_is_stored_once(deviation: DeviationJudge, policy: Policy) -> None:
     def probe(library: Library) -> int:
         """Return the number of elements in this rank's half."""
-        one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        other.weight = one.weight
-        model = sharded(library, nn.Sequential(one, other), policy.of(library), use_orig_params=False)
+        first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        second.weight = first.weight
+        model = sharded(library, nn.Sequential(first, second), policy.of(library), use_orig_params=False)
         return sum(parameter.numel() for parameter in model.parameters())
 
-    deviation.judge(probe, torch_does=lambda seen: seen == 16, we_do=lambda seen: seen == 8)
+    deviation.judge(probe, torch_does=lambda numel: numel == 16, we_do=lambda numel: numel == 8)
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.frozen")
 @pytest.mark.deviation("fsdp.frozen_in_part_by_policy")
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_chosen_module_is_frozen_in_part(deviation: DeviationJudge, use_orig_params: bool) -> None:
+def test_partly_frozen_module_is_wrapped_by_policy(deviation: DeviationJudge, use_orig_params: bool) -> None:
     def probe(library: Library) -> tuple[str, list[str], bool]:
         """Return the error, the warnings, and whether the module was wrapped."""
         layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         layers[0].requires_grad_(False)
         root = nn.Sequential(nn.Sequential(Block([layers])), nn.Linear(3, 3))
         policy = Policy("ModuleWrapPolicy", ("block",)).of(library)
-        seen = observe(lambda: sharded(library, root, policy, use_orig_params=use_orig_params) and None)
-        warned = [text for _, text in seen.warned if "requires_grad" in text]
-        return str(seen.raised), warned, not isinstance(root[0][0], Block)
+        outcome = observe(lambda: sharded(library, root, policy, use_orig_params=use_orig_params) and None)
+        warned = [text for _, text in outcome.warned if "requires_grad" in text]
+        return str(outcome.raised), warned, not isinstance(root[0][0], Block)
 
     def is_named(text: str) -> bool:
         return "0.0.part0.0.weight" in text
 
     deviation.judge(
         probe,
-        torch_does=lambda seen: (
-            any(map(is_named, seen[1]))
+        torch_does=lambda result: (
+            any(map(is_named, result[1]))
             if use_orig_params
-            else seen[0].startswith("ValueError") and is_named(seen[0])
+            else result[0].startswith("ValueError") and is_named(result[0])
         ),
-        we_do=lambda seen: seen == ("None", [], True),
+        we_do=lambda result: result == ("None", [], True),
     )
