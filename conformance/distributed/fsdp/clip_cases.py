@@ -44,9 +44,9 @@ def clip_before_any_forward(lab: Lab) -> Any:
 
 
 def clip_in_backward(lab: Lab) -> Any:
-    seen: list[Any] = []
+    attempts: list[Any] = []
     batch = lab.tree.batch(0, lab.rank.rank)
-    batch.x.register_hook(lambda _: seen.append(tried(lambda: lab.model.clip_grad_norm_(1.0))))
+    batch.x.register_hook(lambda _: attempts.append(tried(lambda: lab.model.clip_grad_norm_(1.0))))
     output: torch.Tensor = lab.model(batch.x, ids=batch.ids)
     output.sum().backward()
-    return seen
+    return attempts

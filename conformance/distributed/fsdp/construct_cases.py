@@ -28,13 +28,13 @@ def construct(lab: Lab, *, way: str) -> dict[str, Any]:
 
     Return the strategy, the identity of the module and this rank's shapes.
     """
-    made = (WAYS | USED_UP)[way](lab)
+    unit = (WAYS | USED_UP)[way](lab)
     return {
-        "strategy": made.sharding_strategy.name,
-        "wraps what it was given": made.module is lab.plain,
+        "strategy": unit.sharding_strategy.name,
+        "wraps what it was given": unit.module is lab.plain,
         "parameters": {
             name: [tuple(parameter.shape), parameter.requires_grad]
-            for name, parameter in made.named_parameters()
+            for name, parameter in unit.named_parameters()
         },
     }
 
@@ -253,17 +253,17 @@ def indexed(lab: Lab) -> list[Any]:
 
 def applied(lab: Lab) -> dict[str, Any]:
     """Call `apply` with a function that reads the shapes of parameters and writes to them, then run a step."""
-    seen: list[Any] = []
+    visits: list[Any] = []
 
     def visit(module: nn.Module) -> None:
-        seen.append([type(module).__name__, [tuple(p.shape) for p in module.parameters(recurse=False)]])
+        visits.append([type(module).__name__, [tuple(p.shape) for p in module.parameters(recurse=False)]])
         if isinstance(module, nn.Linear):
             with torch.no_grad():
                 module.weight.fill_(0.5)
 
     returned = lab.model.apply(visit)
     return {
-        "seen": seen,
+        "seen": visits,
         "is itself": returned is lab.model,
         "whole": gathered_parameters(lab.library, lab.model),
         "loss": lab.backward(),
@@ -297,7 +297,7 @@ def classes(lab: Lab) -> dict[str, bool]:
 
 def waits_for_offloaded(lab: Lab) -> list[int]:
     """Return how often the host waits for the device in a backward, with one unit and with one unit per leaf."""
-    seen: list[int] = []
+    waits: list[int] = []
     for wrap in ("root", "leaves"):
         lab.model = lab.wrapped(lab.tree.build(), replace(lab.setup, wrap=wrap))
         lab.backward()
@@ -305,8 +305,8 @@ def waits_for_offloaded(lab: Lab) -> list[int]:
         loss = loss_of(call(lab.model, lab.tree, Batch(batch.x.detach(), batch.ids)))
         simulator.take_host_waits()
         loss.backward()
-        seen.append(sum(one.count for one in simulator.take_host_waits()))
-    return seen
+        waits.append(sum(wait.count for wait in simulator.take_host_waits()))
+    return waits
 
 
 def ignored_inside(lab: Lab, *, by: str) -> dict[str, Any]:
@@ -341,7 +341,9 @@ def trained_under_defaults(lab: Lab, *, device: str, dtype: torch.dtype) -> dict
     optimizer.step()
     with torch.device(device), default_dtype(dtype):
         saved = [way.save(lab, optimizer) for way in ways]
-        loaded = [plain(way.load(lab, optimizer, one)) for way, one in zip(ways, saved, strict=True)]
+        loaded = [
+            plain(way.load(lab, optimizer, saved_state)) for way, saved_state in zip(ways, saved, strict=True)
+        ]
         states = []
         for way in ways:
             with way.set_on(lab):

@@ -29,8 +29,8 @@ class Penalty:
     adds_loss: bool = False  # whether the loss of a last forward is added
 
     def backward(self, model: nn.Module, rank: int) -> torch.Tensor:
-        given = torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25
-        inputs = [(given / (1 + number)).requires_grad_() for number in range(self.inputs)]
+        values = torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25
+        inputs = [(values / (1 + number)).requires_grad_() for number in range(self.inputs)]
         outputs = [model(x).sum() for x in inputs]
         gradients = [self._gradient(output, x) for output, x in zip(outputs, inputs, strict=True)]
         penalty = torch.stack([(gradient.norm() - 1).square() for gradient in gradients]).sum()
@@ -85,14 +85,14 @@ def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch
     All steps start the first gradient with the same leaf, `weights`.
     """
     weights = torch.ones(2, 2, requires_grad=True)
-    found = []
+    derivatives = []
     for _ in range(5):
         x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
         (gradient,) = torch.autograd.grad(model(x), x, weights, create_graph=True)
         (derivative,) = torch.autograd.grad(gradient, weights, along)
-        found.append(derivative)
+        derivatives.append(derivative)
     assert len(weights._backward_hooks or ()) <= 2, "each step has left its hooks on a tensor of the user's"
-    return found
+    return derivatives
 
 
 def differentiated_along(lab: Lab, *, strategy: str) -> list[torch.Tensor]:

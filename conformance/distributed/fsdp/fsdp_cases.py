@@ -106,11 +106,11 @@ class Training:
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:
     """Wrap and train. Barriers surround the backwards of each step. The outcome's value is what this rank saw."""
 
-    found = load_library(library)
+    loaded = load_library(library)
     plain = training.tree.build()
 
     def run() -> dict[str, Any]:
-        return _trained(rank, found, wrapped(rank, found, plain, training.setup), training)
+        return _trained(rank, loaded, wrapped(rank, loaded, plain, training.setup), training)
 
     return observe(run)
 
@@ -312,7 +312,7 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
     A missing gradient counts as zero, because it may share a buffer with gradients that exist.
     """
     parameters = list(model.parameters())
-    kept = [parameter.detach().clone() for parameter in parameters]
+    originals = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -320,7 +320,7 @@ def gathered_gradients(library: Library, model: nn.Module) -> dict[str, torch.Te
         # Shards of offloaded parameters may still be on their way to the device, and must not change until they arrive.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        for parameter, values in zip(parameters, kept, strict=True):
+        for parameter, values in zip(parameters, originals, strict=True):
             parameter.copy_(values)
     return gradients
 

@@ -164,10 +164,10 @@ def _model() -> nn.Module:
 
 def _sharded_steps(lab: Lab, group: Any, number: int, model: Any) -> list[Any]:
     uses_orig_params = lab.setup.uses_orig_params
-    asked = {"process_group": group, "use_orig_params": uses_orig_params}
-    model[0] = lab.wrap(model[0], **asked)
-    model[1] = lab.wrap(model[1], strategy="NO_SHARD", **asked)
-    model = lab.wrap(model, **asked)
+    options = {"process_group": group, "use_orig_params": uses_orig_params}
+    model[0] = lab.wrap(model[0], **options)
+    model[1] = lab.wrap(model[1], strategy="NO_SHARD", **options)
+    model = lab.wrap(model, **options)
     reported = _steps(lab, group, number, model)
     with lab.fsdp.summon_full_params(model, with_grads=uses_orig_params):
         reported += [parameter.detach().clone() for parameter in model.parameters()]

@@ -169,10 +169,10 @@ class _Replay:
             self.found.append(f"{use} uses buffer {number} after it was freed")
         return buffer
 
-    def _expect_done(self, what: str, number: int, use: _Use, earlier: Iterable[_Use]) -> None:
+    def _expect_done(self, action: str, number: int, use: _Use, earlier: Iterable[_Use]) -> None:
         clock = self._clocks[use.stream]
         self.found += [
-            f"{use} {what} buffer {number} without waiting for {other}"
+            f"{use} {action} buffer {number} without waiting for {other}"
             for other in earlier
             if not other.is_done(clock)
         ]

@@ -23,9 +23,9 @@ def hooks_of_modules(lab: Lab, *, on: str) -> dict[str, Any]:
     events: list[Any] = []
 
     def note(kind: str) -> Any:
-        def hook(_: Any, *given: Any) -> None:
+        def hook(_: Any, *arguments: Any) -> None:
             weight = tuple(module.inner.weight.shape) if on == "wrapped" else None
-            events.append([kind, _described(given), weight])
+            events.append([kind, _described(arguments), weight])
 
         return hook
 
@@ -37,19 +37,19 @@ def hooks_of_modules(lab: Lab, *, on: str) -> dict[str, Any]:
     return {"events": events, "whole": gathered_gradients(lab.library, lab.model)}
 
 
-def _described(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return [tuple(given.shape), str(given.dtype)]
-    if isinstance(given, (tuple, list)):
-        return [_described(item) for item in given]
-    return type(given).__name__
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [tuple(value.shape), str(value.dtype)]
+    if isinstance(value, (tuple, list)):
+        return [_described(item) for item in value]
+    return type(value).__name__
 
 
 def hooks_that_change(lab: Lab) -> dict[str, Any]:
     """Register hooks that replace inputs, outputs and gradients."""
     unit = lab.units[1]
     unit.register_forward_pre_hook(lambda _, args: (args[0] * 2.0,))
-    unit.register_forward_hook(lambda *given: given[2] * 0.5)
+    unit.register_forward_hook(lambda *arguments: arguments[2] * 0.5)
     unit.register_full_backward_hook(
         lambda _, inputs, __: tuple(grad if grad is None else grad * 3.0 for grad in inputs)
     )

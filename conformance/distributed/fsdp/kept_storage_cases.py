@@ -34,7 +34,9 @@ def kept_storage(site: Site, keep: bool, recurse: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         allocated.append(_are_allocated(first))
-    same = [one.data_ptr() == other.data_ptr() for one, other in zip(first, _unsharded(model), strict=True)]
+    same = [
+        before.data_ptr() == after.data_ptr() for before, after in zip(first, _unsharded(model), strict=True)
+    ]
     if keep:
         model.set_keep_unsharded_storage(False)
     _unsharded(model)
@@ -50,10 +52,10 @@ def _unsharded(model: Any) -> list[Tensor]:
     """Unshard the units, keep their weights, and reshard the units again. Return the weights."""
     for unit in (model[0], model):
         unit.unshard()
-    found = [layer.weight.detach() for layer in model]
+    weights = [layer.weight.detach() for layer in model]
     for unit in (model[0], model):
         unit.reshard()
-    return found
+    return weights
 
 
 def _are_allocated(weights: list[Tensor]) -> list[bool]:

@@ -36,7 +36,7 @@ def left_behind(lab: Lab, *, use_orig_params: bool, returns_input: bool = False)
     x = torch.ones(1, 3, requires_grad=returns_input)
     for _ in range(2):
         model(x).sum().backward()
-    held = {name: weakref.ref(one) for name, one in (*model.named_modules(), *model.named_parameters())}
+    held = {name: weakref.ref(item) for name, item in (*model.named_modules(), *model.named_parameters())}
     del model, inner
     gc.collect()
     return [name for name, reference in held.items() if reference() is not None]

@@ -63,10 +63,10 @@ def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]
             if isinstance(module, Affine):
                 precision = nesting.inner if name.startswith("1.") else nesting.outer
                 module.computes_in = precision.get("param_dtype")
-    seen = [_run(replica, rank) for rank, replica in enumerate(replicas)]
+    results = [_run(replica, rank) for rank, replica in enumerate(replicas)]
     average_gradients(replicas, Setup())
     gradients = {name: parameter.grad for name, parameter in replicas[0].named_parameters()}
-    return [{**each, "whole_gradients": gradients} for each in seen]
+    return [{**result, "whole_gradients": gradients} for result in results]
 
 
 def _run(model: nn.Module, rank: int) -> dict[str, Any]:

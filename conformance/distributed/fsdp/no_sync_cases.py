@@ -170,9 +170,9 @@ def of_an_inner_unit(lab: Lab) -> Any:
 
 
 def in_forward(lab: Lab) -> Any:
-    seen: list[Any] = []
+    attempts: list[Any] = []
     lab.model.head.register_forward_pre_hook(
-        lambda *_: seen.append(tried(lambda: lab.model.no_sync().__enter__()))
+        lambda *_: attempts.append(tried(lambda: lab.model.no_sync().__enter__()))
     )
     lab.forward()
-    return seen
+    return attempts

@@ -76,51 +76,51 @@ class Model(nn.Module):
         filled(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = self.first(x)
+        first, second = self.first(x)
         if self.uses == "both, one without gradient":
-            one = one + _Silent.apply(other)
+            first = first + _Silent.apply(second)
         if self.uses == "none":
-            one = _Silent.apply(one)
-        return self.last(one.detach() if self.uses == "detached" else one)
+            first = _Silent.apply(first)
+        return self.last(first.detach() if self.uses == "detached" else first)
 
 
 class Pair(NamedTuple):
-    one: torch.Tensor
-    other: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 # Pairs of functions: one makes a module's output from its input and result, and one makes a tensor of that output.
 _Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
 KINDS: dict[str, tuple[_Makes, _Takes]] = {
-    "a named tuple": (lambda _, y: Pair(y, y * 2), lambda given: given.one + given.other),
+    "a named tuple": (lambda _, y: Pair(y, y * 2), lambda output: output.first + output.second),
     "an ordered dict": (
         lambda _, y: OrderedDict(one=y, other=y * 2),
-        lambda given: given["one"] + given["other"],
+        lambda output: output["one"] + output["other"],
     ),
     "nested": (
         lambda _, y: {"a": [y, (y * 2, {"b": y * 3})]},
-        lambda given: given["a"][0] + given["a"][1][0] + given["a"][1][1]["b"],
+        lambda output: output["a"][0] + output["a"][1][0] + output["a"][1][1]["b"],
     ),
-    "a set": (lambda _, y: {y}, lambda given: next(iter(given))),
+    "a set": (lambda _, y: {y}, lambda output: next(iter(output))),
     "packed": (
         lambda _, y: pack_padded_sequence(y, torch.tensor([3, 2]), batch_first=True),
-        lambda given: given.data,
+        lambda output: output.data,
     ),
-    "the same twice": (lambda _, y: (y, y), lambda given: given[0] + given[1]),
-    "a view beside": (lambda _, y: (y, y[..., :1]), lambda given: given[0] + given[1]),
-    "its input beside": (lambda x, y: (x, y), lambda given: given[0] + given[1]),
-    "its input alone": (lambda x, y: x, lambda given: given),
-    "no tensors beside": (lambda _, y: (None, 3, "word", y), lambda given: given[3] * given[1]),
-    "integers beside": (lambda _, y: (y.argmax(-1, keepdim=True), y), lambda given: given[0] + given[1]),
-    "no gradient beside": (lambda _, y: (y.detach(), y), lambda given: given[0] + given[1]),
-    "no elements beside": (lambda _, y: (y[:0], y), lambda given: given[0].sum() + given[1]),
-    "one number": (lambda _, y: y.square().sum(), lambda given: given),
-    "complex numbers": (lambda _, y: torch.complex(y, y * 2), lambda given: given.abs()),
+    "the same twice": (lambda _, y: (y, y), lambda output: output[0] + output[1]),
+    "a view beside": (lambda _, y: (y, y[..., :1]), lambda output: output[0] + output[1]),
+    "its input beside": (lambda x, y: (x, y), lambda output: output[0] + output[1]),
+    "its input alone": (lambda x, y: x, lambda output: output),
+    "no tensors beside": (lambda _, y: (None, 3, "word", y), lambda output: output[3] * output[1]),
+    "integers beside": (lambda _, y: (y.argmax(-1, keepdim=True), y), lambda output: output[0] + output[1]),
+    "no gradient beside": (lambda _, y: (y.detach(), y), lambda output: output[0] + output[1]),
+    "no elements beside": (lambda _, y: (y[:0], y), lambda output: output[0].sum() + output[1]),
+    "one number": (lambda _, y: y.square().sum(), lambda output: output),
+    "complex numbers": (lambda _, y: torch.complex(y, y * 2), lambda output: output.abs()),
 }
 # Outputs that the receiver doubles, in place and not in place.
 DOUBLED: dict[str, tuple[_Makes, _Takes]] = {
-    "doubled in place": (lambda _, y: y, lambda given: given.mul_(2)),
-    "doubled": (lambda _, y: y, lambda given: given * 2),
+    "doubled in place": (lambda _, y: y, lambda output: output.mul_(2)),
+    "doubled": (lambda _, y: y, lambda output: output * 2),
 }
 
 
@@ -165,14 +165,14 @@ def trained(
     model.first = lab.wrap(model.first, **arguments)
     whole = lab.wrap(model, **arguments)
     optimizer = torch.optim.SGD(whole.parameters(), 0.05)
-    seen, gradients = [], {}
+    steps, gradients = [], {}
     for number in range(2):
         x = torch.linspace(-1, 1 + number, 2 * 3 * _WIDTH).view(2, 3, _WIDTH) - lab.rank.rank * 0.25
         output = whole(x.requires_grad_())
         loss = (model.takes(output) if by == "outermost" else output).square().sum()
         loss.backward()
-        seen.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
+        steps.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
         gradients = gathered_gradients(lab.library, whole)
         optimizer.step()
         optimizer.zero_grad()
-    return {"seen": seen, "whole": gradients}
+    return {"seen": steps, "whole": gradients}

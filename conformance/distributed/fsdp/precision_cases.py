@@ -24,20 +24,20 @@ def gradients(lab: Lab) -> dict[str, Any]:
 
 def inside(lab: Lab, *, training: bool) -> dict[str, Any]:
     """Return the dtypes in the forward of each plain module, of the output, and of the input's gradient."""
-    seen: dict[str, Any] = {}
+    dtypes: dict[str, Any] = {}
     for name, module in lab.model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            module.register_forward_pre_hook(_noting(seen, clean(name)))
+            module.register_forward_pre_hook(_noting(dtypes, clean(name)))
     lab.model.train(training)
     batch = lab.tree.batch(0, lab.rank.rank)
     output = out_of_form(call(lab.model, lab.tree, batch))
     output.sum().backward()
-    return {"inside": seen, "output": output.dtype, "input gradient": batch.x.grad.dtype}
+    return {"inside": dtypes, "output": output.dtype, "input gradient": batch.x.grad.dtype}
 
 
-def _noting(seen: dict[str, Any], name: str) -> Any:
+def _noting(dtypes: dict[str, Any], name: str) -> Any:
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        seen[name] = [args[0].dtype, module.weight.dtype, tuple(module.weight.shape)]
+        dtypes[name] = [args[0].dtype, module.weight.dtype, tuple(module.weight.shape)]
 
     return note
 
@@ -49,32 +49,32 @@ def buffers(lab: Lab) -> dict[str, torch.dtype]:
 
 
 def in_sequence(lab: Lab, *, calls: str) -> list[Any]:
-    seen: list[Any] = []
+    results: list[Any] = []
     for number, name in enumerate(calls.split()):
         if name == "summon":
             with lab.fsdp.summon_full_params(lab.model):
                 pass
         elif name == "backward":
-            seen[-1].sum().backward()
-            seen[-1] = seen[-1].detach()
-            seen.append(lab.gradients())
+            results[-1].sum().backward()
+            results[-1] = results[-1].detach()
+            results.append(lab.gradients())
             lab.model.zero_grad()
         else:
             lab.model.train(name != "eval")
             with torch.set_grad_enabled(name != "eval"):
-                seen.append(out_of_form(lab.forward(number)))
-    return seen
+                results.append(out_of_form(lab.forward(number)))
+    return results
 
 
 def full_precision_in_eval(lab: Lab) -> dict[str, str]:
     """Return the dtype of the head's weight in an eval forward, for each environment setting at wrapping."""
-    found: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
     for setting in ("", "1", "0"):
         with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):
             model = lab.wrapped(lab.tree.build())
-            model.head.register_forward_pre_hook(_noting_dtype(found, setting))
+            model.head.register_forward_pre_hook(_noting_dtype(dtypes, setting))
             call(model.eval(), lab.tree, lab.tree.batch(0, lab.rank.rank))
-    return found
+    return dtypes
 
 
 def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
@@ -82,7 +82,7 @@ def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
 
     One buffer has low precision itself. A forward may fail, because batch statistics do not take every dtype.
     """
-    seen = []
+    dtypes = []
     lab.plain.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
     with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
         model = lab.model
@@ -91,13 +91,13 @@ def buffers_in_eval(lab: Lab) -> list[dict[str, torch.dtype]]:
         model.body.train(evaluates in ("nothing", "a part of it"))
         model.body.parts[0].train(evaluates == "nothing")
         tried(functools.partial(call, model, lab.tree, lab.tree.batch(0, lab.rank.rank)))
-        seen.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
-    return seen
+        dtypes.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
+    return dtypes
 
 
-def _noting_dtype(found: dict[str, str], key: str) -> Any:
+def _noting_dtype(dtypes: dict[str, str], key: str) -> Any:
     def note(module: nn.Module, _: Any) -> None:
-        found[key] = str(module.weight.dtype).removeprefix("torch.")
+        dtypes[key] = str(module.weight.dtype).removeprefix("torch.")
 
     return note
 
@@ -147,5 +147,7 @@ def without_some_classes(lab: Lab, *, kind: str, use_orig_params: bool) -> dict[
     return {"dtypes": dtypes, "modules": names, "whole": gathered_parameters(lab.library, model)}
 
 
-def _noting_dtypes(seen: list[Any], name: str) -> Any:
-    return lambda module, args, output: seen.append([name, args[0].dtype, module.weight.dtype, output.dtype])
+def _noting_dtypes(events: list[Any], name: str) -> Any:
+    return lambda module, args, output: events.append(
+        [name, args[0].dtype, module.weight.dtype, output.dtype]
+    )

@@ -34,14 +34,14 @@ def read(lab: Lab, *, path: str, name: str, use_orig_params: bool) -> list[Any]:
     plain = filled(Model())
     units, ignored = [nn.Linear, nn.Tanh], [plain.last]
     model = lab.wrap(plain, units=units, use_orig_params=use_orig_params, ignored_modules=ignored)
-    seen = []
+    attributes = []
     for unit in lab.fsdp.fsdp_modules(model):
         carriers = unit
         for step in path.split(".") if path else ():
             carriers = getattr(carriers, step)
         several = list(carriers()) if inspect.ismethod(carriers) else [carriers]
-        seen.append([_described(getattr(one, name, "missing")) for one in several])
-    return seen
+        attributes.append([_described(getattr(carrier, name, "missing")) for carrier in several])
+    return attributes
 
 
 def _described(value: Any) -> Any:
@@ -69,19 +69,24 @@ def upcast(
             unit._handle._orig_param_dtype = torch.float32
     optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
     computed: list[tuple[torch.dtype, torch.dtype]] = []
-    seen = []
+    steps = []
     plain.last.register_forward_hook(lambda _, args, output: computed.append((args[0].dtype, output.dtype)))
     for number in range(3):
         x = torch.linspace(0, 1 + number, 6).view(2, 3) - lab.rank.rank * 0.25
         model(x.to(torch.bfloat16)).float().square().sum().backward()
-        seen.append([state_of(parameter) for parameter in model.parameters()])
+        steps.append([state_of(parameter) for parameter in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
     return {
         # A library may choose which rank has which element of a partly frozen unit.
-        "seen": {one["grad"].dtype for step in seen for one in step if one["grad"] is not None}
+        "seen": {
+            parameter_state["grad"].dtype
+            for step in steps
+            for parameter_state in step
+            if parameter_state["grad"] is not None
+        }
         if frozen
-        else seen,
+        else steps,
         "dtypes": [parameter.dtype for parameter in model.parameters()],
         "computed": computed,
         "whole": gathered_parameters(lab.library, model),

@@ -110,8 +110,8 @@ def of_fully_shard(site: Site, schedule: str, replicates: bool) -> dict[str, Ten
 
 def _by_fully_shard(site: Site, policy: Policy, schedule: str, replicates: bool) -> Tensor:
     model: Any = Weighted().to(site.rank.device)
-    given = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
-    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(*policy), **given)
+    options = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
+    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(*policy), **options)
     return _gradient(site, model, schedule)
 
 

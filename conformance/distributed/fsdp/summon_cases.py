@@ -138,10 +138,10 @@ def backward_in_summon(lab: Lab) -> Any:
 
 
 def _summoned_by(lab: Lab, register: Any) -> Any:
-    seen: list[Any] = []
-    register(lambda *_: seen.append(tried(lambda: lab.fsdp.summon_full_params(lab.model).__enter__())))
+    attempts: list[Any] = []
+    register(lambda *_: attempts.append(tried(lambda: lab.fsdp.summon_full_params(lab.model).__enter__())))
     lab.backward()
-    return seen
+    return attempts
 
 
 def restores_after_an_error(lab: Lab) -> dict[str, Any]:

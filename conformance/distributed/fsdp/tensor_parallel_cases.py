@@ -170,15 +170,15 @@ def laid_out(tensor: Any) -> dict[str, Any]:
 
 def probe(rank: Rank, *, library: str, asks: Any, parallel: Parallel, **arguments: Any) -> Outcome:
     """Return the outcome of `asks(rank, library, parallel, **arguments)`. `asks` must be defined in this module."""
-    found = load_library(library)
-    return observe(lambda: asks(rank, found, parallel, **arguments))
+    loaded = load_library(library)
+    return observe(lambda: asks(rank, loaded, parallel, **arguments))
 
 
 def train(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
     site = ParallelSite(rank, library, parallel)
-    seen: dict[str, Any] = {"shards": site.shards(), "losses": []}
-    seen["losses"] = [site.step(step) for step in range(parallel.steps)]
-    return seen | {"after": site.shards(), "parameters": site.parameters()}
+    reported: dict[str, Any] = {"shards": site.shards(), "losses": []}
+    reported["losses"] = [site.step(step) for step in range(parallel.steps)]
+    return reported | {"after": site.shards(), "parameters": site.parameters()}
 
 
 def train_sharded(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
@@ -247,9 +247,9 @@ def write_summoned(rank: Rank, library: Library, parallel: Parallel) -> dict[str
                 if originals:
                     assert parameter.grad is not None
                     parameter.grad.mul_(2.0)
-    seen = {"gradients": gradients, "parameters": site.parameters(), "loss": site.backward(1)}
+    reported = {"gradients": gradients, "parameters": site.parameters(), "loss": site.backward(1)}
     site.optimizer.step()
-    return seen | {"after": site.parameters()}
+    return reported | {"after": site.parameters()}
 
 
 def save(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:

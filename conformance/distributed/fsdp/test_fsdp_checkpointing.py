@@ -38,13 +38,13 @@ def checkpointed(kind: str) -> ModuleTree:
 @each_strategy
 @share_of_examples(0.2)
 @given(data=st.data())
-def test_without_reentrance(twins: Twins, strategy: str, data: st.DataObject) -> None:
+def test_non_reentrant_checkpointing_trains(twins: Twins, strategy: str, data: st.DataObject) -> None:
     twins.train(data.draw(trainings(strategy=strategy, tree={"checkpointing": ("plain",)})))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.reentrant")
 @each_wrapping
-def test_with_reentrance(twins: Twins, wrapping: Wrapping) -> None:
+def test_reentrant_checkpointing_trains(twins: Twins, wrapping: Wrapping) -> None:
     schedule = (Step(), Step(forwards=2, order="no_sync"), Step(forwards=2))
     twins.train(Training(checkpointed("reentrant"), leaf_by_leaf(**wrapping), schedule))
 
@@ -54,7 +54,7 @@ def test_with_reentrance(twins: Twins, wrapping: Wrapping) -> None:
 @each_strategy
 @share_of_examples(0.25)
 @given(data=st.data())
-def test_with_reentrance_whatever_the_module(twins: Twins, strategy: str, data: st.DataObject) -> None:
+def test_reentrant_checkpointing_trains_any_module(twins: Twins, strategy: str, data: st.DataObject) -> None:
     """torch trains wrongly or raises in some of these cases: modules that are called twice, and nested regions."""
     kinds = {"checkpointing": ("reentrant", "none")}
     training = data.draw(trainings(strategy=strategy, tree=kinds, schedule=plain_steps))
@@ -65,4 +65,4 @@ def test_with_reentrance_whatever_the_module(twins: Twins, strategy: str, data: 
         except RankFault as fault:
             return fault
 
-    twins.judge(probe, we_do=lambda seen: trains_like_unsharded(seen, training), may_agree=True)
+    twins.judge(probe, we_do=lambda outcomes: trains_like_unsharded(outcomes, training), may_agree=True)

@@ -32,18 +32,18 @@ def joint_norm(gradients: dict[str, torch.Tensor], norm_type: Any) -> torch.Tens
     return torch.linalg.vector_norm(flat, float(norm_type))
 
 
-def assert_close(expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
-    assert (excess := ONE_STEP.excess(expected, actual)) is None, f"{what}: {excess}"
+def assert_close(expected: torch.Tensor, actual: torch.Tensor, label: str) -> None:
+    assert (excess := ONE_STEP.excess(expected, actual)) is None, f"{label}: {excess}"
 
 
-def assert_clipped(seen: list[Any], setup: Setup, max_norm: float, norm_type: float) -> None:
-    for rank, one in enumerate(seen):
-        gradients = unsharded_gradients(setup, len(seen), rank)
+def assert_clipped(values: list[Any], setup: Setup, max_norm: float, norm_type: float) -> None:
+    for rank, value in enumerate(values):
+        gradients = unsharded_gradients(setup, len(values), rank)
         norm = joint_norm(gradients, norm_type)
-        assert_close(norm, one["norm"].values, f"the norm on rank {rank}")
+        assert_close(norm, value["norm"].values, f"the norm on rank {rank}")
         for name, grad in gradients.items():
             expected = grad * min(1.0, max_norm / (float(norm) + 1e-6))
-            assert_close(expected, one["whole"][name].values, f"{name} on rank {rank}")
+            assert_close(expected, value["whole"][name].values, f"{name} on rank {rank}")
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.as_torch")
@@ -52,7 +52,7 @@ def assert_clipped(seen: list[Any], setup: Setup, max_norm: float, norm_type: fl
 @given(
     wrap=st.sampled_from(["root", "leaves"]),
     use_orig_params=st.booleans(),
-    asked=st.fixed_dictionaries(
+    arguments=st.fixed_dictionaries(
         {
             "max_norm": st.sampled_from([0.01, 0.5, 100.0, 0.0, 1]),
             "norm_type": st.sampled_from([2.0, 1.0, 3, 0.5, math.inf, "inf"]),
@@ -60,50 +60,50 @@ def assert_clipped(seen: list[Any], setup: Setup, max_norm: float, norm_type: fl
     ),
 )
 def test_clips_as_torch_does(
-    twins: Twins, strategy: str, wrap: str, use_orig_params: bool, asked: dict[str, Any]
+    twins: Twins, strategy: str, wrap: str, use_orig_params: bool, arguments: dict[str, Any]
 ) -> None:
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    twins.agree(clip_cases.clip, setup, **asked)
+    twins.agree(clip_cases.clip, setup, **arguments)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 @each_strategy
-def test_the_norm_is_that_of_the_whole_gradients(twins: Twins, strategy: str, norm_type: float) -> None:
+def test_norm_equals_norm_of_unsharded_gradients(twins: Twins, strategy: str, norm_type: float) -> None:
     setup = leaf_by_leaf(strategy)
-    seen = twins.values(clip_cases.clip, setup, max_norm=0.25, norm_type=norm_type)
-    assert_clipped(seen, setup, 0.25, norm_type)
+    values = twins.values(clip_cases.clip, setup, max_norm=0.25, norm_type=norm_type)
+    assert_clipped(values, setup, 0.25, norm_type)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-def test_the_norm_over_replicas_counts_each_element_once(twins_of: TwinsOf, strategy: str) -> None:
+def test_norm_over_replicas_counts_each_element_once(twins_of: TwinsOf, strategy: str) -> None:
     setup = Setup(strategy, ranks="groups", shards=2, wrap="leaves")
-    seen = twins_of(4).agree(clip_cases.clip, setup, max_norm=0.25)
-    assert_clipped([outcome.value for outcome in seen], setup, 0.25, 2.0)
+    outcomes = twins_of(4).agree(clip_cases.clip, setup, max_norm=0.25)
+    assert_clipped([outcome.value for outcome in outcomes], setup, 0.25, 2.0)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_sharded_gradients_and_others_have_one_norm(cpu_twins: Twins, norm_type: float) -> None:
-    seen = cpu_twins.values(clip_cases.clip_with_a_unit_that_is_not_sharded, FLAT, norm_type=norm_type)
-    assert_clipped(seen, FLAT, 0.25, norm_type)
+    values = cpu_twins.values(clip_cases.clip_with_a_unit_that_is_not_sharded, FLAT, norm_type=norm_type)
+    assert_clipped(values, FLAT, 0.25, norm_type)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.nonfinite")
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_a_nonfinite_gradient_on_one_rank_is_seen_by_all(twins: Twins, strategy: str, value: float) -> None:
-    seen = twins.agree(clip_cases.clip_nonfinite, Setup(strategy), value=value)
-    assert not any(outcome.value["norm"].values.isfinite() for outcome in seen)
+def test_nonfinite_gradient_on_one_rank_reaches_all_norms(twins: Twins, strategy: str, value: float) -> None:
+    outcomes = twins.agree(clip_cases.clip_nonfinite, Setup(strategy), value=value)
+    assert not any(outcome.value["norm"].values.isfinite() for outcome in outcomes)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.without_gradients")
 @each_strategy
 def test_warns_without_gradients(twins: Twins, strategy: str) -> None:
-    seen = twins.agree(clip_cases.clip, Setup(strategy), max_norm=1.0, backwards=0)
+    outcomes = twins.agree(clip_cases.clip, Setup(strategy), max_norm=1.0, backwards=0)
     if not twins.is_alone and strategy != "NO_SHARD":
-        assert any("with no gradients" in text for _, text in seen[0].warned)
+        assert any("with no gradients" in text for _, text in outcomes[0].warned)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.where")
@@ -112,7 +112,7 @@ def test_warns_without_gradients(twins: Twins, strategy: str) -> None:
     [clip_cases.clip_an_inner_unit, clip_cases.clip_before_any_forward, clip_cases.clip_in_backward],
     ids=lambda asks: asks.__name__,
 )
-def test_the_root_clips_between_steps(twins: Twins, asks: Any) -> None:
+def test_root_clips_only_between_steps(twins: Twins, asks: Any) -> None:
     twins.agree(asks, FLAT)
 
 

@@ -60,8 +60,8 @@ def expected_counts(gathers: int, scatters: int, reductions: int) -> Counter[str
     return +Counter(gather=gathers, scatter=scatters, reduce=reductions)
 
 
-def assert_counts(seen: list[list[list[Collective]]], expected: Counter[str]) -> None:
-    for rank, steps in enumerate(seen):
+def assert_counts(traces: list[list[list[Collective]]], expected: Counter[str]) -> None:
+    for rank, steps in enumerate(traces):
         for number, step in enumerate(steps):
             assert counts(step) == expected, f"rank {rank}, step {number}: {[str(call) for call in step]}"
 
@@ -76,15 +76,15 @@ def test_each_step_talks_the_least(
     cpu_twins: Twins, strategy: str, steps: Sequence[Step], prefetch: str | None
 ) -> None:
     setup = Setup(strategy, wrap="leaves", backward_prefetch=prefetch)
-    seen = steps_of_all(cpu_twins, Training(TREE, setup, steps))
-    assert_counts(seen, expected_counts(*LEAST[strategy, steps]))
+    traces = steps_of_all(cpu_twins, Training(TREE, setup, steps))
+    assert_counts(traces, expected_counts(*LEAST[strategy, steps]))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
 @pytest.mark.world_sizes(fewest=2)
 @each_strategy
 @pytest.mark.parametrize("before", LOOKS)
-def test_a_forward_without_gradients_gathers_each_unit_once(
+def test_forward_without_gradients_gathers_each_unit_once(
     cpu_twins: Twins, strategy: str, before: str
 ) -> None:
     """The bound is loose, because torch keeps some units unsharded: deviation fsdp.written_behind_counters."""
@@ -102,9 +102,9 @@ def test_a_forward_without_gradients_gathers_each_unit_once(
 )
 def test_replicas_reduce_what_they_have_scattered(twins_of: TwinsOf, strategy: str, gathers: int) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2, wrap="leaves")
-    seen = steps_of_all(twins_of(4), Training(TREE, setup, PLAIN))
-    assert_counts(seen, expected_counts(gathers, UNITS, UNITS))
-    reduced = [call for call in seen[0][0] if call.name == "allreduce_"]
+    traces = steps_of_all(twins_of(4), Training(TREE, setup, PLAIN))
+    assert_counts(traces, expected_counts(gathers, UNITS, UNITS))
+    reduced = [call for call in traces[0][0] if call.name == "allreduce_"]
     assert {call.members for call in reduced} == {(0, 2)}
 
 
@@ -122,8 +122,8 @@ def test_units_are_gathered_before_the_one_before_computes(
     forward = [3, 4, 5, 5] if forward_prefetch else [2, 3, 4, 5]
     backward = [2, 3, 4, 4] if backward_prefetch else [1, 2, 3, 4]
     for trace in cpu_twins.pool.traces:
-        seen = gathers_before_barriers(trace)[8:]
-        assert seen == [10 - 1 + before for before in (*forward, *(5 + before for before in backward))]
+        gathers = gathers_before_barriers(trace)[8:]
+        assert gathers == [10 - 1 + before for before in (*forward, *(5 + before for before in backward))]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.prefetching")
@@ -136,7 +136,7 @@ def test_units_are_gathered_before_the_one_before_computes(
     ],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_as_many_units_are_gathered_before_a_reduction_as_were_asked_for(
+def test_prefetch_setting_orders_gathers_and_reductions(
     cpu_twins: Twins, backward_prefetch: str | None, backward: str
 ) -> None:
     """The model has four units. The root is gathered first and stays unsharded for its backward."""
@@ -152,27 +152,27 @@ def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(cpu_twins:
     """Two units run twice in each forward and are unsharded once in backward. The root stays unsharded."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
-    seen = steps_of_all(cpu_twins, Training(tree, setup, PLAIN))
-    assert_counts(seen, expected_counts(1 + 2 * 2 + 2, 3, 0))
+    traces = steps_of_all(cpu_twins, Training(tree, setup, PLAIN))
+    assert_counts(traces, expected_counts(1 + 2 * 2 + 2, 3, 0))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.bytes_on_the_wire")
 @each_strategy
 @pytest.mark.world_sizes(fewest=2)
-def test_each_parameter_travels_once_a_collective(cpu_twins: Twins, strategy: str) -> None:
+def test_each_parameter_is_sent_once_per_collective(cpu_twins: Twins, strategy: str) -> None:
     """Count the bytes of each collective.
 
     The units have 16, 12, 15 and 20 elements. On two ranks, only one of them needs padding.
     """
     setup = Setup(strategy, wrap="leaves")
-    seen = steps_of_all(cpu_twins, Training(TREE, setup, PLAIN))
+    traces = steps_of_all(cpu_twins, Training(TREE, setup, PLAIN))
     units = [_padded(numel, cpu_twins.world_size) * 8 for numel in unit_numels()]
     expected = {
         "FULL_SHARD": {"gather": 2 * sum(units) - units[-1], "scatter": sum(units)},
         "SHARD_GRAD_OP": {"gather": sum(units), "scatter": sum(units)},
         "NO_SHARD": {"reduce": sum(numel * 8 for numel in unit_numels())},
     }
-    for steps in seen:
+    for steps in traces:
         for step in steps:
             assert bytes_by_kind(step) == Counter(expected[strategy])
 
@@ -210,8 +210,8 @@ def test_never_talks_more_than_torch(twins: Twins, strategy: str, data: st.DataO
     # Forwards without gradients are covered by an earlier test.
     steps = [replace(step, before="") if step.before in LOOKS else step for step in training.steps]
     training = replace(training, steps=steps)
-    allowed, seen = steps_of_all(twins, training, twins.reference), steps_of_all(twins, training)
-    for rank, (most, actual) in enumerate(zip(allowed, seen, strict=True)):
+    allowed, traces = steps_of_all(twins, training, twins.reference), steps_of_all(twins, training)
+    for rank, (most, actual) in enumerate(zip(allowed, traces, strict=True)):
         for number, (expected, step) in enumerate(zip(most, actual, strict=True)):
             where = f"rank {rank}, step {number}: {[str(call) for call in step]}"
             assert counts(step) <= counts(expected), f"{where}; torch {[str(call) for call in expected]}"

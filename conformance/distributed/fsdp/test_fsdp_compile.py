@@ -42,11 +42,11 @@ def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_pa
         ),
     ],
 )
-def test_what_a_unit_wraps_is_one_graph(twins: Twins, use_orig_params: bool) -> None:
+def test_wrapped_module_is_one_graph(twins: Twins, use_orig_params: bool) -> None:
     """Dynamo traces no collective and no hook of the runtime, and a repeated step compiles nothing."""
     block = graph_of_a_block()
-    asked = {"use_orig_params": use_orig_params, "deadline_s": OF_A_CASE_S}
-    for first, *later in twins.values(graphs_of_steps, **asked):
+    arguments = {"use_orig_params": use_orig_params, "deadline_s": OF_A_CASE_S}
+    for first, *later in twins.values(graphs_of_steps, **arguments):
         assert block in first
         assert all(graph == block for graph in first)
         assert len(first) <= BLOCKS

@@ -67,7 +67,7 @@ def test_ignoring_the_root_warns(twins: Twins) -> None:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
-def test_what_nobody_asked_for_is_not_warned_of_in_logs(subject: Library, reference: Library) -> None:
+def test_logs_contain_no_unrequested_warnings(subject: Library, reference: Library) -> None:
     """Run in a separate pool, because a process gives such warnings only once."""
     with RankPool(2) as pool:
         expected, actual = Twins(reference, subject, pool).of_both(construct_cases.logged)
@@ -97,15 +97,15 @@ def test_torch_cannot_synchronise_on_a_cpu(torch_cannot: Callable[..., None]) ->
     [(Setup(), 1), (Setup(), 2), (Setup("NO_SHARD"), 3), (HYBRID, 4)],
     ids=["1", "2", "3-NO_SHARD", "4-HYBRID_SHARD"],
 )
-def test_every_rank_begins_with_the_first_ones_states(
+def test_sync_module_states_copies_states_of_first_rank(
     twins_of: TwinsOf, setup: Setup, all_ranks: int, wrap: str
 ) -> None:
     setup, first = replace(setup, wrap=wrap, arguments=SYNCHRONISED), TREE.build()
-    for seen in twins_of(all_ranks).values(construct_cases.synchronised, setup):
+    for state in twins_of(all_ranks).values(construct_cases.synchronised, setup):
         for name, parameter in first.named_parameters():
-            assert torch.equal(seen["whole"][name].values, parameter.detach()), name
+            assert torch.equal(state["whole"][name].values, parameter.detach()), name
         for name, buffer in first.named_buffers():
-            assert torch.equal(seen["buffers"][name].values, buffer + 1), name
+            assert torch.equal(state["buffers"][name].values, buffer + 1), name
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
@@ -124,13 +124,13 @@ def _offloaded(strategy: str, use_orig_params: bool) -> Training:
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload_overlaps")
 @both_kinds
 @pytest.mark.world_sizes(fewest=2)
-def test_the_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_params: bool) -> None:
+def test_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_params: bool) -> None:
     if device != simulator.NAME:
         unavailable("a device that counts what the host waits for")
     arguments = {"use_orig_params": use_orig_params, "limit_all_gathers": False}
     setup = Setup(arguments=arguments, offload_params=True)
-    for seen in twins.agree(construct_cases.waits_for_offloaded, setup):
-        assert seen.value == [1, 1]
+    for outcome in twins.agree(construct_cases.waits_for_offloaded, setup):
+        assert outcome.value == [1, 1]
 
 
 _UNSHARDED = ("NO_SHARD", True)  # test_trains_with_whole_parameters_offloaded
@@ -161,8 +161,8 @@ def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
     offloaded = _offloaded(*_UNSHARDED)
     twins.judge(
         lambda library: twins.trained(library, offloaded),
-        torch_does=lambda seen: not trains_like_unsharded(seen, offloaded),
-        we_do=lambda seen: trains_like_unsharded(seen, offloaded),
+        torch_does=lambda outcomes: not trains_like_unsharded(outcomes, offloaded),
+        we_do=lambda outcomes: trains_like_unsharded(outcomes, offloaded),
         may_agree=True,  # unless a copy overlaps with the next one
     )
 

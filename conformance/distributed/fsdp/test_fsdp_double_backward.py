@@ -32,7 +32,7 @@ ONCE, WITH_A_LOSS = Penalty(), Penalty(adds_loss=True)
         ("NO_SHARD", False, ONCE),
     ],
 )
-def test_the_gradient_of_an_input_can_be_differentiated(
+def test_gradient_of_input_can_be_differentiated(
     cpu_twins: Twins, strategy: str, use_orig_params: bool, freezes: bool, penalty: Penalty
 ) -> None:
     expected = cases.penalized_unsharded(cpu_twins.world_size, freezes, penalty)
@@ -42,19 +42,19 @@ def test_the_gradient_of_an_input_can_be_differentiated(
         use_orig_params=use_orig_params,
         freezes=freezes,
         penalty=penalty,
-        we_do=each(lambda one: holds(assert_close_gradients, expected, one["whole"], ONE_STEP)),
+        we_do=each(lambda value: holds(assert_close_gradients, expected, value["whole"], ONE_STEP)),
         may_agree=cpu_twins.is_alone,
     )
 
 
 def are(expected: list[torch.Tensor]) -> Any:
-    return each(lambda one: holds(assert_all_close, "what was returned", expected, one, ONE_STEP))
+    return each(lambda value: holds(assert_all_close, "what was returned", expected, value, ONE_STEP))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_a_leaf_that_gradients_begin_with_may_be_kept(cpu_twins: Twins, strategy: str) -> None:
+def test_leaf_that_starts_gradients_may_be_kept(cpu_twins: Twins, strategy: str) -> None:
     expected = cases.directional_derivatives(cases.built(freezes=False), torch.ones(2, 3))
     cpu_twins.deviate(
         cases.differentiated_along, strategy=strategy, we_do=are(expected), may_agree=cpu_twins.is_alone
@@ -62,15 +62,15 @@ def test_a_leaf_that_gradients_begin_with_may_be_kept(cpu_twins: Twins, strategy
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
-def test_what_was_an_input_may_be_used_elsewhere_on_one_rank(cpu_twins: Twins) -> None:
+def test_input_may_be_used_elsewhere_on_one_rank(cpu_twins: Twins) -> None:
     with torch.no_grad():
         expected = cases.built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
-    seen = cpu_twins.of_subject(cases.input_used_elsewhere)
-    assert are([expected])(seen), seen
+    outcomes = cpu_twins.of_subject(cases.input_used_elsewhere)
+    assert are([expected])(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.gradients_of_gradients")
 @both_kinds
 def test_gradients_of_parameters_cannot_be_differentiated(cpu_twins: Twins, use_orig_params: bool) -> None:
-    seen = cpu_twins.of_subject(cases.gradients_with_a_graph, use_orig_params=use_orig_params)
-    assert raises(RuntimeError, "FSDP does not support gradients of gradients")(seen), seen
+    outcomes = cpu_twins.of_subject(cases.gradients_with_a_graph, use_orig_params=use_orig_params)
+    assert raises(RuntimeError, "FSDP does not support gradients of gradients")(outcomes), outcomes

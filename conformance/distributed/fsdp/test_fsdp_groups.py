@@ -23,13 +23,13 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 
 
-def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **asked: Any) -> None:
+def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **arguments: Any) -> None:
     """Run the program on the ranks of both libraries and compare.
 
     The ranks of each library rendezvous at their own file.
     """
     expected, actual = (
-        twins.of(library, program, setup, path=str(at / role), **asked)
+        twins.of(library, program, setup, path=str(at / role), **arguments)
         for role, library in (("reference", twins.reference), ("subject", twins.subject))
     )
     values_of(expected)
@@ -43,7 +43,9 @@ def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **ask
 )
 @flat_or_originals
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(cpu_twins: Twins, setup: Setup, kind: str, has_default: bool, tmp_path: Path) -> None:
+def test_training_works_with_other_kinds_of_group(
+    cpu_twins: Twins, setup: Setup, kind: str, has_default: bool, tmp_path: Path
+) -> None:
     if kind == "of threads" and not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):
         unavailable(f"torch {torch.__version__} cannot end groups of threads")
     assert_same(cpu_twins, group_cases.train, tmp_path, setup, kind=kind, has_default=has_default)
@@ -52,7 +54,7 @@ def test_trains(cpu_twins: Twins, setup: Setup, kind: str, has_default: bool, tm
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backend_as_group")
 @pytest.mark.deviation("fsdp.backend_as_group")
 @pytest.mark.world_sizes(fewest=2)
-def test_a_backend_in_the_place_of_a_group(cpu_twins: Twins, tmp_path: Path) -> None:
+def test_backend_works_in_place_of_group(cpu_twins: Twins, tmp_path: Path) -> None:
     paths = (str(tmp_path / str(number)) for number in itertools.count())
 
     def probe(library: Library, kind: str = "a backend") -> RankOutcomes:
@@ -60,7 +62,7 @@ def test_a_backend_in_the_place_of_a_group(cpu_twins: Twins, tmp_path: Path) -> 
 
     cpu_twins.judge(
         probe,
-        we_do=lambda seen: holds(assert_ranks_agree, probe(cpu_twins.reference, "by hand"), seen),
+        we_do=lambda outcomes: holds(assert_ranks_agree, probe(cpu_twins.reference, "by hand"), outcomes),
         may_agree=not hasattr(dist.ProcessGroup, "all_gather_single"),
     )
 
@@ -69,5 +71,7 @@ def test_a_backend_in_the_place_of_a_group(cpu_twins: Twins, tmp_path: Path) -> 
 @pytest.mark.parametrize("has_default", [True, False], ids=["default", "none"])
 @pytest.mark.parametrize("kind", ["a backend", "by hand"])
 @pytest.mark.world_sizes(fewest=2)
-def test_scales(twins: Twins, kind: str, has_default: bool, tmp_path: Path) -> None:
+def test_scaler_works_with_other_kinds_of_group(
+    twins: Twins, kind: str, has_default: bool, tmp_path: Path
+) -> None:
     assert_same(twins, group_cases.scale, tmp_path, kind=kind, has_default=has_default)

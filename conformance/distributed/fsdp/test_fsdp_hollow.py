@@ -9,7 +9,10 @@ from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleT
 from conformance.distributed.fsdp.twins import FULL, Twins, Wrapping, each_wrapping, leaf_by_leaf
 from conformance.judge.clauses import clause
 
-STRATEGIES = ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_GRAD_OP", "NO_SHARD"))]
+STRATEGIES = [
+    "FULL_SHARD",
+    *(pytest.param(strategy, marks=FULL) for strategy in ("SHARD_GRAD_OP", "NO_SHARD")),
+]
 TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
 # Trained units are around and after the hollow ones. Wrapped leaf by leaf, the outermost unit holds only the head.
 TREES = {
@@ -35,5 +38,5 @@ STEPS = (Step(), Step(before="eval"), Step(forwards=2, order="no_sync"), Step(fo
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @each_wrapping
 @pytest.mark.world_sizes(fewest=2)
-def test_trains(twins: Twins, wrapping: Wrapping, tree: ModuleTree) -> None:
+def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: ModuleTree) -> None:
     twins.train(Training(tree, leaf_by_leaf(**wrapping), STEPS))

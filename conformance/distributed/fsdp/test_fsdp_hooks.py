@@ -36,7 +36,7 @@ def test_hooks_of_modules_run_as_with_torch(twins: Twins, wrapping: Wrapping, on
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.modules")
 @each_strategy
-def test_what_hooks_of_modules_return_counts(twins: Twins, strategy: str) -> None:
+def test_results_of_module_hooks_are_used(twins: Twins, strategy: str) -> None:
     twins.agree(hook_cases.hooks_that_change, leaf_by_leaf(strategy))
 
 
@@ -89,15 +89,15 @@ def test_hooks_on_gradients_of_original_parameters_run(twins: Twins, strategy: s
         ("NO_SHARD", "allreduce_hook"),
     ],
 )
-def test_a_hook_replaces_the_reduction(
+def test_comm_hook_replaces_reduction(
     twins: Twins, strategy: str, hook: str, use_orig_params: bool, no_sync: bool
 ) -> None:
     if twins.is_alone and hook == "reduce_scatter_hook":
         strategy, hook = "NO_SHARD", "allreduce_hook"
     # With NO_SHARD, torch passes already reduced gradients to the hook again, which is only correct for a mean.
     backwards = 1 if hook == "own" and strategy == "NO_SHARD" and not no_sync else 2
-    asked = {"hook": hook, "backwards": backwards, "no_sync": no_sync}
-    twins.agree(hook_cases.comm_hook, leaf_by_leaf(strategy, use_orig_params), **asked)
+    arguments = {"hook": hook, "backwards": backwards, "no_sync": no_sync}
+    twins.agree(hook_cases.comm_hook, leaf_by_leaf(strategy, use_orig_params), **arguments)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.low_precision")
@@ -114,8 +114,8 @@ def test_low_precision_hooks_round_and_average(twins: Twins, strategy: str, hook
     tolerance = Tolerance(
         4, "each gradient, the sum over the ranks and the quotient rounded", LOW[hook], terms=0.1
     )
-    for rank, seen in enumerate(twins.values(hook_cases.comm_hook, setup, hook=hook)):
-        whole = seen["whole"]
+    for rank, value in enumerate(twins.values(hook_cases.comm_hook, setup, hook=hook)):
+        whole = value["whole"]
         assert {state.dtype for state in whole.values()} == {torch.float32}
         assert all(torch.equal(s.values, s.values.to(LOW[hook]).float()) for s in whole.values())
         assert_close_gradients(unsharded_gradients(setup, twins.world_size, rank), whole, tolerance)
@@ -132,5 +132,5 @@ def test_hooks_are_refused(twins: Twins, why: str) -> None:
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_hooks_are_refused_with_replicas(twins_of: TwinsOf, strategy: str, why: str) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2)
-    seen = twins_of(2).agree(hook_cases.comm_hook_refused, setup, why=why)
-    assert "hybrid strategies" in str(seen[0].value)
+    outcomes = twins_of(2).agree(hook_cases.comm_hook_refused, setup, why=why)
+    assert "hybrid strategies" in str(outcomes[0].value)

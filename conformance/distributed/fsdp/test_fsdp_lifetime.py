@@ -14,15 +14,15 @@ nothing, something = each(lambda left: left == []), each(bool)
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.without_inputs")
 @each_strategy
-def test_a_module_that_takes_nothing(twins: Twins, strategy: str) -> None:
+def test_module_without_inputs_trains(twins: Twins, strategy: str) -> None:
     twins.agree(called_without_inputs, tolerance=TRAINED, strategy=strategy)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")
 @pytest.mark.world_sizes(fewest=2)
 def test_original_parameters_go_with_their_model(cpu_twins: Twins) -> None:
-    seen = cpu_twins.of_subject(left_behind, use_orig_params=True)
-    assert nothing(seen), seen
+    outcomes = cpu_twins.of_subject(left_behind, use_orig_params=True)
+    assert nothing(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")
@@ -34,6 +34,6 @@ def test_flat_parameters_go_with_their_model(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")
 @pytest.mark.deviation("fsdp.inputs_hold_models")
 @pytest.mark.world_sizes(fewest=2)
-def test_an_input_that_a_unit_returned_holds_no_model(cpu_twins: Twins) -> None:
-    asked = {"use_orig_params": True, "returns_input": True}
-    cpu_twins.deviate(left_behind, **asked, torch_does=something, we_do=nothing)
+def test_returned_input_keeps_no_model_alive(cpu_twins: Twins) -> None:
+    arguments = {"use_orig_params": True, "returns_input": True}
+    cpu_twins.deviate(left_behind, **arguments, torch_does=something, we_do=nothing)

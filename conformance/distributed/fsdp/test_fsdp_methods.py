@@ -33,12 +33,12 @@ def test_names_attributes_and_units(twins: Twins, wrap: str, use_orig_params: bo
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.roots")
 @each_wrap
-def test_one_unit_is_the_root(twins: Twins, wrap: str) -> None:
+def test_outermost_unit_is_root(twins: Twins, wrap: str) -> None:
     twins.agree(construct_cases.roots, Setup(wrap=wrap))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.attributes")
-def test_a_wrapped_sequential_takes_indices(twins: Twins) -> None:
+def test_wrapped_sequential_takes_indices(twins: Twins) -> None:
     assert twins.agree(construct_cases.indexed)[0].value[:2] == ["Linear", "Tanh"]
 
 
@@ -51,7 +51,7 @@ def test_apply_shows_whole_parameters(twins: Twins, wrapping: Wrapping) -> None:
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
 @pytest.mark.parametrize("how", ["double", "to", "cpu", "cpu and back"])
 @each_wrapping
-def test_the_model_is_converted_behind_wrapping(twins: Twins, wrapping: Wrapping, how: str) -> None:
+def test_wrapped_model_can_be_converted(twins: Twins, wrapping: Wrapping, how: str) -> None:
     setup = leaf_by_leaf(**wrapping)
     twins.agree(construct_cases.converted, setup, how=how, may_raise=how == "cpu")
 
@@ -59,7 +59,7 @@ def test_the_model_is_converted_behind_wrapping(twins: Twins, wrapping: Wrapping
 @clause("distributed.fsdp.fully_sharded_data_parallel.class_of_parameters")
 @flat_or_originals
 def test_optimizers_may_step_parameters_together(twins: Twins, setup: Setup) -> None:
-    assert all(all(seen.value.values()) for seen in twins.agree(construct_cases.classes, setup))
+    assert all(all(outcome.value.values()) for outcome in twins.agree(construct_cases.classes, setup))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
@@ -70,10 +70,12 @@ def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wr
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.defaults")
 @each_wrapping
-def test_defaults_for_new_tensors_have_no_part_in_it(cpu_twins: Twins, wrapping: Wrapping) -> None:
-    program, asked = (
+def test_default_device_and_dtype_have_no_effect(cpu_twins: Twins, wrapping: Wrapping) -> None:
+    program, arguments = (
         construct_cases.trained_under_defaults,
         {"setup": leaf_by_leaf(**wrapping), "tree": SIMPLE},
     )
-    usual = cpu_twins.of_subject(program, device="cpu", dtype=torch.float32, **asked)
-    assert_ranks_agree(usual, cpu_twins.agree(program, device="meta", dtype=torch.float64, **asked), EXACT)
+    usual = cpu_twins.of_subject(program, device="cpu", dtype=torch.float32, **arguments)
+    assert_ranks_agree(
+        usual, cpu_twins.agree(program, device="meta", dtype=torch.float64, **arguments), EXACT
+    )

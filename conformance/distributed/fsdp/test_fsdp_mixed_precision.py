@@ -120,9 +120,9 @@ def test_trains_in_mixed_precision(
             ignored=ignored,
         ).filter(lambda drawn: not (drawn.mixes_frozen_with_trained or _shows_low_precision_twice(drawn)))
     )
-    seen = [twins.trained(library, training) for library in (twins.reference, twins.subject)]
+    by_library = [twins.trained(library, training) for library in (twins.reference, twins.subject)]
     has_one_order = twins.world_size <= 2 and _adds_in_one_order(training, twins.world_size)
-    assert_ranks_agree(*seen, SAME_BITS if has_one_order else tolerance_of(policy))
+    assert_ranks_agree(*by_library, SAME_BITS if has_one_order else tolerance_of(policy))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.recomputed")
@@ -166,9 +166,9 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
     """Gradients are rounded, but the master weights stay in float32."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     setup = leaf_by_leaf(**wrapping, mixed_precision=policy)
-    for seen in twins.values(precision_cases.gradients, setup, tree=SIMPLE):
-        whole = torch.cat([grad.values.reshape(-1) for grad in seen["whole"].values()])
-        weights = [state["value"] for state in seen["shards"].values()]
+    for value in twins.values(precision_cases.gradients, setup, tree=SIMPLE):
+        whole = torch.cat([grad.values.reshape(-1) for grad in value["whole"].values()])
+        weights = [state["value"] for state in value["shards"].values()]
         assert {weight.dtype for weight in weights} == {torch.float32}
         values = torch.cat([weight.values.reshape(-1) for weight in weights])
         assert values.numel() == 0 or not torch.equal(values, values.bfloat16().float())
@@ -191,7 +191,7 @@ def test_gradients_are_kept_in_low_precision(twins: Twins, wrapping: Wrapping, n
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
 @share_of_examples(0.5)
 @given(policy=policies, strategy=st.sampled_from(STRATEGIES), use_orig_params=st.booleans())
-def test_what_a_module_sees_inside(
+def test_dtypes_inside_modules_match_torch(
     twins: Twins, wrap: str, training: bool, policy: dict[str, Any], strategy: str, use_orig_params: bool
 ) -> None:
     """Compare the dtypes of inputs and parameters in forward, of the output, and of the input's gradient."""
@@ -225,8 +225,8 @@ def test_forwards_of_every_kind_follow_each_other(twins: Twins, wrapping: Wrappi
 @each_strategy
 def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) -> None:
     setup = leaf_by_leaf(strategy, mixed_precision={"param_dtype": torch.bfloat16})
-    seen = twins.agree(precision_cases.full_precision_in_eval, setup, tree=SIMPLE)
-    assert seen[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
+    outcomes = twins.agree(precision_cases.full_precision_in_eval, setup, tree=SIMPLE)
+    assert outcomes[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")

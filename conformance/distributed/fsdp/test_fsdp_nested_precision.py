@@ -46,17 +46,17 @@ def test_each_unit_has_its_own_mixed_precision(
 ) -> None:
     nesting = Nesting(*POLICIES[policy], inner_strategy)
     both = tolerance_of(nesting.outer, nesting.inner)
-    asked = {"nesting": nesting, "use_orig_params": use_orig_params}
-    actual = cpu_twins.agree(trained_in_parts, tolerance=both, **asked)
+    arguments = {"nesting": nesting, "use_orig_params": use_orig_params}
+    actual = cpu_twins.agree(trained_in_parts, tolerance=both, **arguments)
     for unsharded, outcome in zip(trained_unsharded(nesting, len(actual)), actual, strict=True):
-        for what in ("outputs", "input_gradients"):
-            assert_all_close(what, unsharded[what], outcome.value[what], both)
+        for key in ("outputs", "input_gradients"):
+            assert_all_close(key, unsharded[key], outcome.value[key], both)
         for is_inner, precision in ((True, nesting.inner), (False, nesting.outer)):
-            mine, whole = (
+            expected_gradients, whole = (
                 {name: grad for name, grad in gradients.items() if name.startswith("1.") is is_inner}
                 for gradients in (unsharded["whole_gradients"], outcome.value["whole_gradients"])
             )
-            assert_all_close("whole_gradients", mine, whole, tolerance_of(precision))
+            assert_all_close("whole_gradients", expected_gradients, whole, tolerance_of(precision))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.nested")
@@ -66,6 +66,6 @@ def test_modules_of_some_classes_are_left_in_full_precision(
     cpu_twins: Twins, kind: str, use_orig_params: bool
 ) -> None:
     tolerance = tolerance_of({"param_dtype": BRAIN})
-    asked = {"kind": kind, "use_orig_params": use_orig_params}
-    seen = cpu_twins.agree(without_some_classes, tolerance=tolerance, **asked)
-    assert {weight for _, _, weight, _ in seen[0].value["dtypes"]} == {FULL, BRAIN}
+    arguments = {"kind": kind, "use_orig_params": use_orig_params}
+    outcomes = cpu_twins.agree(without_some_classes, tolerance=tolerance, **arguments)
+    assert {weight for _, _, weight, _ in outcomes[0].value["dtypes"]} == {FULL, BRAIN}

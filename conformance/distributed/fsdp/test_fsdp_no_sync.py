@@ -52,5 +52,5 @@ def test_gradients_are_reduced_again_behind_it(twins: Twins, strategy: str, nest
 @pytest.mark.parametrize(
     "asks", [no_sync_cases.of_an_inner_unit, no_sync_cases.in_forward], ids=lambda asks: asks.__name__
 )
-def test_is_refused_on_inner_units_and_in_forward(twins: Twins, asks: Any) -> None:
+def test_no_sync_is_refused_on_inner_units_and_in_forward(twins: Twins, asks: Any) -> None:
     assert "Error" in str(twins.agree(asks, FLAT)[0].value)

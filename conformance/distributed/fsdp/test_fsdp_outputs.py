@@ -27,34 +27,35 @@ DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")
 @pytest.mark.parametrize("uses", ["one", "both, one without gradient"])
 @each_wrapping
-def test_a_unit_trains_by_some_of_its_outputs(twins: Twins, wrapping: Wrapping, uses: str) -> None:
+def test_unit_trains_by_some_outputs(twins: Twins, wrapping: Wrapping, uses: str) -> None:
     twins.agree(trained, tolerance=TRAINED, **wrapping, uses=uses)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")
 @pytest.mark.deadline(DEADLINE_S)
 @pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=FULL), True])
-def test_a_compiled_block_trains_by_some_of_its_outputs(twins: Twins, use_orig_params: bool) -> None:
+def test_compiled_block_trains_by_some_outputs(twins: Twins, use_orig_params: bool) -> None:
     """A compiled block is a single node of the graph, with all of its outputs."""
-    asked = {"use_orig_params": use_orig_params, "uses": "compiled", "deadline_s": OF_A_CASE_S}
-    twins.agree(trained, tolerance=TRAINED, **asked)
+    arguments = {"use_orig_params": use_orig_params, "uses": "compiled", "deadline_s": OF_A_CASE_S}
+    twins.agree(trained, tolerance=TRAINED, **arguments)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.outputs")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("by", ["inner", "outermost"])
 @pytest.mark.parametrize(
-    "strategy", ["FULL_SHARD", *(pytest.param(one, marks=FULL) for one in ("SHARD_GRAD_OP", "NO_SHARD"))]
+    "strategy",
+    ["FULL_SHARD", *(pytest.param(strategy, marks=FULL) for strategy in ("SHARD_GRAD_OP", "NO_SHARD"))],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_a_unit_returns_whatever_a_module_may(twins: Twins, strategy: str, by: str, kind: str) -> None:
+def test_unit_returns_any_output_type(twins: Twins, strategy: str, by: str, kind: str) -> None:
     twins.agree(trained, tolerance=TRAINED, strategy=strategy, uses=kind, by=by)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.outputs_written_to")
 @pytest.mark.deviation("fsdp.outputs_written_to")
 @pytest.mark.parametrize("by", ["inner", "outermost"])
-def test_what_a_unit_returns_may_be_written_to(twins_of: TwinsOf, by: str) -> None:
+def test_unit_outputs_may_be_written_in_place(twins_of: TwinsOf, by: str) -> None:
     twins = twins_of(2)
 
     def in_place_and_not(library: Library) -> list[RankOutcomes]:
@@ -62,15 +63,15 @@ def test_what_a_unit_returns_may_be_written_to(twins_of: TwinsOf, by: str) -> No
 
     twins.judge(
         in_place_and_not,
-        torch_does=lambda seen: raises(ValueError, "expected to be in states")(seen[0]),
-        we_do=lambda seen: holds(assert_ranks_agree, *seen),
+        torch_does=lambda results: raises(ValueError, "expected to be in states")(results[0]),
+        we_do=lambda results: holds(assert_ranks_agree, *results),
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.no_outputs")
 @pytest.mark.deviation("fsdp.no_outputs")
 @both_kinds
-def test_a_unit_that_no_gradient_reaches_gets_none(twins: Twins, use_orig_params: bool) -> None:
+def test_unit_without_output_gradients_gets_none(twins: Twins, use_orig_params: bool) -> None:
     def silent_and_detached(library: Library) -> list[RankOutcomes]:
         return [
             twins.of(library, trained, uses=uses, use_orig_params=use_orig_params)
@@ -79,7 +80,7 @@ def test_a_unit_that_no_gradient_reaches_gets_none(twins: Twins, use_orig_params
 
     twins.judge(
         silent_and_detached,
-        torch_does=lambda seen: raises(AssertionError, "_saved_grad_shard")(seen[0]),
-        we_do=lambda seen: holds(assert_ranks_agree, *seen),
+        torch_does=lambda results: raises(AssertionError, "_saved_grad_shard")(results[0]),
+        we_do=lambda results: holds(assert_ranks_agree, *results),
         may_agree=True,
     )

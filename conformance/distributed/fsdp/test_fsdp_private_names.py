@@ -39,7 +39,7 @@ def test_name_that_others_read_says_what_torchs_says(
     [(False, False), (True, False), pytest.param(True, True, id="frozen in part")],
 )
 @each_strategy
-def test_a_model_in_low_precision_may_be_trained_in_full_precision(
+def test_low_precision_model_trains_in_full_precision(
     twins: Twins, strategy: str, use_orig_params: bool, mixed_precision: dict[str, Any] | None, frozen: bool
 ) -> None:
     wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}

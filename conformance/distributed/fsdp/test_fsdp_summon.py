@@ -66,14 +66,14 @@ def test_parameters_are_whole_and_named_as_before_wrapping(twins: Twins, strateg
     setup, options = leaf_by_leaf(strategy, use_orig_params=True), {"with_grads": True}
     for whole in twins.values(summon_cases.unsharded, setup, options=options):
         assert list(whole) == list(plain)
-        for name, seen in whole.items():
-            assert torch.equal(seen["value"].values, plain[name]), name
-            assert seen["grad"].values.shape == plain[name].shape
+        for name, state in whole.items():
+            assert torch.equal(state["value"].values, plain[name]), name
+            assert state["grad"].values.shape == plain[name].shape
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.writeback")
 @each_wrapping
-def test_what_is_changed_inside_is_trained_on(twins: Twins, wrapping: Wrapping) -> None:
+def test_changes_inside_summon_are_trained_on(twins: Twins, wrapping: Wrapping) -> None:
     twins.agree(summon_cases.trains_on, leaf_by_leaf(**wrapping))
 
 
@@ -83,13 +83,13 @@ def test_what_is_changed_inside_is_trained_on(twins: Twins, wrapping: Wrapping) 
     [summon_cases.summon_in_summon, summon_cases.summon_in_forward, summon_cases.summon_in_backward],
     ids=lambda asks: asks.__name__,
 )
-def test_is_refused_where_parameters_are_in_use(twins: Twins, asks: Any) -> None:
+def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, asks: Any) -> None:
     assert "AssertionError" in str(twins.agree(asks, FLAT)[0].value)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
 @each_wrapping
-def test_a_backward_whose_forward_was_before_is_refused(twins: Twins, wrapping: Wrapping) -> None:
+def test_backward_of_earlier_forward_inside_summon_is_refused(twins: Twins, wrapping: Wrapping) -> None:
     setup = replace(leaf_by_leaf(**wrapping), wrap="root")
     assert "ValueError" in str(twins.agree(summon_cases.backward_in_summon, setup)[0].value)
 
@@ -100,36 +100,40 @@ def test_a_backward_whose_forward_was_before_is_refused(twins: Twins, wrapping: 
 )
 @pytest.mark.parametrize("recurse", [True, False])
 @each_strategy
-def test_a_forward_inside(twins: Twins, strategy: str, recurse: bool, by: str, backward: str) -> None:
+def test_forward_inside_summon_matches_torch(
+    twins: Twins, strategy: str, recurse: bool, by: str, backward: str
+) -> None:
     """The module inside the outermost unit runs no backward, because its own parameters would not be averaged."""
-    asked = {
+    arguments = {
         "options": {"recurse": recurse, "writeback": False},
         "by": by,
         "backward": backward,
         "tree": SIMPLE,
     }
     setup = leaf_by_leaf(strategy, use_orig_params=True)
-    expected, actual = twins.of_both(summon_cases.computes, setup, **asked)
+    expected, actual = twins.of_both(summon_cases.computes, setup, **arguments)
     assert_ranks_agree(_without_shapes(expected), _without_shapes(actual), ONE_STEP)
     values_of(actual)
 
 
-def _without_shapes(seen: RankOutcomes) -> RankOutcomes:
+def _without_shapes(outcomes: RankOutcomes) -> RankOutcomes:
     """Drop the shapes of parameters after a forward inside, because torch's units are resharded by then."""
     return [
         outcome if outcome.raised else replace(outcome, value=outcome.value | {"inside": None})
-        for outcome in seen
+        for outcome in outcomes
     ]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
 @pytest.mark.parametrize("writeback", [True, False])
 @both_kinds
-def test_a_forward_of_inner_units_inside(twins: Twins, use_orig_params: bool, writeback: bool) -> None:
+def test_forward_of_inner_units_inside_summon_matches_torch(
+    twins: Twins, use_orig_params: bool, writeback: bool
+) -> None:
     """Only the outermost unit is summoned, as for a model that generates."""
     options = {"recurse": False, "writeback": writeback}
-    asked = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0, "tree": SIMPLE}
-    twins.agree(summon_cases.computes, leaf_by_leaf(use_orig_params=use_orig_params), **asked)
+    arguments = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0, "tree": SIMPLE}
+    twins.agree(summon_cases.computes, leaf_by_leaf(use_orig_params=use_orig_params), **arguments)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
@@ -137,7 +141,7 @@ def test_a_forward_of_inner_units_inside(twins: Twins, use_orig_params: bool, wr
 @pytest.mark.parametrize("backward", ["", "inside", "after"])
 @pytest.mark.parametrize("writeback", [True, False])
 @each_wrapping
-def test_a_forward_inside_leaves_whole_what_is_shown(
+def test_forward_inside_summon_leaves_parameters_unsharded(
     twins: Twins, wrapping: Wrapping, writeback: bool, backward: str
 ) -> None:
     adds, model = 0.5 if writeback else 0.0, SIMPLE.build()
@@ -146,13 +150,16 @@ def test_a_forward_inside_leaves_whole_what_is_shown(
             parameter.add_(adds)
     plain = dict(model.named_parameters())
 
-    def is_right(seen: RankOutcomes) -> bool:
+    def is_right(outcomes: RankOutcomes) -> bool:
         return all(
             outcome.raised is None
             and outcome.value["inside"] == [parameter.shape for parameter in plain.values()]
-            and all(torch.equal(outcome.value["whole"][name].values, one) for name, one in plain.items())
+            and all(
+                torch.equal(outcome.value["whole"][name].values, parameter)
+                for name, parameter in plain.items()
+            )
             and _is_close(call(model, SIMPLE, SIMPLE.batch(0, rank)), outcome.value["output"].values)
-            for rank, outcome in enumerate(seen)
+            for rank, outcome in enumerate(outcomes)
         )
 
     twins.deviate(
@@ -174,14 +181,14 @@ def _is_close(expected: Any, actual: torch.Tensor) -> bool:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
 @pytest.mark.deviation("fsdp.computes_while_summoned")
 @each_wrapping
-def test_a_forward_inside_has_mixed_precision(twins: Twins, wrapping: Wrapping) -> None:
+def test_forward_inside_summon_uses_mixed_precision(twins: Twins, wrapping: Wrapping) -> None:
     twins.deviate(
         summon_cases.computes,
         leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16}),
         tree=SIMPLE,
         options={"writeback": True},
         torch_does=raises(RuntimeError, "dtype"),
-        we_do=each(lambda one: one["output"].dtype is torch.bfloat16),
+        we_do=each(lambda value: value["output"].dtype is torch.bfloat16),
     )
 
 
@@ -189,14 +196,14 @@ def test_a_forward_inside_has_mixed_precision(twins: Twins, wrapping: Wrapping) 
 @pytest.mark.deviation("fsdp.backward_beside_whole_gradients")
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_a_backward_beside_whole_gradients(twins: Twins, strategy: str) -> None:
+def test_backward_beside_unsharded_gradients_is_refused(twins: Twins, strategy: str) -> None:
     text = "inside summon_full_params(with_grads=True), where `.grad` holds unsharded gradients"
     twins.deviate(
         summon_cases.backward_beside_gradients,
         leaf_by_leaf(strategy, use_orig_params=True),
         tree=SIMPLE,
-        torch_does=each(lambda one: "AttributeError: " in str(one)),
-        we_do=each(lambda one: text in str(one)),
+        torch_does=each(lambda value: "AttributeError: " in str(value)),
+        we_do=each(lambda value: text in str(value)),
     )
 
 
@@ -240,24 +247,24 @@ def test_offloads_what_it_gathers(
     for outcome in actual:
         assert any("may result in" in text for _, text in outcome.warned) is not rank0_only, outcome.warned
     assert_ranks_agree(
-        *([replace(outcome, warned=()) for outcome in seen] for seen in (expected, actual)), TRAINED
+        *([replace(outcome, warned=()) for outcome in ranks] for ranks in (expected, actual)), TRAINED
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_and_changed")
 @pytest.mark.deviation("fsdp.offloaded_and_changed")
 @each_wrapping
-def test_what_is_changed_behind_was_shown_before(twins: Twins, wrapping: Wrapping) -> None:
+def test_summoned_values_precede_later_host_writes(twins: Twins, wrapping: Wrapping) -> None:
     setup = replace(leaf_by_leaf(**wrapping), offload_params=True)
     plain = dict(TREE.build().named_parameters())
 
-    def is_right(seen: dict[str, Any]) -> bool:
-        return all(torch.equal(seen[name].values, parameter) for name, parameter in plain.items())
+    def is_right(parameters: dict[str, Any]) -> bool:
+        return all(torch.equal(parameters[name].values, parameter) for name, parameter in plain.items())
 
     twins.deviate(
         summon_cases.changed_behind,
         setup,
-        torch_does=lambda seen: not each(is_right)(seen),
+        torch_does=lambda outcomes: not each(is_right)(outcomes),
         we_do=each(is_right),
         may_agree=True,  # unless the copy ends after the host writes
     )

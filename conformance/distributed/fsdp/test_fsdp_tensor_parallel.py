@@ -70,20 +70,22 @@ def assert_agree(
     expected, actual = (
         seen_by(twins, library, asks, parallel, **arguments) for library in (twins.reference, twins.subject)
     )
-    assert all((one.raised is not None) is all_raise for one in expected), expected
+    assert all((outcome.raised is not None) is all_raise for outcome in expected), expected
     assert_ranks_agree(expected, actual)
     return actual
 
 
-def deviate(twins_of: TwinsOf, asks: Any, parallel: Parallel, asked: dict[str, Any], **sides: Any) -> None:
+def deviate(
+    twins_of: TwinsOf, asks: Any, parallel: Parallel, arguments: dict[str, Any], **sides: Any
+) -> None:
     """Judge the deviation that the test names. `sides` are arguments of `DeviationJudge.judge`."""
     twins = twins_for(twins_of, parallel)
-    twins.judge(lambda library: seen_by(twins, library, asks, parallel, **asked), **sides)
+    twins.judge(lambda library: seen_by(twins, library, asks, parallel, **arguments), **sides)
 
 
 def assert_like_unsharded(got: RankOutcomes, expected: dict[str, Any]) -> None:
     for value in values_of(got):
-        parameters = {name: one["values"] for name, one in value["parameters"].items()}
+        parameters = {name: state["values"] for name, state in value["parameters"].items()}
         assert_all_close("parameters", expected["parameters"], parameters, TRAINED)
 
 
@@ -93,32 +95,32 @@ def like_unsharded(expected: dict[str, Any]) -> Callable[[RankOutcomes], bool]:
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.trains")
 @pytest.mark.parametrize("parallel", _MESHES, ids=str)
-def test_trains(twins_of: TwinsOf, parallel: Parallel) -> None:
+def test_tensor_parallel_training_matches_torch(twins_of: TwinsOf, parallel: Parallel) -> None:
     got = assert_agree(twins_of, cases.train, parallel)
     assert_like_unsharded(got, cases.train_unsharded(parallel))
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.accumulates")
-def test_accumulates(twins_of: TwinsOf) -> None:
+def test_gradients_accumulate_over_backwards(twins_of: TwinsOf) -> None:
     got = assert_agree(twins_of, cases.accumulate, _FLAT)
     assert_like_unsharded(got, cases.train_unsharded(_FLAT, steps=1, backwards=2))
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.summoned")
 @_BOTH
-def test_what_is_written_to_summoned_parameters_stays(twins_of: TwinsOf, parallel: Parallel) -> None:
+def test_writes_to_summoned_parameters_are_kept(twins_of: TwinsOf, parallel: Parallel) -> None:
     assert_agree(twins_of, cases.write_summoned, parallel)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.saves")
 @_KINDS
-def test_saves(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+def test_state_dict_matches_torch(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
     assert_agree(twins_of, cases.save, parallel, kind=kind)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads")
 @_KINDS
-def test_loads(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+def test_state_dict_reloads_and_trains(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
     got = assert_agree(twins_of, cases.reload, parallel, kind=kind)
     assert_like_unsharded(got, cases.train_unsharded(parallel, steps=1))
 
@@ -160,7 +162,7 @@ def test_training_is_resumed(twins_of: TwinsOf, parallel: Parallel, kind: str) -
 @pytest.mark.deviation("fsdp.norm_of_dtensors")
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL)])
 @_BOTH
-def test_the_norm_counts_each_element_once(twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
+def test_norm_counts_each_element_once(twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
     expected = cases.train_unsharded(parallel, norm=(0.5, norm_type), steps=1)
 
     def is_right(got: RankOutcomes) -> bool:
@@ -224,4 +226,4 @@ def test_fully_shard_refuses_meshes_that_do_not_belong_together(twins_of: TwinsO
 
 
 def _raises(got: RankOutcomes) -> bool:
-    return all(one.raised is not None for one in got)
+    return all(outcome.raised is not None for outcome in got)

@@ -34,21 +34,24 @@ def averaged_gradients(module: str, ranks: int) -> dict[str, torch.Tensor]:
     for rank, replica in enumerate(replicas):
         accumulated(replica, rank)
     gradients = [{n: zero_for_none(p) for n, p in replica.named_parameters()} for replica in replicas]
-    return {name: torch.stack([each[name] for each in gradients]).mean(0) for name in gradients[0]}
+    return {
+        name: torch.stack([replica_gradients[name] for replica_gradients in gradients]).mean(0)
+        for name in gradients[0]
+    }
 
 
 def averaged(module: str) -> Callable[[RankOutcomes], bool]:
     """Return a check whether every rank has the gradients of one unsharded process."""
 
-    def do(seen: RankOutcomes) -> bool:
-        expected = averaged_gradients(module, len(seen))
-        return each(lambda one: holds(assert_close_gradients, expected, one["whole"], ONE_STEP))(seen)
+    def do(outcomes: RankOutcomes) -> bool:
+        expected = averaged_gradients(module, len(outcomes))
+        return each(lambda value: holds(assert_close_gradients, expected, value["whole"], ONE_STEP))(outcomes)
 
     return do
 
 
 def gave(expected: torch.Tensor) -> Callable[[RankOutcomes], bool]:
-    return each(lambda one: holds(assert_all_close, "what was returned", [expected], [one], ONE_STEP))
+    return each(lambda value: holds(assert_all_close, "what was returned", [expected], [value], ONE_STEP))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.frozen_in_part")
@@ -75,7 +78,7 @@ def test_parameters_of_several_dtypes_share_a_unit(twins: Twins) -> None:
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.one_element")
 @pytest.mark.deviation("fsdp.unit_of_one_element")
-def test_a_unit_of_one_element_accumulates(cpu_twins: Twins) -> None:
+def test_unit_of_one_element_accumulates_gradients(cpu_twins: Twins) -> None:
     we_do, module = averaged("one element"), "one element"
     cpu_twins.deviate(accumulate, module=module, we_do=we_do, may_agree=cpu_twins.is_alone)
 
@@ -90,7 +93,7 @@ def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
         module="float64",
         clips=True,
         torch_does=raises(RuntimeError, "without narrowing"),
-        we_do=each(lambda one: ONE_STEP.excess(norm, one["norm"].values) is None),
+        we_do=each(lambda value: ONE_STEP.excess(norm, value["norm"].values) is None),
         may_agree=cpu_twins.is_alone,
     )
 
@@ -106,7 +109,7 @@ def test_replicas_that_nobody_shares_are_averaged(cpu_twins: Twins, replicas: st
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_accelerator")
 @pytest.mark.deviation("fsdp.without_accelerator")
-def test_a_machine_without_accelerator_needs_no_device(twins: Twins, device: str) -> None:
+def test_wrapping_needs_no_accelerator(twins: Twins, device: str) -> None:
     if device != "cpu" or torch.accelerator.is_available():
         unavailable("a machine without accelerator")
     twins.deviate(
@@ -133,6 +136,6 @@ def test_reentrant_regions_follow_each_other_in_a_unit(
     cpu_twins.judge(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError),
-        we_do=lambda seen: trains_like_unsharded(seen, training),
+        we_do=lambda outcomes: trains_like_unsharded(outcomes, training),
         may_agree=cpu_twins.is_alone,
     )

@@ -27,7 +27,7 @@ deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
     graph_cases.stepped_between_by_a_fused_optimizer,
     graph_cases.evaluated_between,
 )
-def test_a_backward_through_other_weights_is_refused(
+def test_backward_after_weight_change_is_refused(
     twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping
 ) -> None:
     """Every rank raises autograd's error for unsharded parameters. torch fails in more than one way."""
@@ -35,12 +35,12 @@ def test_a_backward_through_other_weights_is_refused(
         written_without_sharding(graph_cases.stepped_between, 1, makes)
     expected = _without_versions_and_types(str(without_sharding.value))
 
-    def is_refused(seen: RankOutcomes) -> bool:
+    def is_refused(outcomes: RankOutcomes) -> bool:
         return all(
             outcome.raised is not None
             and outcome.raised.kind is RuntimeError
             and _without_versions_and_types(outcome.raised.text) == expected
-            for outcome in seen
+            for outcome in outcomes
         )
 
     twins.deviate(written, does=does, makes=makes, **wrapping, we_do=is_refused, may_agree=True)
@@ -61,7 +61,7 @@ def _without_versions_and_types(text: str) -> str:
         # A step of other parameters does no harm.
         (graph_cases.stepped_elsewhere, graph_cases.Parted),
     ],
-    ids=lambda one: one.__name__,
+    ids=lambda function: function.__name__,
 )
 def test_training_goes_on(twins: Twins, does: Does, makes: Any, wrapping: Wrapping) -> None:
     we_do = as_without_sharding(does, twins.world_size, makes)
@@ -70,7 +70,7 @@ def test_training_goes_on(twins: Twins, does: Does, makes: Any, wrapping: Wrappi
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_in_between")
 @each_strategy
-def test_a_step_of_parameters_that_backward_does_not_read_is_no_matter(twins: Twins, strategy: str) -> None:
+def test_step_of_parameters_unread_by_backward_is_harmless(twins: Twins, strategy: str) -> None:
     does, makes = graph_cases.stepped_what_is_not_read, graph_cases.Normed
-    seen = twins.of_subject(written, does=does, strategy=strategy, use_orig_params=True, makes=makes)
-    assert as_without_sharding(does, twins.world_size, makes)(seen), seen
+    outcomes = twins.of_subject(written, does=does, strategy=strategy, use_orig_params=True, makes=makes)
+    assert as_without_sharding(does, twins.world_size, makes)(outcomes), outcomes

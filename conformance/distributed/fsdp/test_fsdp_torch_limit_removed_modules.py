@@ -29,8 +29,8 @@ sharded_or_not = pytest.mark.parametrize(
 
 @sharded_or_not
 def test_parameters_that_are_returned_are_trained(cpu_twins: Twins, strategy: str) -> None:
-    seen = cpu_twins.of_subject(cases.accumulate, module="returned", strategy=strategy)
-    assert averaged("returned")(seen), seen
+    outcomes = cpu_twins.of_subject(cases.accumulate, module="returned", strategy=strategy)
+    assert averaged("returned")(outcomes), outcomes
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -44,7 +44,7 @@ def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: st
 @pytest.mark.deviation("fsdp.objects")
 @pytest.mark.parametrize("module", ["object", "object inside"])
 @each_strategy
-def test_a_unit_may_return_an_object(cpu_twins: Twins, strategy: str, module: str) -> None:
+def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) -> None:
     cpu_twins.deviate(
         cases.accumulate,
         module=module,
@@ -57,13 +57,13 @@ def test_a_unit_may_return_an_object(cpu_twins: Twins, strategy: str, module: st
 @clause("distributed.fsdp.fsdp_torch_limit_removed.objects_with_parameters")
 @pytest.mark.parametrize("module", ["object with a parameter", "object inside with a parameter"])
 @each_strategy
-def test_an_object_may_hold_parameters(cpu_twins: Twins, strategy: str, module: str) -> None:
-    seen = cpu_twins.of_subject(cases.accumulate, module=module, strategy=strategy)
-    assert averaged(module)(seen), seen
+def test_returned_object_may_hold_parameters(cpu_twins: Twins, strategy: str, module: str) -> None:
+    outcomes = cpu_twins.of_subject(cases.accumulate, module=module, strategy=strategy)
+    assert averaged(module)(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.objects")
-def test_an_object_that_goes_from_unit_to_unit_costs_no_gathers(twins: Twins) -> None:
+def test_object_passed_between_units_adds_no_gathers(twins: Twins) -> None:
     def issued(keeps: bool) -> list[Counter[str]]:
         twins.values(cases.one_step_of_many_units, keeps=keeps)
         return [counts(trace) for trace in twins.pool.traces]
@@ -74,7 +74,7 @@ def test_an_object_that_goes_from_unit_to_unit_costs_no_gathers(twins: Twins) ->
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
 @pytest.mark.deviation("fsdp.without_elements")
 @each_strategy
-def test_a_unit_may_have_no_elements(cpu_twins: Twins, strategy: str) -> None:
+def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
     cpu_twins.deviate(
         cases.accumulate,
         module="no elements",
@@ -86,27 +86,27 @@ def test_a_unit_may_have_no_elements(cpu_twins: Twins, strategy: str) -> None:
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
 @pytest.mark.deviation("fsdp.unsharded_without_elements")
-def test_the_last_of_what_is_not_sharded_may_have_no_elements(cpu_twins: Twins) -> None:
+def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None:
     expected = {"gradients": [(4, 3), (4,), (0, 4)], "saved": ["0.bias", "0.weight", "1.weight"]}
     cpu_twins.deviate(
         cases.states_without_elements,
         torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
-        we_do=each(lambda seen: seen == expected),
+        we_do=each(lambda value: value == expected),
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
-def test_a_module_inside_a_unit_may_have_hooks_that_read_parameters(cpu_twins: Twins) -> None:
+def test_hooks_of_inner_module_may_read_parameters(cpu_twins: Twins) -> None:
     with torch.no_grad():
         expected = cases.built("normed")(torch.ones(1, 3))
-    seen = cpu_twins.of_subject(cases.output_of_an_inner_module, module="normed")
-    assert gave(expected)(seen), seen
+    outcomes = cpu_twins.of_subject(cases.output_of_an_inner_module, module="normed")
+    assert gave(expected)(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computed_again_in_low_precision")
 @pytest.mark.deviation("fsdp.computed_again_in_low_precision")
 @pytest.mark.parametrize("around", ["unit", "root"])
-def test_a_unit_casts_its_inputs_when_it_is_computed_again(cpu_twins: Twins, around: str) -> None:
+def test_recomputed_unit_casts_its_inputs(cpu_twins: Twins, around: str) -> None:
     cpu_twins.deviate(
         cases.computed_again_in_low_precision,
         around=around,
@@ -116,13 +116,13 @@ def test_a_unit_casts_its_inputs_when_it_is_computed_again(cpu_twins: Twins, aro
     )
 
 
-def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name].values, other[name].values) for name in one
+def _are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name].values, second[name].values) for name in first
     )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.transforms")
 @both_kinds
-def test_a_model_is_mapped(twins: Twins, use_orig_params: bool) -> None:
+def test_model_works_under_vmap(twins: Twins, use_orig_params: bool) -> None:
     twins.agree(cases.mapped, tolerance=TRAINED, use_orig_params=use_orig_params)

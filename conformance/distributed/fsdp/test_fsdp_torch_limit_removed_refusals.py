@@ -15,15 +15,17 @@ from conformance.judge.clauses import clause
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.change_in_forward")
-def test_a_weight_changed_in_forward_is_not_lost(cpu_twins: Twins) -> None:
-    seen = cpu_twins.of_subject(cases.weight_changed_in_forward)
-    kept = each(lambda weight: (weight.values == 2).all())(seen)
-    assert kept or any(raises(RuntimeError, what)(seen) for what in ("weight", "modified inplace")), seen
+def test_weight_changed_in_forward_is_not_lost(cpu_twins: Twins) -> None:
+    outcomes = cpu_twins.of_subject(cases.weight_changed_in_forward)
+    is_kept = each(lambda weight: (weight.values == 2).all())(outcomes)
+    assert is_kept or any(raises(RuntimeError, text)(outcomes) for text in ("weight", "modified inplace")), (
+        outcomes
+    )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_two_units")
 @pytest.mark.deviation("fsdp.tied_in_two_units")
-def test_a_parameter_has_one_unit(cpu_twins: Twins) -> None:
+def test_parameter_tied_in_two_units_is_refused(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         cases.tied_in_two_units,
         torch_does=each(lambda parameters: parameters == 2),
@@ -34,11 +36,13 @@ def test_a_parameter_has_one_unit(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.copies")
 @pytest.mark.deviation("fsdp.copies")
 @both_kinds
-def test_a_copy_is_refused_with_its_cure(cpu_twins: Twins, use_orig_params: bool) -> None:
+def test_copy_of_wrapped_model_is_refused_with_cure(cpu_twins: Twins, use_orig_params: bool) -> None:
     cpu_twins.deviate(
         cases.copied,
         use_orig_params=use_orig_params,
-        torch_does=lambda seen: all(one.raised and "wrapped" not in one.raised.text for one in seen),
+        torch_does=lambda outcomes: all(
+            outcome.raised and "wrapped" not in outcome.raised.text for outcome in outcomes
+        ),
         we_do=raises(TypeError, "copy it before it is wrapped"),
     )
 
@@ -46,14 +50,14 @@ def test_a_copy_is_refused_with_its_cure(cpu_twins: Twins, use_orig_params: bool
 @clause("distributed.fsdp.fsdp_torch_limit_removed.ignored_modules_used_up")
 @pytest.mark.deviation("fsdp.ignored_modules_used_up")
 @pytest.mark.parametrize("way", list(USED_UP))
-def test_what_can_be_read_once_is_ignored(cpu_twins: Twins, way: str) -> None:
-    def is_ignored(made: Any) -> bool:
-        return any(name.endswith("head.weight") for name in made["parameters"])
+def test_ignored_modules_may_be_iterator(cpu_twins: Twins, way: str) -> None:
+    def is_ignored(report: Any) -> bool:
+        return any(name.endswith("head.weight") for name in report["parameters"])
 
     cpu_twins.deviate(
         construct_cases.construct,
         way=way,
-        torch_does=each(lambda made: not is_ignored(made)),
+        torch_does=each(lambda report: not is_ignored(report)),
         we_do=each(is_ignored),
     )
 
@@ -73,8 +77,8 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(cpu_twins: Twins, ac
         cases.tied_on_meta,
         across=across,
         by=by,
-        torch_does=each(lambda seen: seen[0] == 3),
-        we_do=each(lambda seen: seen[0] == 2 and (by == "reset" or seen[1] == of_ones)),
+        torch_does=each(lambda value: value[0] == 3),
+        we_do=each(lambda value: value[0] == 2 and (by == "reset" or value[1] == of_ones)),
     )
 
 
@@ -91,7 +95,7 @@ def test_clipping_refuses_an_inf_of_another_rank(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 @pytest.mark.deviation("fsdp.moved_to_meta")
 @both_kinds
-def test_a_model_on_the_meta_device_computes_nothing(cpu_twins: Twins, use_orig_params: bool) -> None:
+def test_model_moved_to_meta_device_refuses_to_compute(cpu_twins: Twins, use_orig_params: bool) -> None:
     refusal = (
         (NotImplementedError, "meta device") if use_orig_params else (RuntimeError, "parameters on meta")
     )
@@ -104,5 +108,5 @@ def test_a_model_on_the_meta_device_computes_nothing(cpu_twins: Twins, use_orig_
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
-def test_a_model_comes_back_from_the_meta_device(cpu_twins: Twins) -> None:
+def test_model_returns_from_meta_device(cpu_twins: Twins) -> None:
     cpu_twins.values(construct_cases.moved_away, returns=True)

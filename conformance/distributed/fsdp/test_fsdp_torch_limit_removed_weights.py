@@ -27,7 +27,7 @@ def output_without_sharding(ranks: int, steps: bool = True) -> torch.Tensor:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
 @pytest.mark.deviation("fsdp.step_after_evaluation")
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_after_an_evaluation_is_seen(cpu_twins: Twins, fused: bool) -> None:
+def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> None:
     """torch's fused updates write to parameters without moving their version counters."""
     cpu_twins.deviate(
         cases.output_after_a_step,
@@ -40,14 +40,14 @@ def test_a_step_after_an_evaluation_is_seen(cpu_twins: Twins, fused: bool) -> No
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
-def test_a_step_is_seen(cpu_twins: Twins) -> None:
-    seen = cpu_twins.of_subject(cases.output_after_a_step, evaluates=False, fused=False)
-    assert gave(output_without_sharding(cpu_twins.world_size))(seen), seen
+def test_forward_uses_step(cpu_twins: Twins) -> None:
+    outcomes = cpu_twins.of_subject(cases.output_after_a_step, evaluates=False, fused=False)
+    assert gave(output_without_sharding(cpu_twins.world_size))(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.inner_modules")
 @pytest.mark.deviation("fsdp.forward_of_an_inner_module")
-def test_a_module_inside_a_unit_is_called(cpu_twins: Twins) -> None:
+def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
     with torch.no_grad():
         expected = cases.built("plain")(torch.ones(1, 3))
     cpu_twins.deviate(
@@ -71,14 +71,14 @@ def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
     cpu_twins.judge(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
-        we_do=lambda seen: holds(assert_like_unsharded, seen, training, tolerance_of(policy)),
+        we_do=lambda outcomes: holds(assert_like_unsharded, outcomes, training, tolerance_of(policy)),
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.frozen_without_sharding")
 @pytest.mark.deviation("fsdp.frozen_without_sharding")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_what_is_frozen_stays_a_parameter(cpu_twins: Twins, strategy: str) -> None:
+def test_frozen_parameter_stays_parameter(cpu_twins: Twins, strategy: str) -> None:
     cpu_twins.deviate(
         cases.saved_after_a_backward,
         strategy=strategy,
@@ -97,5 +97,5 @@ def test_gradients_of_what_thawed_add_up(cpu_twins: Twins) -> None:
     training = Training(ModuleTree(ModuleGroup((Leaf("affine", 2, frozen="first"),))), setup, steps)
     cpu_twins.judge(
         lambda library: cpu_twins.trained(library, training),
-        we_do=lambda seen: trains_like_unsharded(seen, training),
+        we_do=lambda outcomes: trains_like_unsharded(outcomes, training),
     )

@@ -35,10 +35,10 @@ def as_without_sharding(
     expected = written_without_sharding(does, ranks, makes)
 
     def assert_same(actual: Any) -> None:
-        for what, value in expected.items():
-            assert_all_close(what, value, actual[what], ONE_STEP)
+        for key, value in expected.items():
+            assert_all_close(key, value, actual[key], ONE_STEP)
 
-    return each(lambda one: holds(assert_same, one))
+    return each(lambda value: holds(assert_same, value))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.writes_are_seen")
@@ -52,7 +52,7 @@ def as_without_sharding(
     written_cases.stepped_and_cleared,
     written_cases.inferred_first,
 )
-def test_what_was_written_is_computed_with(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+def test_written_values_are_used_in_computation(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     we_do = as_without_sharding(does, twins.world_size)
     twins.deviate(written, does=does, **wrapping, we_do=we_do, may_agree=True)
 
@@ -67,7 +67,7 @@ def test_what_was_written_is_computed_with(twins: Twins, does: Does, wrapping: W
     written_cases.changed_between,
     written_cases.memory_between,
 )
-def test_a_backward_of_weights_that_were_kept_and_written_to(
+def test_backward_with_overwritten_weights_is_refused(
     twins: Twins, does: Does, makes: Any, wrapping: Wrapping
 ) -> None:
     """The outermost unit stays unsharded from forward to backward, and so do all units if nothing is resharded."""
@@ -78,7 +78,7 @@ def test_a_backward_of_weights_that_were_kept_and_written_to(
 @clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 @pytest.mark.deviation("fsdp.graphs_of_former_weights")
 @each_wrapping
-def test_a_backward_that_does_not_read_what_was_written(twins: Twins, wrapping: Wrapping) -> None:
+def test_backward_that_does_not_read_written_weights_works(twins: Twins, wrapping: Wrapping) -> None:
     does = written_cases.stepped_beside
     we_do = as_without_sharding(does, twins.world_size, Headed)
     twins.deviate(written, does=does, makes=Headed, **wrapping, we_do=we_do, may_agree=True)
@@ -88,8 +88,8 @@ def test_a_backward_that_does_not_read_what_was_written(twins: Twins, wrapping: 
 @each_strategy
 @any_of(written_cases.given_more_elements, written_cases.given_one_dimension)
 def test_memory_of_another_shape(twins: Twins, does: Does, strategy: str) -> None:
-    asked = {"does": does, "strategy": strategy, "use_orig_params": True}
-    actual = twins.agree(written, tolerance=TRAINED, may_raise=True, **asked)
+    arguments = {"does": does, "strategy": strategy, "use_orig_params": True}
+    actual = twins.agree(written, tolerance=TRAINED, may_raise=True, **arguments)
     is_refused = raises(RuntimeError, "Cannot writeback")(actual)
     assert is_refused is (does is written_cases.given_more_elements)
 
@@ -108,7 +108,7 @@ def test_gradients_that_wait_are_what_is_shown_of_them(twins: Twins, does: Does,
 @clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
 @each_wrapping
-def test_a_call_with_other_parameters_is_refused(twins: Twins, wrapping: Wrapping) -> None:
+def test_call_with_other_parameters_is_refused(twins: Twins, wrapping: Wrapping) -> None:
     is_refused = raises(RuntimeError, "was replaced by another tensor")
     twins.deviate(written, does=written_cases.called_with_others, **wrapping, we_do=is_refused)
 
@@ -116,15 +116,17 @@ def test_a_call_with_other_parameters_is_refused(twins: Twins, wrapping: Wrappin
 @clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
 @pytest.mark.deviation("fsdp.others_in_their_places")
 @each_strategy
-def test_a_parameter_that_a_unit_would_not_see_is_refused(twins: Twins, strategy: str) -> None:
-    asked = {"does": written_cases.given_a_parameter, "strategy": strategy, "use_orig_params": False}
-    twins.deviate(written, **asked, we_do=raises(RuntimeError, "body.bias was replaced by another tensor"))
+def test_replaced_parameter_is_refused(twins: Twins, strategy: str) -> None:
+    arguments = {"does": written_cases.given_a_parameter, "strategy": strategy, "use_orig_params": False}
+    twins.deviate(
+        written, **arguments, we_do=raises(RuntimeError, "body.bias was replaced by another tensor")
+    )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.cast_between")
 @pytest.mark.deviation("fsdp.cast_between")
 @each_wrapping
 @any_of(written_cases.cast_between, written_cases.flat_cast_between)
-def test_a_cast_between_forward_and_backward_is_refused(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+def test_cast_between_forward_and_backward_is_refused(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     is_refused = raises(RuntimeError, "was moved or cast between its forward and its backward")
     twins.deviate(written, does=does, **wrapping, we_do=is_refused)

@@ -31,7 +31,7 @@ LARGE = ModuleTree(ModuleGroup((Leaf("affine", 20_001), Leaf("affine", 2), Leaf(
 @each_strategy
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_trains(twins: Twins, strategy: str, data: st.DataObject) -> None:
+def test_training_matches_torch_and_unsharded(twins: Twins, strategy: str, data: st.DataObject) -> None:
     twins.train(data.draw(trainings(strategy=strategy)))
 
 
@@ -82,14 +82,16 @@ def test_trains_one_replica(cpu_twins: Twins, strategy: str) -> None:
 @pytest.mark.parametrize("ignored", ["ignored_modules", "ignored_states", "parameters"])
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_what_is_ignored_stays_each_ranks_own(twins: Twins, ignored: str, data: st.DataObject) -> None:
+def test_ignored_parameters_stay_local(twins: Twins, ignored: str, data: st.DataObject) -> None:
     trained = trainings(strategy="FULL_SHARD", ignored=ignored, wraps=("root", "leaves", "size"))
     # In a world of one, torch leaves a frozen unit without its registered parameters.
-    twins.train(data.draw(trained.filter(lambda one: not one.mixes_frozen_with_trained)))
+    twins.train(data.draw(trained.filter(lambda training: not training.mixes_frozen_with_trained)))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.ignored")
 @pytest.mark.parametrize("by", ["ignored_modules", "ignored_states"])
 @flat_or_originals
-def test_what_a_unit_ignores_the_unit_around_it_ignores(cpu_twins: Twins, setup: Setup, by: str) -> None:
+def test_parameters_ignored_by_inner_unit_are_ignored_by_outer(
+    cpu_twins: Twins, setup: Setup, by: str
+) -> None:
     cpu_twins.agree(construct_cases.ignored_inside, setup, by=by)

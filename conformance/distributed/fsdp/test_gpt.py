@@ -31,8 +31,8 @@ SAME_CURVE = 1e-5
 def test_gpt_learns_as_in_one_process(twins_of: TwinsOf, strategy: str, use_orig_params: bool) -> None:
     expected = train_unsharded(STEPS)
     assert expected[-1] < expected[0] - 1, "the model learns, or its curve would tell nothing"
-    asked = {"strategy": strategy, "use_orig_params": use_orig_params, "deadline_s": DEADLINE_S}
-    for curve in twins_of(PARTS).values(gpt_cases.train_sharded, steps=STEPS, **asked):
+    arguments = {"strategy": strategy, "use_orig_params": use_orig_params, "deadline_s": DEADLINE_S}
+    for curve in twins_of(PARTS).values(gpt_cases.train_sharded, steps=STEPS, **arguments):
         assert_same_curve(expected, curve)
 
 
@@ -45,11 +45,11 @@ def test_gpt_goes_on_with_another_number_of_ranks(
     twins_of: TwinsOf, tmp_path: Path, worlds: tuple[int, int], use_orig_params: bool
 ) -> None:
     before, after = map(twins_of, worlds)
-    asked: dict[str, Any] = {"folder": str(tmp_path), "use_orig_params": use_orig_params}
-    asked["deadline_s"] = DEADLINE_S
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "use_orig_params": use_orig_params}
+    arguments["deadline_s"] = DEADLINE_S
     expected = train_unsharded(STEPS)
-    first, *_ = before.values(gpt_cases.begin, steps=STEPS // 2, **asked)
-    for then in after.values(gpt_cases.go_on, steps=(STEPS // 2, STEPS), **asked):
+    first, *_ = before.values(gpt_cases.begin, steps=STEPS // 2, **arguments)
+    for then in after.values(gpt_cases.go_on, steps=(STEPS // 2, STEPS), **arguments):
         assert_same_curve(expected, [*first, *then])
 
 

@@ -13,11 +13,11 @@ from conformance.judge.clauses import clause
 @clause("distributed.fsdp.fully_shard.kept_storage")
 @pytest.mark.parametrize("recurse", [False, True], ids=["one unit", "all units"])
 def test_unsharded_storage_is_kept(sites: Sites, recurse: bool) -> None:
-    kept = values_of(sites.of_subject(kept_storage, keep=True, recurse=recurse))
+    kept_values = values_of(sites.of_subject(kept_storage, keep=True, recurse=recurse))
     freed = values_of(sites.of_subject(kept_storage, keep=False, recurse=recurse))
-    for one, other in zip(kept, freed, strict=True):
-        assert one["allocated"] == [[recurse, True]] * 2
-        assert other["allocated"] == [[False, False]] * 2
-        assert one["same addresses"] == ([True, True] if recurse else None)
-        assert one["taken back"] == [False, False]
-        assert one["after"] == other["after"]
+    for kept_value, freed_value in zip(kept_values, freed, strict=True):
+        assert kept_value["allocated"] == [[recurse, True]] * 2
+        assert freed_value["allocated"] == [[False, False]] * 2
+        assert kept_value["same addresses"] == ([True, True] if recurse else None)
+        assert kept_value["taken back"] == [False, False]
+        assert kept_value["after"] == freed_value["after"]

@@ -31,11 +31,11 @@ def _of_fsdp(policy: Policy) -> Dtypes:
     return Dtypes(computed, computed, policy[1] or computed)
 
 
-def _assert_rounded(seen: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
+def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
     for name, policy in POLICIES.items():
         dtypes = dtypes_of(policy)
-        expected = cases.expected(dtypes, len(seen), schedule)
-        for gradients in values_of(seen):
+        expected = cases.expected(dtypes, len(outcomes), schedule)
+        for gradients in values_of(outcomes):
             gradient = gradients[name].values
             assert gradient.dtype is dtypes.shown
             assert torch.equal(gradient.double(), expected), f"{name}: not rounded by {dtypes}"
@@ -48,8 +48,8 @@ def _assert_rounded(seen: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], s
     ids=["sharded", "accumulated", "replicated"],
 )
 def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicates: bool) -> None:
-    seen = sites.agree(cases.of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
-    _assert_rounded(seen, _of_fully_shard, schedule)
+    outcomes = sites.agree(cases.of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
+    _assert_rounded(outcomes, _of_fully_shard, schedule)
 
 
 @clause("distributed.fsdp.fully_shard.finalization_dtype")
@@ -89,13 +89,13 @@ def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
 @pytest.mark.parametrize("schedule", ["one", "accumulated"])
 def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: str) -> None:
     if _FOLLOWS_PARAM:
-        seen = sites.agree(cases.of_grad_dtype, tolerance=EXACT, schedule=schedule)
+        outcomes = sites.agree(cases.of_grad_dtype, tolerance=EXACT, schedule=schedule)
     else:  # torch ignores `grad_dtype`
-        seen = sites.of_subject(cases.of_grad_dtype, schedule=schedule)
+        outcomes = sites.of_subject(cases.of_grad_dtype, schedule=schedule)
     dtypes = (Dtypes(LOW, FULL, FULL, FULL), Dtypes(LOW, LOW, FULL, LOW))
-    for gradients in values_of(seen):
+    for gradients in values_of(outcomes):
         for gradient, expected_by in zip(gradients, dtypes, strict=True):
-            expected = cases.expected(expected_by, len(seen), schedule)
+            expected = cases.expected(expected_by, len(outcomes), schedule)
             assert gradient.values.dtype is expected_by.shown
             assert torch.equal(gradient.values.double(), expected), expected_by
 
@@ -123,8 +123,8 @@ def test_zeros_for_unused_parameters_need_one_dtype(sites: Sites, reduce_dtype: 
     ],
 )
 def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
-    seen = twins.agree(cases.of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
-    _assert_rounded(seen, _of_fsdp, schedule)
+    outcomes = twins.agree(cases.of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
+    _assert_rounded(outcomes, _of_fsdp, schedule)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.existing_gradients")

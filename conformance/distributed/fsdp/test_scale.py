@@ -55,13 +55,13 @@ def wrapped(library: Library, strategy: str, use_orig_params: bool = False) -> n
 
 def trained(model: nn.Module) -> list[Collective]:
     """Return the collectives of the second of two steps."""
-    seen: list[Collective] = []
+    collectives: list[Collective] = []
     for _ in range(2):
-        seen.clear()
-        reporting = report_collectives(seen.append)
+        collectives.clear()
+        reporting = report_collectives(collectives.append)
         model(torch.ones(2, WIDTH)).sum().backward()
         del reporting
-    return seen
+    return collectives
 
 
 class Counting(TorchDispatchMode):
@@ -78,11 +78,13 @@ class Counting(TorchDispatchMode):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_a_rank_keeps_its_part(subject: Library, size: int, strategy: str, use_orig_params: bool) -> None:
+def test_rank_stores_only_its_share(
+    subject: Library, size: int, strategy: str, use_orig_params: bool
+) -> None:
     with world_of(size):
         model = wrapped(subject, strategy, use_orig_params)
         trained(model)
-        kept = {
+        storage_bytes = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for parameter in model.parameters()
             for tensor in (parameter, parameter.grad)
@@ -90,14 +92,16 @@ def test_a_rank_keeps_its_part(subject: Library, size: int, strategy: str, use_o
         }
     elements = UNITS * (WIDTH * WIDTH + WIDTH)
     fair = 2 * elements // size
-    assert sum(kept.values()) // 4 <= fair + 2 * UNITS, f"{sum(kept.values()) // 4} elements, fair are {fair}"
+    assert sum(storage_bytes.values()) // 4 <= fair + 2 * UNITS, (
+        f"{sum(storage_bytes.values()) // 4} elements, fair are {fair}"
+    )
 
 
 @clause("distributed.fsdp.scale.memory")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_was_sharded_is_let_go(subject: Library, strategy: str) -> None:
+def test_unsharded_parameters_are_freed_after_wrapping(subject: Library, strategy: str) -> None:
     linear = nn.Linear(WIDTH, WIDTH)
-    given = [weakref.ref(parameter) for parameter in linear.parameters()]
+    refs = [weakref.ref(parameter) for parameter in linear.parameters()]
     with world_of(SMALL):
         model = subject.distributed.fsdp.FullyShardedDataParallel(
             linear,
@@ -106,17 +110,19 @@ def test_what_was_sharded_is_let_go(subject: Library, strategy: str) -> None:
             use_orig_params=False,
         )
         gc.collect()
-        assert [one() for one in given] == [None, None]
+        assert [ref() for ref in refs] == [None, None]
         del model
 
 
 @clause("distributed.fsdp.scale.collectives")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_a_step_has_as_many_collectives(subject: Library, size: int, strategy: str) -> None:
+def test_collectives_per_step_are_independent_of_world_size(
+    subject: Library, size: int, strategy: str
+) -> None:
     counts: list[Counter[str]] = []
-    for one in (SMALL, size):
-        with world_of(one):
+    for world_size in (SMALL, size):
+        with world_of(world_size):
             counts.append(Counter(call.name for call in trained(wrapped(subject, strategy))))
     assert counts[0] == counts[1]
     assert counts[0].total() > 0
@@ -124,10 +130,10 @@ def test_a_step_has_as_many_collectives(subject: Library, size: int, strategy: s
 
 @clause("distributed.fsdp.scale.construction")
 @pytest.mark.parametrize("size", WORLD_SIZES)
-def test_wrapping_takes_as_many_operators(subject: Library, size: int) -> None:
+def test_operators_of_wrapping_are_independent_of_world_size(subject: Library, size: int) -> None:
     counts: list[int] = []
-    for one in (SMALL, size):
-        with world_of(one), Counting() as counting:
+    for world_size in (SMALL, size):
+        with world_of(world_size), Counting() as counting:
             wrapped(subject, "FULL_SHARD")
         counts.append(counting.calls.total())
     assert counts[0] == counts[1]

@@ -29,8 +29,10 @@ def _is_like_unsharded(pair: list[dict[str, Any]]) -> bool:
 def test_backward_after_forward_transform_reaches_parameters(
     sites: Sites, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    seen = sites.agree(cases.through_fully_shard, name=name, differentiable=differentiable, reshards=reshards)
-    assert each(_is_like_unsharded)(seen), seen
+    outcomes = sites.agree(
+        cases.through_fully_shard, name=name, differentiable=differentiable, reshards=reshards
+    )
+    assert each(_is_like_unsharded)(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")

@@ -128,12 +128,12 @@ class Keeping(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
 
-    def forward(self, given: tuple[torch.Tensor, Kept | None]) -> tuple[torch.Tensor, Kept | None]:
-        x, kept = given
+    def forward(self, inputs: tuple[torch.Tensor, Kept | None]) -> tuple[torch.Tensor, Kept | None]:
+        x, record = inputs
         x = self.layer(x).tanh()
-        if kept is not None:
-            kept.outputs.append(x)
-        return x, kept
+        if record is not None:
+            record.outputs.append(x)
+        return x, record
 
 
 class Nothing(nn.Module):

@@ -84,9 +84,9 @@ def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
 
 def without_sharding(device: torch.device, name: str, differentiable: bool) -> dict[str, Any]:
     model = blocks(2).to(device)
-    seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
-    seen["gradients"] = {key: _gradient(param) for key, param in model.named_parameters()}
-    return seen
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    results["gradients"] = {key: _gradient(param) for key, param in model.named_parameters()}
+    return results
 
 
 def _gradient(param: Tensor) -> Tensor:
@@ -99,11 +99,11 @@ def through_fully_shard(site: Site, name: str, differentiable: bool, reshards: b
     model = blocks(2).to(site.rank.device)
     site.shard_children(model, reshard_after_forward=reshards)
     device = site.rank.device
-    seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
     for block in (*model, model):
         block.reshard()
-    seen["gradients"] = {key: full_value(_gradient(param)) for key, param in model.named_parameters()}
-    return [seen, without_sharding(device, name, differentiable)]
+    results["gradients"] = {key: full_value(_gradient(param)) for key, param in model.named_parameters()}
+    return [results, without_sharding(device, name, differentiable)]
 
 
 def through_flat(
@@ -112,9 +112,9 @@ def through_flat(
     """Return the results of a wrapped model, and of the same model without sharding."""
     device = lab.rank.device
     model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[Block], use_orig_params=use_orig_params)
-    seen = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
-    seen["gradients"] = gathered_gradients(lab.library, model)
-    return [seen, without_sharding(device, name, differentiable)]
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    results["gradients"] = gathered_gradients(lab.library, model)
+    return [results, without_sharding(device, name, differentiable)]
 
 
 def _linearized_twice(model: Any, device: torch.device) -> list[Tensor]:

@@ -295,4 +295,7 @@ def written(
 def written_without_sharding(does: Does, ranks: int, makes: Makes = Forked) -> dict[str, Any]:
     model = makes()
     outputs = does(WritingTrainer(model, range(ranks), contextlib.nullcontext))
-    return {"outputs": outputs, "whole": {name: each.detach() for name, each in model.named_parameters()}}
+    return {
+        "outputs": outputs,
+        "whole": {name: parameter.detach() for name, parameter in model.named_parameters()},
+    }
