@@ -11,8 +11,16 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
-_hooks: dict[Callable[[Optimizer], None], Callable[..., None]] = {}  # keyed by check
+_checks: set[Callable[[Optimizer], None]] = set()
+_hooks: set[Callable[..., Any]] = set()  # global pre-hooks that leave fused updates possible
+
+
+def register_checking_hook(hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a pre-hook of every optimizer's step that neither reads nor changes gradients."""
+    _hooks.add(hook)
+    return register_optimizer_step_pre_hook(hook)
 
 
 def register_step_check(check: Callable[[Optimizer], None]) -> None:
@@ -21,7 +29,7 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
     Args:
         check: may raise. It must not read or change gradients.
     """
-    if check in _hooks:
+    if check in _checks:
         return
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -30,11 +38,11 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
         if not torch.compiler.is_compiling():
             check(optimizer)
 
-    _hooks[check] = hook
-    register_optimizer_step_pre_hook(hook)
+    _checks.add(check)
+    register_checking_hook(hook)
 
 
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks other than checks run before the optimizer's step."""
     hooks = {*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()}
-    return not hooks.issubset(_hooks.values())
+    return not hooks.issubset(_hooks)

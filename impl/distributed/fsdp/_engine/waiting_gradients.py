@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from impl.distributed.fsdp._params.param_group import ParamGroup, describe_names
 from impl.kernels import dynamo_disable
+from impl.optim._step_checks import register_checking_hook
 
 
 class _Detection:
@@ -36,7 +37,7 @@ class _Detection:
                     units.pop(group, None)
         has_any = bool(self._waiting or self._open)
         if has_any and self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            self._hook = register_checking_hook(self._before_step)
         elif not has_any and self._hook is not None:
             self._hook.remove()
             self._hook = None

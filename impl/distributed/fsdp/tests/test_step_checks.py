@@ -27,6 +27,20 @@ def test_checks_of_sharding_leave_fused_updates_possible() -> None:
     assert has_fused_update(plain)
 
 
+def test_unsynchronised_gradients_leave_fused_updates_possible() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    plain = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    assert has_fused_update(plain)
+    with pytest.raises(RuntimeError, match="wait to be synchronised"):
+        torch.optim.SGD(model.parameters()).step()
+    model.set_requires_gradient_sync(True)
+    model(
+        torch.ones(1, 2)
+    ).sum().backward()  # the check of this model ends, which breaks the graphs of compiled steps
+
+
 def test_checks_of_sharding_leave_compiled_steps_recognised() -> None:
     fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
     torch._dynamo.reset()
