@@ -244,6 +244,13 @@ def receive_against_all_reduce(rank: int, x: torch.Tensor, received: torch.Tenso
 
 
 @program
+def broadcasts_from_different_ranks(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    dist.broadcast(x, src=rank)
+    x.sum().item()
+    return [x]
+
+
+@program
 def batch_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 1 - rank)])[0].wait()
     received.sum().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,13 +22,18 @@ def simulate(*words: object, cwd: Path) -> tuple[int, str]:
         arguments = [str(word) for word in words]
         process = fork_server().Process(target=_run_main, args=(arguments, cwd, files))
         process.start()
-        process.join(_LIMIT_S)
-        if process.exitcode is None:
-            assert process.pid is not None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-            raise TimeoutError(f"{arguments} did not end in {_LIMIT_S:g} s: {_text_of(files)}")
-        return process.exitcode, _text_of(files)
+        try:
+            process.join(_LIMIT_S)
+            if process.exitcode is None:
+                raise TimeoutError(f"{arguments} did not end in {_LIMIT_S:g} s: {_text_of(files)}")
+            return process.exitcode, _text_of(files)
+        finally:
+            if process.is_alive():  # also if the test's deadline ends the wait
+                assert process.pid is not None
+                with contextlib.suppress(ProcessLookupError):  # it has no group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
 
 
 def _text_of(files: list[Path]) -> str:

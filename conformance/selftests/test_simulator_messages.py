@@ -116,6 +116,10 @@ DEADLOCKS = {
         ("waits in recv from rank 1", "dist.recv"),
         ("waits in all_reduce", "dist.all_reduce"),
     ],
+    "broadcasts_from_different_ranks": [
+        ("waits in broadcast", "dist.broadcast"),
+        ("waits in broadcast", "dist.broadcast"),
+    ],
 }
 
 
@@ -174,7 +178,7 @@ def reduce():
     x.sum().item()
 
 if dist.get_rank() == 0:
-    threading.Thread(target=reduce).start()
+    threading.Thread(target=reduce, daemon=True).start()
     dist.send(torch.ones(4, device="sim"), 1)
 else:
     reduce()
@@ -186,6 +190,24 @@ def test_thread_goes_on_while_its_rank_waits_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "thread.py").write_text(_THREAD)
     status, report = simulate("thread.py", "--ranks", 2, "--seed", 1, "--timeout", LIMIT_S, cwd=tmp_path)
     assert status == 0, report
+
+
+_EXIT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("simccl")
+if dist.get_rank() == 0:
+    dist.isend(torch.ones(4, device="sim"), 1)
+raise SystemExit(0)
+"""
+
+
+def test_script_that_exits_with_0_is_checked_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "exit.py").write_text(_EXIT)
+    status, report = simulate("exit.py", "--ranks", 2, "--seed", 1, "--timeout", LIMIT_S, cwd=tmp_path)
+    assert status == 1
+    assert "waits in send to rank 1, which is not received" in report, report
 
 
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS")

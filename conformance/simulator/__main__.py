@@ -29,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     import_shared(script)  # for a replay too, so that garbage is collected at the same points
     if asked.seed is not None:
         return _replay(script, asked.seed)
-    jobs = asked.jobs or max(2, len(os.sched_getaffinity(0)) // asked.ranks)
+    # Each schedule needs memory for its ranks, and containers may have less time than cores.
+    jobs = asked.jobs or min(8, max(2, len(os.sched_getaffinity(0)) // asked.ranks))
     return _compare(script, range(1, asked.seeds), jobs)
 
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=_positive,
         default=1,
         help="processes that run it, with the variables that torchrun sets (1)",
     )
@@ -62,11 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--jobs",
-        type=int,
-        help="schedules that run at a time (2, or as many as there are cores for their ranks)",
+        type=_positive,
+        help="schedules to run at the same time (default: cores divided by ranks, from 2 to 8)",
     )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one schedule (300)")
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return number
 
 
 def _refuse(sentence: str) -> int:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import re
+import site
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from conformance.simulator import _build, device
 _extension: ModuleType | None = None
 _FOLDERS = (
     *(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    Path(torch.__file__).parents[1],
     Path(__file__).parent,
 )
 # Folders of Python, installed packages and the simulator. Their frames are not of the program.

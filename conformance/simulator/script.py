@@ -10,11 +10,11 @@ import importlib
 import io
 import json
 import os
-import re
 import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -102,7 +102,7 @@ def import_shared(script: Script) -> None:
 
     Dynamo reads its environment variables when it is imported, so a script that names one imports Dynamo itself.
     """
-    if not re.search(r"[\"']TORCH", Path(script.path).read_text(errors="replace")):
+    if "TORCH" not in Path(script.path).read_text(errors="replace"):
         importlib.import_module("torch._dynamo")
 
 
@@ -193,13 +193,14 @@ def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
     set_schedule(seed, rank)
     sys.argv = [script.path, *script.arguments]
     sys.path[0] = str(Path(script.path).resolve().parent)
-    status = 0
     try:
-        runpy.run_path(script.path, run_name="__main__")
-        synchronize()
-        leave_peers(checks_sends=True)
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = _run_as_main(script.path)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        if not status:
+            synchronize()
+            leave_peers(checks_sends=True)
     except BaseException:  # whatever it is, it is how the script ends
         traceback.print_exc()
         status = 1
@@ -215,6 +216,18 @@ def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
     }
     (folder / f"seen{rank}.json").write_text(json.dumps(told, default=str))
     return status
+
+
+def _run_as_main(path: str) -> int:
+    """Run a script, and return the exit status that it asks for."""
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    return 0
 
 
 def _watch_saving(saved: dict[str, str], folder: Path) -> None:

@@ -54,6 +54,7 @@ struct Collective {  // how a collective begins on memory of its own, and what i
   int64_t divide_by = 1;
   std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // write the result, if `start` leaves it in the inputs
   bool is_message = false;  // a message, or a batch of messages
+  int root = -1;  // if the collective has one
 };
 
 constexpr int kAll = -1;  // no single peer
@@ -154,6 +155,7 @@ class SimBackend final : public c10d::Backend {
 
   WorkP broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     Collective collective{{}, {}, [=](auto& gloo, auto& in, auto& out) { return gloo.broadcast(out.empty() ? in : out, options); }};
+    collective.root = options.rootRank;
     (options.rootRank == rank_ ? collective.inputs : collective.outputs) = tensors;
     return issue("broadcast", OpType::BROADCAST, std::move(collective));
   }
@@ -179,7 +181,8 @@ class SimBackend final : public c10d::Backend {
     auto count = divisor(options.reduceOp);
     bool root = options.rootRank == rank_;
     return issue("reduce", OpType::REDUCE, {tensors, root ? tensors : Tensors{},
-        [options](auto& gloo, auto& in, auto& out) { return gloo.reduce(out.empty() ? in : out, options); }, root, count});
+        [options](auto& gloo, auto& in, auto& out) { return gloo.reduce(out.empty() ? in : out, options); }, root, count,
+        nullptr, false, static_cast<int>(options.rootRank)});
   }
   WorkP _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
     return issue("all_gather", OpType::_ALLGATHER_BASE, {{in}, {out},
@@ -218,14 +221,16 @@ class SimBackend final : public c10d::Backend {
       std::vector<Tensors> lists(out.empty() ? 0 : 1, out);
       return gloo.gather(lists, in, options);
     };
-    return issue("gather", OpType::GATHER, {in, outs.empty() ? Tensors{} : outs[0], start});
+    return issue("gather", OpType::GATHER, {in, outs.empty() ? Tensors{} : outs[0], start, false, 1, nullptr, false,
+        static_cast<int>(options.rootRank)});
   }
   WorkP scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
     auto start = [options](auto& gloo, auto& in, auto& out) {
       std::vector<Tensors> lists(in.empty() ? 0 : 1, in);
       return gloo.scatter(out, lists, options);
     };
-    return issue("scatter", OpType::SCATTER, {ins.empty() ? Tensors{} : ins[0], outs, start});
+    return issue("scatter", OpType::SCATTER, {ins.empty() ? Tensors{} : ins[0], outs, start, false, 1, nullptr, false,
+        static_cast<int>(options.rootRank)});
   }
   WorkP alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
       const c10d::AllToAllOptions& options) override {
@@ -403,7 +408,8 @@ class SimBackend final : public c10d::Backend {
     auto running = std::make_shared<Running>();
     auto in = aliases(collective.inputs), out = aliases(collective.outputs);
     auto begun = collective.is_message ? nullptr : begun_;
-    auto start = [running, in, out, name, begun, gloo = gloo_, begin = collective.start, in_place = collective.in_place] {
+    auto begun_name = collective.root < 0 ? name : name + " with root " + std::to_string(collective.root);
+    auto start = [running, in, out, begun_name, begun, gloo = gloo_, begin = collective.start, in_place = collective.in_place] {
       Below below;
       for (auto& tensor : in) running->in.push_back(tensor.clone(at::MemoryFormat::Contiguous));
       for (size_t i = 0; i < out.size(); i++) {
@@ -412,7 +418,7 @@ class SimBackend final : public c10d::Backend {
         poison(range.begin, range.end - range.begin);
       }
       running->work = begin(*gloo, running->in, running->out);
-      if (begun) running->is_in_flight = begun->begin(name);
+      if (begun) running->is_in_flight = begun->begin(begun_name);
     };
     auto finish = [running, out, store = collective.store, divide_by = collective.divide_by] {
       Below below;

@@ -1,7 +1,7 @@
 // Reports of ranks to each other while they wait.
 //
-// A rank that can only wait for its peers reports this in the store of the default group, once a second. With its wait it
-// reports in which waits it sees all ranks. No rank can ever go on if all ranks have reported the same waits several times:
+// A rank that can only wait for its peers reports this in the store of the default group, once a second. Each report
+// contains the number of every rank's current wait, as this rank sees them. No rank can ever go on if all ranks have reported the same waits several times:
 // then each rank has looked again for what it waits for, after all ranks had begun to wait. No message is on its way then,
 // because a message is in a store when its send ends. A rank with a collective in flight does not report a wait.
 #include "device.h"

@@ -389,7 +389,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
     if (!moved) moved = towards_end(queue_of(recording->stream), End::Surely);
     run_early_streams();
     if (moved) continue;
-    // Another thread is waiting for a collective at the head of the queue. The clock decides how often this one looks.
+    // Another thread is waiting for a collective at the head of the queue. The clock decides how often this thread looks.
     r.draws = draws;
     TORCH_CHECK(Time::now() - since < kHang, "sim: the device does not get to what the host waits for");
     nap(std::chrono::microseconds(50));
