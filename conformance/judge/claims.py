@@ -56,9 +56,12 @@ def _extensions(package: str) -> frozenset[str]:
 
 
 def _all_extensions() -> list[str]:
+    """Return all clauses that may be claimed, also extensions that the installed torch can do itself."""
     limited = limited_clauses()
     return [
-        clause.id for clause in all_clauses().values() if clause.level == "extension" or clause.id in limited
+        clause.id
+        for clause in all_clauses().values()
+        if clause.level == "extension" or clause.until or clause.id in limited
     ]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from conformance.judge import claims_file, trial
+from conformance.judge import claims, claims_file, trial
 from conformance.judge.claims import wrong_in_claims
+from conformance.judge.clauses import all_clauses
 from conformance.judge.library import Library, NotProvided
 from conformance.judge.results import BAD_INPUT
 from conformance.selftests.misbehaving import written
@@ -33,6 +35,15 @@ def subject_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Genera
 
     yield make
     claims_file.claims_file.cache_clear()
+
+
+def test_extension_that_torch_has_meanwhile_may_stay_claimed(
+    subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extension = replace(all_clauses()["distributed.fsdp.fully_shard.kept_storage"], level="core")
+    monkeypatch.setattr(claims, "all_clauses", lambda: {extension.id: extension})
+    library = subject_that_says(f'extensions = ["{extension.id}"]')
+    assert list(wrong_in_claims(library)) == []
 
 
 def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
