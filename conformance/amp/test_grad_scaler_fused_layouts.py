@@ -232,7 +232,7 @@ def test_state_with_changed_layout_matches_torch(fused: FusedStep, device: str, 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @ROW
-def test_parameter_swapped_for_sparse_one_is_skipped(fused: FusedStep, device: str) -> None:
+def test_swap_for_sparse_parameter_keeps_others_updated(fused: FusedStep, device: str) -> None:
     """Swap a parameter in the fourth step. The new parameter is sparse, without an address, and has no gradient."""
 
     def reported(library: Library, take: Take) -> list[Any]:

@@ -97,8 +97,8 @@ def test_momentum_product_moves_to_device(deviation: DeviationJudge) -> None:
 
     deviation.judge(
         probe,
-        torch_does=lambda outcome: outcome == "TorchRuntimeError",
-        we_do=lambda outcome: outcome == (["cpu"] * 4, ["meta"] * 4),
+        torch_does=lambda result: result == "TorchRuntimeError",
+        we_do=lambda result: result == (["cpu"] * 4, ["meta"] * 4),
     )
 
 
@@ -189,7 +189,7 @@ def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make
         del harness
         gc.collect()
         assert graphs.inputs, "nothing was compiled"
-        assert [reference().shape for reference in alive if reference() is not None] == []
+        assert [ref().shape for ref in alive if ref() is not None] == []
 
 
 def left_in_what_a_backend_keeps(
@@ -212,7 +212,7 @@ def left_in_what_a_backend_keeps(
         gc.collect()
         assert len(compiled_graphs) == graphs, "another number of graphs than of kinds of steps"
         complaints = [repr(call.args[0].exc_value) for call in complain.call_args_list]
-        return sum(reference() is not None for reference in alive), complaints
+        return sum(ref() is not None for ref in alive), complaints
 
 
 @clause("dynamo.optimizer.lifetime.freed")
@@ -221,8 +221,8 @@ def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, de
     """The tensors also leave the backend's compiled versions of the graphs."""
     deviation.judge(
         lambda library: left_in_what_a_backend_keeps(library, SGD, device, graphs=2),
-        torch_does=lambda outcome: outcome == (1, []),
-        we_do=lambda outcome: outcome == (0, []),
+        torch_does=lambda result: result == (1, []),
+        we_do=lambda result: result == (0, []),
     )
 
 

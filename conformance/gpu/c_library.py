@@ -60,9 +60,8 @@ def _is_fresh(library: Path, folder: Path) -> bool:
 
 
 def _put(source: Path, target: Path) -> None:
-    part = target.with_name(
-        f"part-{os.getpid()}.so"
-    )  # temporary name, because a process may load the library now
+    # A temporary name, because another process may load the library now.
+    part = target.with_name(f"part-{os.getpid()}.so")
     shutil.copy2(source, part)
     os.replace(part, target)
 

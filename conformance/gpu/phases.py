@@ -134,10 +134,8 @@ def _run(command: list[str], environ: Mapping[str, str], log: Path, most_s: floa
 
 def _pass_on(source: Any, log: Any) -> None:
     shown = 0
-    with (
-        source,
-        contextlib.suppress(ValueError, OSError),
-    ):  # closed log, because _run stops waiting for this thread
+    # The log may be closed, because _run stops waiting for this thread.
+    with source, contextlib.suppress(ValueError, OSError):
         for line in source:
             log.write(line)
             log.flush()

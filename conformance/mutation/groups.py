@@ -190,8 +190,10 @@ def diff(package: str, mutant: Mutant) -> list[str]:
     tree, nodes = _mutants_in(package, mutant.module)
     node, other = nodes[mutant.site]
     replace_node(tree, node, other)
-    after = ast.unparse(tree).splitlines()
-    replace_node(tree, other, node)
+    try:
+        after = ast.unparse(tree).splitlines()
+    finally:
+        replace_node(tree, other, node)
     lines = difflib.unified_diff(_unparsed(package, mutant.module), after, lineterm="", n=3)
     return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
 

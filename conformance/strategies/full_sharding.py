@@ -38,7 +38,7 @@ def shardings(
     reshards: tuple[bool | int | None, ...] = (None, True, False),
     **fixed: Any,
 ) -> Sharding:
-    """Draw a sharding. `given` are fields that are not drawn."""
+    """Draw a sharding. `fixed` are fields that are not drawn."""
     drawn = {"units": units, "ranks": ranks, "reshard_after_forward": reshards}
     return Sharding(**{name: draw(st.sampled_from(values)) for name, values in drawn.items()}, **fixed)
 

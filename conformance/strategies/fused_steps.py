@@ -54,7 +54,7 @@ Iterations = list[tuple[Outcome, Any]]  # the norm and the lasting state of each
 def by_four(
     harness: Harness, max_norm: float, norm_type: float = 2.0, total_norm: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Step with torch's four calls. Clip by `given`, or else by torch's norm. Return the norm."""
+    """Step with torch's four calls. Clip by `total_norm`, or else by torch's norm. Return the norm."""
     harness.scaler.unscale_(harness.optimizer)
     norm = clipped([p for p in harness.parameters if p.numel()], max_norm, norm_type, total_norm)
     harness.scaler.step(harness.optimizer)

@@ -26,7 +26,7 @@ def setups(
     wraps: tuple[str, ...] = WRAPS,
     **fixed: Any,
 ) -> Setup:
-    """Draw a setup. `given` are fields that are not drawn."""
+    """Draw a setup. `fixed` are fields that are not drawn."""
     drawn_ranks = draw(st.sampled_from(ranks))
     arguments = {
         "use_orig_params": draw(st.booleans()),

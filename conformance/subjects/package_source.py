@@ -39,10 +39,8 @@ def definitions(distribution: str, file: str, names: Sequence[str], instead: Ins
     path = Path(str(importlib.metadata.distribution(distribution).locate_file(file)))
     tree = ast.parse(path.read_text())
     statements = [statement for statement in tree.body if _is_kept(statement, names)]
-    tree.body = [
-        *ast.parse("from __future__ import annotations").body,
-        *statements,
-    ]  # hints may name missing objects
+    # Annotations stay text, because hints may name missing objects.
+    tree.body = [*ast.parse("from __future__ import annotations").body, *statements]
     tree = ast.fix_missing_locations(_Replaced(instead).visit(tree))
     # pickle finds the definitions again in this module.
     module = types.ModuleType(f"{__name__}_{re.sub(r'[^0-9A-Za-z]', '_', f'{distribution}_{file}')}")

@@ -34,16 +34,16 @@ class Proofs:
         """Print both sides of each proof. Return the number of proofs whose sides no longer differ."""
         same = 0
         for proof in self._kept:
-            packages, torchs = proof()
-            same += packages == torchs
-            print(f"{'SAME' if packages == torchs else 'differs'}: {proof.__doc__}")  # noqa: T201 its output
-            print(f"    package: {packages}\n    torch:   {torchs}")  # noqa: T201 its output
+            package_result, torch_result = proof()
+            same += package_result == torch_result
+            print(f"{'SAME' if package_result == torch_result else 'differs'}: {proof.__doc__}")  # noqa: T201 its output
+            print(f"    package: {package_result}\n    torch:   {torch_result}")  # noqa: T201 its output
         return same
 
 
-def beside(packages: Any, torchs: Any) -> Callable[[Callable[[Any], Any]], Sides]:
+def beside(package_object: Any, torch_object: Any) -> Callable[[Callable[[Any], Any]], Sides]:
     """Return a function that applies a call to the package's function or class and to torch's, and reports both."""
-    return lambda call: (reported(lambda: call(packages)), reported(lambda: call(torchs)))
+    return lambda call: (reported(lambda: call(package_object)), reported(lambda: call(torch_object)))
 
 
 def parameter(gradient: torch.Tensor) -> torch.nn.Parameter:

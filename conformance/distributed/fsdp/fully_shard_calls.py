@@ -13,7 +13,8 @@ from torch import nn
 
 from conformance.distributed.fsdp.fully_shard_cases import Sharding, held, registered, sharded, units_of
 from conformance.distributed.fsdp.lab import tried
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, loss_of
+from conformance.distributed.fsdp.module_trees import call as call_model
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
@@ -120,7 +121,7 @@ class CallScene:
     def forward(self) -> torch.Tensor:
         batch = self.tree.batch(self._forwards, self.rank.rank)
         self._forwards += 1
-        return loss_of(call(self.model, self.tree, batch))
+        return loss_of(call_model(self.model, self.tree, batch))
 
 
 _HANDLES = {"unshard": "UnshardHandle", "finalize_backward": "GradientReductionHandle"}

@@ -83,7 +83,7 @@ def test_begins_on_the_meta_device(sites: Sites, materialises: str) -> None:
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.deviation("fully_shard.refused_first_forward")
-def test_training_continues_after_too_early_forward(sites: Sites) -> None:
+def test_forward_works_after_refused_forward_on_meta(sites: Sites) -> None:
     expected = observe(lambda: {"refused": True, "output": torch.full((1, 2), 4.0)})
     sites.deviate_by_hand(expected, cases.materialised_late)
 

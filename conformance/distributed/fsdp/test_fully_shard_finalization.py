@@ -11,7 +11,7 @@ from conformance.distributed.fsdp.fully_shard_calls import UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.test_fully_shard_calls import LOOK, TRAIN, played, seen_by, setting
+from conformance.distributed.fsdp.test_fully_shard_calls import LOOK, TRAIN, outcomes_of, played, setting
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
@@ -140,9 +140,9 @@ def _assert_trains_like(
     twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = SHARDED
 ) -> None:
     """Assert that the subject's state after `calls` equals torch's state after `like`."""
-    expected = seen_by(twins, twins.reference, like, sharding=sharding)
+    expected = outcomes_of(twins, twins.reference, like, sharding=sharding)
     assert_ranks_agree(
-        _held(expected), _held(seen_by(twins, twins.subject, calls, sharding=sharding)), TRAINED
+        _held(expected), _held(outcomes_of(twins, twins.subject, calls, sharding=sharding)), TRAINED
     )
 
 
@@ -154,7 +154,7 @@ def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
     sharding = REPLICAS if "all-reduce" in program else SHARDED
     if _HAS_FINALIZATION:
         played(twins, calls, sharding=sharding)
-    raised = _raised(seen_by(twins, twins.subject, calls, sharding=sharding))
+    raised = _raised(outcomes_of(twins, twins.subject, calls, sharding=sharding))
     assert raised == [f"RuntimeError: {text}" for text in texts]
 
 
@@ -203,12 +203,20 @@ def _refuses_step(outcomes: RankOutcomes) -> bool:
     return len(raised) == 1 and "body.parts.0.inner.weight of " in raised[0]
 
 
+def _refuses_after_failure(outcomes: RankOutcomes) -> bool:
+    texts = (
+        "finalize_backward must be called after backward completes",
+        "cannot change mode after backward starts",
+    )
+    return any(text in raised for raised in _raised(outcomes) for text in texts)
+
+
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
 @pytest.mark.parametrize("program", EARLY_STEPS)
 @pytest.mark.world_sizes(fewest=2)
 def test_step_before_finalization_raises(twins: Twins, program: str) -> None:
     calls = EARLY_STEPS[program]
-    outcomes = seen_by(twins, twins.subject, calls)
+    outcomes = outcomes_of(twins, twins.subject, calls)
     assert _refuses_step(outcomes)
     assert "set_manual_backward_finalization(True) leaves that to the caller" in _raised(outcomes)[0]
     _assert_trains_like(twins, calls, TRAIN)
@@ -220,7 +228,7 @@ def test_step_before_finalization_raises(twins: Twins, program: str) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_step_before_finalization_is_not_silent(twins: Twins, program: str) -> None:
     twins.judge(
-        lambda library: seen_by(twins, library, EARLY_STEPS[program]),
+        lambda library: outcomes_of(twins, library, EARLY_STEPS[program]),
         we_do=_refuses_step,
         torch_does=lambda outcomes: not _raised(outcomes),
     )
@@ -239,9 +247,9 @@ def test_failed_backward_does_not_count_in_finalization(twins: Twins, program: s
 @pytest.mark.world_sizes(fewest=2)
 def test_finalization_after_failed_backward_keeps_earlier_gradients(twins: Twins, program: str) -> None:
     calls, like = FAILED[program]
-    expected = _held(seen_by(twins, twins.reference, like))
+    expected = _held(outcomes_of(twins, twins.reference, like))
     twins.judge(
-        lambda library: seen_by(twins, library, calls),
+        lambda library: outcomes_of(twins, library, calls),
         we_do=lambda outcomes: does_as(expected, _held(outcomes)),
-        torch_does=lambda outcomes: len(_raised(outcomes)) > 1,
+        torch_does=_refuses_after_failure,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from conformance.distributed.fsdp import reduction_dtype_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Policy
-from conformance.distributed.fsdp.twins import RankOutcomes, Twins, TwinsOf, each, values_of
+from conformance.distributed.fsdp.twins import RankOutcomes, Twins, TwinsOf, each, holds, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
@@ -58,13 +57,8 @@ def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicate
 def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
     sites: Sites, replicates: bool
 ) -> None:
-    def is_as(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes]) -> bool:
-        gradients = values_of(outcomes)[0]
-        expected = {
-            name: cases.expected(dtypes_of(policy), len(outcomes), "accumulated")
-            for name, policy in POLICIES.items()
-        }
-        return all(torch.equal(gradients[name].values.double(), value) for name, value in expected.items())
+    def is_rounded_by(dtypes_of: Callable[[Policy], Dtypes]) -> Callable[[RankOutcomes], bool]:
+        return lambda outcomes: holds(_assert_rounded, outcomes, dtypes_of, "accumulated")
 
     def in_param_dtype(policy: Policy) -> Dtypes:
         dtypes = _of_fully_shard(policy)
@@ -74,8 +68,8 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
         cases.of_fully_shard,
         schedule="finalized",
         replicates=replicates,
-        we_do=partial(is_as, dtypes_of=_of_fully_shard),
-        torch_does=partial(is_as, dtypes_of=in_param_dtype),
+        we_do=is_rounded_by(_of_fully_shard),
+        torch_does=is_rounded_by(in_param_dtype),
     )
 
 

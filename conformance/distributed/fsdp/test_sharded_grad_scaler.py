@@ -213,7 +213,7 @@ def test_found_inf_of_several_ranks_is_one(twins_of: TwinsOf, more_ranks: int, o
 
     twins.judge(
         probe,
-        torch_does=lambda outcomes: outcomes == sides(float(more_ranks)),
+        torch_does=lambda results: results == sides(float(more_ranks)),
         we_do=lambda results: results == sides(1.0),
     )
 

@@ -29,7 +29,7 @@ EIGHT = {"init_scale": 8.0}
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "init_scale": st.sampled_from([1.0, 24.0, 3.0, 0.5]),
     "growth_factor": st.sampled_from([2.0, 1.5, 10.0]),
-    "backoff_factor": st.sampled_from([0.5, 0.25, 0.75]),  # see test_the_scale_moves_as_grad_scalers
+    "backoff_factor": st.sampled_from([0.5, 0.25, 0.75]),  # see test_backoff_factor_is_not_rounded_to_float32
     "growth_interval": st.integers(1, 3),
 }
 

@@ -87,6 +87,6 @@ if __name__ == "__main__":
     from conformance.gpu import interpreter_rounding
     from impl.kernels.tests import interpreter_nesting
 
-    interpreter_nesting.mend()
+    interpreter_nesting.patch_language_once()
     interpreter_rounding.mend()
     _serve(Connection(int(sys.argv[1])))

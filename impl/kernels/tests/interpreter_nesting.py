@@ -15,14 +15,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def mend() -> None:
-    patch_once = interpreter._patch_lang
+def patch_language_once() -> None:
+    patch_by_triton = interpreter._patch_lang
     done: set[frozenset[str]] = set()
 
     def patch(function: Callable[..., Any]) -> Any:
         names = _languages_of(function)
         if names not in done:
-            patch_once(function)
+            patch_by_triton(function)
             done.add(names)
         return interpreter._LangPatchScope()  # empty scope: nothing to remove
 
@@ -39,4 +39,4 @@ def _languages_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def pytest_configure() -> None:
-    mend()
+    patch_language_once()

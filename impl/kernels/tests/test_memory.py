@@ -96,10 +96,10 @@ def test_deepcopy_has_addresses_of_copied_tensors(way: str) -> None:
 
 
 def test_concat_of_matching_layouts_keeps_layout() -> None:
-    matrices, others = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
-    whole = concat([known(matrices), known(others)])
+    first, second = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
+    whole = concat([known(first), known(second)])
     assert isinstance(whole, TensorList)
-    assert all(map(is_, whole, [*matrices, *others]))
+    assert all(map(is_, whole, [*first, *second]))
     assert list(whole.form.numels.numbers) == [3, 6, 4]
     assert whole.form.code == CODES[torch.float32]
 
