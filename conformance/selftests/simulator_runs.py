@@ -28,9 +28,10 @@ def simulate(*words: object, cwd: Path) -> tuple[int, str]:
                 raise TimeoutError(f"{arguments} did not end in {_LIMIT_S:g} s: {_text_of(files)}")
             return process.exitcode, _text_of(files)
         finally:
-            if process.is_alive():  # also if the test's deadline ends the wait
+            # The test's deadline may have ended the wait.
+            if process.is_alive():
                 assert process.pid is not None
-                with contextlib.suppress(ProcessLookupError):  # it has no group yet
+                with contextlib.suppress(ProcessLookupError):  # no group yet
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()

@@ -15,23 +15,24 @@ USAGE_ERROR = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the script under each schedule and tell which differ from its own order; 1 if any does, or it fails."""
+    """Run the script under each schedule, and print which change its results. Return 1 if any does or it fails."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
-    asked = _parser().parse_args(words[:split])
-    if not Path(asked.script).is_file():
-        return _refuse(f"there is no script {asked.script}")
+    options = _parser().parse_args(words[:split])
+    if not Path(options.script).is_file():
+        return _refuse(f"there is no script {options.script}")
     try:
-        enable(devices=max(asked.devices, asked.ranks))
+        enable(devices=max(options.devices, options.ranks))
     except (Unavailable, RuntimeError) as error:
         return _refuse(str(error))
-    script = Script(asked.script, tuple(words[split + 1 :]), asked.ranks, asked.timeout)
-    import_shared(script)  # for a replay too, so that garbage is collected at the same points
-    if asked.seed is not None:
-        return _replay(script, asked.seed)
+    script = Script(options.script, tuple(words[split + 1 :]), options.ranks, options.timeout)
+    # A replay imports it too, so that garbage is collected at the same points.
+    import_shared(script)
+    if options.seed is not None:
+        return _replay(script, options.seed)
     # Each schedule needs memory for its ranks, and containers may have less time than cores.
-    jobs = asked.jobs or min(8, max(2, len(os.sched_getaffinity(0)) // asked.ranks))
-    return _compare(script, range(1, asked.seeds), jobs)
+    jobs = options.jobs or min(8, max(2, len(os.sched_getaffinity(0)) // options.ranks))
+    return _compare(script, range(1, options.seeds), jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,11 +98,11 @@ def _compare(script: Script, seeds: range, jobs: int) -> int:
     reference, again = run(script, [0, 0], jobs)
     noise = differences(reference, again)
     if noise:
-        kinds = ", ".join(sorted({one.what for one in noise}))
+        kinds = ", ".join(sorted({difference.kind for difference in noise}))
         print(f"two runs of the same schedule differ, so this is not compared: {kinds}")
     if reference.digests != again.digests:
         print("two runs of the same schedule took different courses, so a seed may not replay what it found")
-    ignored = {one.what for one in noise}
+    ignored = {difference.kind for difference in noise}
     print(
         f"{script.path}: in its own order, exit status {reference.status}, {len(reference.saved)} tensors saved"
     )
@@ -111,12 +112,12 @@ def _compare(script: Script, seeds: range, jobs: int) -> int:
         return 1
     courses = run(script, list(seeds), jobs)
     changed = {
-        course.seed: [one for one in differences(reference, course) if one.what not in ignored]
+        course.seed: [change for change in differences(reference, course) if change.kind not in ignored]
         for course in courses
     }
-    changed = {seed: found for seed, found in changed.items() if found}
-    for seed, found in changed.items():
-        print(f"  seed {seed}{_named(seed)}: {_summary(found)}")
+    changed = {seed: changes for seed, changes in changed.items() if changes}
+    for seed, changes in changed.items():
+        print(f"  seed {seed}{_named(seed)}: {_summary(changes)}")
     hazards = _tell_seen([reference, *courses])
     print(f"{len(changed)} of {len(courses)} schedules change the result; {hazards} hazards")
     if changed:
@@ -133,8 +134,8 @@ def _named(seed: int) -> str:
     return f" ({names[seed]})" if seed in names else ""
 
 
-def _summary(found: list[Difference]) -> str:
-    first, more = found[0], len(found) - 1
+def _summary(changes: list[Difference]) -> str:
+    first, more = changes[0], len(changes) - 1
     return f"{first}{f', and {more} more' if more else ''}"
 
 
@@ -143,8 +144,8 @@ def _tell_seen(courses: list[ScheduledRun]) -> int:
     for number, hazard in enumerate(hazards, 1):
         print(f"hazard {number}: {hazard}")
     for course in courses:
-        for what in dict.fromkeys(course.unreplayable):
-            print(f"seed {course.seed} is not replayable: {what}")
+        for reason in dict.fromkeys(course.unreplayable):
+            print(f"seed {course.seed} is not replayable: {reason}")
     return len(hazards)
 
 

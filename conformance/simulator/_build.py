@@ -153,6 +153,6 @@ def _link_flags() -> list[str]:
 def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = f"{' '.join(command[:2])} … ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        raise Unavailable(f"the simulator could not be built: {said}")
+        report = f"{' '.join(command[:2])} … ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        raise Unavailable(f"the simulator could not be built: {report}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""What a program may ask of the simulator: a schedule, and what was seen."""
+"""Functions of the simulator for programs: choose a schedule, and read what it observed."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def take_hazards() -> list[Hazard]:
     return [Hazard(*map(_as_place, fields)) for fields in needed().take_hazards()]
 
 
-def _as_place(told: str) -> str:
-    """A traceback as Python writes it in a signal's handler, as other places are told; anything else as it is."""
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', told)
-    return " < ".join(f"{file}:{line} {name}" for file, line, name in frames) or told
+def _as_place(text: str) -> str:
+    """Return a traceback as a place such as `train.py:3 step < train.py:9 main`, and other texts as they are."""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', text)
+    return " < ".join(f"{file}:{line} {name}" for file, line, name in frames) or text
 
 
 def take_host_waits() -> list[HostWait]:
@@ -133,7 +133,7 @@ def take_host_waits() -> list[HostWait]:
 
 
 def take_unreplayable() -> list[str]:
-    """What only the clock could decide since the last call: a run that has any is not the seed's alone."""
+    """Return the decisions of the clock since the last call. A run that has any cannot be replayed by its seed."""
     return list(needed().take_unreplayable())
 
 
@@ -143,7 +143,7 @@ def course() -> str:
 
 
 def fail_allocation(nth: int) -> None:
-    """Let the `nth` allocation of device memory from now raise `torch.OutOfMemoryError`; 0 takes it back."""
+    """Make the `nth` allocation of device memory from now raise `torch.OutOfMemoryError`. 0 cancels this."""
     needed().fail_allocation(nth)
 
 
@@ -169,7 +169,7 @@ def launch(
     writes: Sequence[torch.Tensor],
     name: str = "launch",
 ) -> None:
-    """Queue `function` on the current stream, as a kernel of one's own.
+    """Queue `function` on the current stream, as a kernel of the caller.
 
     Args:
         function: called when the stream gets to it, with no arguments; it works on `device.host_view` of the tensors.

@@ -1,4 +1,4 @@
-"""This module is `torch.sim`: what torch and libraries ask for by the device's name, as they ask `torch.cuda`."""
+"""The module `torch.sim`, with functions that torch looks up by the name of a device, as in `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def register(extension: types.ModuleType) -> None:
         extension.default_generator(index) for index in range(extension.device_count())
     )
     torch.utils.rename_privateuse1_backend(NAME)
-    extension.register_graphs()  # by that name
+    extension.register_graphs()
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True

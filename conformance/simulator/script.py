@@ -1,4 +1,4 @@
-"""Somebody's script under one schedule after the other, each in processes forked before anything has run."""
+"""Run a user's script under one schedule after the other, each in processes that are forked before anything has run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from conformance.simulator.control import (
     take_unreplayable,
 )
 
-_AFTER_FAILURE_S = 10.0  # for peers to say what they have seen
+_AFTER_FAILURE_S = 10.0  # limit for the reports of peers
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Script:
 
 @dataclass
 class ScheduledRun:
-    """What a script did under one schedule."""
+    """Results of a script under one schedule."""
 
     seed: int
-    digests: list[str] = field(default_factory=list)  # of each rank's device: what it did in which order
+    digests: list[str] = field(default_factory=list)  # order of the work on each rank's device
     status: int = 0
     output: str = ""
     errors: str = ""
@@ -63,7 +63,7 @@ class ScheduledRun:
 
 @dataclass(frozen=True)
 class Difference:
-    what: str
+    kind: str
     text: str
 
     def __str__(self) -> str:
@@ -71,30 +71,32 @@ class Difference:
 
 
 def differences(reference: ScheduledRun, course: ScheduledRun) -> list[Difference]:
-    """Where a course left the reference."""
-    found = []
+    """Return how a run differs from the reference."""
+    changes = []
     if course.status != reference.status:
         last = course.errors.strip().splitlines()[-1:] if course.status else []
-        found.append(
+        changes.append(
             Difference(
                 "exit status",
                 f"exit status {course.status}, not {reference.status}{': ' + last[0] if last else ''}",
             )
         )
-    ours, theirs = course.output.splitlines(), reference.output.splitlines()
-    if ours != theirs:
+    lines_of_course, lines_of_reference = course.output.splitlines(), reference.output.splitlines()
+    if lines_of_course != lines_of_reference:
         at = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-            min(len(ours), len(theirs)),
+            (i for i, (a, b) in enumerate(zip(lines_of_course, lines_of_reference, strict=False)) if a != b),
+            min(len(lines_of_course), len(lines_of_reference)),
         )
-        line, expected = (lines[at] if at < len(lines) else "nothing" for lines in (ours, theirs))
-        found.append(Difference("output", f"line {at + 1} says {line!r}, not {expected!r}"))
+        line, expected = (
+            lines[at] if at < len(lines) else "nothing" for lines in (lines_of_course, lines_of_reference)
+        )
+        changes.append(Difference("output", f"line {at + 1} says {line!r}, not {expected!r}"))
     for name in sorted({*reference.saved, *course.saved}):
         if reference.saved.get(name) != course.saved.get(name):
-            found.append(
+            changes.append(
                 Difference(name, f"{name} has other bits" if name in course.saved else f"{name} is not saved")
             )
-    return found
+    return changes
 
 
 def import_shared(script: Script) -> None:
@@ -128,17 +130,17 @@ def _run(script: Script, seed: int, folder: Path) -> ScheduledRun:
         course.errors += (folder / f"errors{rank}").read_text(errors="replace")
         if end.why:
             course.errors += f"{prefix}{end.why}\n"
-        seen = folder / f"seen{rank}.json"
-        if seen.exists():
-            told = json.loads(seen.read_text())
-            course.saved |= {prefix + name: digest for name, digest in told.pop("saved").items()}
-            for name, lines in told.items():
+        file = folder / f"seen{rank}.json"
+        if file.exists():
+            reported = json.loads(file.read_text())
+            course.saved |= {prefix + name: digest for name, digest in reported.pop("saved").items()}
+            for name, lines in reported.items():
                 getattr(course, name).extend(lines)
     return course
 
 
 def _store(ranks: int) -> dist.TCPStore | None:
-    """Where ranks meet. It listens before they start, as torchrun's does, so no course can take another's port."""
+    """Return the store of the ranks. It listens before they start, so that no run takes the port of another."""
     if ranks == 1:
         return None
     return dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
@@ -201,20 +203,20 @@ def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
         if not status:
             synchronize()
             leave_peers(checks_sends=True)
-    except BaseException:  # whatever it is, it is how the script ends
+    except BaseException:  # the end of the script, whatever it is
         traceback.print_exc()
         status = 1
     if status:
         with contextlib.suppress(RuntimeError):  # the store may be gone
             leave_peers(checks_sends=False)
-    told = {
+    reported = {
         "saved": saved,
         "digests": [course()],
         "hazards": take_hazards(),
         "waits": take_host_waits(),
         "unreplayable": take_unreplayable(),
     }
-    (folder / f"seen{rank}.json").write_text(json.dumps(told, default=str))
+    (folder / f"seen{rank}.json").write_text(json.dumps(reported, default=str))
     return status
 
 
@@ -270,11 +272,11 @@ def _tensors(obj: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 @dataclass(frozen=True)
 class _End:
     status: int
-    why: str = ""  # it was ended from here
+    why: str = ""  # reason if this process ended it
 
 
 def _wait(children: list[int], timeout: float) -> list[_End]:
-    """How each rank ended; by itself, if that was in time and not too long after another had failed."""
+    """Wait for the ranks, and return how each ended. End those that are late or survive a failed one too long."""
     ends: dict[int, _End] = {}
     until, why = time.monotonic() + timeout, f"ended after {timeout:g} s"
     while len(ends) < len(children):

@@ -3,7 +3,7 @@
 TRITON_INTERPRET=1 has to be set before Triton is imported. A kernel's tensors count as read: which of them it writes,
 and what it reaches by addresses alone, only `touching` can say. Without it hazards of what is written go unseen, and
 memory that only an address reaches is poison as soon as its tensor is gone. Inside it a kernel that reaches anything
-else is stopped before it does, wherever its tensors lie: what is there is somebody else's memory, or none.
+else is stopped before it does, wherever its tensors lie: that is the memory of another tensor, or none.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 from conformance.simulator import device
 
 _Touched = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-_Spans = tuple[np.ndarray, np.ndarray]  # first addresses, in order, and those behind the last
+_Spans = tuple[np.ndarray, np.ndarray]  # first addresses in order, and ends
 _touched: ContextVar[_Touched | None] = ContextVar("_touched", default=None)
-_reachable: ContextVar[_Spans | None] = ContextVar("_reachable", default=None)  # by the kernel that runs
+_reachable: ContextVar[_Spans | None] = ContextVar("_reachable", default=None)
 _interpret = GridExecutor.__call__
 
 
 @contextlib.contextmanager
 def touching(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What the kernels that are launched inside read besides their arguments, and what they write."""
+    """Declare what kernels launched in this context read besides their arguments, and what they write."""
     token = _touched.set((reads, writes))
     try:
         yield
@@ -39,19 +39,19 @@ def touching(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> I
 
 
 def serve(launch: Callable[..., None]) -> None:
-    """From now on, `launch` the kernels whose arguments lie on the device."""
+    """Replace the launch of kernels whose arguments are on the device by `launch`."""
 
     def launched(executor: Any, *arguments: Any, **named: Any) -> None:
-        tensors = [one for one in (*arguments, *named.values()) if isinstance(one, torch.Tensor)]
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
         declared = _touched.get()
         reads, writes = declared or ((), ())
         spans = None if declared is None else _spans([*tensors, *reads, *writes])
-        if not any(one.device.type == device.NAME for one in tensors):
+        if not any(tensor.device.type == device.NAME for tensor in tensors):
             _run(spans, executor, arguments, named)
             return
         # Views that keep no memory alive: what is freed before its kernel has run is gone, as on any device.
-        on_host = [_host_view(one) for one in arguments]
-        named_on_host = {name: _host_view(one) for name, one in named.items()}
+        on_host = [_host_view(value) for value in arguments]
+        named_on_host = {name: _host_view(value) for name, value in named.items()}
         run = functools.partial(_run, spans, executor, on_host, named_on_host)
         launch(run, [*tensors, *reads], writes, name=executor.fn.__name__)
 
@@ -85,14 +85,14 @@ def _checked(access: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(access)
 
     @functools.wraps(access)
-    def checked(*given: Any) -> Any:
+    def checked(*arguments: Any) -> Any:
         spans = _reachable.get()
         if spans is not None:
-            bound = parameters.bind(*given).arguments
+            bound = parameters.bind(*arguments).arguments
             pointers = bound["ptrs"] if "ptrs" in bound else bound["ptr"]
             addresses = pointers.data[bound["mask"].data] if "mask" in bound else pointers.data
             _check(spans, addresses, pointers.get_element_ty().primitive_bitwidth // 8)
-        return access(*given)
+        return access(*arguments)
 
     return checked
 

@@ -1,4 +1,4 @@
-"""What a training step would cost on accelerators that are not here: a simulation, by shapes and a table of hardware.
+"""Simulation of the cost of a training step on accelerators that are not here, by shapes and a table of hardware.
 
     python -m conformance.simulator.cost                           # Llama 3.1 8B on 8 ranks, beside what was published
     python -m conformance.simulator.cost --ranks 8,64,512,4096 --accelerator h200 --picture steps.svg

@@ -32,51 +32,52 @@ _COLUMNS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each subject and number of ranks, and how far it is off where something was published."""
-    asked = _parser().parse_args(arguments)
-    training = CostedTraining(LlamaConfig(asked.layers, fused=asked.fused), asked.batch, asked.length)
+    options = _parser().parse_args(arguments)
+    training = CostedTraining(LlamaConfig(options.layers, fused=options.fused), options.batch, options.length)
     try:
-        simulation = _simulated(asked, training, hardware(asked.accelerator))
+        simulation = _simulated(options, training, hardware(options.accelerator))
     except (Unavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return USAGE_ERROR
-    if asked.json:
-        Path(asked.json).write_text(json.dumps(simulation), encoding="utf-8")
-    if asked.picture:
-        Path(asked.picture).write_text(picture(simulation["title"], simulation["panels"]), encoding="utf-8")
+    if options.json:
+        Path(options.json).write_text(json.dumps(simulation), encoding="utf-8")
+    if options.picture:
+        Path(options.picture).write_text(picture(simulation["title"], simulation["panels"]), encoding="utf-8")
     return 0
 
 
-def _simulated(asked: argparse.Namespace, training: CostedTraining, on: Hardware) -> dict[str, Any]:
+def _simulated(options: argparse.Namespace, training: CostedTraining, on: Hardware) -> dict[str, Any]:
     """All rows; and of the first number of ranks the panels of a picture."""
-    blocks = "fused" if asked.fused else "plain"
-    of_what = f"Llama 3.1, {asked.layers} {blocks} layers, {asked.batch} x {asked.length} tokens, {asked.accelerator}"
+    blocks = "fused" if options.fused else "plain"
+    tokens = f"{options.batch} x {options.length} tokens"
+    of_what = f"Llama 3.1, {options.layers} {blocks} layers, {tokens}, {options.accelerator}"
     print(f"Simulated, not measured: {of_what}\n", _line(_COLUMNS), "|---" * len(_COLUMNS) + "|", sep="\n")
     rows, notes, panels = [], [], []
-    for ranks in asked.ranks:
-        for subject in asked.subjects:
+    for ranks in options.ranks:
+        for subject in options.subjects:
             trace = traced(subject, training, ranks)
             timeline = schedule(trace.entries, on.seconds, on.host_s)
             cost = step_cost(timeline)
             tokens_per_s = training.tokens / cost.seconds
             rows.append([str(ranks), subject, *_figures(cost, tokens_per_s, trace.reserved_bytes)])
             print(_line(rows[-1]), flush=True)
-            if known := published(training, subject, ranks, asked.accelerator):
+            if known := published(training, subject, ranks, options.accelerator):
                 notes.append(
                     f"{subject}, {ranks} ranks: {known.compared(tokens_per_s, trace.reserved_bytes)}"
                 )
-                if asked.calibrate:
+                if options.calibrate:
                     fitted = fitted_efficiency(trace.entries, on, training.tokens / known.tokens_per_s)
                     notes.append(f"product_efficiency = {fitted:.4f} would give the published tokens/s")
-            if ranks == asked.ranks[0]:
+            if ranks == options.ranks[0]:
                 panels.append(panel(subject, timeline))
     print("", *notes, sep="\n")
-    title = f"Simulated, not measured: a step on {asked.ranks[0]} ranks; {of_what}"
+    title = f"Simulated, not measured: a step on {options.ranks[0]} ranks; {of_what}"
     return {"title": title, "columns": _COLUMNS, "rows": rows, "notes": notes, "panels": panels}
 
 
 def _figures(cost: StepCost, tokens_per_s: float, reserved_bytes: int) -> list[str]:
-    times = [f"{each * 1e3:.0f}" for each in (cost.communicating_s, cost.exposed_s)]
-    memory = [f"{each / 2**30:.1f}" for each in (cost.allocated_bytes, reserved_bytes)]
+    times = [f"{seconds * 1e3:.0f}" for seconds in (cost.communicating_s, cost.exposed_s)]
+    memory = [f"{size / 2**30:.1f}" for size in (cost.allocated_bytes, reserved_bytes)]
     return [f"{cost.seconds * 1e3:.0f}", f"{tokens_per_s:.0f}", *times, *memory]
 
 

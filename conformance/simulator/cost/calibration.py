@@ -1,4 +1,4 @@
-"""What was published of a real training: one figure is fitted to it, and the others say how far the model is off."""
+"""Published figures of a real training. One parameter is fitted to them, and the others show the error of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.simulator.cost.training_step import CostedTraining
 
 @dataclass(frozen=True)
 class Published:
-    tokens_per_s: float  # of each rank
+    tokens_per_s: float  # per rank
     memory_gib: float  # reserved
 
     def compared(self, tokens_per_s: float, reserved_bytes: int) -> str:
@@ -34,7 +34,7 @@ PUBLISHED = {
 
 
 def published(training: CostedTraining, subject: str, ranks: int, accelerator: str) -> Published | None:
-    """What was published of just this, if anything was."""
+    """Return the published figures of exactly this training, or None."""
     return PUBLISHED.get(training) if (subject, ranks, accelerator) == (SUBJECT, RANKS, ACCELERATOR) else None
 
 

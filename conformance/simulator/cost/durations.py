@@ -1,4 +1,4 @@
-"""How long an operator or a collective takes: what it computes or what it moves, whichever is longer, and a latency."""
+"""Durations of operators and collectives: a latency, and the longer of the times of computation and of transfer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PRODUCTS = {
 }
 # In place, but what was there before is not read.
 _OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_")
-# They read as much as they write, of a table that is larger; and what reads next to nothing.
+# Look-ups read as many bytes of a larger table as they write. The losses read next to nothing.
 _LOOK_UPS = {"aten::embedding", "aten::index_select", "aten::gather"}
 _READ_NOTHING = {"aten::nll_loss_forward", "aten::nll_loss_backward"}
 _COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"}
@@ -50,13 +50,13 @@ def flops_of(entry: Entry) -> float:
 
 
 def bytes_of(entry: Entry) -> int:
-    """What an operator reads and writes of its tensors."""
+    """Return how many bytes of its tensors an operator reads and writes."""
     if entry.name in _LOOK_UPS:
         return 2 * entry.writes
     if entry.name in _READ_NOTHING:
         return entry.writes
-    # What is known of a source is where it begins and ends. No dtype here is more than twice another, so of one that is
-    # longer yet, only a part between strides is read.
+    # Only the first and last address of a source are known. No dtype here is more than twice another, so of a longer
+    # source only the parts between strides are read.
     if entry.name == "copy_" and entry.reads > 2 * entry.writes:
         return 2 * entry.writes
     in_place = entry.name.endswith("_") and not entry.name.endswith(_OVERWRITES)

@@ -32,7 +32,7 @@ class LlamaConfig:
 
 
 class RMSNorm(nn.Module):
-    """In float32 and operator by operator, as torch ran it when the published figures were measured."""
+    """Compute in float32 and operator by operator, as torch did when the published figures were measured."""
 
     def __init__(self, width: int, fused: bool = False) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.rotated = Rotate.apply if config.fused else rotated
-        width, kept = config.width, config.key_value_heads * config.head_width
+        width, key_width = config.width, config.key_value_heads * config.head_width
         self.wq = nn.Linear(width, width, bias=False)
-        self.wk = nn.Linear(width, kept, bias=False)
-        self.wv = nn.Linear(width, kept, bias=False)
+        self.wk = nn.Linear(width, key_width, bias=False)
+        self.wv = nn.Linear(width, key_width, bias=False)
         self.wo = nn.Linear(width, width, bias=False)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -73,10 +73,10 @@ class Attention(nn.Module):
         )
         repeats = self.config.heads // self.config.key_value_heads
         query, key = self.rotated(query, turns), self.rotated(key, turns)
-        key, value = (each.repeat_interleave(repeats, 2) for each in (key, value))
+        key, value = (heads.repeat_interleave(repeats, 2) for heads in (key, value))
         # Called by its name, because for a device of others torch would take the attention that keeps all scores.
         out = aten._scaled_dot_product_flash_attention(
-            *(each.transpose(1, 2) for each in (query, key, value)), is_causal=True
+            *(heads.transpose(1, 2) for heads in (query, key, value)), is_causal=True
         )[0]
         return self.wo(out.transpose(1, 2).flatten(2))
 
@@ -131,8 +131,8 @@ def kept_by_operator() -> Any:
 
 
 def _policy(products: dict[bool, int], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    kept = operator is aten._scaled_dot_product_flash_attention.default
+    is_kept = operator is aten._scaled_dot_product_flash_attention.default
     if operator is aten.mm.default:
         products[context.is_recompute] += 1
-        kept = products[context.is_recompute] % 2 == 1
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = products[context.is_recompute] % 2 == 1
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

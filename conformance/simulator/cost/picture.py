@@ -9,7 +9,8 @@ from typing import Any
 from conformance.simulator.cost.timeline import Span, StepCost, Timeline, merged, step_cost
 
 _WIDTH, _LEFT, _ROW, _GAP, _MEMORY = 1100, 130, 16, 4, 44
-_SCALE = 1000  # parts of a panel's time, of which a picture shows no less than one
+# Parts of a panel's time. A picture shows no shorter time than one part.
+_SCALE = 1000
 _LOOKS = {
     "other": ("#90b4d6", "other operators"),
     "product": ("#2b6cb0", "matrix products, attention"),
@@ -18,7 +19,7 @@ _LOOKS = {
 
 
 def panel(name: str, timeline: Timeline) -> dict[str, Any]:
-    """What a picture shows of the last step, in numbers that JSON holds: thousandths of the step."""
+    """Return the panel of the last step as JSON data. Times are in thousandths of the step."""
     begin, end = timeline.marks[-2:]
     scale = _SCALE / (end - begin)
     spans = timeline.between(begin, end)
@@ -45,10 +46,10 @@ def panel(name: str, timeline: Timeline) -> dict[str, Any]:
 
 def picture(title: str, panels: Sequence[dict[str, Any]]) -> str:
     """All to one scale, so that a longer step is longer."""
-    longest = max(one["seconds"] for one in panels)
+    longest = max(data["seconds"] for data in panels)
     parts, y = [_legend(title)], 58
-    for one in panels:
-        drawn, height = _drawn(one, (_WIDTH - _LEFT - 10) / _SCALE * one["seconds"] / longest)
+    for data in panels:
+        drawn, height = _drawn(data, (_WIDTH - _LEFT - 10) / _SCALE * data["seconds"] / longest)
         parts.append(f'<g transform="translate(0 {y})">{drawn}</g>')
         y += height
     style = "<style>.step text{font:12px sans-serif;fill:#333}.step .name{font-weight:bold}</style>"
@@ -65,7 +66,7 @@ def _role(number: int, row: Sequence[Span]) -> str:
 
 
 def _boxes(row: Sequence[Span], kind: str, begin: float, scale: float) -> list[list[float]]:
-    """Where they begin and how long they are; what is nearer than half a part is one."""
+    """Return begin and length of each box. Spans that are nearer than half a part are one box."""
     near = 0.5 / scale
     times = merged((span.begin, span.end + near) for span in row if span.kind == kind)
     return [[round((a - begin) * scale, 1), round((b - near - a) * scale, 1)] for a, b in times]
@@ -87,10 +88,10 @@ def _legend(title: str) -> str:
     return "".join(out)
 
 
-def _drawn(one: dict[str, Any], scale: float) -> tuple[str, int]:
-    out, y = [f'<text class="name" x="8" y="12">{escape(one["name"])}</text>'], 20
-    out.append(f'<text x="{_LEFT}" y="12">{escape(one["says"])}</text>')
-    for row in one["rows"]:
+def _drawn(data: dict[str, Any], scale: float) -> tuple[str, int]:
+    out, y = [f'<text class="name" x="8" y="12">{escape(data["name"])}</text>'], 20
+    out.append(f'<text x="{_LEFT}" y="12">{escape(data["says"])}</text>')
+    for row in data["rows"]:
         out.append(f'<text x="8" y="{y + 12}">{escape(row["role"])}</text>')
         for kind, (colour, _) in _LOOKS.items():
             shape = "".join(
@@ -99,7 +100,7 @@ def _drawn(one: dict[str, Any], scale: float) -> tuple[str, int]:
             )
             out.append(f'<path fill="{colour}" d="{shape}"/>')
         y += _ROW + _GAP
-    out.append(f'<text x="8" y="{y + 14}">memory as asked</text>{_curve(one["memory"], scale, y + _MEMORY)}')
+    out.append(f'<text x="8" y="{y + 14}">memory as asked</text>{_curve(data["memory"], scale, y + _MEMORY)}')
     return "".join(out), y + _MEMORY + 18
 
 

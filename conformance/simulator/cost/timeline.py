@@ -1,4 +1,4 @@
-"""When everything of a trace begins and ends, each on its stream, and what memory is taken meanwhile."""
+"""Begin and end of all entries of a trace, each on its stream, and the memory in use meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Span:
 class Timeline:
     spans: list[Span] = field(default_factory=list)
     marks: list[float] = field(default_factory=list)
-    allocated: list[tuple[float, int]] = field(default_factory=list)  # at the host's time, bytes in use
+    allocated: list[tuple[float, int]] = field(default_factory=list)  # host time, and bytes in use
 
     def between(self, begin: float, end: float) -> list[Span]:
         return [span for span in self.spans if span.end > begin and span.begin < end]
@@ -62,14 +62,14 @@ class _Memory:
 
 
 def schedule(entries: Iterable[Entry], seconds: Callable[[Entry], float], host_s: float) -> Timeline:
-    """Let each stream begin its next work as soon as its former is done, its waits are over and the host has asked."""
+    """Begin each work of a stream once the work before it, its waits and the call of the host are done."""
     timeline, host = Timeline(), 0.0
     clocks: dict[int, float] = collections.defaultdict(float)
     recorded: dict[int, float] = {}
     memory = _Memory(timeline)
     for entry in entries:
         stream = entry.stream
-        match entry.what:
+        match entry.kind:
             case "run":
                 host += host_s
                 begin = max(clocks[stream], host)
@@ -88,7 +88,7 @@ def schedule(entries: Iterable[Entry], seconds: Callable[[Entry], float], host_s
                     memory.free(entry, clocks)
             case "use":
                 memory.users[entry.number].add(stream)
-            case _ if entry.what == MARK:
+            case _ if entry.kind == MARK:
                 timeline.marks.append(host)
     return timeline
 
@@ -110,17 +110,17 @@ def length(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One step, by simulation."""
+    """Simulated cost of a step."""
 
     seconds: float
     computing_s: float
     communicating_s: float
-    exposed_s: float  # of the communication, while nothing computes
+    exposed_s: float  # communication while nothing computes
     allocated_bytes: int  # peak
 
 
 def step_cost(timeline: Timeline) -> StepCost:
-    """What the last step cost, from the last mark but one to the last."""
+    """Return the cost of the last step, which is between the last two marks."""
     begin, end = timeline.marks[-2:]
     spans = timeline.between(begin, end)
     communication = [(span.begin, span.end) for span in spans if span.kind == "collective"]

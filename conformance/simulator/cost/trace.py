@@ -1,4 +1,4 @@
-"""What a program asks of the device, written down with nothing done: shapes are real, memory and numbers are not."""
+"""Trace of what a program asks of the device. Nothing is computed: shapes are real, memory and numbers are not."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ MARK = "mark"
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that was asked for, in the order of the program."""
+    """An entry of a trace, in the order of the program."""
 
-    what: str  # run, record, wait, host_wait, allocate, free, use; and mark, which the tracer puts in
+    # run, record, wait, host_wait, allocate, free, use, and mark, which the tracer adds
+    kind: str
     name: str = ""
     stream: int = 0
     number: int = 0  # an address: of memory, or of a recording of an event
     reads: int = 0  # bytes
     writes: int = 0
-    sizes: list[list[int]] | None = None  # of an operator's tensors; of a collective, how many ranks it has
+    # Sizes of an operator's tensors. The number of ranks of a collective.
+    sizes: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)
 class Trace:
     entries: list[Entry]
-    reserved_bytes: int  # what the device's allocator has taken at the most, as it is split and cached
+    reserved_bytes: int  # peak of the device's caching allocator
 
 
 class Tracer:
-    """What was asked for so far."""
+    """Recorder of the trace."""
 
     def __init__(self, extension: ModuleType) -> None:
         self._extension = extension
         self._entries: list[Entry] = []
 
     def mark(self) -> None:
-        """Let the host wait for the device, and remember the moment."""
+        """Wait for the device on the host, and record the moment."""
         simulator.synchronize()
         self.trace().entries.append(Entry(MARK))
 
@@ -79,4 +81,4 @@ def tracing(ranks: int) -> Iterator[Tracer]:
         dist.destroy_process_group()
         extension.trace_by_shapes_alone(False)
         extension.take_trace()
-        device.empty_cache()  # nothing of it was ever touched
+        device.empty_cache()  # memory without real pages

@@ -22,7 +22,7 @@ _DEVICE = f"{NAME}:0"
 
 @dataclass(frozen=True)
 class CostedTraining:
-    """What is trained: by default as in the published figures."""
+    """Model and batch of a training, by default those of the published figures."""
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     batch: int = 2  # sequences on each rank
@@ -77,7 +77,7 @@ SUBJECTS = {
 
 
 def traced(name: str, training: CostedTraining, ranks: int) -> Trace:
-    """What rank 0 asks of the device in two steps; in the second all memory is there that ever will be."""
+    """Return the trace of two steps of rank 0. In the second step all memory is already allocated."""
     subject = SUBJECTS[name]
     with tracing(ranks) as tracer:
         with torch.device("meta"):

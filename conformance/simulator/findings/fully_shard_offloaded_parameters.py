@@ -20,7 +20,7 @@ model = fully_shard(
 )
 shards = list(model.parameters())
 with torch.no_grad():
-    seen = model(torch.ones(1, 2, device=device))
+    output = model(torch.ones(1, 2, device=device))
     for shard in shards:
         shard.to_local().zero_()
-print(seen.tolist())
+print(output.tolist())

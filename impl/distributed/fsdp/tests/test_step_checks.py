@@ -35,10 +35,9 @@ def test_unsynchronised_gradients_leave_fused_updates_possible() -> None:
     assert has_fused_update(plain)
     with pytest.raises(RuntimeError, match="wait to be synchronised"):
         torch.optim.SGD(model.parameters()).step()
+    # End the check of this model, which breaks the graphs of compiled steps.
     model.set_requires_gradient_sync(True)
-    model(
-        torch.ones(1, 2)
-    ).sum().backward()  # the check of this model ends, which breaks the graphs of compiled steps
+    model(torch.ones(1, 2)).sum().backward()
 
 
 def test_checks_of_sharding_leave_compiled_steps_recognised() -> None:
