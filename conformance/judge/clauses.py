@@ -8,7 +8,7 @@ Each clause has a level:
     core         torch does it, so every subject must
     deviation    an entry of `deviations.toml` belongs to it: a subject does what torch does, or what is better
     extension    torch cannot do it, and only subjects that claim it are judged by it; its table says so. With
-                 `until = "2.15"` it is one only before torch 2.15, and core or deviation from then on
+                 `until = "2.15"` it is an extension only before torch 2.15, and core or deviation from then on
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     import_shared(script)
     if options.seed is not None:
         return _replay(script, options.seed)
-    # Each schedule needs memory for its ranks, and containers may have less time than cores.
+    # Each schedule needs memory for its ranks, and a container may have fewer CPUs than its host.
     jobs = options.jobs or min(8, max(2, len(os.sched_getaffinity(0)) // options.ranks))
     return _compare(script, range(1, options.seeds), jobs)
 

@@ -1,9 +1,9 @@
 """Triton's kernels as work of the device's streams: its interpreter runs them when a stream gets to them.
 
-TRITON_INTERPRET=1 has to be set before Triton is imported. A kernel's tensors count as read: which of them it writes,
-and what it reaches by addresses alone, only `touching` can say. Without it hazards of what is written go unseen, and
-memory that only an address reaches is poison as soon as its tensor is gone. Inside it a kernel that reaches anything
-else is stopped before it does, wherever its tensors lie: that is the memory of another tensor, or none.
+TRITON_INTERPRET=1 has to be set before Triton is imported. The tensors that a kernel gets count as read. Only
+`touching` can declare which of them it writes, and which memory it reaches by addresses alone. Without it, hazards of
+writes are missed, and memory that only an address reaches is poisoned as soon as its tensor is freed. Inside it, a kernel that
+reaches any other memory is stopped first, because that memory belongs to another tensor or to none.
 """
 
 from __future__ import annotations
