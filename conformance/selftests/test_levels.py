@@ -12,7 +12,7 @@ from conformance.faults.order import Task
 from conformance.faults.worker import Worker
 from conformance.judge import claims_file
 from conformance.judge.claims import claimed_extensions, claims
-from conformance.judge.clauses import _read, all_clauses
+from conformance.judge.clauses import Clause, _read, all_clauses
 from conformance.judge.rows import limited_clauses
 from conformance.judge.surface import names
 
@@ -79,6 +79,13 @@ def test_extensions_are_claimed_by_name() -> None:
     assert claims("impl") == frozenset(names())
 
 
+def read_clause(folder: Path, written: str) -> Clause:
+    file = folder / "area.toml"
+    file.write_text(f'[scaler.scales]\n{written}\nsays = "The scaler multiplies."')
+    (clause,) = _read("area", file)
+    return clause
+
+
 @pytest.mark.parametrize(
     ("written", "level"),
     [
@@ -89,21 +96,17 @@ def test_extensions_are_claimed_by_name() -> None:
     ],
 )
 def test_clause_level(tmp_path: Path, written: str, level: str | None) -> None:
-    file = tmp_path / "area.toml"
-    file.write_text(f'[it.does]\n{written}\nsays = "It does."')
     if level is None:
         with pytest.raises(ValueError, match="only extension is written"):
-            list(_read("area", file))
+            read_clause(tmp_path, written)
     else:
-        assert [clause.level for clause in _read("area", file)] == [level]
+        assert read_clause(tmp_path, written).level == level
 
 
 @pytest.mark.parametrize("written", ['until = "2.15"', 'level = "extension"\nuntil = "2.1"'])
 def test_until_without_extension_or_supported_torch_is_refused(tmp_path: Path, written: str) -> None:
-    file = tmp_path / "area.toml"
-    file.write_text(f'[it.does]\n{written}\nsays = "It does."')
     with pytest.raises(ValueError, match=r"expected one of 2\.11, .* beside level = 'extension'"):
-        list(_read("area", file))
+        read_clause(tmp_path, written)
 
 
 def test_clause_with_deviation_has_its_level() -> None:

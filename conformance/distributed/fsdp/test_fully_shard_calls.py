@@ -27,7 +27,6 @@ Trace = Sequence[Collective]
 LEAVES = Sharding()
 FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
 TRAIN = (FORWARD, BACKWARD, STEP)
-STEP_OF_SHARDS = UnitCall("step of shards")
 FLOAT32 = replace(TREE, dtype=torch.float32)
 
 
@@ -479,26 +478,18 @@ def test_units_kept_by_the_user_are_gathered_once_for_evaluations(twins: Twins) 
     played(twins, calls, sharding=Sharding(reshard_after_forward=False), gathers_again=False)
 
 
+def draw_program(twins: Twins, data: st.DataObject) -> tuple[Sharding, list[UnitCall]]:
+    # On a single rank, torch divides twice: test_divide_factor_applies_once_on_single_rank.
+    factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
+    return data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
+
+
 @clause("distributed.fsdp.fully_shard.any_order")
 @share_of_examples(0.7)
 @given(data=st.data())
 def test_calls_in_any_order_match_torch(twins: Twins, data: st.DataObject) -> None:
-    # On a single rank, torch divides twice: test_divide_factor_applies_once_on_single_rank.
-    factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
-    sharding, calls = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
+    sharding, calls = draw_program(twins, data)
     played(twins, calls, sharding=sharding)
-
-
-@clause("distributed.fsdp.fully_shard.finalization_any_order")
-@share_of_examples(0.7)
-@given(data=st.data())
-def test_manual_finalization_in_any_order(twins: Twins, data: st.DataObject) -> None:
-    """Finalize before each step."""
-    factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
-    sharding, drawn = data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
-    finalize = setting("finalize_backward")
-    calls = [call for step in drawn for call in ((finalize, step) if step == STEP_OF_SHARDS else (step,))]
-    played(twins, [setting("set_manual_backward_finalization", enabled=True), *calls], sharding=sharding)
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")

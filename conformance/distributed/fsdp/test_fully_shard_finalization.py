@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import finalization_cases as cases
 from conformance.distributed.fsdp.fully_shard_calls import UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.test_fully_shard_calls import LOOK, TRAIN, outcomes_of, played, setting
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.test_fully_shard_calls import (
+    LOOK,
+    TRAIN,
+    draw_program,
+    outcomes_of,
+    played,
+    setting,
+)
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
@@ -156,6 +166,15 @@ def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
         played(twins, calls, sharding=sharding)
     raised = _raised(outcomes_of(twins, twins.subject, calls, sharding=sharding))
     assert raised == [f"RuntimeError: {text}" for text in texts]
+
+
+@clause("distributed.fsdp.fully_shard.finalization_any_order")
+@share_of_examples(0.7)
+@given(data=st.data())
+def test_finalization_before_each_step_matches_torch(twins: Twins, data: st.DataObject) -> None:
+    sharding, drawn = draw_program(twins, data)
+    steps = [(FINALIZE, call) if call.name == "step of shards" else (call,) for call in drawn]
+    played(twins, [MANUAL, *itertools.chain(*steps)], sharding=sharding)
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
