@@ -2,8 +2,8 @@
 
 TRITON_INTERPRET=1 has to be set before Triton is imported. The tensors that a kernel gets count as read. Only
 `touching` can declare which of them it writes, and which memory it reaches by addresses alone. Without it, hazards of
-writes are missed, and memory that only an address reaches is poisoned as soon as its tensor is freed. Inside it, a kernel that
-reaches any other memory is stopped first, because that memory belongs to another tensor or to none.
+writes are missed, and memory that only an address reaches is poisoned as soon as its tensor is freed. Inside it, a
+kernel that reaches any other memory is stopped first, because that memory belongs to another tensor or to none.
 """
 
 from __future__ import annotations
