@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from conformance.faults.kill_matrix import read_kills
 from conformance.judge.heading import CHECKOUT
 from conformance.judge.judging import DEADLINES_S, judge, tail
 from conformance.judge.options import REPORT, of_gate
 from conformance.judge.running import Stop, run
-from conformance.judge.terminal import begin, print_broken, print_verdict, progress_on
+from conformance.judge.terminal import PhaseProgress, print_broken, print_verdict, progress_on
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.simulation import FILE as SIMULATION
@@ -106,7 +105,7 @@ def _options(
         parser.error(str(error))
 
 
-def _time(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
+def _time(options: argparse.Namespace, out: Path, progress: PhaseProgress, stop: Stop) -> dict[str, Any]:
     from benchmarks import point  # noqa: PLC0415 (only in a checkout)
 
     file = out / "speed.json"
@@ -122,7 +121,7 @@ def _time(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop
     }
 
 
-def _train(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
+def _train(options: argparse.Namespace, out: Path, progress: PhaseProgress, stop: Stop) -> dict[str, Any]:
     file = out / "training.json"
     command = [sys.executable, "-m", "conformance.training", "--gate"]
     command += [f"--subject={options.subject}", f"--json={file}"]
@@ -135,13 +134,14 @@ def _one_device(options: argparse.Namespace) -> list[str]:
 
 
 def _run_phase(
-    name: str, command: list[str], file: Path, out: Path, progress: Progress, stop: Stop
+    name: str, command: list[str], file: Path, out: Path, progress: PhaseProgress, stop: Stop
 ) -> dict[str, Any]:
     """Run one phase and return its JSON, or the reason why there is none."""
     file.unlink(missing_ok=True)
-    task = begin(progress, name, 1)
-    ended, code = run(command, out / f"{name}.log", DEADLINES_S["quick"], stop)
-    progress.update(task, completed=1)
+    task = progress.begin(name)
+    log = out / f"{name}.log"
+    ended, code = run(command, log, DEADLINES_S["quick"], stop, functools.partial(progress.update, task))
+    progress.update(task, total=1, completed=1)
     if file.is_file():
         return json.loads(file.read_text())
     return {"error": ended or f"{name} ended with code {code}: {tail(out, name)}"}

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 
-from conformance.judge import heading, terminal
+from conformance.judge import heading
 from conformance.judge.claims_file import set_claims_file
 from conformance.judge.clauses import AREAS, HERE, all_clauses
 from conformance.judge.judgement import RED
@@ -26,6 +26,7 @@ from conformance.judge.library import package_of
 from conformance.judge.options import PROFILES
 from conformance.judge.results import BAD_INPUT
 from conformance.judge.running import Stop, run
+from conformance.judge.terminal import PhaseProgress
 
 DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent
@@ -34,14 +35,14 @@ _COLLECTING_S = 120.0
 _OUTPUTS = ("judgements.jsonl", "judging.log", "junit.xml")
 
 
-def judge(options: argparse.Namespace, out: Path, progress: Progress, stop: Stop) -> dict[str, Any]:
+def judge(options: argparse.Namespace, out: Path, progress: PhaseProgress, stop: Stop) -> dict[str, Any]:
     """Judge `options.subject` and return the report. If the suite was stopped, it has the results until then."""
     if options.claims is not None:
         set_claims_file(package_of(options.subject), Path(options.claims))
     for name in _OUTPUTS:
         (out / name).unlink(missing_ok=True)
     log = out / "judgements.jsonl"
-    bar = _JudgingBar(progress, terminal.begin(progress, "judging", None), log)
+    bar = _JudgingBar(progress, progress.begin("judging"), log)
     began = time.time()
     ended, code = run(
         _command(options, out), out / "judging.log", DEADLINES_S[options.profile], stop, bar.advance
@@ -163,7 +164,7 @@ def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) ->
 class _JudgingBar:
     """A progress bar that follows the log of judgements."""
 
-    def __init__(self, progress: Progress, task: TaskID, log: Path) -> None:
+    def __init__(self, progress: PhaseProgress, task: TaskID, log: Path) -> None:
         self._progress, self._task, self._lines = progress, task, _Lines(log)
         self._collected: int | None = None
         # By test, because a test that fails in its teardown has two lines.

@@ -1,37 +1,57 @@
-"""Terminal output of a command that judges: progress bars, then broken clauses and the verdict."""
+"""Output of a command that judges: progress bars or lines, then broken clauses and the verdict."""
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
 
 from conformance.judge.results import broken_clauses
 from conformance.report.verdict import parts
 
+_SECONDS_BETWEEN_LINES = 30.0
 _MOST_BROKEN, _MOST_REASONS = 10, 3  # limits of the terminal, not of the report
 
 
-def progress_on(console: Console) -> Progress:
-    bar = BarColumn(bar_width=32)
-    return Progress(
+class PhaseProgress(Progress):
+    """Progress bars of phases. A log, which shows no bars, gets a line at least every 30 seconds while one runs."""
+
+    _next_line_s = 0.0
+
+    def begin(self, name: str, total: int | None = None) -> TaskID:
+        """Add a phase of `total` tests, or of an unknown number of steps."""
+        if not self.console.is_terminal:
+            self.console.print(f"{name} …")
+            self._next_line_s = self.get_time() + _SECONDS_BETWEEN_LINES
+        return self.add_task(name, total=total, note="")
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if not self.console.is_terminal and self.get_time() >= self._next_line_s:
+            self._next_line_s = self.get_time() + _SECONDS_BETWEEN_LINES
+            self.console.print(_line(self.tasks[self.task_ids.index(task_id)]), markup=False, highlight=False)
+
+
+def _line(task: Task) -> str:
+    elapsed = datetime.timedelta(seconds=int(task.elapsed or 0.0))
+    tests = f"{task.completed:g} of {task.total:g} tests" if task.total else ""
+    return f"{task.description} " + ", ".join(filter(None, (str(elapsed), tests, task.fields["note"])))
+
+
+def progress_on(console: Console) -> PhaseProgress:
+    return PhaseProgress(
         TextColumn("{task.description:9}"),
-        bar,
+        BarColumn(bar_width=32),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
         console=console,
     )
-
-
-def begin(progress: Progress, name: str, total: int | None) -> TaskID:
-    if not progress.console.is_terminal:  # a log shows no bars
-        progress.console.print(f"{name} …")
-    return progress.add_task(name, total=total, note="")
 
 
 def print_broken(console: Console, report: dict[str, Any]) -> None:
