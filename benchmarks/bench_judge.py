@@ -88,7 +88,7 @@ def _pool() -> Iterator:
 
 
 def _rebuild_s(pool) -> float:
-    from conformance.ranks.errors import RankFault  # noqa: PLC0415
+    from conformance.judge.rank_errors import RankFault  # noqa: PLC0415
 
     try:
         pool.run(f"{CASE}:raises", where=0)

@@ -8,3 +8,8 @@ Terms:
     outcome    the observable effects of a call: result, changed state, exception and warnings
     deviation  a behaviour in which `impl` differs from torch on purpose, with the reason
 """
+
+from conformance.judge import providers
+
+providers.register("faults", "conformance.faults.injection")
+providers.register("simulator", "conformance.simulator")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import subprocess
 import sys
@@ -21,93 +20,24 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.judge import clauses
+from conformance.judge.catalogue import (
+    FILE,
+    CatalogueVersion,
+    as_dict,
+    changes_in,
+    difference,
+    digest_of,
+    digests,
+)
 
-FILE = Path(__file__).with_name("catalogue.toml")
 _ABOUT = """\
 # Written by `python -m conformance.catalogue --raise WHY`: a digest of all clauses as they are, and what changed with
 # each number of the catalogue, newest first.
 """
-
-
-@dataclass(frozen=True)
-class CatalogueVersion:
-    """The changes of one number of the catalogue."""
-
-    version: int
-    says: str
-    added: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-
-
-def changes() -> tuple[CatalogueVersion, ...]:
-    """Return all numbers with their changes, newest first."""
-    return _changes(_read())
-
-
-def _changes(file: Mapping[str, Any]) -> tuple[CatalogueVersion, ...]:
-    lists = ("added", "changed", "removed")
-    return tuple(
-        CatalogueVersion(row["version"], row["says"], *(tuple(row.get(name, ())) for name in lists))
-        for row in file["changes"]
-    )
-
-
-def version() -> int:
-    return changes()[0].version
-
-
-def is_due() -> bool:
-    """Return whether the clauses differ from those that have the newest number."""
-    return _read()["digest"] != _digest(_digests(clauses.for_report(), clauses.TORCH_VERSIONS))
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _digests(rows: Sequence[Mapping[str, Any]], supported: Sequence[str]) -> dict[str, str]:
-    """Return a digest of all fields of each clause.
-
-    The digest includes the supported versions of torch that the clause does not hold for, so that support of a new
-    version changes only the clauses that do not hold for it. It does not depend on the installed torch.
-    """
-
-    def lasting(row: Mapping[str, Any]) -> dict[str, Any]:
-        level = {"level": "extension"} if row.get("until") else {}
-        return {**row, **level, "torch": sorted(set(supported) - set(row["torch"]))}
-
-    return {row["id"]: _digest(lasting(row)) for row in rows}
-
-
-def difference(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return the ids that were added, changed and removed between two mappings of digests."""
-    return {
-        "added": tuple(sorted(now.keys() - then.keys())),
-        "changed": tuple(sorted(name for name in now.keys() & then.keys() if now[name] != then[name])),
-        "removed": tuple(sorted(then.keys() - now.keys())),
-    }
-
-
-def as_dict() -> dict[str, Any]:
-    """Return the catalogue as JSON data. `since` is the number with which a clause last changed, or 1."""
-    since = {
-        name: change.version for change in reversed(changes()) for name in (*change.added, *change.changed)
-    }
-    return {
-        "catalogue": version(),
-        "torch": list(clauses.TORCH_VERSIONS),
-        "clauses": [
-            row | {"torch": list(row["torch"]), "since": since.get(row["id"], 1)}
-            for row in clauses.for_report()
-        ],
-        "changes": [asdict(change) for change in changes()],
-    }
 
 
 def text_of_next(why: str, before: Mapping[str, Any], then: Mapping[str, Any]) -> str:
@@ -121,12 +51,12 @@ def text_of_next(why: str, before: Mapping[str, Any], then: Mapping[str, Any]) -
     Raises:
         ValueError: no clause differs.
     """
-    now, known = _digests(clauses.for_report(), clauses.TORCH_VERSIONS), _changes(before)
+    now, known = digests(clauses.for_report(), clauses.TORCH_VERSIONS), changes_in(before)
     rows = [{key: row[key] for key in row.keys() - {"since"}} for row in then["clauses"]]
-    changed = difference(_digests(rows, then["torch"]), now)
+    changed = difference(digests(rows, then["torch"]), now)
     if not any(changed.values()):
         raise ValueError(f"no clause has changed since catalogue {known[0].version}; it keeps its number")
-    return _to_toml([CatalogueVersion(known[0].version + 1, why, **changed), *known], _digest(now))
+    return _to_toml([CatalogueVersion(known[0].version + 1, why, **changed), *known], digest_of(now))
 
 
 def _to_toml(rows: Sequence[CatalogueVersion], digest: str) -> str:
@@ -151,11 +81,6 @@ def _before() -> tuple[dict[str, Any], dict[str, Any]]:
         command = [sys.executable, "-m", "conformance.catalogue", "--json"]
         printed = json.loads(subprocess.check_output(command, cwd=folder))
         return tomllib.loads(Path(folder, path).read_text()), printed
-
-
-@functools.cache
-def _read() -> dict[str, Any]:
-    return tomllib.loads(FILE.read_text())
 
 
 def main(words: Sequence[str]) -> int:

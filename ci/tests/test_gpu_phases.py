@@ -29,8 +29,8 @@ from conformance.gpu import (
     speed_phase,
 )
 from conformance.gpu.phase_rows import PhaseTask, read_rows
+from conformance.judge.rank_errors import Scene
 from conformance.ranks import RankDied, RankHung, pool, process
-from conformance.ranks.errors import Scene
 
 ROOT = Path(__file__).parents[2]
 

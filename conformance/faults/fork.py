@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import pytest
 import torch._dynamo  # noqa: F401 slow import, else done by every fork's first optimizer step
 
+from conformance.faults import handmade  # noqa: F401 else imported by every fork
 from conformance.faults.order import Task, ordered_tests, starts_ranks
 from conformance.judge.clauses import HERE, all_clauses, clause_of
 from conformance.judge.deadlines import Deadlines

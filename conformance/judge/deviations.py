@@ -12,10 +12,10 @@ from typing import Any
 
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, differences
+from conformance.judge.rank_errors import RankDied, RankFault
 from conformance.judge.rows import Deviation
 from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import TRAINED
-from conformance.ranks import RankDied, RankFault
 
 
 class StaleDeviation(AssertionError):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from conformance import simulator
+from conformance.judge import providers
 
 _PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "hypothesis", "asv")
 
@@ -69,7 +69,7 @@ def _processor() -> str:
 
 def is_device(name: str) -> bool:
     """Return whether `name` is the simulated device or a device type of torch, also if this machine has none."""
-    if name == simulator.NAME:
+    if name == providers.provider("simulator").NAME:
         return True
     try:
         return torch.device(name).type == name
@@ -82,6 +82,7 @@ def try_out(device: str) -> None:
 
     This enables the simulated device permanently.
     """
+    simulator = providers.provider("simulator")
     if device == simulator.NAME:
         simulator.enable()
     torch.empty(1, device=device)
@@ -93,7 +94,7 @@ def is_usable(device: str) -> bool:
         return torch.cuda.is_available()
     try:
         try_out(device)
-    except simulator.Unavailable as error:
+    except providers.provider("simulator").Unavailable as error:
         warnings.warn(str(error), stacklevel=2)
         return False
     except Exception:

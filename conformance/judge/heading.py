@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from conformance import catalogue
-from conformance.judge import clauses, environment
+from conformance.judge import catalogue, clauses, environment
 from conformance.judge.claims_file import UnreadableClaims, claims_file
 from conformance.judge.library import package_of
 from conformance.judge.rows import all_deviations

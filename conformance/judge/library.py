@@ -14,12 +14,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from conformance.faults import handmade
-from conformance.judge import surface
+from conformance.judge import providers, surface
 from conformance.judge.claims_file import claims_file
 from conformance.judge.errors import FROM_OUTSIDE, describe
-
-_CHANGED_SOURCE = ("mutant:", "lines:")  # prefixes of faults by `conformance.mutation`
 
 
 class NotProvided(AttributeError):
@@ -191,11 +188,6 @@ class ModuleView:
 def load_library(spec: str) -> Library:
     """Return the library that a spec names, with its fault injected. There is one object for each process."""
     library = Library(spec)
-    if library.fault_id.startswith(_CHANGED_SOURCE):
-        importlib.import_module("conformance.mutation.mutants").change_source(
-            library.package, library.fault_id
-        )
-    elif library.fault_id:
-        fault = handmade.find(library.fault_id)
-        library.replace(fault.breaks, fault.make)
+    if library.fault_id:
+        providers.provider("faults").inject(library)
     return library

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import conformance
 from conformance.judge import global_state
 from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.surface import torch_version
@@ -45,7 +44,7 @@ class TensorState:
         return f"{self.values} as {self.dtype} of shape {self.shape} on {self.device}"
 
 
-_CALLERS = Path(conformance.__file__).parent
+_CALLERS = Path(__file__).parents[1]
 _DESCRIPTION = tuple(field.name for field in dataclasses.fields(TensorState) if field.name != "values")
 
 

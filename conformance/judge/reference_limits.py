@@ -18,8 +18,8 @@ from conformance.judge.clauses import clause_of
 from conformance.judge.errors import describe
 from conformance.judge.library import load_library
 from conformance.judge.outcome import plain_text
+from conformance.judge.rank_errors import RankFault, RankRaised
 from conformance.judge.rows import ReferenceLimit, all_reference_limits
-from conformance.ranks import RankFault, RankRaised
 
 
 class ReferenceCannot(pytest.skip.Exception):

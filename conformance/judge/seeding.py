@@ -9,7 +9,7 @@ import random
 
 import torch
 
-from conformance import simulator
+from conformance.judge import providers
 
 _run_seed = 0
 
@@ -44,6 +44,7 @@ def begin(rank: int = 0) -> None:
     Without `--seed` the device runs its streams as late as the host allows.
     """
     seed_all()
+    simulator = providers.provider("simulator")
     if simulator.device_is_enabled():
         simulator.set_schedule(1 + _run_seed, rank)
 

@@ -18,7 +18,7 @@ If something goes wrong in a rank, the parent raises, and the next case gets new
 Linux only, because it uses the fork server, /proc and signals for closed pipes.
 """
 
-from conformance.ranks.errors import PoolBroken, RankDied, RankFault, RankHung, RankRaised, RanksDiverged
+from conformance.judge.rank_errors import PoolBroken, RankDied, RankFault, RankHung, RankRaised, RanksDiverged
 from conformance.ranks.pool import RankPool, backend_for
 from conformance.ranks.process import Rank
 

@@ -21,9 +21,9 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from conformance.judge.rank_errors import Failure
 from conformance.ranks import process as rank_process
 from conformance.ranks.channel import Channel
-from conformance.ranks.errors import Failure
 from conformance.ranks.process import RankSettings, serve
 
 # Modules that the fork server imports once, so that a rank starts in milliseconds. It must not run operators, because

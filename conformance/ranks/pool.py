@@ -18,9 +18,7 @@ import torch
 
 from conformance import simulator
 from conformance.judge.library import LookupFailed, NotProvided
-from conformance.judge.seeding import run_seed
-from conformance.ranks.collective_traces import Collective, CollectiveTraces
-from conformance.ranks.errors import (
+from conformance.judge.rank_errors import (
     Failure,
     PoolBroken,
     RankDied,
@@ -30,6 +28,8 @@ from conformance.ranks.errors import (
     RanksDiverged,
     Scene,
 )
+from conformance.judge.seeding import run_seed
+from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.handle import RankHandle
 from conformance.ranks.process import Done, Listening, RankSettings, Ready, Resolved
 from conformance.ranks.slots import cpu_count, cpu_slots

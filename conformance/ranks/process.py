@@ -30,10 +30,10 @@ from conformance import simulator
 from conformance.judge import seeding
 from conformance.judge.environment import quieten_triton
 from conformance.judge.library import LookupFailed, NotProvided
+from conformance.judge.rank_errors import Failure
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.collective_traces import report_collectives
-from conformance.ranks.errors import Failure
 
 # Longer than every deadline of the parent, which ends cases that hang.
 _GROUP_TIMEOUT = datetime.timedelta(hours=1)

@@ -16,7 +16,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from conformance.ranks.errors import RankDied, RankFault, RankHung, RankRaised, RanksDiverged
+from conformance.judge.marked_processes import marked_processes
+from conformance.judge.rank_errors import RankDied, RankFault, RankHung, RankRaised, RanksDiverged
 from conformance.ranks.pool import RankPool
 
 # The exception that each case of `fault_cases` must cause, or None if it must succeed.
@@ -112,20 +113,6 @@ def _sockets(pid: int) -> list[str]:
                 kind, _, inode = os.readlink(descriptor).partition(":")
                 inodes += [inode.strip("[]")] if kind == "socket" else []
     return inodes
-
-
-def marked_processes(mark: str) -> list[int]:
-    """Return the ids of all processes whose environment had `mark` (NAME=value) when they started."""
-    ids: list[int] = []
-    for directory in Path("/proc").iterdir():
-        try:
-            if directory.name.isdigit() and mark.encode() in (directory / "environ").read_bytes().split(
-                b"\0"
-            ):
-                ids.append(int(directory.name))
-        except OSError:  # a process that has ended, or of another user
-            continue
-    return ids
 
 
 @dataclass

@@ -10,7 +10,7 @@ from conformance.report.page import environment
 
 
 def write_catalogue(catalogue: dict[str, Any], file: Path) -> None:
-    """Write the page of a catalogue, as `conformance.catalogue.as_dict` returns it."""
+    """Write the page of a catalogue, as `conformance.judge.catalogue.as_dict` returns it."""
     areas = [(area, list(rows)) for area, rows in groupby(catalogue["clauses"], lambda row: row["area"])]
     page = environment().get_template("catalogue.html").render(catalogue=catalogue, areas=areas)
     file.write_text(page, encoding="utf-8")

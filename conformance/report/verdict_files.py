@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conformance import catalogue
+from conformance.judge import catalogue
 from conformance.report.badge import badge
 from conformance.report.catalogue_page import write_catalogue
 from conformance.report.ctrf import ctrf

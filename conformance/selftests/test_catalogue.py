@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import catalogue
-from conformance.catalogue import CatalogueVersion
-from conformance.judge import clauses, surface
+from conformance import catalogue as command
+from conformance.judge import catalogue, clauses, surface
+from conformance.judge.catalogue import CatalogueVersion
 from conformance.judge.rows import all_deviations
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,7 @@ def test_every_property_of_clause_changes_digest(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(clauses, "for_report", lambda: [changed | {key: "something else"}, *others])
     assert catalogue.is_due()
     then, now = (
-        catalogue._digests(rows, clauses.TORCH_VERSIONS)
-        for rows in ([changed, *others], clauses.for_report())
+        catalogue.digests(rows, clauses.TORCH_VERSIONS) for rows in ([changed, *others], clauses.for_report())
     )
     assert catalogue.difference(then, now) == {"added": (), "changed": (changed["id"],), "removed": ()}
 
@@ -58,32 +57,32 @@ def test_new_torch_version_changes_only_clauses_that_end_before_it(monkeypatch: 
     digests = []
     for newest in ("9.0", "9.1"):
         monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11", "2.12", newest))
-        digests.append(catalogue._digests(clauses.for_report(), clauses.TORCH_VERSIONS))
+        digests.append(catalogue.digests(clauses.for_report(), clauses.TORCH_VERSIONS))
     assert catalogue.difference(*digests)["changed"] == ("amp.grad_scaler.ended",)
 
 
 def test_next_version_lists_added_removed_and_changed_clauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tomllib.loads(catalogue._to_toml([CatalogueVersion(1, "The first.")], "0"))
+    first = tomllib.loads(command._to_toml([CatalogueVersion(1, "The first.")], "0"))
     rows = [{"id": name, "says": name, "torch": ["2.11"]} for name in "abc"]
     then = {"torch": ["2.11"], "clauses": [row | {"since": 1} for row in rows]}
     monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11",))
     monkeypatch.setattr(clauses, "for_report", lambda: rows)
     with pytest.raises(ValueError, match="no clause has changed since catalogue 1"):
-        catalogue.text_of_next("nothing", first, then)
+        command.text_of_next("nothing", first, then)
     now = [{"id": "a", "says": "a"}, {"id": "b", "says": "B"}, {"id": "d" * 200, "says": "d"}]
     monkeypatch.setattr(clauses, "for_report", lambda: [row | {"torch": ["2.11"]} for row in now])
-    written = tomllib.loads(catalogue.text_of_next('said "so" — once', first, then))
-    assert catalogue._changes(written) == (
+    written = tomllib.loads(command.text_of_next('said "so" — once', first, then))
+    assert catalogue.changes_in(written) == (
         CatalogueVersion(2, 'said "so" — once', ("d" * 200,), ("b",), ("c",)),
         CatalogueVersion(1, "The first."),
     )
-    monkeypatch.setattr(catalogue, "_read", lambda: written)
+    monkeypatch.setattr(catalogue, "read_catalogue", lambda: written)
     assert not catalogue.is_due()
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the clauses of another commit take a git checkout")
 def test_previous_version_is_read_from_its_commit() -> None:
-    file, then = catalogue._before()
+    file, then = command._before()
     assert file["changes"]
     assert {row["id"] for row in then["clauses"]} & clauses.all_clauses().keys()
 

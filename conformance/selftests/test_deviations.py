@@ -15,9 +15,9 @@ from conformance.judge import surface
 from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
+from conformance.judge.rank_errors import Scene
 from conformance.judge.rows import Deviation, ReferenceLimit, devices_of
 from conformance.ranks import RankDied, RankRaised
-from conformance.ranks.errors import Scene
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", "silent", ("cpu",))
 OURS, TORCHS, THIRD = [observe(lambda: torch.ones(2))], [observe(lambda: torch.zeros(2))], []

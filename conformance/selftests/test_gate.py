@@ -25,10 +25,10 @@ from rich.progress import Progress
 
 from conformance import gate
 from conformance.judge.judging import _JudgingBar, _Lines, _salvaged
+from conformance.judge.marked_processes import marked_processes
 from conformance.judge.options import of_gate
 from conformance.judge.results import verdict
 from conformance.judge.running import Stop
-from conformance.ranks.soak import marked_processes
 from conformance.report.verdict import parts, reasons
 from conformance.selftests.report_cases import a_report, judged, trained
 

@@ -19,10 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.judge.marked_processes import marked_processes
 from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
 from conformance.ranks.collective_traces import Collective
 from conformance.ranks.pool import _Pace
-from conformance.ranks.soak import EXPECTED, deadline_s, marked_processes
+from conformance.ranks.soak import EXPECTED, deadline_s
 
 CASES = "conformance.ranks.fault_cases"
 WORLD_SIZES = (1, 2, 3)

@@ -19,10 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.judge.rank_errors import Failure
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.collective_traces import Collective, CollectiveTraces
-from conformance.ranks.errors import Failure
 from conformance.ranks.handle import RankHandle
 from conformance.ranks.pool import _Progress
 from conformance.ranks.slots import cpu_slots

@@ -1,4 +1,4 @@
-"""Exceptions that the parent raises if a case fails on its ranks."""
+"""Exceptions that `conformance.ranks` raises if a case fails on its ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from conformance.judge.library import LookupFailed, NotProvided
-from conformance.ranks.collective_traces import Collective
 
 _LAST_COLLECTIVES = 5
 
@@ -41,7 +40,7 @@ class Scene:
     results: Mapping[int, str] = field(default_factory=dict)  # shortened results of successful ranks
     stacks: Mapping[int, str] = field(default_factory=dict)  # stacks of ranks that did not end
     outputs: Mapping[int, str] = field(default_factory=dict)  # the end of each rank's output
-    traces: Sequence[Sequence[Collective]] = ()
+    traces: Sequence[Sequence[object]] = ()  # the collectives that each rank issued
 
     def __str__(self) -> str:
         parts = [f"case {self.case}, world size {self.world_size}"]
