@@ -12,7 +12,7 @@ _CHANGED_SOURCE = ("mutant:", "lines:")  # prefixes of faults by `conformance.mu
 
 def inject(library: Library) -> None:
     if library.fault_id.startswith(_CHANGED_SOURCE):
-        # Its import reads all mutated files, which takes seconds.
+        # Importing `mutants` reads all mutated files, which takes seconds.
         mutants = importlib.import_module("conformance.mutation.mutants")
         mutants.change_source(library.package, library.fault_id)
     else:
