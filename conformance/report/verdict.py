@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.judge.clauses import LEVELS
 from conformance.judge.judgement import RED
 from conformance.judge.results import BAD_INPUT
 from conformance.report.matrix import SEVERITY, ranked
@@ -63,31 +62,17 @@ def _judging(report: dict[str, Any]) -> VerdictPart:
     if report.get("provides_nothing"):
         why.append(f"{report['subject']} provides none of the names that are judged")
     worst = worst_by_clause(report)
-    broken = sum(outcome in RED for outcome in worst.values())
     total = f"{len(report['clauses'])} {_plural('clause', len(report['clauses']))}"
-    says = f"{broken} of {total} broken; " if broken else f"{total}: "
-    says += "; ".join(_of_a_level(level, report["clauses"], worst) for level in levels_of(report["clauses"]))
+    broken = sum(outcome in RED for outcome in worst.values())
+    others = ranked(outcome for outcome in worst.values() if outcome not in RED)
+    counts = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(others)]
+    if not_tested := len(report["clauses"]) - len(worst):
+        counts.append(f"{not_tested} not tested")
+    says = f"{broken} of {total} broken" if broken else total
+    says += f": {', '.join(counts)}" if counts else ""
     own = sum(test["outcome"] in RED for test in report["tests"] if not test["clause"])
     says += f"; {own} {_plural('test', own)} of the suite itself red" if own else ""
     return VerdictPart("judging", "failed" if why else "passed", says, why)
-
-
-def levels_of(clauses: Sequence[Mapping[str, Any]]) -> list[str]:
-    present = {level_of(clause) for clause in clauses}
-    return [level for level in LEVELS if level in present]
-
-
-def _of_a_level(level: str, clauses: Sequence[Mapping[str, Any]], worst: Mapping[str, str]) -> str:
-    """Return the counts of a level, such as `300 core: 290 hold, 10 not provided`."""
-    ids = [clause["id"] for clause in clauses if level_of(clause) == level]
-    outcomes = [worst[clause_id] for clause_id in ids if clause_id in worst]
-    counts = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(ranked(outcomes))]
-    counts += [f"{len(ids) - len(outcomes)} not tested"] if len(ids) > len(outcomes) else []
-    return f"{len(ids)} {level}: " + ", ".join(counts)
-
-
-def level_of(clause: Mapping[str, Any]) -> str:
-    return clause.get("level", "core")  # missing in old reports
 
 
 def _speed(speed: dict[str, Any]) -> VerdictPart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import unicodedata
 from collections import Counter
 from dataclasses import asdict
@@ -266,6 +267,17 @@ def test_tests_of_one_function_that_agree_are_reported_together(tmp_path: Path) 
     assert [test["nodeid"] for test in cell.red] == ["a.py::test_x[d]"]
     page = draw(report, tmp_path)
     assert page.text.count("a.py::test_x") == page.text.count("a.py::test_x[d]") + 1
+
+
+def test_overview_counts_clauses_by_area_and_outcome(tmp_path: Path) -> None:
+    other = CLAUSE | {"id": "nn.x", "area": "nn"}
+    page = draw(a_report(judged("failed"), clauses=[CLAUSE, other]), tmp_path)
+    overview = page.source.partition('class="overview"')[2].partition("</table>")[0]
+    text = re.sub(r"<[^>]+>|\s+", " ", overview).partition(">")[2].split()
+    expected = "Clauses by area and outcome Area ✗ failed ? not tested torch.amp.grad_scaler 1 torch.nn 1"
+    assert text == expected.split()
+    assert {'href="#area-amp.grad_scaler"', 'href="#area-nn"'} <= set(re.findall(r'href="[^"]+"', overview))
+    assert {'id="area-amp.grad_scaler"', 'id="area-nn"'} <= set(re.findall(r'id="[^"]+"', page.source))
 
 
 def test_area_without_tests_is_one_line(tmp_path: Path) -> None:
