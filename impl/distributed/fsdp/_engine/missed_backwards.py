@@ -24,8 +24,9 @@ from impl.optim._step_checks import register_step_check
 
 class _Unit(Protocol):
     name: str
-    awaits_backward: bool
 
+    @property
+    def awaits_backward(self) -> bool: ...
     @property
     def stepped(self) -> Sequence[nn.Parameter]: ...
     def drop_unseen_gradients(self) -> bool: ...

@@ -47,5 +47,5 @@ class SummonedParams(Protocol):
     def check_backward(self, name: str) -> None:
         """Raise if the unit `name` cannot store the gradients of a backward."""
 
-    def use_summoned_params(self) -> None:
+    def show_kept(self) -> None:
         """Register the summoned parameters again. Do nothing if they are registered."""

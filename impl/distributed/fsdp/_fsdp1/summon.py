@@ -158,7 +158,7 @@ class _SummonedHandle:
         self._was_computed_with = True
         return handle.use_unsharded_views(dtype)
 
-    def use_summoned_params(self) -> None:
+    def show_kept(self) -> None:
         if self._aside is None:
             return
         self._handle.use_sharded_views()
@@ -168,7 +168,7 @@ class _SummonedHandle:
 
     def end(self) -> None:
         # A failed backward inside has left its views in the modules, perhaps in a lower precision.
-        self.use_summoned_params()
+        self.show_kept()
         handle = self._handle
         keeps = self._options.writeback or not handle.is_sharded
         if keeps:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Phase
 from impl.distributed.fsdp._engine.root import Root, StepSettings
@@ -17,7 +17,7 @@ from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext, check_settings, check_waited
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
-from impl.distributed.fsdp._params.nested import cast_floats, map_tensors, tensors_in
+from impl.distributed.fsdp._params.nested import Inputs, cast_floats, cast_inputs, move_inputs, tensors_in
 from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.kernels import dynamo_disable
@@ -127,9 +127,9 @@ class ModuleState:
         """All-gather this unit and the units whose parameters it shares."""
         for state in (self, *self.param_owners):
             state.ensure_shared()
-            state.unit.gather_on_request()
             options = [group.options for group in state.groups]
-            state.unit.is_kept_by_user = all(option.reshards_after_forward is False for option in options)
+            is_kept = all(option.reshards_after_forward is False for option in options)
+            state.unit.gather_on_request(is_kept=is_kept)
 
     def show_unsharded(self) -> None:
         """Register the parameters that the user requested to gather."""
@@ -206,9 +206,7 @@ class ModuleState:
     # Hooks
 
     @dynamo_disable
-    def before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Unshard once for all of the unit's modules, and cast the inputs."""
         check_waited(self.comm)
         unit = self.unit
@@ -223,7 +221,7 @@ class ModuleState:
             # chunks.
             self._pending_modules = set(self.modules) if unit.root.is_in_forward() else {module}
         if self.device.type != "cpu" and unit.root.is_root(unit) and unit.phase not in FORWARDS:
-            args, kwargs = (map_tensors(values, self._moved) for values in (args, kwargs))
+            args, kwargs = move_inputs(args, kwargs, self.device)
         args, kwargs = self._cast_inputs(args, kwargs)
         return unit.before_forward(args, kwargs)
 
@@ -269,16 +267,8 @@ class ModuleState:
                     stacklevel=2,
                 )
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.device else tensor.to(self.device)
-
-    def _cast_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        dtype = self.policy.param_dtype
-        if dtype is None or not self.policy.cast_forward_inputs:
-            return args, kwargs
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        return cast_inputs(args, kwargs, self.policy.param_dtype if self.policy.cast_forward_inputs else None)
 
     def _cast_outputs(self, output: Any) -> Any:
         dtype = self.policy.output_dtype

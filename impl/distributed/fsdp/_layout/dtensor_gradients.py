@@ -6,6 +6,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,9 +18,8 @@ from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.grad_dtypes import promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
-from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
-from impl.distributed.fsdp._params.param_group import NewBuffer
+from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
 
 # From torch 2.15 on, `reset_iter_state` clears `.grad` too.
@@ -51,14 +51,16 @@ class DTensorGradients:
     """`.grad` of the sharded parameters, and gradients that are not reduced yet."""
 
     def __init__(self, group: Reduced) -> None:
+        self.journal = BackwardJournal()
         self._group = group
         # Gradients of all parameters, moved here from the unsharded parameters.
         self._unreduced: list[Tensor | None] = []
+        # Whether they include some gradients of a failed backward.
+        self._is_partial = False
         # Reduced gradients of this backward, not in `.grad` yet.
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []
         self._were_reduced = False  # reset at the end of each backward
         self._reduced_params = group.params  # parameters with gradients in the last reduction
-        self._state = UnreducedState()
 
     def check_optimizers(self) -> None: ...
 
@@ -68,21 +70,19 @@ class DTensorGradients:
         return any(param.sharded.grad is not None for param in self._group.params)
 
     def has_unreduced(self) -> bool:
-        waits = any(grad is not None for grad in self._unreduced) and not self._state.is_being_reduced
-        return waits or self.must_reduce_zeros()
+        return any(grad is not None for grad in self._unreduced) or self.must_reduce_zeros()
 
     def _check_complete(self) -> None:
-        if self._state.is_partial:
+        if self._is_partial:
             names = [param.name for param in self._group.params]
-            raise self._state.partial_gradients(names, "drop them by reset_iter_state() of the root")
+            raise partial_gradients(names, "drop them by reset_iter_state() of the root")
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         group, unsharded = self._group, self._group.unsharded_params
         if unsharded is None:
             return []
-        aside = [] if self._state.is_being_reduced else self._unreduced
         waits = [view.grad is not None for view in unsharded.views]
-        for index, grad in enumerate(aside):
+        for index, grad in enumerate(self._unreduced):
             waits[index] |= grad is not None
         if group.reduction.partial is not None:
             waits = [param.sharded.requires_grad for param in group.params]
@@ -105,13 +105,7 @@ class DTensorGradients:
             self._add_to_unreduced(unsharded.take_gradients())
         if unsharded is not None:
             unsharded.allow_wider_gradients()
-
-    def abandon_backward(self) -> None:
-        self._forget_reduced()
-        if self._group.unsharded_params is not None:
-            self._group.unsharded_params.restore_grad_dtypes()
-        if self._state.abandon_backward():
-            self._forget_unreduced()
+            self.journal.record(unsharded.restore_grad_dtypes)
 
     def forget(self) -> None:
         """Drop all gradients that are not in `.grad`, for example after an exception."""
@@ -125,10 +119,7 @@ class DTensorGradients:
             param.sharded.grad = None
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        if self._state.is_being_reduced:
-            # The backward has ended, and its reduction includes the earlier gradients.
-            self._forget_unreduced()
-        self._state.record_addition(to_earlier=bool(self._unreduced))
+        self.journal.record(self._mark_partial if self._unreduced else self._forget_unreduced)
         self._add_to_unreduced(grads)
 
     def _add_to_unreduced(self, grads: Sequence[Tensor | None]) -> None:
@@ -145,11 +136,11 @@ class DTensorGradients:
     ) -> Tensor:
         group, unsharded = self._group, self._group.unsharded_params
         assert unsharded is not None
-        if self._unreduced and not self._state.is_being_reduced:
+        if self._unreduced:
             self._check_complete()
             grads = self._added_to_unreduced(grads)
-            # If this backward raises, the gradients of earlier backwards still count.
-            self._state.is_being_reduced = True
+            self.journal.record(partial(self._restore_unreduced, self._unreduced))
+            self._unreduced = []
         if group.options.reduces_unused:
             grads = self._with_zeros(grads, unsharded.grad_dtypes)
         dtype = dtype or self._dtype_to_reduce(grads, unsharded.grad_dtypes)
@@ -223,15 +214,15 @@ class DTensorGradients:
             reduced = copy_to_host_async(reduced) if group.pins and not has_hooks else reduced.to("cpu")
         if has_hooks:
             self._show(params, reduced)
-            # The reduced shard includes them, and counts even if this backward raises.
-            self._forget_unreduced()
+            # `.grad` includes the earlier gradients, even if this backward raises.
+            self.journal.close()
         else:
             self._reduced.append((params, reduced))
+        self.journal.record(self._forget_reduced)
 
     def end_backward(self, synced: bool) -> None:
         del synced
-        if self._state.end_backward():
-            self._forget_unreduced()
+        self.journal.close()
         self._show_unreduced()
         reduced = list(self._reduced)
         self._forget_reduced()
@@ -252,7 +243,13 @@ class DTensorGradients:
 
     def _forget_unreduced(self) -> None:
         self._unreduced = []
-        self._state.forget()
+        self._is_partial = False
+
+    def _restore_unreduced(self, unreduced: list[Tensor | None]) -> None:
+        self._unreduced = unreduced
+
+    def _mark_partial(self) -> None:
+        self._is_partial = bool(self._unreduced)
 
     def _show_unreduced(self) -> None:
         """Publish unreduced gradients on the unsharded parameters, where torch keeps them unless the dtype differs."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
-from impl.distributed.fsdp._layout.unreduced_state import UnreducedState
 from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
-from impl.distributed.fsdp._params.param_group import NewBuffer
+from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
 
 # Attribute in which torch.distributed.optim._apply_optimizer_in_backward stores a parameter's optimizers.
@@ -34,10 +34,21 @@ class _ShownUnreduced:
     version: int  # version of `.grad` when it was published
 
 
+@dataclass
+class _Unreduced:
+    """Sum of the gradients of backwards that did not synchronise."""
+
+    total: Tensor  # [padded_numel]
+    views: list[Tensor]
+    shown: list[_ShownUnreduced] = field(default_factory=list)
+    is_partial: bool = False  # includes some gradients of a failed backward
+
+
 class GradientShard:
     """`.grad` of one flat parameter: of `flat_param`, or of the user's own parameters."""
 
     def __init__(self, handle: FlatParamHandle, keeps_low_precision: bool) -> None:
+        self.journal = BackwardJournal()
         self._handle = handle
         self._keeps_low_precision = keeps_low_precision
         self._averaged: Tensor | None = None  # [shard_numel], of earlier backwards, taken aside
@@ -45,10 +56,7 @@ class GradientShard:
         # [shard_numel], memory of the `.grad` of the user's own parameters.
         self._shown: Tensor | None = None
         self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
-        self._unreduced: Tensor | None = None  # [padded_numel], of backwards that did not synchronise
-        self._unreduced_views: list[Tensor] = []
-        self._shown_unreduced: list[_ShownUnreduced] = []
-        self._state = UnreducedState()
+        self._unreduced: _Unreduced | None = None
 
     def check_optimizers(self) -> None:
         """Check that torch's helper for optimizers in backward does not step the flat parameter.
@@ -70,10 +78,10 @@ class GradientShard:
         """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
         if self._unreduced is not None:
             self.begin_backward()
-        return self._unreduced is not None and not self._state.is_being_reduced
+        return self._unreduced is not None
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
-        if self._unreduced is None or self._state.is_being_reduced:
+        if self._unreduced is None:
             return []
         handle = self._handle
         names = [slot.name for slot in handle.layout.slots]
@@ -92,47 +100,44 @@ class GradientShard:
 
     def begin_backward(self) -> None:
         """Set the current `.grad` aside, so that this backward is added to it."""
-        if self._unreduced is None:
+        unreduced = self._unreduced
+        if unreduced is None:
             if self._averaged is None and self._reduced is None:
                 self._averaged = self._taken_from_grad()
+                self.journal.record(self._forget_averaged)
         elif self._is_cleared():
-            self._averaged = None
+            self._forget_averaged()
             self._forget_unreduced()
-        elif not self._state.is_being_reduced:
-            if self._state.is_partial and self._unreduced.any():
+        else:
+            if unreduced.is_partial and unreduced.total.any():
                 names = [slot.name for slot in self._handle.layout.slots]
-                raise self._state.partial_gradients(names, "set them to None by zero_grad()")
-            self._follow_unreduced()
-
-    def abandon_backward(self) -> None:
-        """Keep `.grad` and the gradients of earlier backwards without synchronisation."""
-        self._reduced = None
-        if self._state.abandon_backward():
-            self._forget_unreduced()
-        if self._unreduced is None:
-            self._averaged = None
+                raise partial_gradients(names, "set them to None by zero_grad()")
+            self._follow_user(unreduced)
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         handle, grads = self._handle, self._run_flat_hooks(grads)
-        self._state.record_addition(to_earlier=self._unreduced is not None)
-        if self._unreduced is None:
+        unreduced = self._unreduced
+        if unreduced is None:
+            self.journal.record(self._forget_unreduced)
             dtype = next(grad.dtype for grad in grads if grad is not None)
-            self._unreduced = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
-            self._unreduced_views = handle.views_of(self._unreduced)
-            _copy_in(handle.layout, grads, self._unreduced_views, self._unreduced)
+            total = torch.empty(handle.layout.padded_numel, dtype=dtype, device=handle.device)
+            self._unreduced = unreduced = _Unreduced(total, handle.views_of(total))
+            _copy_in(handle.layout, grads, unreduced.views, total)
         else:
-            self._shown_unreduced = []  # set again at the end of this backward
-            _add(self._unreduced_views, grads)
+            self.journal.record(self._mark_partial)
+            unreduced.shown = []  # set again at the end of this backward
+            _add(unreduced.views, grads)
 
     def reduce_input(
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
-        unsharded, handle, grads = self._unreduced, self._handle, self._run_flat_hooks(grads)
+        unreduced, handle, grads = self._unreduced, self._handle, self._run_flat_hooks(grads)
         dtype = dtype or handle.reduce_dtype
-        if unsharded is not None and not self._state.is_being_reduced:
-            self._state.is_being_reduced = True
-            total = unsharded.clone()  # still counts if this backward raises
+        if unreduced is not None:
+            self.journal.record(partial(self._restore_unreduced, unreduced))
+            self._unreduced = None
+            total = unreduced.total.clone()
             _add(handle.views_of(total), grads)
             return total.to(dtype)
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
@@ -175,19 +180,20 @@ class GradientShard:
         if handle.offloads:
             average = copy_to_host_async(average) if self._reduced is None else average.to("cpu")
         if self._reduced is None:
+            self.journal.record(self._forget_reduced)
             self._reduced = average if average is not reduced or handle.is_sharded else average.clone()
         else:
             self._reduced = self._reduced.to(average.dtype).add_(average)
 
     def end_backward(self, synced: bool) -> None:
         """Publish the gradients of this backward in `.grad`."""
-        was_reduced = self._state.end_backward()
+        self.journal.close()
         if not synced:
             if self._unreduced is not None:
-                self._show_unreduced()
+                self._show_unreduced(self._unreduced)
+            else:
+                self._forget_averaged()  # still in `.grad`, since no gradient came
             return
-        if was_reduced:
-            self._forget_unreduced()
         averaged, self._averaged = self._averaged, None
         reduced, self._reduced = self._reduced, None
         if reduced is not None:
@@ -241,8 +247,8 @@ class GradientShard:
         handle = self._handle
         if self._unreduced is not None:
             self.begin_backward()
-        unsynchronized = self._unreduced
-        shard = self.current() if unsynchronized is None else unsynchronized
+        unreduced = self._unreduced
+        shard = self.current() if unreduced is None else unreduced.total
         if handle.use_orig_params:
             for parameter in handle.parameters:
                 parameter.grad = None
@@ -253,17 +259,17 @@ class GradientShard:
         finally:
             moved, handle.flat_param.grad = handle.flat_param.grad, None
             if moved is not None:
-                self._show_moved(moved, is_unreduced=unsynchronized is not None)
+                self._show_moved(moved, is_unreduced=unreduced is not None)
 
     def _show_moved(self, moved: Tensor, is_unreduced: bool) -> None:
         if not is_unreduced:
             self.show(moved)
             return
-        self._unreduced = moved = moved.detach()
-        self._unreduced_views = self._handle.views_of(moved)
+        moved = moved.detach()
+        self._unreduced = _Unreduced(moved, self._handle.views_of(moved))
         if self._averaged is not None:
             self._averaged = self._averaged.to(self._handle.flat_param)
-        self._show_unreduced()
+        self._show_unreduced(self._unreduced)
 
     def current(self) -> Tensor | None:
         """Return the content of `.grad`, [shard_numel], or None if there is none."""
@@ -301,21 +307,20 @@ class GradientShard:
                 piece.copy_(grad)
         return shard
 
-    def _show_unreduced(self) -> None:
-        assert self._unreduced is not None
+    def _show_unreduced(self, unreduced: _Unreduced) -> None:
         handle = self._handle
-        views = self._unreduced_views if handle.use_orig_params else [self._unreduced]
-        self._shown_unreduced = []
+        views = unreduced.views if handle.use_orig_params else [unreduced.total]
+        unreduced.shown = []
         for index, (parameter, view) in enumerate(zip(handle.stepped, views, strict=True)):
             if parameter.requires_grad:
                 _set_grad(parameter, view.detach())
                 assert parameter.grad is not None
-                self._shown_unreduced.append(_ShownUnreduced(index, view, parameter.grad._version))
+                unreduced.shown.append(_ShownUnreduced(index, view, parameter.grad._version))
 
-    def _follow_unreduced(self) -> None:
+    def _follow_user(self, unreduced: _Unreduced) -> None:
         """Apply the user's change of the published `.grad` to the unreduced gradient: cleared, zeroed or replaced."""
         handle = self._handle
-        for shown in self._shown_unreduced:
+        for shown in unreduced.shown:
             grad = handle.stepped[shown.index].grad
             is_there = grad is not None and grad.data_ptr() == shown.view.data_ptr()
             if grad is not None and is_there and grad._version == shown.version:
@@ -337,9 +342,19 @@ class GradientShard:
 
     def _forget_unreduced(self) -> None:
         self._unreduced = None
-        self._unreduced_views = []
-        self._shown_unreduced = []
-        self._state.forget()
+
+    def _forget_averaged(self) -> None:
+        self._averaged = None
+
+    def _forget_reduced(self) -> None:
+        self._reduced = None
+
+    def _restore_unreduced(self, unreduced: _Unreduced) -> None:
+        self._unreduced = unreduced
+
+    def _mark_partial(self) -> None:
+        if self._unreduced is not None:
+            self._unreduced.is_partial = True
 
 
 def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from impl.distributed.fsdp._params.tensor_parallel import local_of
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # inputs of a module, by position and by keyword
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor in nested containers and dataclasses."""
@@ -97,6 +99,17 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in `value` to `dtype`, differentiably."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
+
+
+def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Inputs:
+    return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+
+
+def move_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Inputs:
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == device else tensor.to(device)
+
+    return map_tensors(args, moved), map_tensors(kwargs, moved)
 
 
 def clone_aliases(memory: set[int], value: Any) -> Any:

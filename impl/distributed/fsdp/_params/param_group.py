@@ -71,8 +71,30 @@ class AllGatherRequest(NamedTuple):
     rows: Sequence[Tensor] = ()
 
 
+class BackwardJournal:
+    """Changes of a running backward to gradients that are not published. They are undone if the backward raises."""
+
+    def __init__(self) -> None:
+        self._undos: list[Callable[[], None]] = []
+
+    def record(self, undo: Callable[[], None]) -> None:
+        """Record a change by the function that undoes it."""
+        self._undos.append(undo)
+
+    def close(self) -> None:
+        """Keep the changes, because the backward has ended or its gradients are published."""
+        self._undos.clear()
+
+    def restore(self) -> None:
+        """Undo the changes, the last one first. Gradients of earlier backwards are as before, or marked as partial."""
+        while self._undos:
+            self._undos.pop()()
+
+
 class Gradients(Protocol):
     """`.grad` of the parameters that the optimizer steps."""
+
+    journal: BackwardJournal
 
     def check_optimizers(self) -> None:
         """Raise a RuntimeError if a hook would step a parameter in backward that cannot be stepped there."""
@@ -98,9 +120,6 @@ class Gradients(Protocol):
 
     def begin_backward(self) -> None:
         """Set the current `.grad` aside, so that this backward is added to it."""
-
-    def abandon_backward(self) -> None:
-        """Discard the backward after it raised. Gradients of earlier backwards stay valid."""
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of all parameters to the input of the next synchronising backward."""
@@ -211,6 +230,14 @@ def describe_names(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def partial_gradients(names: Sequence[str], cure: str) -> RuntimeError:
+    """Return the error for accumulated gradients that include only some gradients of a failed backward."""
+    return RuntimeError(
+        "a backward without synchronisation raised after it had added some of its gradients to those of earlier "
+        f"backwards, of {describe_names(names, 3)}; {cure} before the next backward"
+    )
 
 
 def describe_dtypes(group: ParamGroup) -> list[str]:

@@ -1,9 +1,10 @@
-"""Differentiable inputs of a unit that have no gradient yet."""
+"""Inputs and outputs of a unit in the autograd graph, whose gradients end and begin the unit's backward."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._params.autograd import differentiable_levels, register_first_hook
-from impl.distributed.fsdp._params.nested import tensors_in
+from impl.distributed.fsdp._params.nested import (
+    clone_aliases,
+    clone_aliases_in_objects,
+    tensors_in,
+    tensors_in_objects,
+)
+from impl.distributed.fsdp._params.param_group import Unsharded
 
 _FEW = 16
 
@@ -74,11 +81,20 @@ class InputGradients:
         self._missing -= len(self._last)
         self._last = []
 
-    def forget(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._last, self._missing = [], [], 0
-        self._times = WeakTensorKeyDictionary()
+
+
+@dataclass
+class BackwardState:
+    """State of the running or next backward. Each has its own."""
+
+    inputs: InputGradients = field(default_factory=InputGradients)
+    is_awaited: bool = False  # a gradient of the last forward's outputs begins it
+    has_begun: bool = False
+    is_differentiated: bool = False  # a graph of its gradients reads the views until its end
+    may_have_gradients: bool = False  # the parameters were unsharded for it
 
 
 def hook_gradient_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -> None:
@@ -86,3 +102,31 @@ def hook_gradient_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -
     live_unit = unit()
     if live_unit is not None and live_unit.root.is_in_backward:
         live_unit.hook_gradient(gradient)
+
+
+def clone_outputs(outputs: Any, in_graph: Sequence[Unsharded]) -> tuple[Any, Sequence[Tensor]]:
+    """Copy outputs that alias parameters. Return the outputs, and the tensors that they hold in user objects."""
+    outputs = clone_aliases({address for params in in_graph for address in params.memory}, outputs)
+    if isinstance(outputs, Tensor) or not (objects := tensors_in_objects(outputs)):
+        return outputs, ()
+    # Permanent memory belongs to the user, whose objects may keep it.
+    temporary = {address for params in in_graph if not params.aliases_shard for address in params.memory}
+    return outputs, clone_aliases_in_objects(temporary, objects)
+
+
+def backward_entries(outputs: Any, held: Sequence[Tensor], first_node: int) -> list[Tensor]:
+    """Return the output tensors whose gradient starts the unit's backward.
+
+    A tensor `held` by a user object counts only if this forward created it.
+    """
+    entries = [
+        level
+        for output in tensors_in(outputs)
+        for level in differentiable_levels(output)
+        if not level.is_leaf
+    ]
+    for tensor in held:
+        for level in differentiable_levels(tensor):
+            if level.grad_fn is not None and level.grad_fn._sequence_nr() >= first_node:
+                entries.append(level)
+    return entries

@@ -1,0 +1,52 @@
+"""Reduction of a group's gradients while the backward of other units goes on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from impl.distributed.fsdp._engine.shared import RootContext
+from impl.distributed.fsdp._engine.streams import StreamRole
+from impl.distributed.fsdp._engine.unit_params import UnitParams
+from impl.distributed.fsdp._params.param_group import ParamGroup
+from impl.kernels import no_grad_fast, span
+
+
+@no_grad_fast
+def reduce_gradients(unit: UnitParams[Any], group: ParamGroup, grads: list[Tensor | None]) -> None:
+    """Reduce the gradients of a group of the unit, or add them to the unreduced ones. Clears `grads`.
+
+    Collectives: a reduction over the ranks that the group is sharded over, and an all-reduce over its replicas; none
+        if the group does not synchronise.
+    """
+    root = unit.root
+    gradients, reduction = group.gradients, group.reduction
+    if not group.syncs:
+        gradients.accumulate_unreduced(grads)
+        return
+    dtype = group.compute_dtype if reduction.casts_itself or unit.is_in_full_precision() else None
+    # A user's hook may keep its argument, and the buffer becomes `.grad` if nothing is sharded.
+    is_scratch = reduction.hook is None and group.groups.shard is not None
+    buffer = gradients.reduce_input(grads, dtype, partial(root.memory.buffer, is_scratch=is_scratch))
+    grads.clear()  # frees their memory for the collective
+    root.streams.wait(StreamRole.REDUCE, root.streams.record(StreamRole.COMPUTE))
+    with span("FSDP::post_backward_reduce", unit.name):
+        with root.streams.on(StreamRole.REDUCE):
+            scattered = reduction.scatter(buffer, unit.name)
+        if scattered is not None:
+            with root.streams.on(_begin_all_reduce(group, scattered.output, root)):
+                reduced = reduction.finish(scattered)
+                keeps_buffer = reduced is buffer and root.accumulates_on_reduce_stream
+                gradients.add(reduced.clone() if keeps_buffer else reduced)
+    root.memory.keep_until_reduced(buffer)
+
+
+def _begin_all_reduce(group: ParamGroup, shard: Tensor, root: RootContext) -> StreamRole:
+    """Return the stream that reduces a scattered `shard` over replicas during the next reduce-scatter."""
+    if not group.groups.are_hybrid:
+        return StreamRole.REDUCE
+    root.streams.wait(StreamRole.ALL_REDUCE, root.streams.record(StreamRole.REDUCE))
+    root.memory.keep_until_all_reduced(shard)
+    return StreamRole.ALL_REDUCE

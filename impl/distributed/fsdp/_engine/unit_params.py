@@ -1,0 +1,233 @@
+"""Parameters of one unit, and the gathers and reshards that move them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
+from impl.distributed.fsdp._engine.shared import RootContext, SummonedParams
+from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
+from impl.distributed.fsdp._params.config import Config
+from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather
+from impl.kernels import span
+from impl.optim._shards import register_shard_groups
+
+Group = TypeVar("Group", bound=ParamGroup)
+
+
+@dataclass
+class GatherState:
+    """State of gathered parameters until they are resharded."""
+
+    dtypes: list[torch.dtype]  # dtype of each group
+    event: Any  # end of the all-gathers, None once COMPUTE has waited for it
+    was_prefetched: bool = False  # no forward or backward has used the parameters yet
+    # Kept after an evaluation, after which writes to shards may go unnoticed.
+    may_be_stale: bool = False
+    is_kept_by_user: bool = False  # the user reshards the unit before such writes
+
+
+class UnitParams(Generic[Group]):
+    """Parameters of one module that are unsharded together, in one or several groups."""
+
+    root: RootContext  # set by the root
+
+    def __init__(self, module: nn.Module, param_groups: Sequence[Group], config: Config) -> None:
+        self._module = weakref.ref(module)
+        self.param_groups = list(param_groups)
+        self.config = config
+        self.name = type(module).__name__
+        self.summoned: Sequence[SummonedParams] = ()  # the groups while they are summoned
+        self._gathered: GatherState | None = None
+        self._in_graph: list[Unsharded] = []  # parameters that the last graph was built from
+        self.register_params()
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group.stepped]
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._gathered is not None or bool(self.summoned)
+
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether the parameters were gathered for a forward or backward that has not used them yet."""
+        return self._gathered is not None and self._gathered.was_prefetched
+
+    def register_params(self) -> None:
+        """Register the current parameters for write tracking and shard-aware norms.
+
+        Call again after they were moved or cast.
+        """
+        for group in self.param_groups:
+            tracked = group.stepped if group.is_tracked else []
+            track_optimizer_writes(tracked, group.gradients.exist_on_any_rank)
+            for parameter in tracked:
+                register_shard_groups(parameter, *group.groups.holding)
+
+    def is_in_full_precision(self) -> bool:
+        if not self.config.full_precision_in_eval:
+            return False
+        module = self._module()
+        return module is not None and not module.training
+
+    def gather_on_request(self, *, is_kept: bool) -> None:
+        """Gather the parameters on the user's request, if they are not unsharded.
+
+        Args:
+            is_kept: only the user reshards them.
+        """
+        if not self.param_groups:
+            return
+        if not self.is_unsharded or (self._gathered is not None and self._gathered.may_be_stale):
+            if self.root.is_idle():  # a running forward or backward has already waited
+                make_gather_wait_for_compute(self.root.streams)
+            self.gather()
+        if self._gathered is not None:
+            self._gathered.is_kept_by_user = is_kept
+
+    def prefetch(self) -> None:
+        """Gather the parameters for a forward or backward that comes next, if they are sharded."""
+        if self.param_groups and not self.is_unsharded:
+            self.gather()
+            assert self._gathered is not None
+            self._gathered.was_prefetched = True
+
+    def gather(self) -> None:
+        """Gather all groups on GATHER. Do nothing if they are unsharded with the current values of the shards.
+
+        If the shards were written to since, graphs that read the views see a change in place, also if the views were
+        kept for a backward.
+        """
+        root = self.root
+        changed = [group.write_back_changes() for group in self.param_groups]
+        if any(changed):
+            make_gather_wait_for_compute(root.streams)
+            self.register_params()
+        dtypes = [self._dtype_now(group) for group in self.param_groups]
+        if root.is_in_backward:
+            self._wait_for_writes(dtypes)
+        gathered, is_kept = self._gathered, False
+        if gathered is not None:
+            is_kept = gathered.dtypes == dtypes and not gathered.may_be_stale
+            if is_kept and not any(changed) and self._shards_are_as_gathered(gathered):
+                return
+            self.reshard()
+        root.memory.admit(self)
+        with span("FSDP::all_gather", self.name, root.streams.on(StreamRole.GATHER)):
+            for group, dtype in zip(self.param_groups, dtypes, strict=True):
+                gather(group, dtype, self.name, is_kept=is_kept)
+        self._gathered = GatherState(dtypes, root.streams.record(StreamRole.GATHER))
+
+    def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.
+
+        Otherwise the gathers of a backward run concurrently with the end of the forward.
+        """
+        pairs = zip(self.param_groups, dtypes, strict=True)
+        if not all(group.is_up_to_date(dtype) for group, dtype in pairs):
+            make_gather_wait_for_compute(self.root.streams)
+
+    def _shards_are_as_gathered(self, gathered: GatherState) -> bool:
+        pairs = zip(self.param_groups, gathered.dtypes, strict=True)
+        return gathered.was_prefetched or all(group.is_up_to_date(dtype) for group, dtype in pairs)
+
+    def wait_for_gather(self) -> None:
+        """Make COMPUTE wait for a pending all-gather, even an unused one, because the shards may be written next."""
+        if self._gathered is not None:
+            self.root.streams.wait(StreamRole.COMPUTE, self._gathered.event)
+
+    def use_unsharded_views(self) -> None:
+        """Register the gathered or summoned parameters in the modules, and let COMPUTE wait for them."""
+        gathered = self._gathered
+        if self.summoned:
+            dtypes = [self._dtype_now(group) for group in self.param_groups]
+        else:
+            assert gathered is not None
+            self.root.streams.wait(StreamRole.COMPUTE, gathered.event)
+            gathered.event, gathered.was_prefetched = None, False
+            dtypes = gathered.dtypes
+        pairs = zip(self.summoned or self.param_groups, dtypes, strict=True)
+        self._in_graph = [params.use_unsharded_views(dtype) for params, dtype in pairs]
+
+    def use_kept_views(self) -> None:
+        """Register in the modules the parameters that stay unsharded after a forward or backward."""
+        for params in self.summoned or self.param_groups:
+            params.show_kept()
+
+    def reshard(self, *, after_forward: bool = False, frees: bool = True) -> None:
+        """Register the sharded views in the modules. Free the unsharded parameters or leave them to the graph."""
+        if self.summoned:
+            self.use_kept_views()
+            return
+        if self._gathered is None:
+            return
+        for group in self.param_groups:
+            group.use_sharded_views(after_forward=after_forward)
+        self.wait_for_gather()
+        self._gathered = None
+        if frees:
+            self.root.memory.note_resharded(self)
+            return
+        for group in self.param_groups:
+            group.leave_unsharded()
+
+    def reshard_unused(self, *, awaits_backward: bool) -> None:
+        """Reshard parameters that were prefetched for a forward that did not run, because the shards may change.
+
+        Parameters of a pending backward are kept for it, and gathered again there if the shards have changed.
+        """
+        if self._gathered is not None and self._gathered.was_prefetched:
+            self._gathered.was_prefetched = False
+            if not awaits_backward:
+                self.reshard()
+
+    def gather_again_if_kept(self, *, awaits_backward: bool) -> None:
+        """Make the next forward gather again, unless a backward reads the parameters first or the user keeps them.
+
+        A write to `.data` of a shard, or by a foreach operator to DTensors, increments no version counter.
+        """
+        if self._gathered is not None:
+            self._gathered.may_be_stale = not (awaits_backward or self._gathered.is_kept_by_user)
+
+    def free(self) -> None:
+        for group in self.param_groups:
+            group.free()
+
+    def _dtype_now(self, group: Group) -> torch.dtype:
+        return group.dtype if self.is_in_full_precision() else group.compute_dtype
+
+    # Parameters in the last graph
+
+    def check_unchanged(self) -> None:
+        """Raise if the forward changed a view in place. The next gather would overwrite the change."""
+        for unsharded in self._in_graph if self._gathered is not None else ():
+            if (name := unsharded.changed()) is not None:
+                self.reshard()
+                raise RuntimeError(
+                    f"{name} of {self.name} was changed in place during the forward, where a change is lost when the "
+                    "parameter is resharded; change it inside summon_full_params()"
+                )
+
+    def check_graph(self) -> None:
+        """Raise if the parameters that a backward is about to differentiate were replaced."""
+        if any(unsharded.is_invalidated for unsharded in self._in_graph):
+            raise RuntimeError(
+                f"{self.name} was moved or cast between its forward and its backward, whose graph contains the "
+                "previous parameters; do it before the forward"
+            )
+
+    def has_gradients(self) -> bool:
+        return any(view.grad is not None for unsharded in self._in_graph for view in unsharded.trainable)
+
+    def drop_gradients(self) -> None:
+        for unsharded in self._in_graph:
+            for view in unsharded.trainable:
+                view.grad = None
