@@ -25,7 +25,7 @@ _APIS = {
     "autocast": "autocast",
     "optimizer_variable": "Optimizers under torch.compile",
 }
-# Names of `HARMS` of conformance/judge/rows.py in the table and in headings.
+# Names of `HARMS` of conformance/judge/files/rows.py in the table and in headings.
 _HARMS = {
     "silent": ("Wrong results", "torch silently gives wrong results"),
     "hang": ("Hangs", "torch hangs, ends the process or loses work"),

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conformance.judge import options
+from conformance.cli import options
+from conformance.cli.judging import chosen_tests, judge, tail
+from conformance.cli.running import Stop
+from conformance.cli.terminal import print_broken, print_verdict, progress_on
 from conformance.judge.clauses import HERE
-from conformance.judge.judging import chosen_tests, judge, tail
-from conformance.judge.running import Stop
-from conformance.judge.terminal import print_broken, print_verdict, progress_on
 from conformance.report import conclude
 
 

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.judge import environment
+from conformance.cli.judging import everything
+from conformance.cli.options import PROFILES
 from conformance.judge.clauses import HERE
 from conformance.judge.judgement import RED
-from conformance.judge.judging import everything
-from conformance.judge.options import PROFILES
 from conformance.judge.results import broken_clauses
+from conformance.judge.sandbox import environment
 
 _ROOT = HERE.parent
 

@@ -14,21 +14,22 @@ import hypothesis
 import pytest
 import torch
 
-from conformance.judge import claims_file, global_state, reference_limits, seeding, trial
-from conformance.judge.claims import NotClaimed, claimed_extensions, exposes
+from conformance.cli.options import PROFILES
 from conformance.judge.clauses import AREAS, HERE, all_clauses, clause_of
 from conformance.judge.comparing import Compare
-from conformance.judge.deadlines import MOST_RESTARTS, Deadlines
 from conformance.judge.deviations import DeviationJudge
-from conformance.judge.environment import is_usable, quieten_triton
 from conformance.judge.errors import Hang, raise_stopped_by_user
-from conformance.judge.expectations import Expectations, without_shrinking
+from conformance.judge.files import claims_file, reference_limits
+from conformance.judge.files.claims import NotClaimed, claimed_extensions, exposes
+from conformance.judge.files.expectations import Expectations, without_shrinking
+from conformance.judge.files.rows import all_deviations, all_reference_limits
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library, NotProvided, load_library, package_of
-from conformance.judge.notes import Notes
-from conformance.judge.options import PROFILES
 from conformance.judge.results import BAD_INPUT, NO_DEVICE, Recorder, WorkerRecorder
-from conformance.judge.rows import all_deviations, all_reference_limits
+from conformance.judge.sandbox import global_state, seeding, trial
+from conformance.judge.sandbox.deadlines import MOST_RESTARTS, Deadlines
+from conformance.judge.sandbox.environment import is_usable, quieten_triton
+from conformance.judge.sandbox.notes import Notes
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
 _SELFTESTS = HERE / "selftests"

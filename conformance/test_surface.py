@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from conformance.judge import surface
-from conformance.judge.claims import claims
-from conformance.judge.compat import COMPAT_NAMES, CompatName
+from conformance.judge.files.claims import claims
+from conformance.judge.files.compat import COMPAT_NAMES, CompatName
 from conformance.judge.library import Library
 
 _CALLABLES = [

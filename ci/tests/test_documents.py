@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.judge.clauses import all_clauses
-from conformance.judge.rows import HARMS, all_deviations, all_reference_limits
+from conformance.judge.files.rows import HARMS, all_deviations, all_reference_limits
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import _differences

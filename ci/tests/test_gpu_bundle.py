@@ -24,7 +24,7 @@ from conformance.gpu.bundle import Bundle
 from conformance.gpu.bundle_files import BENCHMARKS
 from conformance.gpu.phase_rows import Found, PhaseTask, read_rows
 from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, GpuPhase, Ran
-from conformance.judge.marked_processes import marked_processes
+from conformance.judge.sandbox.marked_processes import marked_processes
 
 ROOT = Path(__file__).parents[2]
 HOST_ROW = {

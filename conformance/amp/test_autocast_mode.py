@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge import seeding
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.sandbox import seeding
 from conformance.ranks import RankPool
 from conformance.strategies.regions import LOW, cuda_reported, operands, state
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge import seeding
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.sandbox import seeding
 from conformance.strategies.regions import LOW, state
 
 CASTS = [None, torch.float32, torch.bfloat16, torch.float64]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from conformance.judge import seeding
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
+from conformance.judge.sandbox import seeding
 from conformance.strategies.regions import LOW, state
 
 

@@ -12,9 +12,9 @@ import torch
 
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
-from conformance.judge.global_state import default_dtype
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
+from conformance.judge.sandbox.global_state import default_dtype
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import OPTIMIZERS, Harness
 

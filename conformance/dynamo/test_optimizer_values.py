@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
-from conformance.judge.global_state import put_back, read
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
-from conformance.judge.process_state import PROCESS
+from conformance.judge.sandbox.global_state import put_back, read
+from conformance.judge.sandbox.process_state import PROCESS
 from conformance.strategies.compiled_steps import CompiledHarness, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,

@@ -25,9 +25,9 @@ from conformance.faults.trials import (
     verify_kill,
 )
 from conformance.faults.worker import Trial, WorkerPool
-from conformance.judge import environment
 from conformance.judge.clauses import all_clauses
 from conformance.judge.errors import raise_stopped_by_user
+from conformance.judge.sandbox import environment
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
 _print = functools.partial(print, flush=True)

@@ -25,11 +25,11 @@ import torch._dynamo  # noqa: F401 slow import, else done by every fork's first 
 from conformance.faults import handmade  # noqa: F401 else imported by every fork
 from conformance.faults.order import Task, ordered_tests, starts_ranks
 from conformance.judge.clauses import HERE, all_clauses, clause_of
-from conformance.judge.deadlines import Deadlines
 from conformance.judge.judgement import RED
 from conformance.judge.library import load_library
-from conformance.judge.notes import Notes
 from conformance.judge.results import WorkerRecorder
+from conformance.judge.sandbox.deadlines import Deadlines
+from conformance.judge.sandbox.notes import Notes
 from conformance.ranks.handle import keep_fork_server, start_fork_server
 
 LOG = "log"

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.machine import describe_machine, own_name
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
-from conformance.judge import environment
+from conformance.judge.sandbox import environment
 
 
 def work(task: PhaseTask, rows: Rows) -> None:

@@ -1,9 +1,14 @@
 """The judge's core: access to a subject, observation of its behaviour, and the judgement of each test.
 
-library claims claims_file trial     access to a subject, its claims, and its import in a separate process
-clauses surface rows compat          clauses, and torch's names that they cover
-outcome tolerances deviations        outcome of a call, tolerances, and tests of deviations
-deadlines watchdog errors            deadlines of tests, and the end of tests that exceed them
-judgement results notes              judgement of each test, gathered from all workers
-options judging running terminal     the suite in a separate process, its options and its output
+library                              access to a subject and to torch
+clauses surface catalogue            clauses, torch's names that they cover, and their number
+outcome tolerances comparing         outcome of a call, and its comparison with torch's
+deviations                           tests of deviations
+errors rank_errors                   errors of a run and of its ranks
+judgement results heading            judgement of each test, gathered from all workers into a report
+providers                            packages above the judge that serve it, registered by name
+sandbox                              protection of the judge from the subject
+files                                files that people write: claims, expectations, deviations, limits
+
+It imports nothing else of `conformance`.
 """

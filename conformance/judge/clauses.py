@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from conformance.judge import surface
-from conformance.judge.rows import all_deviations
+from conformance.judge.files.rows import all_deviations
 
 HERE = Path(__file__).parents[1]
 TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # supported by this package

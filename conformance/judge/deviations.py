@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from conformance.judge.files.rows import Deviation
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, differences
 from conformance.judge.rank_errors import RankDied, RankFault
-from conformance.judge.rows import Deviation
 from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import TRAINED
 

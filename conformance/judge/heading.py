@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from conformance.judge import catalogue, clauses, environment
-from conformance.judge.claims_file import UnreadableClaims, claims_file
+from conformance.judge import catalogue, clauses
+from conformance.judge.files.claims_file import UnreadableClaims, claims_file
+from conformance.judge.files.rows import all_deviations
 from conformance.judge.library import package_of
-from conformance.judge.rows import all_deviations
+from conformance.judge.sandbox import environment
 
 # Version of report.json. Raised when a key is removed or changes its meaning (`report/report.schema.json`).
 SCHEMA = 1

@@ -21,14 +21,14 @@ import hypothesis
 import pytest
 
 from conformance.judge import clauses
-from conformance.judge.claims import NotClaimed, claimed_extensions, is_claimed
 from conformance.judge.deviations import StaleDeviation
 from conformance.judge.errors import describe
-from conformance.judge.expectations import CAN_BE_EXPECTED, Expectations, expected_failure_text
+from conformance.judge.files.claims import NotClaimed, claimed_extensions, is_claimed
+from conformance.judge.files.expectations import CAN_BE_EXPECTED, Expectations, expected_failure_text
+from conformance.judge.files.reference_limits import ReferenceCannot
+from conformance.judge.files.rows import all_reference_limits
 from conformance.judge.heading import replay_command
 from conformance.judge.library import NotProvided, load_library
-from conformance.judge.reference_limits import ReferenceCannot
-from conformance.judge.rows import all_reference_limits
 from conformance.judge.tolerances import take_margins
 
 RED = ("failed", "hang", "crash", "stale")

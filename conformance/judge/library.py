@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from conformance.judge import providers, surface
-from conformance.judge.claims_file import claims_file
 from conformance.judge.errors import FROM_OUTSIDE, describe
+from conformance.judge.files.claims_file import claims_file
 
 
 class NotProvided(AttributeError):

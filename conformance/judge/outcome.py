@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from conformance.judge import global_state
 from conformance.judge.library import LookupFailed, NotProvided
+from conformance.judge.sandbox import global_state
 from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import EXACT, Tolerance
 

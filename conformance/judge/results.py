@@ -15,11 +15,11 @@ from typing import Any, TextIO
 import pytest
 
 from conformance.judge import clauses
-from conformance.judge.expectations import ExpectationResult, Expectations, TestRecord
+from conformance.judge.files.expectations import ExpectationResult, Expectations, TestRecord
 from conformance.judge.heading import heading, replay_command
 from conformance.judge.judgement import RED, Judgement, if_expected, judgement_of
-from conformance.judge.notes import Incident, Notes
-from conformance.judge.trial import SubjectInfo
+from conformance.judge.sandbox.notes import Incident, Notes
+from conformance.judge.sandbox.trial import SubjectInfo
 
 BAD_INPUT = 2  # exit code for wrong input, whatever the outcomes of tests
 NO_DEVICE = "no device"  # beginning of the reason of an unavailable test

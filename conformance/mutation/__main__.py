@@ -22,8 +22,8 @@ from conformance.exact_copy.copying import ROOT
 from conformance.faults.order import Task
 from conformance.faults.trials import RedWithoutFault, verify_green
 from conformance.faults.worker import Trial, WorkerPool
-from conformance.judge import environment
 from conformance.judge.errors import raise_stopped_by_user
+from conformance.judge.sandbox import environment
 from conformance.mutation import lines
 from conformance.mutation.groups import (
     GROUPS,

@@ -28,7 +28,7 @@ from conformance.judge.rank_errors import (
     RanksDiverged,
     Scene,
 )
-from conformance.judge.seeding import run_seed
+from conformance.judge.sandbox.seeding import run_seed
 from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.handle import RankHandle
 from conformance.ranks.process import Done, Listening, RankSettings, Ready, Resolved

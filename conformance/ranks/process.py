@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance import simulator
-from conformance.judge import seeding
-from conformance.judge.environment import quieten_triton
 from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.rank_errors import Failure
+from conformance.judge.sandbox import seeding
+from conformance.judge.sandbox.environment import quieten_triton
 from conformance.ranks import by_value
 from conformance.ranks.channel import Channel
 from conformance.ranks.collective_traces import report_collectives

@@ -16,8 +16,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from conformance.judge.marked_processes import marked_processes
 from conformance.judge.rank_errors import RankDied, RankFault, RankHung, RankRaised, RanksDiverged
+from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.ranks.pool import RankPool
 
 # The exception that each case of `fault_cases` must cause, or None if it must succeed.

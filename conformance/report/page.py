@@ -26,7 +26,7 @@ _SIDES = {"known": "does what torch does", "passed": "does what impl does", "fai
 
 
 def write_page(report: dict[str, Any], file: Path) -> None:
-    """Write the page of a report of `conformance.gate`. All texts are made legible and escaped."""
+    """Write the page of a report of `conformance.cli.gate`. All texts are made legible and escaped."""
     report = legible(report)
     areas = matrix(report)
     page = (

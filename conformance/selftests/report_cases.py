@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from conformance.judge import environment
 from conformance.judge.judgement import Judgement
+from conformance.judge.sandbox import environment
 from conformance.training.compare import Check
 from conformance.training.config import small_config
 from conformance.training.judge import TrainingComparison, as_entry

@@ -13,7 +13,7 @@ import pytest
 from conformance import catalogue as command
 from conformance.judge import catalogue, clauses, surface
 from conformance.judge.catalogue import CatalogueVersion
-from conformance.judge.rows import all_deviations
+from conformance.judge.files.rows import all_deviations
 
 ROOT = Path(__file__).parents[2]
 

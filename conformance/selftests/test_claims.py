@@ -10,11 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from conformance.judge import claims, claims_file, trial
-from conformance.judge.claims import wrong_in_claims
 from conformance.judge.clauses import all_clauses
+from conformance.judge.files import claims, claims_file
+from conformance.judge.files.claims import wrong_in_claims
 from conformance.judge.library import Library, NotProvided
 from conformance.judge.results import BAD_INPUT
+from conformance.judge.sandbox import trial
 from conformance.selftests.misbehaving import written
 from conformance.selftests.test_misbehaving_subjects import CPU_ALONE, OTHERS, SCALER, judged, of
 

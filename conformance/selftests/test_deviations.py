@@ -13,10 +13,10 @@ from conformance.distributed.fsdp import twins
 from conformance.distributed.fsdp.lab import Lab
 from conformance.judge import surface
 from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
+from conformance.judge.files.rows import Deviation, ReferenceLimit, devices_of
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.judge.rank_errors import Scene
-from conformance.judge.rows import Deviation, ReferenceLimit, devices_of
 from conformance.ranks import RankDied, RankRaised
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", "silent", ("cpu",))

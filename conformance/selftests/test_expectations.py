@@ -9,8 +9,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from conformance.judge.claims_file import Expectation
-from conformance.judge.expectations import Expectations, TestRecord, without_shrinking
+from conformance.judge.files.claims_file import Expectation
+from conformance.judge.files.expectations import Expectations, TestRecord, without_shrinking
 from conformance.selftests.test_misbehaving_subjects import MISUSED, OTHERS, judged, judged_by_workers, of
 
 TODAY = datetime.date(2026, 5, 1)

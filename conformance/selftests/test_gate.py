@@ -23,12 +23,12 @@ pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml 
 from rich.console import Console
 from rich.progress import Progress
 
-from conformance import gate
-from conformance.judge.judging import _JudgingBar, _Lines, _salvaged
-from conformance.judge.marked_processes import marked_processes
-from conformance.judge.options import of_gate
+from conformance.cli import gate
+from conformance.cli.judging import _JudgingBar, _Lines, _salvaged
+from conformance.cli.options import of_gate
+from conformance.cli.running import Stop
 from conformance.judge.results import verdict
-from conformance.judge.running import Stop
+from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.report.verdict import parts, reasons
 from conformance.selftests.report_cases import a_report, judged, trained
 
@@ -152,7 +152,7 @@ def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
 def test_stopped_gate_reports_results_and_starts_nothing(tmp_path: Path, blow: signal.Signals) -> None:
     mark = uuid.uuid4().hex
     with subprocess.Popen(
-        [sys.executable, "-m", "conformance.gate", "--subject=torch", f"--out={tmp_path}"],
+        [sys.executable, "-m", "conformance.cli.gate", "--subject=torch", f"--out={tmp_path}"],
         cwd=ROOT,
         env=os.environ
         | {"TANDEM_MARK": mark, "PYTEST_ADDOPTS": _COLLECTED, "PYTEST_XDIST_AUTO_NUM_WORKERS": "1"},

@@ -41,10 +41,11 @@ from conformance.faults.trials import (
     verify_kill,
 )
 from conformance.faults.worker import Trial, Worker
-from conformance.judge import environment, surface
+from conformance.judge import surface
 from conformance.judge.clauses import all_clauses
 from conformance.judge.library import Library
-from conformance.judge.marked_processes import marked_processes
+from conformance.judge.sandbox import environment
+from conformance.judge.sandbox.marked_processes import marked_processes
 
 OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_are_for_what_there_is")
 # Faults in torch, one of each type. The command has all of them.

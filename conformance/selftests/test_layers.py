@@ -48,6 +48,19 @@ WITHIN_SHARDING = (
     ("_common_utils", "_param_precisions", "checkpoint"),
 )
 
+# The same for the suite. `conformance` itself registers packages by name and comes before all rows.
+SUITE = (
+    ("judge",),
+    ("simulator", "exact_copy"),
+    ("ranks",),
+    ("amp", "cpu", "cuda", "distributed", "dynamo", "nn", "strategies", "training", "test_surface"),
+    ("faults", "mutation"),
+    ("clients", "report"),
+    ("cli", "catalogue", "plugin"),
+    ("__main__", "conftest", "false_positives", "gpu", "mirror", "subjects"),
+    ("selftests",),
+)
+
 # (module, what it does): why it may. A line that nothing needs any more fails.
 _ADDRESS = "the tracer, the export verifier and a later pass compare graph targets by identity; never called"
 _OPTIONAL = "Triton is optional, and slow to import"
@@ -324,15 +337,16 @@ def test_sharding_is_in_order() -> None:
     assert {reading.name: out_of_order(reading) for reading in within if out_of_order(reading)} == {}
 
 
-def test_imports_have_no_cycle() -> None:
-    """Imports between any files count: in tests, in functions, and for type checkers."""
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    """Return what each file imports of the others, also in tests, in functions, and for type checkers."""
     files = by_module(
         file
         for folder in ("impl", "conformance", "benchmarks", "ci")
         for file in (ROOT / folder).rglob("*.py")
     )
     assert {"impl.kernels", "impl.kernels.norm", "conformance.selftests.test_layers"} <= files.keys()
-    graph = {
+    return {
         name: imports_of(
             name if file.name == "__init__.py" else name.rpartition(".")[0],
             file.read_text(encoding="utf-8"),
@@ -340,7 +354,46 @@ def test_imports_have_no_cycle() -> None:
         )
         for name, file in files.items()
     }
-    assert circle_in(graph) == []
+
+
+def test_imports_have_no_cycle() -> None:
+    assert circle_in(import_graph()) == []
+
+
+def suite_row_of(module: str) -> int:
+    """Return a module's row in `SUITE`, or -1 for the package itself."""
+    rows = [tuple(f"conformance.{name}" for name in names) for names in SUITE]
+    matches = [index for index, names in enumerate(rows) if is_within(module, names)]
+    assert matches or module == "conformance", f"{module} has no row in SUITE"
+    return matches[0] if matches else -1
+
+
+def upward_in_suite(module: str, imports: Iterable[str]) -> list[str]:
+    suite = {name for name in imports if is_within(name, ("conformance",))}
+    return sorted(name for name in suite if suite_row_of(name) > suite_row_of(module))
+
+
+def test_suite_imports_point_one_way() -> None:
+    modules = {name: names for name, names in import_graph().items() if name.startswith("conformance.")}
+    assert len(modules) > 100
+    upward_imports = {name: upward_in_suite(name, names) for name, names in modules.items()}
+    assert {name: names for name, names in upward_imports.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "is_upward"),
+    [
+        ("judge.library", "judge.files.claims", False),
+        ("judge.library", "faults.handmade", True),
+        ("judge.sandbox.seeding", "simulator", True),
+        ("ranks.pool", "simulator", False),
+        ("report.verdict", "cli.terminal", True),
+        ("plugin", "selftests", True),
+    ],
+)
+def test_upward_import_in_suite_is_detected(module: str, imported: str, is_upward: bool) -> None:
+    path = f"conformance.{imported}"
+    assert upward_in_suite(f"conformance.{module}", {path, "impl.amp"}) == ([path] if is_upward else [])
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 
 from conformance.faults.order import Task
 from conformance.faults.worker import Worker
-from conformance.judge import claims_file
-from conformance.judge.claims import claimed_extensions, claims
 from conformance.judge.clauses import Clause, _read, all_clauses
-from conformance.judge.rows import limited_clauses
+from conformance.judge.files import claims_file
+from conformance.judge.files.claims import claimed_extensions, claims
+from conformance.judge.files.rows import limited_clauses
 from conformance.judge.surface import names
 
 CLAIMANT = "conformance.selftests.claims_all"

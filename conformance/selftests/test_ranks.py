@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conformance.judge.marked_processes import marked_processes
+from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRaised
 from conformance.ranks.collective_traces import Collective
 from conformance.ranks.pool import _Pace

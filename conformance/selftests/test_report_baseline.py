@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
-from conformance import gate
+from conformance.cli import gate
 from conformance.faults.kill_matrix import Kill, Kills, write_kills
 from conformance.judge.judgement import RED
 from conformance.report import write_page

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conformance.judge import clauses
-from conformance.judge.claims import claims, is_claimed
+from conformance.judge.files.claims import claims, is_claimed
 from conformance.judge.judgement import _axes
 from conformance.judge.library import NotProvided, load_library
 from conformance.judge.outcome import observe

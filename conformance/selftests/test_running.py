@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.judge.marked_processes import marked_processes
-from conformance.judge.running import STOPPED, Stop, run
+from conformance.cli.running import STOPPED, Stop, run
+from conformance.judge.sandbox.marked_processes import marked_processes
 
 pytestmark = pytest.mark.deadline(60)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conformance import false_positives
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 from conformance.strategies.gradients import Gradient
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance.judge.claims_file import NAME, read
 from conformance.judge.clauses import all_clauses
+from conformance.judge.files.claims_file import NAME, read
 from conformance.subjects.__main__ import HERE, PAGE, SUBJECTS, folders, noted, row
 from conformance.subjects.package_source import Instead, definitions
 

@@ -2,7 +2,7 @@ import io
 
 from rich.console import Console
 
-from conformance.judge.terminal import progress_on
+from conformance.cli.terminal import progress_on
 
 
 def test_log_gets_line_of_progress_every_30_seconds() -> None:

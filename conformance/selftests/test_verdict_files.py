@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance import __main__ as judge
-from conformance.judge import judging
+from conformance.cli import judging
+from conformance.cli.judging import chosen_tests
+from conformance.cli.options import of_gate
 from conformance.judge.clauses import AREAS
 from conformance.judge.heading import SCHEMA, heading, judge_command, replay_command
-from conformance.judge.judging import chosen_tests
-from conformance.judge.options import of_gate
 from conformance.report import __main__ as drawing
 from conformance.report import conclude
 from conformance.report.badge import badge

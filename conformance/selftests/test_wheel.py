@@ -142,7 +142,7 @@ def test_unjudgeable_input_is_distinguished_from_red(programs: Path, folder: Pat
     ended = run(programs / "tandem-judge", *words, cwd=folder)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "the subject 'nobodys.package' cannot be loaded (ModuleNotFoundError: " in ended.stdout
-    gate = run(programs / "python", "-P", "-m", "conformance.gate", cwd=folder)
+    gate = run(programs / "python", "-P", "-m", "conformance.cli.gate", cwd=folder)
     assert (gate.returncode, "run ci/gate in a clone of the repository" in gate.stderr) == (2, True), (
         gate.stderr
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import Tolerance
 
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from conformance.judge import seeding
 from conformance.judge.library import Library
+from conformance.judge.sandbox import seeding
 
 DEVICE_TYPES = ("cpu", "cuda")
 LOW = [torch.bfloat16, torch.float16]

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.judge.claims_file import NAME, read
 from conformance.judge.clauses import all_clauses
-from conformance.judge.expectations import NOT_JUDGED
+from conformance.judge.files.claims_file import NAME, read
+from conformance.judge.files.expectations import NOT_JUDGED
 from conformance.report.matrix import SEVERITY
 
 HERE = Path(__file__).parent

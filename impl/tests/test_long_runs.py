@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from benchmarks.process_memory import resident_bytes
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 from impl import dynamo
 from impl.amp import GradScaler
 

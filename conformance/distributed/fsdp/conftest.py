@@ -10,8 +10,8 @@ import pytest
 
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.twins import Twins, TwinsOf, assert_limit
+from conformance.judge.files.rows import all_reference_limits
 from conformance.judge.library import Library
-from conformance.judge.rows import all_reference_limits
 from conformance.ranks import RankPool
 
 

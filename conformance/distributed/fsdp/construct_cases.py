@@ -20,7 +20,7 @@ from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters, 
 from conformance.distributed.fsdp.lab import Lab, filled, named
 from conformance.distributed.fsdp.module_trees import LEAVES, Batch, call, loss_of
 from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, copied, plain
-from conformance.judge.global_state import default_dtype
+from conformance.judge.sandbox.global_state import default_dtype
 
 
 def construct(lab: Lab, *, way: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP
 from conformance.distributed.fsdp.fully_shard_cases import FULLY_SHARD
-from conformance.judge import seeding
 from conformance.judge.library import Library, load_library
+from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank
 
 ASTRAY = 1  # rank that deviates from the others

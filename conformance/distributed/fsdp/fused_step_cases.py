@@ -13,8 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
-from conformance.judge import seeding
 from conformance.judge.outcome import observe
+from conformance.judge.sandbox import seeding
 
 SIZE = 4  # rows of a rank's batch
 # The eps is as large as the gradients. With a smaller eps, rounding errors near zero would decide the update.

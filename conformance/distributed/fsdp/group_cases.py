@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from conformance.distributed.fsdp.lab import Lab
 from conformance.distributed.fsdp.scaler_cases import SCALER
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank
 
 _TIMEOUT = timedelta(seconds=30)

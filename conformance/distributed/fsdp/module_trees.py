@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 
 ROWS = 3  # rows of each rank's data in each forward
 WIDTH = 3  # width of the model's input

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.utils._pytree import tree_map_only
 
-from conformance.judge import seeding
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
+from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness, TakesScaler, entries, pickled

@@ -11,7 +11,7 @@ from conformance.distributed.fsdp.fsdp_cases import FSDP
 from conformance.distributed.fsdp.private_name_cases import read, upcast
 from conformance.distributed.fsdp.twins import Twins, both_kinds, each_strategy
 from conformance.judge.clauses import clause
-from conformance.judge.compat import COMPAT_NAMES, CompatName
+from conformance.judge.files.compat import COMPAT_NAMES, CompatName
 from conformance.judge.tolerances import TRAINED, Tolerance
 
 _ROWS = [row for row in COMPAT_NAMES if row.on_ranks]

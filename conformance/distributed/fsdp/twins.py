@@ -22,9 +22,9 @@ from conformance.distributed.fsdp.rank_judging import (
     without_layout,
 )
 from conformance.judge.deviations import DeviationJudge, StaleDeviation
+from conformance.judge.files.rows import ReferenceLimit
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
-from conformance.judge.rows import ReferenceLimit
 from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool

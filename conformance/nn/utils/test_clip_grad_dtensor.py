@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from conformance.judge import seeding
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from conformance.ranks import RankPool, RanksDiverged
 from conformance.ranks.cases import PlacedGradient

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance.judge.global_state import default_dtype
+from conformance.judge.sandbox.global_state import default_dtype
 from impl import kernels
 from impl.kernels import AdamRule, Parameters, SGDRule, _dispatch, _native, fused_step
 from impl.kernels._native import CHUNK, CODES

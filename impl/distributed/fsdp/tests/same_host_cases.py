@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from conformance.judge import seeding
+from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank
 from impl.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from impl.distributed.fsdp._comm import choosing, same_host

@@ -2,7 +2,7 @@
 
 The import may exit, kill, hang or patch that process. This process only receives a report.
 
-    python -m conformance.judge.trial SUBJECT cpu,cuda 5    writes to file descriptor 5; its output must be a file
+    python -m conformance.judge.sandbox.trial SUBJECT cpu,cuda 5    writes to file descriptor 5; needs a file as output
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge import surface
-from conformance.judge.claims import claims, wrong_in_claims
-from conformance.judge.claims_file import UnreadableClaims, claims_file
-from conformance.judge.environment import is_device
 from conformance.judge.errors import FROM_OUTSIDE, describe
-from conformance.judge.global_state import put_back, read
+from conformance.judge.files.claims import claims, wrong_in_claims
+from conformance.judge.files.claims_file import UnreadableClaims, claims_file
 from conformance.judge.library import load_library, package_of
-from conformance.judge.process_state import PROCESS
+from conformance.judge.sandbox.environment import is_device
+from conformance.judge.sandbox.global_state import put_back, read
+from conformance.judge.sandbox.process_state import PROCESS
 
 IMPORT_S = 60.0
 _CHILDREN_S = 5.0  # time for forked processes to end
@@ -120,7 +120,7 @@ def import_in_subprocess(spec: str, devices: str = "auto", limit_s: float = IMPO
     """
     read_end, write_end = os.pipe()
     with open(read_end) as answers, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "conformance.judge.trial", spec, devices, str(write_end)]
+        command = [sys.executable, "-m", "conformance.judge.sandbox.trial", spec, devices, str(write_end)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -18,7 +18,7 @@ class CompatName:
 
 
 def _read() -> tuple[CompatName, ...]:
-    table = tomllib.loads((Path(__file__).parents[1] / "compat_names.toml").read_text())
+    table = tomllib.loads((Path(__file__).parents[2] / "compat_names.toml").read_text())
     return tuple(
         CompatName(owner, name, used_by, tuple(rows.get("construct", ())), rows.get("on_ranks", False))
         for owner, rows in table.items()

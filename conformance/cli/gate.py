@@ -1,8 +1,8 @@
 """The gate: judge a subject, time it against torch, train a real model with it, and write a report with a verdict.
 
-    python -m conformance.gate --subject impl --profile quick --out report
-    python -m conformance.gate --subject your.package --parts judging      only the judging, like tandem-judge
-    python -m conformance.gate --baseline earlier/report.json              also what broke, was fixed or became slower
+    python -m conformance.cli.gate --subject impl --profile quick --out report
+    python -m conformance.cli.gate --subject your.package --parts judging    only the judging, like tandem-judge
+    python -m conformance.cli.gate --baseline earlier/report.json            also what broke, was fixed or became slower
 
 Each phase runs in its own process with a deadline, so that a subject that hangs or kills its process still gets a
 verdict, which is red. Exit codes: 0 green, 1 red, 2 invalid input (a bad option, a bad claims file, or a package that
@@ -24,12 +24,12 @@ from typing import Any
 
 from rich.console import Console
 
+from conformance.cli.judging import DEADLINES_S, judge, tail
+from conformance.cli.options import REPORT, of_gate
+from conformance.cli.running import Stop, run
+from conformance.cli.terminal import PhaseProgress, print_broken, print_verdict, progress_on
 from conformance.faults.kill_matrix import read_kills
 from conformance.judge.heading import CHECKOUT
-from conformance.judge.judging import DEADLINES_S, judge, tail
-from conformance.judge.options import REPORT, of_gate
-from conformance.judge.running import Stop, run
-from conformance.judge.terminal import PhaseProgress, print_broken, print_verdict, progress_on
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.simulation import FILE as SIMULATION

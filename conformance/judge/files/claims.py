@@ -1,7 +1,7 @@
 """Claims of a subject, which decide whether a missing name is red or only reported.
 
 A package claims every public name that it exposes and no extension, unless its claims file
-(`conformance.judge.claims_file`) says otherwise.
+(`conformance.judge.files.claims_file`) says otherwise.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from conformance.judge import surface
-from conformance.judge.claims_file import Expectation, claims_file, similar
 from conformance.judge.clauses import HERE, all_clauses
-from conformance.judge.environment import try_out
 from conformance.judge.errors import describe
+from conformance.judge.files.claims_file import Expectation, claims_file, similar
+from conformance.judge.files.rows import limited_clauses
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library, package_of
-from conformance.judge.rows import limited_clauses
+from conformance.judge.sandbox.environment import try_out
 
 
 class NotClaimed(pytest.skip.Exception):

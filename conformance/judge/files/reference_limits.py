@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from conformance.judge.claims import claimed_extensions
 from conformance.judge.clauses import clause_of
 from conformance.judge.errors import describe
+from conformance.judge.files.claims import claimed_extensions
+from conformance.judge.files.rows import ReferenceLimit, all_reference_limits
 from conformance.judge.library import load_library
 from conformance.judge.outcome import plain_text
 from conformance.judge.rank_errors import RankFault, RankRaised
-from conformance.judge.rows import ReferenceLimit, all_reference_limits
 
 
 class ReferenceCannot(pytest.skip.Exception):

@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from conformance.judge.claims_file import Expectation
+from conformance.judge.files.claims_file import Expectation
 
 # Without `stale`, because a change of torch is not a failure of the subject.
 CAN_BE_EXPECTED = ("failed", "hang", "crash")

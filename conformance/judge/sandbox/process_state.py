@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.judge.global_state import State, StateItem
+from conformance.judge.sandbox.global_state import State, StateItem
 
 _TORCHS_FOLDER = os.path.dirname(torch.__file__) + os.sep
 # Variables that pytest sets, and that modules of torch set when they are imported.

@@ -20,14 +20,14 @@ from collections.abc import Generator, Iterable
 
 import pytest
 
-from conformance.judge import trial
 from conformance.judge.clauses import all_clauses, clause_of
 from conformance.judge.errors import Hang, StoppedByUser, describe, raise_stopped_by_user
-from conformance.judge.global_state import put_back, read
 from conformance.judge.judgement import unavailable
-from conformance.judge.notes import Notes
-from conformance.judge.process_state import PROCESS, lasting_threads
-from conformance.judge.watchdog import Watchdog
+from conformance.judge.sandbox import trial
+from conformance.judge.sandbox.global_state import put_back, read
+from conformance.judge.sandbox.notes import Notes
+from conformance.judge.sandbox.process_state import PROCESS, lasting_threads
+from conformance.judge.sandbox.watchdog import Watchdog
 
 _PROFILES_S = {"quick": 120.0, "full": 300.0, "deep": 3600.0}
 _LEAST_S = 10.0

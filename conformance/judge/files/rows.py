@@ -112,7 +112,7 @@ def all_deviations() -> Mapping[str, Deviation]:
 
 
 def _read_rows(file: str) -> Mapping[str, Any]:
-    return tomllib.loads((Path(__file__).parents[1] / file).read_text())
+    return tomllib.loads((Path(__file__).parents[2] / file).read_text())
 
 
 def devices_of(row_id: str, row: Mapping[str, Any], *, may_be_any: bool = False) -> tuple[str, ...]:

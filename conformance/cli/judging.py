@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from rich.progress import TaskID
 
+from conformance.cli.options import PROFILES
+from conformance.cli.running import Stop, run
+from conformance.cli.terminal import PhaseProgress
 from conformance.judge import heading
-from conformance.judge.claims_file import set_claims_file
 from conformance.judge.clauses import AREAS, HERE, all_clauses
+from conformance.judge.files.claims_file import set_claims_file
 from conformance.judge.judgement import RED
 from conformance.judge.library import package_of
-from conformance.judge.options import PROFILES
 from conformance.judge.results import BAD_INPUT
-from conformance.judge.running import Stop, run
-from conformance.judge.terminal import PhaseProgress
 
 DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.judge.marked_processes import marked_processes
+from conformance.judge.sandbox.marked_processes import marked_processes
 
 _POLL_S = 0.2
 _GRACE_S = 3.0  # time for a stopped command to write its results
