@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,22 @@ class Scattered:
     is_reduced: bool = False  # a hook has averaged it over all ranks
 
 
+@dataclass(frozen=True)
+class PartialSum:
+    """Sum [S] of reductions whose all-reduce was put off, and the number of elements of each parameter, in order."""
+
+    values: Tensor
+    numels: Mapping[Hashable, int]
+
+    def in_layout(self, numels: Mapping[Hashable, int]) -> Tensor:
+        """Return the sum with zeros for parameters that only `numels` has. It has all parameters of this sum."""
+        if list(numels) == list(self.numels):
+            return self.values
+        shards = dict(zip(self.numels, self.values.split([*self.numels.values()]), strict=True))
+        zeros = {key: self.values.new_zeros(numel) for key, numel in numels.items() if key not in shards}
+        return torch.cat([shards[key] if key in shards else zeros[key] for key in numels])
+
+
 class Reduction:
     """Average of a unit's gradients over its ranks. A user's `hook` replaces torch's collectives.
 
@@ -100,7 +116,8 @@ class Reduction:
         self.sums_alone = False  # no collective divides, so `hook` and `comm` see sums
         self.defers_all_reduce = False  # replicas accumulate their scattered shards
         self.without = ""  # suffix of an entry: parameters without gradients here
-        self.partial: Tensor | None = None  # [S], of the reductions whose all-reduce was put off
+        self.partial: PartialSum | None = None
+        self.numels: Mapping[Hashable, int] = {}  # elements of each parameter in the next shard, in order
 
     @property
     def casts_itself(self) -> bool:
@@ -184,11 +201,12 @@ class Reduction:
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
             if earlier is not None:
+                total = earlier.in_layout(self.numels)
                 # An earlier backward may have reduced in a narrower dtype.
-                output = earlier.add_(output) if earlier.dtype is output.dtype else earlier + output
+                output = total.add_(output) if total.dtype is output.dtype else total + output
             if self.defers_all_reduce:
                 # The buffer is COMPUTE's memory, which is only valid until its own reduction ends.
-                self.partial = output.clone() if output is buffer else output
+                self.partial = PartialSum(output.clone() if output is buffer else output, self.numels)
                 return None
         return Scattered(output, entry, divisor)
 

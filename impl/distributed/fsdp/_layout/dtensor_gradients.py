@@ -70,7 +70,13 @@ class DTensorGradients:
         return any(param.sharded.grad is not None for param in self._group.params)
 
     def has_unreduced(self) -> bool:
-        return any(grad is not None for grad in self._unreduced) or self.must_reduce_zeros()
+        waits = any(grad is not None for grad in self._unreduced)
+        return waits or self.must_reduce_zeros() or self._must_reduce_partial()
+
+    def _must_reduce_partial(self) -> bool:
+        """Return whether this backward reduces over replicas, but has not yet done so with earlier partial sums."""
+        reduction = self._group.reduction
+        return reduction.partial is not None and not reduction.defers_all_reduce and not self._were_reduced
 
     def _check_complete(self) -> None:
         if self._is_partial:
@@ -142,7 +148,8 @@ class DTensorGradients:
             self.journal.record(partial(self._restore_unreduced, self._unreduced))
             self._unreduced = []
         if group.options.reduces_unused:
-            grads = self._with_zeros(grads, unsharded.grad_dtypes)
+            self._check_dtypes_of_zeros(unsharded.grad_dtypes)
+        grads = self._with_zeros(grads, unsharded.grad_dtypes)
         dtype = dtype or self._dtype_to_reduce(grads, unsharded.grad_dtypes)
         pairs = [(param, grad) for param, grad in zip(group.params, grads, strict=True) if grad is not None]
         self._record_reduced([param for param, _ in pairs])
@@ -162,27 +169,36 @@ class DTensorGradients:
             torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
 
-    def _with_zeros(
-        self, grads: Sequence[Tensor | None], grad_dtypes: Sequence[torch.dtype | None]
-    ) -> list[Tensor | None]:
-        """Return `grads` with zeros for the trained parameters that have none.
+    def _check_dtypes_of_zeros(self, grad_dtypes: Sequence[torch.dtype | None]) -> None:
+        """Raise ValueError if a trained parameter has `grad_dtype=None`.
 
-        Raises:
-            ValueError: a trained parameter has `grad_dtype=None`. All ranks raise, because they have the same settings.
+        All ranks raise, because they have the same settings.
         """
-        triples = list(zip(self._group.params, grads, grad_dtypes, strict=True))
-        for param, _, grad_dtype in triples:
+        for param, grad_dtype in zip(self._group.params, grad_dtypes, strict=True):
             if grad_dtype is None and param.sharded.requires_grad:
                 raise ValueError(
                     "Reducing unused parameters with grad_dtype=None requires an explicit "
                     "MixedPrecisionPolicy.reduce_dtype so every rank can build zero gradients of the same dtype: "
                     f"{param.name}. Set reduce_dtype to the dtype its gradients already have."
                 )
+
+    def _with_zeros(
+        self, grads: Sequence[Tensor | None], grad_dtypes: Sequence[torch.dtype | None]
+    ) -> Sequence[Tensor | None]:
+        """Return `grads` with zeros for parameters that must be reduced without a gradient.
+
+        Those are parameters with a partial sum, and with `reduces_unused` all trained ones.
+        """
+        group, sums = self._group, self._group.reduction.partial
+        summed = () if sums is None else sums.numels
+        if not group.options.reduces_unused and not summed:
+            return grads
         return [
-            torch.zeros(param.shape, dtype=grad_dtype, device=self._group.device)
-            if grad is None and param.sharded.requires_grad
+            torch.zeros(param.shape, dtype=grad_dtype or group.compute_dtype, device=group.device)
+            if grad is None
+            and (param in summed or (group.options.reduces_unused and param.sharded.requires_grad))
             else grad
-            for param, grad, grad_dtype in triples
+            for param, grad, grad_dtype in zip(group.params, grads, grad_dtypes, strict=True)
         ]
 
     def _dtype_to_reduce(
@@ -190,11 +206,12 @@ class DTensorGradients:
     ) -> torch.dtype:
         pairs = zip(grads, grad_dtypes, strict=True)
         dtypes = {grad_dtype or grad.dtype for grad, grad_dtype in pairs if grad is not None}
-        partial = self._group.reduction.partial
-        return promoted(dtypes if partial is None else dtypes | {partial.dtype})
+        sums = self._group.reduction.partial
+        return promoted(dtypes if sums is None else dtypes | {sums.values.dtype})
 
     def _record_reduced(self, params: list[ShardedParam]) -> None:
         """Record the reduced parameters. Ranks that reduce different parameters would add unrelated elements."""
+        self._group.reduction.numels = {param: param.padded_numel for param in params}
         if params != self._reduced_params:
             self._reduced_params = params
             came = set(params)
