@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,21 +18,24 @@ from hypothesis import strategies as st
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
-from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.sandbox.global_state import put_back, read
 from conformance.judge.sandbox.process_state import PROCESS
 from conformance.strategies.compiled_steps import CompiledHarness, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,
+    DECAYING,
     WAYS,
     Make,
     against_eager,
+    decay_groups,
     draw_gradient,
     four_parameters,
     has_way,
     maker,
     option_groups,
     options_of,
+    with_decays,
     with_each_options,
 )
 
@@ -131,18 +135,26 @@ def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
     assert_same_outcome(plain, compiled, against_eager(name))
 
 
-def trained_with_each_options(name: str, way: str, device: str, *, compiled: bool) -> list[torch.Tensor]:
-    """Return the parameters of several optimizers after three joint steps.
+def trained_in_one_graph(
+    make: Callable[[Iterable[torch.Tensor]], list[torch.optim.Optimizer]],
+    count: int,
+    device: str,
+    *,
+    compiled: bool,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters and gradients of several optimizers after three joint steps.
 
     Compiled, one graph has the full steps of all optimizers.
+
+    Args:
+        make: returns the optimizers of `count` parameters, with one parameter each.
     """
-    parameters = [four_parameters(device)[0] for _ in option_groups(name)]
-    optimizers = with_each_options(name, way, parameters)
-    bare = inspect.unwrap(type(optimizers[0]).step)
+    parameters = [four_parameters(device)[0] for _ in range(count)]
+    optimizers = make(parameters)
 
     def step() -> None:
         for optimizer in optimizers:
-            bare(optimizer)
+            inspect.unwrap(type(optimizer).step)(optimizer)
 
     run = torch.compile(step, backend="eager", fullgraph=True) if compiled else step
     for number in range(3):
@@ -150,7 +162,21 @@ def trained_with_each_options(name: str, way: str, device: str, *, compiled: boo
             parameter.grad = draw_gradient(parameter, number)
         with torch.no_grad():
             run()
-    return [parameter.detach() for parameter in parameters]
+    return [(parameter.detach(), parameter.grad) for parameter in parameters]
+
+
+def steps_in_one_graph(
+    subject: Library,
+    make: Callable[[Iterable[torch.Tensor]], list[torch.optim.Optimizer]],
+    count: int,
+    device: str,
+) -> tuple[Outcome, Outcome]:
+    """Return the outcomes of plain and of compiled steps."""
+    plain = observe(trained_in_one_graph, make, count, device, compiled=False)
+    with tracing_of(subject):
+        compiled = observe(trained_in_one_graph, make, count, device, compiled=True)
+    assert plain.raised is None, "the optimizer refuses these options"
+    return plain, replace(compiled, warned=plain.warned)
 
 
 @clause("dynamo.optimizer.values.each_option")
@@ -164,11 +190,18 @@ def trained_with_each_options(name: str, way: str, device: str, *, compiled: boo
     ],
 )
 def test_each_option(subject: Library, device: str, name: str, way: str) -> None:
-    plain = observe(trained_with_each_options, name, way, device, compiled=False)
-    with tracing_of(subject):
-        compiled = observe(trained_with_each_options, name, way, device, compiled=True)
-    assert plain.raised is None, "the optimizer refuses these options"
-    assert_same_outcome(plain, replace(compiled, warned=plain.warned), against_eager(name))
+    make = partial(with_each_options, name, way)
+    outcomes = steps_in_one_graph(subject, make, len(option_groups(name)), device)
+    assert_same_outcome(*outcomes, against_eager(name))
+
+
+@clause("dynamo.optimizer.values.each_option")
+def test_weight_decay_of_each_optimizer(subject: Library, device: str) -> None:
+    names = [name for name in DECAYING for _ in decay_groups(name)]
+    plain, compiled = steps_in_one_graph(subject, with_decays, len(names), device)
+    assert compiled.raised is None
+    for name, expected, actual in zip(names, plain.value, compiled.value, strict=True):
+        assert_same_outcome(Outcome((name, expected)), Outcome((name, actual)), against_eager(name))
 
 
 @clause("dynamo.optimizer.values.as_eager")

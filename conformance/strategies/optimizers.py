@@ -118,6 +118,25 @@ def with_each_options(name: str, way: str, parameters: Iterable[torch.Tensor]) -
     return [maker(name, way)([{"params": [parameter], **options}]) for parameter, options in pairs]
 
 
+def decay_groups(name: str) -> list[dict[str, Any]]:
+    """Return groups of options with weight decay: by itself, and decoupled if that is an option."""
+    options = options_of(name)
+    decay = {_DECAY: _VALUES[_DECAY]}
+    is_free = "decoupled_weight_decay" in options
+    return [decay, decay | {"decoupled_weight_decay": True}] if is_free else [decay]
+
+
+# The compiled optimizers that have weight decay.
+DECAYING = [name for name in COMPILED if _DECAY in options_of(name)]
+
+
+def with_decays(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Return one optimizer for each class and group of options with weight decay, with one parameter each."""
+    groups = [(name, options) for name in DECAYING for options in decay_groups(name)]
+    pairs = zip(parameters, groups, strict=True)
+    return [maker(name, **options)([parameter]) for parameter, (name, options) in pairs]
+
+
 def four_parameters(device: str = "cpu") -> list[torch.nn.Parameter]:
     draw = seeding.generator(100)
     return [torch.nn.Parameter(torch.randn(3, 2 + index, generator=draw).to(device)) for index in range(4)]

@@ -224,13 +224,22 @@ register_fault(
 
 
 def in_the_trace(
-    fault_id: str, says: str, option: str, instead: Callable[[Any], Any], thread: str = "own"
+    fault_id: str, says: str, option: str, instead: Callable[[Any], Any], thread: str = "own", of: str = ""
 ) -> None:
-    """The trace reads `instead(its tracker)` for this option of the groups."""
+    """Register a fault in which the trace reads `instead(its tracker)` for this option of the groups.
 
+    Args:
+        of: name of the only class of optimizers that it is in. By default it is in all.
+    """
+    register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
+        _reading(option, instead, of)
+    )
+
+
+def _reading(option: str, instead: Callable[[Any], Any], of: str = "") -> Make:
     def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
         result = original(self, tx, name)
-        if name != "param_groups":
+        if name != "param_groups" or of not in ("", type(self.value).__name__):
             return result
         for group in torch._dynamo.variables.LazyVariableTracker.realize_all(result).items:
             for key, tracker in list(group.items.items()):
@@ -238,9 +247,7 @@ def in_the_trace(
                     group.items[key] = instead(tracker)
         return result
 
-    register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
-        in_resolution(fault)
-    )
+    return in_resolution(fault)
 
 
 def _constant(value: Any) -> Any:
@@ -256,4 +263,45 @@ in_the_trace(
     "capturable",
     lambda value: _constant(False),
     thread="pytorch/pytorch#88173",
+)
+
+
+def _swap(tracker: Any) -> Any:
+    return _constant(not tracker.as_python_constant())
+
+
+for name in ("AdamW", "NAdam", "RAdam"):
+    in_the_trace(
+        f"decay_of_{name.lower()}_swapped",
+        f"weight decay of {name} is in the gradient instead of apart from it, or the reverse",
+        "decoupled_weight_decay",
+        _swap,
+        of=name,
+    )
+for name in ("SGD", "Adagrad", "RMSprop", "Adafactor"):
+    in_the_trace(
+        f"decay_of_{name.lower()}_lost",
+        f"{name} has no weight decay",
+        "weight_decay",
+        lambda value: _constant(0.0),
+        of=name,
+    )
+
+
+def _negate_gradients(original: Any, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    result = original(self, tx, name, args, kwargs)
+    if name == "_init_group" and self.value.defaults.get("maximize"):
+        for gradient in args[2].items:
+            gradient.call_method(tx, "neg_", [], {})
+    return result
+
+
+register_fault(
+    "optimizer_variable.gradients_negated",
+    OPTIMIZER,
+    says="a step that maximizes negates the gradients in place",
+)(
+    lambda original: in_method("call_method", _negate_gradients)(
+        _reading("maximize", lambda value: _constant(False))(original)
+    )
 )
