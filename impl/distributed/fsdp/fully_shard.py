@@ -43,8 +43,8 @@ from impl.distributed.fsdp._fully_shard.init import (
     split_already_sharded,
 )
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
+from impl.distributed.fsdp._fully_shard.optimizer_checks import note_sharding
 from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
-from impl.distributed.fsdp._fully_shard.stale_optimizers import note_sharding
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam

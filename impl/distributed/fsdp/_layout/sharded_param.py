@@ -27,6 +27,7 @@ from impl.distributed.fsdp._params.tensor_parallel import combine_meshes, new_dt
 
 # Sharded parameter by the original one, for other modules that share it. An attribute would be saved with it.
 _sharded_params = WeakTensorKeyDictionary()
+_instances: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
 
 
 def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
@@ -69,6 +70,7 @@ class ShardedParam:
         self.info = managed.info
         self.unit_state: weakref.ref[Any] | None = None  # state of the unit that the parameter belongs to
         _sharded_params[managed.original] = weakref.ref(self)
+        _instances.add(self)
         self.name = managed.info.name
         self.mesh = mesh
         self.replicates = mesh.ndim == 2
@@ -251,6 +253,11 @@ def sharded_param_of(original: nn.Parameter) -> ShardedParam | None:
     """Return the ShardedParam of an original parameter, or None if it is not sharded or its modules are gone."""
     reference: weakref.ref[ShardedParam] | None = _sharded_params.get(original)
     return None if reference is None else reference()
+
+
+def name_of_sharded(sharded: Tensor) -> str:
+    """Return the name of a sharded parameter in its model."""
+    return next((param.name for param in _instances if param.sharded is sharded), "a parameter")
 
 
 def with_dim_size(shape: Sequence[int], dim: int, width: int) -> tuple[int, ...]:

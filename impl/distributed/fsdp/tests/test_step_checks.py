@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -50,3 +52,56 @@ def test_checks_of_sharding_leave_compiled_steps_recognised() -> None:
         torch.compile(optimizer.step, backend="eager")()
     # Dynamo makes steps capturable if it recognises the optimizer. Their counts are on the device then.
     assert optimizer.state[param]["step"].device.type == "cuda"
+
+
+def loaded_from_unsharded(model: nn.Module, kind: Any, **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of a sharded model, with the states of an optimizer of the unsharded one."""
+    unsharded = [nn.Parameter(torch.ones(param.shape)) for param in model.parameters()]
+    earlier = kind(unsharded, **options)
+    for param in unsharded:
+        param.grad = torch.ones_like(param)
+    earlier.step()
+    optimizer = kind(model.parameters(), **options)
+    optimizer.load_state_dict(earlier.state_dict())
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "states"),
+    [
+        (torch.optim.AdamW, {}, "exp_avg, exp_avg_sq"),
+        (torch.optim.AdamW, {"fused": True}, "exp_avg, exp_avg_sq"),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": False}, "momentum_buffer"),
+        (torch.optim.Adagrad, {}, "sum"),
+    ],
+)
+def test_step_with_unsharded_states_names_them_and_changes_nothing(
+    kind: Any, options: dict[str, Any], states: str
+) -> None:
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False)))
+    optimizer = loaded_from_unsharded(model, kind, **options)
+    params = list(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    before = [param.to_local().clone() for param in params]
+    with pytest.raises(RuntimeError, match=r"set_optimizer_state_dict\(.*rekey_optim_state_dict\(") as caught:
+        optimizer.step()
+    named = f"unsharded states ({states}) of the sharded parameters 0.weight, 0.bias, 1.weight"
+    assert named in str(caught.value)
+    assert all(torch.equal(param.to_local(), value) for param, value in zip(params, before, strict=True))
+    assert {float(state.get("step", 1)) for state in optimizer.state.values()} == {1.0}
+
+
+def test_other_optimizers_may_have_unsharded_states() -> None:
+    class OwnStep(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                param.to_local().sub_(self.state[param]["momentum_buffer"].mean())
+
+    model = fully_shard(nn.Linear(2, 2))
+    optimizer = loaded_from_unsharded(model, torch.optim.SGD, momentum=0.9)
+    own = OwnStep(model.parameters())
+    own.load_state_dict(optimizer.state_dict())
+    before = model.weight.to_local().clone()
+    own.step()
+    assert torch.equal(model.weight.to_local(), before - 1)

@@ -1,0 +1,75 @@
+"""Steps that cannot succeed: of optimizers made before `fully_shard`, or with unsharded states."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from impl.distributed.fsdp._layout.sharded_param import name_of_sharded, sharded_param_of
+from impl.distributed.fsdp._params.param_group import describe_names
+from impl.optim._step_checks import register_step_check
+
+_checked: WeakSet[Optimizer] = WeakSet()  # optimizers that stepped since the last call of fully_shard
+
+
+def note_sharding() -> None:
+    """Check the next step of every optimizer, because it may have been made before this call of fully_shard."""
+    register_step_check(_check_params)
+    register_step_check(_check_states)
+    _checked.clear()
+
+
+def _check_params(optimizer: Optimizer) -> None:
+    if optimizer in _checked:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    idle = [param for param in params if param.requires_grad and param.grad is None]
+    names = [sharded.name for param in idle if (sharded := sharded_param_of(param)) is not None]
+    if names:
+        raise RuntimeError(
+            f"the optimizer steps {describe_names(names)} as they were before fully_shard, which get no "
+            "gradients any more; make the optimizer of model.parameters() after fully_shard"
+        )
+    _checked.add(optimizer)
+
+
+def _check_states(optimizer: Optimizer) -> None:
+    """Check that the states of sharded parameters are sharded, before a step changes some of them.
+
+    A load replaces all states of a group, so only its first sharded parameter with a state is checked.
+
+    Raises:
+        RuntimeError: the states of a group are unsharded.
+    """
+    for group in optimizer.param_groups:
+        sharded = (param for param in group["params"] if isinstance(param, DTensor))
+        first = next((param for param in sharded if optimizer.state.get(param)), None)
+        states = [] if first is None else _unsharded_states(optimizer, first)
+        if not states or not _steps_like_torch(optimizer):
+            continue
+        names = [name_of_sharded(param) for param in group["params"] if _unsharded_states(optimizer, param)]
+        raise RuntimeError(
+            f"the optimizer has unsharded states ({describe_names(states)}) of the sharded parameters "
+            f"{describe_names(names)}, and has not stepped. Load them by torch.distributed.checkpoint."
+            "state_dict.set_optimizer_state_dict(model, optimizer, states, options=StateDictOptions("
+            "full_state_dict=True)). FullyShardedDataParallel.rekey_optim_state_dict(states, "
+            "OptimStateKeyType.PARAM_NAME, model) gives optimizer.state_dict() the names that this needs"
+        )
+
+
+def _unsharded_states(optimizer: Optimizer, param: Tensor) -> list[str]:
+    if not isinstance(param, DTensor):
+        return []
+    return [
+        key
+        for key, value in optimizer.state.get(param, {}).items()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
+    ]
+
+
+def _steps_like_torch(optimizer: Optimizer) -> bool:
+    """Return whether the step is that of a torch optimizer. Others may use unsharded states on purpose."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
