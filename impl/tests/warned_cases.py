@@ -1,4 +1,4 @@
-"""Case that saves and loads sharded state dicts while FutureWarnings that name a line of impl are errors."""
+"""Case that saves and loads sharded state dicts while FutureWarnings at a line of impl, not of its tests, are errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = (StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT)
 def save_and_load(rank: Rank, *, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own lines may warn
-        warnings.filterwarnings("error", category=FutureWarning, module=r"impl\.")
+        warnings.filterwarnings("error", category=FutureWarning, module=r"impl\.(?!tests\.)")
         for kind, use_orig_params in itertools.product(KINDS, (False, True)):
             _save_and_load(kind, use_orig_params, f"{path}/{kind.name}-{use_orig_params}")
 
