@@ -7,7 +7,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge import clauses
@@ -87,7 +87,6 @@ def as_dict() -> dict[str, Any]:
             row | {"torch": list(row["torch"]), "since": since.get(row["id"], 1)}
             for row in clauses.for_report()
         ],
-        "changes": [asdict(change) for change in changes()],
     }
 
 
