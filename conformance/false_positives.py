@@ -2,7 +2,6 @@
 
     python -m conformance.false_positives --subject torch --seeds 20                      seeds 1 to 20, profile quick
     python -m conformance.false_positives --subject torch --profile full --seeds 5 --twice
-    python -m conformance.false_positives --subject conformance.mirror --seeds 5          torch wrapped in new objects
     python -m conformance.false_positives --subject conformance.exact_copy --seeds 5      a copy of torch's source
 
 Each run is one line of the log: commit, seed, verdict, number of tests, seconds, red tests and their replay commands.

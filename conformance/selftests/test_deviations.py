@@ -48,8 +48,8 @@ def takes_torchs_side(
     row: Deviation = ROW,
     **sides: Any,
 ) -> bool:
-    libraries = {"conformance.mirror": subjects, "torch": torchs}
-    judge = DeviationJudge(Library("conformance.mirror"), Library("torch"), row, is_promised, device)
+    libraries = {"conformance.exact_copy": subjects, "torch": torchs}
+    judge = DeviationJudge(Library("conformance.exact_copy"), Library("torch"), row, is_promised, device)
     judge.judge(lambda library: libraries[library.spec], we_do=is_ours, **sides)
     return judge.subject_takes_torchs_side
 

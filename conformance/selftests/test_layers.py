@@ -57,7 +57,7 @@ SUITE = (
     ("faults", "mutation"),
     ("clients", "report"),
     ("cli", "catalogue", "plugin"),
-    ("__main__", "conftest", "false_positives", "gpu", "mirror", "subjects"),
+    ("__main__", "conftest", "false_positives", "gpu", "subjects"),
     ("selftests",),
 )
 
