@@ -1,4 +1,4 @@
-"""Case that saves and loads sharded state dicts while FutureWarnings at a line of impl, not of its tests, are errors."""
+"""Case that saves and loads sharded state dicts. FutureWarnings at a line of impl, tests aside, are errors."""
 
 from __future__ import annotations
 
