@@ -1,0 +1,303 @@
+"""Routes of gradients through clipping: `route_for` chooses one, which returns the norm, scales and clamps.
+
+Kernels
+    Ordinary gradients (plain dense floating-point tensors without overlapping elements) are passed to `impl.kernels`,
+    one device at a time: one pass for the norm, one for the scaling, and a two-norm that neither overflows nor
+    underflows in between.
+LocalShards
+    If all gradients are DTensors over one mesh, the kernels get each rank's local tensors, and the ranks exchange their
+    norms.
+TorchOperators
+    All other gradients take the torch operators that torch's own functions call, so that they raise torch's errors:
+    sparse, complex and integer gradients, other tensor subclasses, DTensors over several meshes or among plain tensors,
+    overlapping memory, empty gradients if the norm has no identity, and everything under `torch.compile`. One subclass
+    in a list sends the whole list to the operators.
+KernelsAndOperators
+    Plain tensors that are ordinary in part. Ordinary gradients cannot raise once it is known that their dtypes can hold
+    the numbers. So the others are changed first, and restored if one of them raises. For this, plain tensors that are
+    not ordinary and DTensors among plain tensors are copied. A list with only DTensors is changed as a whole or not at
+    all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils._foreach_utils import (
+    _device_has_foreach_support,
+    _group_tensors_by_device_and_dtype,
+    _has_foreach_support,
+)
+
+from impl import kernels
+from impl.kernels import (
+    KERNEL_DTYPES,
+    OVERLAP,
+    PLAIN_TYPES,
+    are_on,
+    dtypes_of,
+    keep_layout,
+    layouts_of,
+    overlaps_itself,
+    recognize_layout,
+)
+from impl.nn.utils._dtensors import ShardedTensors, sharded_tensors
+from impl.optim._shards import is_distributed
+
+
+@dataclass(frozen=True)
+class TorchOperators:
+    tensors: list[Tensor]
+    foreach: bool | None
+
+    def total_norm(self, norm_type: float) -> Tensor:
+        if not self.tensors:
+            return torch.tensor(0.0)
+        device = self.tensors[0].device
+        norms: list[Tensor] = []
+        for tensors, by_foreach in self._lists():
+            if by_foreach:
+                norms += torch._foreach_norm(tensors, norm_type)
+            else:
+                norms += [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+        return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+
+    def scale_(self, max_norm: float, total_norm: Tensor) -> None:
+        coefficient = kernels.clip_coefficient(max_norm, total_norm)
+
+        def scale_(tensors: list[Tensor], by_foreach: bool) -> None:
+            factor = coefficient.to(tensors[0].device)
+            if by_foreach:
+                torch._foreach_mul_(tensors, factor)
+            else:
+                for tensor in tensors:
+                    tensor.mul_(factor)
+
+        self._change_(scale_)
+
+    def clamp_(self, high: float) -> None:
+        def clamp_(tensors: list[Tensor], by_foreach: bool) -> None:
+            if by_foreach:
+                torch._foreach_clamp_min_(tensors, -high)
+                torch._foreach_clamp_max_(tensors, high)
+            else:
+                for tensor in tensors:
+                    tensor.clamp_(min=-high, max=high)
+
+        self._change_(clamp_)
+
+    def _lists(self) -> list[tuple[list[Tensor], bool]]:
+        """Return the tensors of each device and dtype, with whether they take foreach operators."""
+        lists: list[tuple[list[Tensor], bool]] = []
+        for device, _, group in by_device_and_dtype(self.tensors):
+            if self.foreach and not _device_has_foreach_support(device):
+                raise RuntimeError(
+                    f"foreach=True was passed, but can't use the foreach API on {device.type} tensors"
+                )
+            by_foreach = _has_foreach_support(group, device) if self.foreach is None else bool(self.foreach)
+            lists.append((group, by_foreach))
+        return lists
+
+    def _change_(self, change_: Callable[[list[Tensor], bool], None]) -> None:
+        """Apply `change_` to each list. Restore all tensors if it raises."""
+        lists = self._lists()
+        copies: list[tuple[Tensor, Tensor]] = []
+        if not torch.compiler.is_compiling():
+            _check_no_hidden_overlap(self.tensors)
+            is_mixed = any(type(tensor) in PLAIN_TYPES for tensor in self.tensors)
+            copies = [
+                (tensor, tensor.clone())
+                for tensor in self.tensors
+                if type(tensor) in PLAIN_TYPES or (is_mixed and is_distributed(tensor))
+            ]
+        try:
+            for tensors, by_foreach in lists:
+                change_(tensors, by_foreach)
+        except Exception:
+            # An inference tensor is changed before its operator raises, and only inference mode can change it back.
+            with torch.inference_mode():
+                for tensor, copy in copies:
+                    # A tensor that refuses this copy was never changed.
+                    with contextlib.suppress(RuntimeError):
+                        tensor.copy_(copy)
+            raise
+
+
+@dataclass(frozen=True)
+class Kernels:
+    tensors: list[Tensor]
+    by_device: dict[torch.device, list[Tensor]]  # order of first appearance
+    foreach: bool | None
+
+    def total_norm(self, norm_type: float) -> Tensor:
+        is_extreme = norm_type < 0.0 or norm_type == math.inf
+        # An empty tensor has no largest or smallest element, for which torch's operators have an error.
+        if is_extreme and not all(map(Tensor.numel, self.tensors)):
+            return TorchOperators(self.tensors, self.foreach).total_norm(norm_type)
+        norms = [kernels.total_norm(tensors, norm_type) for tensors in self.by_device.values()]
+        if len(norms) == 1:
+            return norms[0]
+        device = norms[0].device
+        # Norms of order 0 are counts, so add them. All others combine like elements of a vector.
+        return kernels.total_norm([kernels.to_device(norm, device) for norm in norms], norm_type or 1.0)
+
+    def scale_(self, max_norm: float, total_norm: Tensor) -> None:
+        if not _is_plain_number(total_norm):
+            TorchOperators(self.tensors, self.foreach).scale_(max_norm, total_norm)
+            return
+        for device, tensors in self.by_device.items():
+            kernels.clip_(tensors, max_norm, total_norm.to(device))
+
+    def check_bound(self, high: float) -> None:
+        """Raise torch's error if a dtype cannot hold `high`. The kernels would only raise halfway."""
+        if torch.finfo(torch.float16).max < high < math.inf:
+            for tensors in self.by_device.values():
+                for dtype in dtypes_of(tensors):
+                    torch.zeros((), dtype=dtype, device="cpu").clamp_(-high, high)
+
+    def clamp_(self, high: float) -> None:
+        self.check_bound(high)
+        for tensors in self.by_device.values():
+            kernels.clamp_(tensors, -high, high)
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    tensors: list[Tensor]
+    sharded: ShardedTensors
+    local: Kernels
+
+    def total_norm(self, norm_type: float) -> Tensor:
+        if norm_type > 0.0 and not (norm_type == math.inf and self.sharded.has_empty):
+            return self.sharded.replicated(self.sharded.joint_norm(norm_type))
+        return TorchOperators(self.tensors, self.local.foreach).total_norm(norm_type)
+
+    def scale_(self, max_norm: float, total_norm: Tensor) -> None:
+        local_norm = self.sharded.local_value(total_norm)
+        if local_norm is None or local_norm.dim() > 0:
+            TorchOperators(self.tensors, self.local.foreach).scale_(max_norm, total_norm)
+            return
+        self.local.scale_(max_norm, local_norm)
+        self.sharded.increment_versions()
+
+    def clamp_(self, high: float) -> None:
+        self.local.clamp_(high)
+        self.sharded.increment_versions()
+
+
+@dataclass(frozen=True)
+class KernelsAndOperators:
+    tensors: list[Tensor]
+    ordinary: Kernels
+    others: TorchOperators
+
+    def total_norm(self, norm_type: float) -> Tensor:
+        return TorchOperators(self.tensors, self.others.foreach).total_norm(norm_type)
+
+    def scale_(self, max_norm: float, total_norm: Tensor) -> None:
+        if not _is_plain_number(total_norm):
+            TorchOperators(self.tensors, self.others.foreach).scale_(max_norm, total_norm)
+            return
+        self.others.scale_(max_norm, total_norm)
+        self.ordinary.scale_(max_norm, total_norm)
+
+    def clamp_(self, high: float) -> None:
+        self.ordinary.check_bound(high)
+        self.others.clamp_(high)
+        self.ordinary.clamp_(high)
+
+
+Route = TorchOperators | Kernels | LocalShards | KernelsAndOperators
+
+
+def route_for(tensors: list[Tensor], foreach: bool | None) -> Route:
+    if torch.compiler.is_compiling() or not tensors:
+        return TorchOperators(tensors, foreach)
+    if (known := recognize_layout(tensors)) is not None:
+        return Kernels(tensors, {known[0].device: known}, foreach)
+    if not PLAIN_TYPES.issuperset(map(type, tensors)):
+        # Whether a subclass can be mixed with plain tensors is decided by its own implementation.
+        return _local_shards(tensors, foreach) or TorchOperators(tensors, foreach)
+    if (on_one_device := _ordinary_on_one_device(tensors, foreach)) is not None:
+        return Kernels(tensors, {on_one_device[0].device: on_one_device}, foreach)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    ordinary: list[Tensor] = []
+    others: list[Tensor] = []
+    for tensor in tensors:
+        if _is_ordinary(tensor):
+            ordinary.append(tensor)
+            by_device.setdefault(tensor.device, []).append(tensor)
+        else:
+            others.append(tensor)
+    by_kernels = Kernels(ordinary, by_device, foreach)
+    return KernelsAndOperators(tensors, by_kernels, TorchOperators(others, foreach)) if others else by_kernels
+
+
+def _local_shards(tensors: list[Tensor], foreach: bool | None) -> LocalShards | None:
+    """Return the route of DTensors over one mesh, or None if their local tensors are not all ordinary."""
+    if not is_distributed(tensors[0]):
+        return None
+    sharded = sharded_tensors(tensors)
+    if sharded is None or not PLAIN_TYPES.issuperset(map(type, sharded.local_tensors)):
+        return None
+    local = route_for(sharded.local_tensors, foreach)
+    if not isinstance(local, Kernels) or len(local.by_device) > 1:
+        return None
+    # The kernels recognise this list object, so that they need not query its layout again.
+    [local_tensors] = local.by_device.values()
+    return LocalShards(tensors, replace(sharded, local_tensors=local_tensors), local)
+
+
+def _ordinary_on_one_device(tensors: list[Tensor], foreach: bool | None) -> list[Tensor] | None:
+    """Return `tensors` if all are ordinary, dense and on one device, else None. Checks whole lists, for speed."""
+    if layouts_of(tensors) != {torch.strided} or any(map(Tensor.is_inference, tensors)):
+        return None
+    device = tensors[0].device
+    if not are_on(device, tensors):
+        return None
+    if (known := keep_layout(tensors)) is not None:
+        return known
+    if (
+        dtypes_of(tensors) <= KERNEL_DTYPES
+        and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
+        and all(map(Tensor.is_contiguous, tensors))
+        # torch raises for lists of views with a negative bit, but not for single ones.
+        and not (foreach is False and any(map(Tensor.is_neg, tensors)))
+    ):
+        return tensors
+    return None
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.dtype in KERNEL_DTYPES
+        and _device_has_foreach_support(tensor.device)
+        and torch._debug_has_internal_overlap(tensor) == 0
+        and not tensor.is_neg()  # see `_ordinary_on_one_device`
+        and (torch.is_inference_mode_enabled() or not tensor.is_inference())
+    )
+
+
+def _is_plain_number(total_norm: Tensor) -> bool:
+    """Return whether a kernel takes the norm. torch's operators raise if another one does not fit."""
+    return type(total_norm) is Tensor and total_norm.dim() == 0
+
+
+def by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:
+    groups = _group_tensors_by_device_and_dtype([list(tensors)])
+    return [(device, dtype, cast("list[Tensor]", group)) for (device, dtype), ([group], _) in groups.items()]
+
+
+def _check_no_hidden_overlap(tensors: list[Tensor]) -> None:
+    """Raise if elements share memory unnoticed by torch, whose operators would change them several times."""
+    for tensor in tensors:
+        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
+        if is_plain and torch._debug_has_internal_overlap(tensor) == 2 and overlaps_itself(tensor):
+            raise RuntimeError(OVERLAP)
