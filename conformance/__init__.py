@@ -11,5 +11,5 @@ Terms:
 
 from conformance.judge import providers
 
-providers.register("faults", "conformance.faults.injection")
+providers.register("faults", "conformance.strength.faults.injection")
 providers.register("simulator", "conformance.simulator")

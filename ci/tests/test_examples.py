@@ -138,7 +138,7 @@ def test_first_clause_and_fault_of_contributing_work(tmp_path: Path) -> None:
     for file, block in {
         "conformance/nn/utils/clip_grad.toml": clause,
         "conformance/nn/utils/test_clip_grad_value.py": test,
-        "conformance/faults/handmade/nn_utils_clip_grad_scaling.py": fault,
+        "conformance/strength/faults/handmade/nn_utils_clip_grad_scaling.py": fault,
     }.items():
         with (tmp_path / file).open("a") as out:
             out.write(f"\n\n{block.text}")

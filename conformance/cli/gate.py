@@ -28,12 +28,12 @@ from conformance.cli.judging import DEADLINES_S, judge, tail
 from conformance.cli.options import REPORT, of_gate
 from conformance.cli.running import Stop, run
 from conformance.cli.terminal import PhaseProgress, print_broken, print_verdict, progress_on
-from conformance.faults.kill_matrix import read_kills
 from conformance.judge.heading import CHECKOUT
 from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.simulation import FILE as SIMULATION
 from conformance.report.simulation import read_simulation
+from conformance.strength.faults.kill_matrix import read_kills
 
 _NO_CHECKOUT = (
     "the gate also times the subject, which needs the folder benchmarks of a checkout, but this is an installed "

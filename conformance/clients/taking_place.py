@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from conformance.faults import handmade
 from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank
+from conformance.strength.faults import handmade
 
 # Nothing is downloaded or reported.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}

@@ -42,8 +42,8 @@ def package_of(spec: str) -> str:
 class Library:
     """An implementation: the subject or the reference.
 
-    `spec` is a package name, or `package+fault` with the name of a fault in `conformance.faults`, which `load_library`
-    injects. A spec is a plain string, so every process, rank and test worker can load the library.
+    `spec` is a package name, or `package+fault` with the name of a fault in `conformance.strength.faults`, which
+    `load_library` injects. A spec is a plain string, so every process, rank and test worker can load the library.
     """
 
     def __init__(self, spec: str) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from conformance.faults.kill_matrix import read_kills
 from conformance.report.baseline import compare, read_report
 from conformance.report.page import write_page
 from conformance.report.side_by_side import write_side_by_side
 from conformance.report.simulation import read_simulation
+from conformance.strength.faults.kill_matrix import read_kills
 
 
 def main(words: Sequence[str]) -> int:
@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("report", type=Path, nargs="+", help="report.json of one or more runs")
     parser.add_argument("--compare", action="store_true", help="compare the reports, in this order")
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
-    parser.add_argument("--kills", type=Path, help="kill matrix of python -m conformance.faults")
+    parser.add_argument("--kills", type=Path, help="kill matrix of python -m conformance.strength.faults")
     parser.add_argument(
         "--simulation", type=Path, help="simulated step of python -m conformance.simulator.cost"
     )

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.faults.generated import has_effect
 from conformance.judge import surface
 from conformance.judge.clauses import AREAS, HERE, all_clauses
 from conformance.judge.files.rows import all_deviations, all_reference_limits
+from conformance.strength.faults.generated import has_effect
 
 _FILES = [file for area in AREAS for file in sorted((HERE / area).rglob("test_*.py"))]
 _SOURCES = [file.read_text() for file in _FILES]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from conformance.faults.fault import in_method, subclass
-from conformance.faults.handmade import HANDMADE
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import observe
+from conformance.strength.faults.fault import in_method, subclass
+from conformance.strength.faults.handmade import HANDMADE
 
 
 def members(cls: type) -> dict[str, Any]:

@@ -17,20 +17,32 @@ from typing import Any
 
 import pytest
 
-from conformance.faults.__main__ import AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED, main, sum_up
-from conformance.faults.earlier_kills import (
+from conformance.judge import surface
+from conformance.judge.clauses import all_clauses
+from conformance.judge.library import Library
+from conformance.judge.sandbox import environment
+from conformance.judge.sandbox.marked_processes import marked_processes
+from conformance.strength.faults.__main__ import (
+    AS_EXPECTED,
+    NOT_AS_EXPECTED,
+    NOT_JUDGED,
+    STOPPED,
+    main,
+    sum_up,
+)
+from conformance.strength.faults.earlier_kills import (
     EarlierKills,
     load_earlier_kills,
     read_killers,
     remember,
     without_removed,
 )
-from conformance.faults.fork import Ending
-from conformance.faults.handmade import HANDMADE
-from conformance.faults.kill_matrix import IdleClause, Kill, Kills, read_kills, write_kills
-from conformance.faults.order import Task, distance, likeness_to, lineage
-from conformance.faults.reasons import all_excuses, idle_reasons
-from conformance.faults.trials import (
+from conformance.strength.faults.fork import Ending
+from conformance.strength.faults.handmade import HANDMADE
+from conformance.strength.faults.kill_matrix import IdleClause, Kill, Kills, read_kills, write_kills
+from conformance.strength.faults.order import Task, distance, likeness_to, lineage
+from conformance.strength.faults.reasons import all_excuses, idle_reasons
+from conformance.strength.faults.trials import (
     candidates,
     clauses_about,
     clauses_of,
@@ -40,12 +52,7 @@ from conformance.faults.trials import (
     needs_ranks,
     verify_kill,
 )
-from conformance.faults.worker import Trial, Worker
-from conformance.judge import surface
-from conformance.judge.clauses import all_clauses
-from conformance.judge.library import Library
-from conformance.judge.sandbox import environment
-from conformance.judge.sandbox.marked_processes import marked_processes
+from conformance.strength.faults.worker import Trial, Worker
 
 OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_are_for_what_there_is")
 # Faults in torch, one of each type. The command has all of them.
@@ -156,7 +163,7 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
     words = [
         sys.executable,
         "-m",
-        "conformance.faults",
+        "conformance.strength.faults",
         "--only",
         "custom_fwd.",
         "--jobs",
@@ -267,7 +274,7 @@ def test_reason_excuses_survivor_until_stale(
 
 
 def test_red_test_without_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("conformance.faults.__main__.WorkerPool", PoolOnRed)
+    monkeypatch.setattr("conformance.strength.faults.__main__.WorkerPool", PoolOnRed)
     out = tmp_path / "kills.json"
     assert main(["--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
     assert not out.exists()
@@ -337,7 +344,9 @@ def test_killers_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     a, b, c, d = list(HANDMADE)[:4]
     clause = next(iter(all_clauses()))
     old, new, own = (f"conformance/selftests/test_kill_matrix.py::test_{name}" for name in OF_MEMORY)
-    monkeypatch.setattr("conformance.faults.earlier_kills._FILE", killers_file := tmp_path / "killers.json")
+    monkeypatch.setattr(
+        "conformance.strength.faults.earlier_kills._FILE", killers_file := tmp_path / "killers.json"
+    )
     killers_file.write_text(json.dumps({old: [a, b, "gone"], f"{old}_gone": [ON_TORCH[0]]}))
     kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
     kills += [Kill(c, True, "", old, "failed", 60.0), Kill(d, True, "", new, "failed", 1.0)]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.mutation.groups import source_files
+from conformance.strength.mutation.groups import source_files
 from impl.tests.rewritten import ALLOWED, REWRITTEN, is_within
 
 ROOT = Path(__file__).parents[2]
@@ -54,10 +54,10 @@ SUITE = (
     ("simulator", "exact_copy"),
     ("ranks",),
     ("amp", "cpu", "cuda", "distributed", "dynamo", "nn", "strategies", "training", "test_surface"),
-    ("faults", "mutation"),
+    ("strength.faults", "strength.mutation"),
     ("clients", "report"),
     ("cli", "catalogue", "plugin"),
-    ("__main__", "conftest", "false_positives", "gpu", "subjects"),
+    ("__main__", "conftest", "gpu", "strength", "subjects"),
     ("selftests",),
 )
 
@@ -384,7 +384,7 @@ def test_suite_imports_point_one_way() -> None:
     ("module", "imported", "is_upward"),
     [
         ("judge.library", "judge.files.claims", False),
-        ("judge.library", "faults.handmade", True),
+        ("judge.library", "strength.faults.handmade", True),
         ("judge.sandbox.seeding", "simulator", True),
         ("ranks.pool", "simulator", False),
         ("report.verdict", "cli.terminal", True),

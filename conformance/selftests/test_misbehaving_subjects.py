@@ -42,7 +42,7 @@ _PRELOAD = [
     "hypothesis",
     "pytest",
     "conformance.plugin",
-    "conformance.faults",
+    "conformance.strength.faults",
 ]
 _LIMIT_S = 100.0
 _WORKERS_LIMIT_S = 280.0  # each dead worker is replaced

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from conformance.exact_copy.copying import ROOT
-from conformance.faults.order import Task
-from conformance.faults.worker import Worker
 from conformance.judge.judgement import unavailable
-from conformance.mutation import lines
-from conformance.mutation.__main__ import main
-from conformance.mutation.groups import (
+from conformance.strength.faults.order import Task
+from conformance.strength.faults.worker import Worker
+from conformance.strength.mutation import lines
+from conformance.strength.mutation.__main__ import main
+from conformance.strength.mutation.groups import (
     GROUPS,
     clauses_of,
     diff,
@@ -32,9 +32,9 @@ from conformance.mutation.groups import (
     parsed,
     stale_notes,
 )
-from conformance.mutation.operators import OPERATORS, mutate, sites
-from conformance.mutation.reach import Reach
-from conformance.mutation.score import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, Score, wilson
+from conformance.strength.mutation.operators import OPERATORS, mutate, sites
+from conformance.strength.mutation.reach import Reach
+from conformance.strength.mutation.score import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, Score, wilson
 
 # Mutants of one function by operator, in order. A body is a body of `def f(a, rank, group):`.
 MISTAKES = {
@@ -224,7 +224,7 @@ def test_groups_hold_each_file_once_and_a_draw_is_the_same_again(package: str) -
 def test_equivalence_note_is_found_by_changed_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = draw(GROUPS[2], ROOT, 2, 1)
     (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n"{key_of(ROOT, first)}" = "It does."')
-    monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
+    monkeypatch.setattr("conformance.strength.mutation.groups.__file__", str(tmp_path / "groups.py"))
     assert (equivalence_note(ROOT, first), equivalence_note(ROOT, other)) == ("It does.", "")
 
 
@@ -292,7 +292,7 @@ def test_stale_equivalence_note_is_reported(tmp_path: Path, monkeypatch: pytest.
     gone = [f"{key_of(ROOT, site)[:-12]}{'0' * 12}", "nn.utils.no_module:f:drop_wait:0"]
     rows = "".join(f'"{key}" = "It does."\n' for key in (key_of(ROOT, site), *gone))
     (tmp_path / "equivalent.toml").write_text(f'["{ROOT}"]\n{rows}')
-    monkeypatch.setattr("conformance.mutation.groups.__file__", str(tmp_path / "groups.py"))
+    monkeypatch.setattr("conformance.strength.mutation.groups.__file__", str(tmp_path / "groups.py"))
     assert stale_notes(ROOT) == gone
     assert stale_notes("impl") == []
 
@@ -314,7 +314,7 @@ def test_wait_is_idle_if_device_function_is_empty(monkeypatch: pytest.MonkeyPatc
     } == waits
     site = mutants["_unshard"][0]
     assert not is_idle("impl", site)
-    monkeypatch.setattr("conformance.mutation.groups.is_empty", lambda _: False)
+    monkeypatch.setattr("conformance.strength.mutation.groups.is_empty", lambda _: False)
     assert not is_idle(ROOT, site)
     monkeypatch.undo()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

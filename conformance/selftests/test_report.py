@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
-from conformance.faults.kill_matrix import IdleClause, Kill, Kills, read_kills
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
 from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+from conformance.strength.faults.kill_matrix import IdleClause, Kill, Kills, read_kills
 
 # Texts that could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character,
 # terminal codes, control characters, and a character that reverses the text direction.
@@ -320,7 +320,7 @@ def test_fixed_deviation_names_torch_version(version: str, side: str, tmp_path: 
 
 
 def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
-    assert "python -m conformance.faults" in draw(a_report(judged("passed")), tmp_path).text
+    assert "python -m conformance.strength.faults" in draw(a_report(judged("passed")), tmp_path).text
     silent = CLAUSE | {"id": "amp.grad_scaler.silent"}
     report = a_report(judged("passed"), clauses=[CLAUSE, silent])
     report["kills"] = kills_of(

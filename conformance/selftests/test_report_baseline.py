@@ -15,12 +15,12 @@ pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml br
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance.cli import gate
-from conformance.faults.kill_matrix import Kill, Kills, write_kills
 from conformance.judge.judgement import RED
 from conformance.report import write_page
 from conformance.report.baseline import BaselineComparison, compare, read_report, sentences
 from conformance.report.matrix import SEVERITY
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+from conformance.strength.faults.kill_matrix import Kill, Kills, write_kills
 
 CHANGES = ("broke", "fixed", "changed", "new", "gone", "slower", "faster")
 

@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
-from conformance.faults.kill_matrix import IdleClause, Kill, Kills
 from conformance.report import write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import matrix
 from conformance.selftests.browser import CONTRAST, Browser, start
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
+from conformance.strength.faults.kill_matrix import IdleClause, Kill, Kills
 
 pytestmark = pytest.mark.deadline(60)
 WIDTHS = {"desk": 1280, "phone": 390}

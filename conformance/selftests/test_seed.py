@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from conformance import false_positives
 from conformance.judge.sandbox import seeding
 from conformance.strategies.gradients import Gradient
+from conformance.strength import false_positives
 
 ROOT = Path(__file__).parents[2]
 # Drawn values are written to a file. Each test has the same words as a test of the suite.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.mutation.groups import source_files
+from conformance.strength.mutation.groups import source_files
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400  # a fresh Dynamo takes tens of seconds on busy cores

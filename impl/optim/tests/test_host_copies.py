@@ -13,8 +13,8 @@ import pytest
 
 from conformance.judge.clauses import HERE
 from conformance.judge.judgement import unavailable
-from conformance.mutation.groups import source_files
 from conformance.simulator import Unavailable, ensure_built
+from conformance.strength.mutation.groups import source_files
 
 pytestmark = pytest.mark.deadline(300)
 

@@ -1,0 +1,64 @@
+"""Results of earlier runs that speed up a later one: `killers.json` and the kill matrix at `--out`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from conformance.judge.clauses import HERE
+from conformance.strength.faults.kill_matrix import Kills, read_kills
+from conformance.strength.faults.trials import fault_ids
+
+_FILE = Path(__file__).parent / "killers.json"
+_LONG_S = 5.0  # limit below which the usual order finds the killer
+
+
+@dataclass(frozen=True)
+class EarlierKills:
+    """Earlier kills of any commit and subject. An outdated entry only costs the time of its test."""
+
+    faults: dict[str, str]  # test that killed each fault
+    clauses: dict[str, str] = field(default_factory=dict)  # a fault that each clause has killed
+
+
+def load_earlier_kills(out: Path) -> EarlierKills:
+    """Return the kills of `killers.json` and of the matrix at `out`, which takes precedence."""
+    try:
+        kills = Kills.of(read_kills(out))
+    except ValueError:
+        return EarlierKills(read_killers())
+    clauses = {row.clause: row.kills for row in kills.idle or [] if row.kills}
+    return EarlierKills(
+        read_killers() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses
+    )
+
+
+def remember(kills: Kills) -> None:
+    """Record the tests that killed slow faults. A fault that survived keeps its recorded killer, if that exists."""
+    before = read_killers()
+    long = {kill.fault for kill in kills.kills if kill.seconds > _LONG_S} | before.keys()
+    now = {kill.fault: kill.nodeid for kill in kills.kills if kill.killed and kill.fault in long}
+    faults_of: dict[str, list[str]] = {}
+    for fault, test in sorted(without_removed(before | now).items()):
+        faults_of.setdefault(test, []).append(fault)
+    lines = (f"{json.dumps(test)}: {json.dumps(faults)}" for test, faults in sorted(faults_of.items()))
+    _FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def without_removed(killers: dict[str, str]) -> dict[str, str]:
+    """Return `killers` without faults and tests that do not exist any more."""
+    faults = set(fault_ids())
+    return {name: test for name, test in killers.items() if name in faults and _is_test(test)}
+
+
+def _is_test(nodeid: str) -> bool:
+    file, _, function = nodeid.partition("[")[0].partition("::")
+    path = HERE.parent / file
+    return path.is_file() and f"def {function}(" in path.read_text(encoding="utf-8")
+
+
+def read_killers() -> dict[str, str]:
+    """Return the test that killed each fault, from `killers.json`."""
+    rows = json.loads(_FILE.read_text(encoding="utf-8"))
+    return {fault: test for test, faults in rows.items() for fault in faults}

@@ -1,0 +1,118 @@
+"""Faults in torch.amp.GradScaler: how the scale and the count of finite steps move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from conformance.strength.faults.fault import Substitute
+from conformance.strength.faults.handmade.amp_grad_scaler import broken
+
+
+@broken("growth_to_infinity", "update", "the scale grows beyond what float32 holds", "pytorch/pytorch#98828")
+def growth_to_infinity(original: Any, self: Any, new_scale: Any = None) -> None:
+    before = self.get_scale()
+    original(self, new_scale)
+    if not self.is_enabled() or new_scale is not None:
+        return
+    if self.get_scale() == before and self.state_dict()["_growth_tracker"] == 0:
+        self._scale.mul_(self.get_growth_factor())
+
+
+def moving(change: Callable[[Any, float, int, bool], None]) -> Substitute:
+    """`change(scaler, scale before, count before, was finite)` runs after each update without a new scale."""
+
+    def fault(original: Any, self: Any, new_scale: Any = None) -> None:
+        if not self.is_enabled():
+            return
+        before, count = self.get_scale(), self.state_dict()["_growth_tracker"]
+        states = self._per_optimizer_states.values()
+        finite = not any(
+            float(check_result) for state in states for check_result in state["found_inf_per_device"].values()
+        )
+        original(self, new_scale)
+        if new_scale is None:
+            change(self, before, count, finite)
+
+    return fault
+
+
+@broken(
+    "growth_count_survives_overflow",
+    "update",
+    "an overflow does not start the count again",
+    "deepspeedai/DeepSpeed#3553",
+)
+@moving
+def growth_count_survives_overflow(scaler: Any, before: float, count: int, finite: bool) -> None:
+    if not finite:
+        scaler._growth_tracker.fill_(count)
+
+
+@broken("grows_on_each_step", "update", "the scale grows on every finite step", "pytorch/pytorch#33366")
+@moving
+def grows_on_each_step(scaler: Any, before: float, count: int, finite: bool) -> None:
+    if finite:
+        scaler._scale.fill_(before * scaler.get_growth_factor())
+
+
+@broken("growth_one_step_late", "update", "the scale grows one step after growth_interval")
+@moving
+def growth_one_step_late(scaler: Any, before: float, count: int, finite: bool) -> None:
+    if finite and count == scaler.get_growth_interval() - 1:
+        scaler._scale.fill_(before)
+        scaler._growth_tracker.fill_(count + 1)
+    elif finite and count == scaler.get_growth_interval():
+        scaler._scale.fill_(before * scaler.get_growth_factor())
+        scaler._growth_tracker.fill_(0)
+
+
+@broken(
+    "new_scale_aliased",
+    "update",
+    "the tensor given to update becomes the scale itself",
+    "pytorch/pytorch#109993",
+)
+def new_scale_aliased(original: Any, self: Any, new_scale: Any = None) -> None:
+    original(self, new_scale)
+    if self.is_enabled() and isinstance(new_scale, torch.Tensor) and new_scale.dtype == torch.float32:
+        self._scale = new_scale
+
+
+@broken(
+    "due_growth_beats_overflow", "update", "an overflow in the step where growth is due does not back off"
+)
+@moving
+def due_growth_beats_overflow(scaler: Any, before: float, count: int, finite: bool) -> None:
+    if not finite and count + 1 == scaler.get_growth_interval() and count:
+        scaler._scale.fill_(before)
+
+
+@broken("second_overflow_ignored", "update", "the second of two overflows in a row does not back off")
+@moving
+def second_overflow_ignored(scaler: Any, before: float, count: int, finite: bool) -> None:
+    if not finite and vars(scaler).get("_overflowed", False):
+        scaler._scale.fill_(before)
+    scaler._overflowed = not finite
+
+
+@broken("third_growth_lost", "update", "the third growth leaves the scale as it was")
+@moving
+def third_growth_lost(scaler: Any, before: float, count: int, finite: bool) -> None:
+    if finite and scaler.get_scale() > before:
+        scaler._growths = vars(scaler).get("_growths", 0) + 1
+        if scaler._growths == 3:
+            scaler._scale.fill_(before)
+
+
+@broken("scale_replaced", "update", "the scale is another tensor after each update", "pytorch/pytorch#109993")
+@moving
+def scale_replaced(scaler: Any, before: float, count: int, finite: bool) -> None:
+    scaler._scale = scaler._scale.clone()
+
+
+@broken("new_scale_with_gradient", "update", "a scale that requires grad is taken", "pytorch/pytorch#109993")
+def new_scale_with_gradient(original: Any, self: Any, new_scale: Any = None) -> None:
+    original(self, new_scale.detach() if isinstance(new_scale, torch.Tensor) else new_scale)

@@ -1,0 +1,107 @@
+"""Faults in clip_grad_norm_: norms over too little and over too much, and what is scaled by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.strength.faults.fault import Substitute
+from conformance.strength.faults.handmade.distributed_fsdp import OWN, broken, gradients, ranks
+
+_CLIP = "clip_grad_norm_"
+
+
+def clipping(fault_id: str, says: str, thread: str = OWN) -> Callable[[Substitute], Substitute]:
+    """Enter `fault(clip, model, max_norm, norm_type)`; `clip(max_norm, norm_type)` does it as it should."""
+
+    def enter(fault: Substitute) -> Substitute:
+        def framed(
+            original: Any, self: Any, max_norm: Any, norm_type: Any = 2.0, **kwargs: Any
+        ) -> torch.Tensor:
+            def clip(max_norm: Any = max_norm, norm_type: Any = norm_type) -> torch.Tensor:
+                return original(self, max_norm, norm_type, **kwargs)
+
+            with torch.no_grad():
+                return fault(clip, self, max_norm, float(norm_type))
+
+        broken(fault_id, _CLIP, says, thread)(framed)
+        return fault
+
+    return enter
+
+
+def _scaled(model: Any, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
+    for grad in gradients(model):
+        grad.mul_((float(max_norm) / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
+    return norm
+
+
+def _is_sharded(model: Any) -> bool:
+    return model.sharding_strategy.name != "NO_SHARD"
+
+
+# Gradients in the norm
+
+
+@clipping("local_norm", "each rank clips by the norm of its own part", "pytorch/pytorch#170862")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients(model) if grad.numel()]
+    return (
+        _scaled(model, torch.linalg.vector_norm(torch.stack(norms), norm_type), max_norm) if norms else clip()
+    )
+
+
+@clipping("unsharded_counted_by_all", "what is not sharded is counted once a rank", "pytorch/pytorch#88955")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    factor = 1.0 if _is_sharded(model) else ranks(model) ** (1 / norm_type)
+    return clip(float(max_norm) / factor) * factor
+
+
+@clipping("replicas_counted", "each replica is counted")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    factor = (dist.get_world_size() / ranks(model)) ** (1 / norm_type)
+    return clip(float(max_norm) / factor) * factor
+
+
+@clipping("padding_counted", "elements that pad shards count one each")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    for grad in gradients(model):
+        if model.rank and grad.dim() == 1 and grad.numel() and not grad[-1]:
+            grad[-1] = 1.0
+    return clip()
+
+
+@clipping(
+    "without_gradients_alone",
+    "a rank that has no gradients does not take part",
+    "pytorch/pytorch#94835",
+)
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    return clip() if gradients(model) else torch.zeros(())
+
+
+# The norm
+
+
+@clipping("norm_in_bfloat16", "the norm is rounded to bfloat16", "facebookresearch/fairscale#263")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    norm = clip()
+    return norm.bfloat16().to(norm.dtype)
+
+
+@clipping("nonfinite_on_one_rank", "a norm that is not finite is told to the first rank alone")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    norm = clip()
+    return norm.nan_to_num(1.0, 1.0) if model.rank else norm
+
+
+# Scaled gradients
+
+
+@clipping("one_rank_not_clipped", "one rank's part is not scaled")
+def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    return clip(math.inf if model.rank == 1 else max_norm)

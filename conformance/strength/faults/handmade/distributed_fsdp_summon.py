@@ -1,0 +1,114 @@
+"""Faults in summon_full_params: what is whole inside, what is kept of it, where it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.strength.faults.fault import Substitute
+from conformance.strength.faults.handmade.distributed_fsdp import OWN, broken
+
+_NAMES = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
+_SUMMON = "summon_full_params"
+# `fault(summoned, module, options)`: `summoned(**options)` is the context as it should be.
+Summoned = Callable[..., AbstractContextManager[None]]
+
+
+def summoning(fault_id: str, says: str, thread: str = OWN) -> Callable[[Substitute], Substitute]:
+    """Enter a fault that is a context itself: a generator function of one `yield`."""
+
+    def enter(fault: Substitute) -> Substitute:
+        context = contextlib.contextmanager(fault)
+
+        def framed(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+            options = dict(zip(_NAMES, args, strict=False)) | kwargs
+
+            def summoned(**changed: Any) -> AbstractContextManager[None]:
+                return original(module, **options | changed)
+
+            return context(summoned, module, {"writeback": True, **options})
+
+        broken(fault_id, _SUMMON, says, thread)(framed)
+        return fault
+
+    return enter
+
+
+def _values(module: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def _put_back(module: Any, values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), values, strict=True):
+            if parameter.shape == value.shape:
+                parameter.copy_(value)
+
+
+@summoning("writeback_lost", "what is written inside is lost", "pytorch/pytorch#107081")
+def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
+    before = _values(module)
+    with summoned():
+        yield
+    _put_back(module, before)
+
+
+@summoning("writeback_lost_on_one_rank", "of what is written inside one rank keeps nothing")
+def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
+    before = _values(module)
+    with summoned():
+        yield
+    if dist.get_rank() == 1:
+        _put_back(module, before)
+
+
+@summoning("writeback_of_the_first_rank", "every rank keeps what the first has written")
+def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
+    with summoned():
+        yield
+        if options["writeback"]:
+            for parameter in module.parameters():
+                dist.broadcast(parameter.data, 0)
+
+
+@summoning(
+    "both_writeback_and_rank0_only",
+    "writeback is not refused with rank0_only, and means nothing",
+    "pytorch/pytorch#93938",
+)
+def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
+    with summoned(writeback=options["writeback"] and not options.get("rank0_only")):
+        yield
+
+
+@summoning("summoned_in_use", "it is not refused where parameters are in use", "pytorch/pytorch#71225")
+def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(AssertionError):
+            stack.enter_context(summoned())
+        yield
+
+
+@summoning("gathers_again_behind", "leaving gathers every unit once more")
+def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
+    with summoned():
+        yield
+    with summoned(writeback=False):
+        """For nothing."""
+
+
+@broken(
+    "inner_prefix_stays",
+    "named_parameters",
+    "inside, the names of inner units keep their prefix",
+    "pytorch/pytorch#73890",
+)
+def inner_prefix_stays(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    prefixed = torch.nn.Module.named_parameters(self, *args, **kwargs)
+    for (name, parameter), (full, _) in zip(original(self, *args, **kwargs), prefixed, strict=True):
+        yield (name if name == full else full.replace("_fsdp_wrapped_module.", "", 1)), parameter

@@ -1,0 +1,129 @@
+"""Helpers of the faults in torch.nn.utils.clip_grad: the gradients of a call, and typical faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from conformance.strength.faults.fault import Substitute, in_function, register_fault
+
+NORM = "nn.utils.clip_grad_norm_"
+WITH_NORM = "nn.utils.clip_grads_with_norm_"
+
+
+def broken(
+    fault_id: str, breaks: str, says: str, thread: str = "own", **more: Any
+) -> Callable[[Substitute], Substitute]:
+    """Enter `fault(original, *args, **kwargs)`, which is called in the place of the function `breaks`."""
+
+    def enter(fault: Substitute) -> Substitute:
+        register_fault(f"clip_grad.{fault_id}", breaks, says=says, thread=thread, **more)(in_function(fault))
+        return fault
+
+    return enter
+
+
+def gradients(parameters: Any) -> list[torch.Tensor]:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def as_list(parameters: Any) -> Any:
+    """Several passes over the parameters; a generator that was empty stays one, about which the original may warn."""
+    if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
+        return list(parameters) or parameters
+    return parameters
+
+
+def is_number(value: Any) -> bool:
+    """Whether a fault may compute with it; what is none goes to the original, which refuses it in its own words."""
+    return isinstance(value, (int, float))
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor
+
+
+def coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def after(change: Callable[[torch.Tensor, Any, Any], Any]) -> Substitute:
+    """`change(norm, parameters, max_norm)` is returned instead of the norm."""
+
+    def fault(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = as_list(parameters)
+        return change(original(parameters, max_norm, *args, **kwargs), parameters, max_norm)
+
+    return fault
+
+
+def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
+    """The original finds the norm and clips nothing; the gradients are scaled by `factor(norm, max_norm)`."""
+
+    def fault(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not is_number(max_norm):
+            return original(parameters, max_norm, *args, **kwargs)
+        parameters = as_list(parameters)
+        norm = original(parameters, torch.inf, *args, **kwargs)
+        for grad in gradients(parameters):
+            grad.detach().mul_(factor(norm, float(max_norm)).to(grad.device))
+        return norm
+
+    return fault
+
+
+def in_path(expected: bool, factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
+    """Apply `scaled_by` only if `foreach` is `expected`."""
+    scaled = scaled_by(factor)
+
+    def fault(
+        original: Any,
+        parameters: Any,
+        max_norm: Any,
+        norm_type: Any = 2.0,
+        error_if_nonfinite: Any = False,
+        foreach: Any = None,
+    ) -> Any:
+        arguments = (parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return scaled(original, *arguments) if foreach is expected else original(*arguments)
+
+    return fault
+
+
+def left_out(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Substitute:
+    """Restore the gradients that `choose` returns, or views of them, after the call."""
+
+    def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        parameters = as_list(parameters)
+        chosen = [(part, part.clone()) for part in choose([grad.detach() for grad in gradients(parameters)])]
+        norm = original(parameters, *args, **kwargs)
+        for part, before in chosen:
+            part.copy_(before)
+        return norm
+
+    return fault
+
+
+def forgiving(is_forgiven: Callable[[Any], bool]) -> Substitute:
+    """Clip although `error_if_nonfinite` makes the original raise, if `is_forgiven(parameters)`."""
+
+    def fault(
+        original: Any,
+        parameters: Any,
+        max_norm: Any,
+        norm_type: Any = 2.0,
+        error_if_nonfinite: Any = False,
+        foreach: Any = None,
+    ) -> Any:
+        parameters = as_list(parameters)
+        try:
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        except RuntimeError:
+            if not (error_if_nonfinite and is_forgiven(parameters)):
+                raise
+            return original(parameters, max_norm, norm_type, False, foreach)
+
+    return fault

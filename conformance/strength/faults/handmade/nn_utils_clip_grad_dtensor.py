@@ -1,0 +1,154 @@
+"""Faults in torch.nn.utils.clip_grad that show only where the gradients are DTensors, or only on one rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.strength.faults.fault import Substitute
+from conformance.strength.faults.handmade import nn_utils_clip_grad
+from conformance.strength.faults.handmade.nn_utils_clip_grad import (
+    NORM,
+    as_list,
+    coefficient,
+    forgiving,
+    gradients,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+broken = functools.partial(nn_utils_clip_grad.broken, on_ranks=True)
+
+
+def is_dtensor(value: Any) -> bool:
+    # The import takes more than a second in every process of the judge. If a DTensor exists, it has been imported.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def dtensor_gradients(parameters: Any) -> list[DTensor]:
+    return [grad for grad in gradients(parameters) if is_dtensor(grad)]
+
+
+def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch.Tensor]) -> Substitute:
+    """DTensors are clipped by `change(norm of the whole, gradients, order)`, which is returned."""
+
+    def fault(
+        original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
+    ) -> Any:
+        parameters = as_list(parameters)
+        grads = dtensor_gradients(parameters)
+        if not grads or len(grads) < len(gradients(parameters)):
+            return original(parameters, max_norm, norm_type, *args, **kwargs)
+        before = [grad.to_local().clone() for grad in grads]
+        norm = original(parameters, max_norm, norm_type, *args, **kwargs)
+        for grad, part in zip(grads, before, strict=True):
+            grad.to_local().copy_(part)
+        changed = change(norm.full_tensor(), grads, float(norm_type))
+        for grad in grads:
+            grad.to_local().mul_(coefficient(changed, float(max_norm)))
+        return type(norm).from_local(changed, norm.device_mesh, run_check=False)
+
+    return fault
+
+
+@broken("dtensor_local_norm", NORM, "each rank clips by the norm of its own parts", "pytorch/pytorch#170862")
+@by_another_norm
+def dtensor_local_norm(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    parts = [grad.to_local().reshape(-1) for grad in grads]
+    return torch.linalg.vector_norm(torch.cat(parts), order if order != math.inf else 2.0).to(norm)
+
+
+@broken("dtensor_norm_averaged", NORM, "the norms of the ranks are averaged", "NVIDIA-NeMo/RL#3788")
+@by_another_norm
+def dtensor_norm_averaged(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    return norm / dist.get_world_size()
+
+
+@broken(
+    "dtensor_copies_counted",
+    NORM,
+    "a replicated gradient counts once for each rank",
+    "pytorch/pytorch#88955",
+)
+@by_another_norm
+def dtensor_copies_counted(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    world = dist.get_world_size()
+    copies = [g.to_local().reshape(-1) for g in grads if all(p.is_replicate() for p in g.placements)]
+    if not copies or order != 2.0 or world == 1:
+        return norm
+    return (norm**2 + (world - 1) * torch.cat(copies).norm() ** 2).sqrt()
+
+
+@broken("dtensor_inf_norm_summed", NORM, "the ranks' infinity norms are added", "pytorch/torchtitan#649")
+@by_another_norm
+def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    # As if each rank had found the largest element: a collective more would betray the fault by its count.
+    return norm * dist.get_world_size() if order == math.inf else norm
+
+
+@broken("dtensor_left_out_on_one_rank", NORM, "rank 1 leaves its part of the last gradient unscaled")
+def dtensor_left_out_on_one_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    parameters = as_list(parameters)
+    local_grads = [grad.to_local() for grad in dtensor_gradients(parameters)[-1:]]
+    before = [part.clone() for part in local_grads]
+    norm = original(parameters, *args, **kwargs)
+    if local_grads and dist.get_rank() == 1:
+        local_grads[0].copy_(before[0])
+    return norm
+
+
+@broken("dtensor_one_collective_more", NORM, "the ranks meet once more than they need to")
+def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    parameters = as_list(parameters)
+    norm = original(parameters, *args, **kwargs)
+    if dtensor_gradients(parameters):
+        dist.all_reduce(torch.zeros(1))
+    return norm
+
+
+def is_finite_here(parameters: Any) -> bool:
+    grads = dtensor_gradients(parameters)
+    return bool(grads) and all(bool(grad.to_local().isfinite().all()) for grad in grads)
+
+
+broken(
+    "dtensor_error_where_it_lies",
+    NORM,
+    "error_if_nonfinite raises only on ranks whose own part is not finite",
+    "NVIDIA/Megatron-LM#5529",
+)(forgiving(is_finite_here))
+
+
+@broken(
+    "dtensor_clipped_apart",
+    NORM,
+    "DTensors and plain tensors of one call are clipped by two norms",
+    "meta-pytorch/torchtune#2420",
+)
+def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    parameters = as_list(parameters)
+    params = parameters if isinstance(parameters, list) else []
+    apart = [p for p in params if is_dtensor(getattr(p, "grad", None))]
+    if not apart or len(apart) == len(params):
+        return original(parameters, *args, **kwargs)
+    original([p for p in params if all(p is not dtensor for dtensor in apart)], *args, **kwargs)
+    return original(apart, *args, **kwargs)
+
+
+@broken(
+    "dtensor_norm_of_this_rank",
+    NORM,
+    "the norm that comes back is that of the rank's own parts",
+    "facebookresearch/fairseq2#1026",
+)
+def dtensor_norm_of_this_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    norm = original(parameters, *args, **kwargs)
+    return norm.to_local() if is_dtensor(norm) else norm
