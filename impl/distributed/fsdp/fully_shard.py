@@ -7,7 +7,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.managed import mark_modules
 from impl.distributed.fsdp._params.policies import (
+    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     offloads,
@@ -59,19 +60,45 @@ from impl.distributed.fsdp._params.policies import (
 from impl.distributed.fsdp._params.whole_mesh import data_dims_of
 from impl.kernels import dynamo_disable
 
+# Type checkers know the methods of a sharded module, which is of its own class and of `FSDPModule`.
+_ModuleToTypeCheckers = nn.Module if TYPE_CHECKING else object
 _classes: dict[type, type] = {}  # class of a sharded module by its original class
 
 
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
 def fully_shard(  # noqa: PLR0913  torch's eight arguments
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: Any = MixedPrecisionPolicy(),  # noqa: B008  frozen
-    offload_policy: Any = OffloadPolicy(),  # noqa: B008  as torch has it; nothing writes to it
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  as torch has it; nothing writes to it
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of a module, or of several modules as one group, over ranks, in place.
 
@@ -215,7 +242,7 @@ class _Pending(UnshardHandle):
             gathered_state.show_unsharded()
 
 
-class FSDPModule:
+class FSDPModule(_ModuleToTypeCheckers):
     """Base class that fully_shard adds to the class of a module.
 
     Methods that end with `recurse` act on all sharded modules below too, unless it is False.
@@ -376,7 +403,7 @@ class FSDPModule:
         """
         check_bool(reshard_after_forward)
         groups = self._groups(recurse)
-        check_all_sharded("set_reshard_after_forward()", cast("nn.Module", self), groups)
+        check_all_sharded("set_reshard_after_forward()", self, groups)
         for group in groups:
             group.options.reshards_after_forward = reshard_after_forward
 
@@ -485,7 +512,7 @@ class FSDPModule:
         Raises:
             AssertionError: parameters are not sharded at all, by dp_mesh_dims.
         """
-        use_separate_scatter_groups(cast("nn.Module", self), self._groups(recurse), enable)
+        use_separate_scatter_groups(self, self._groups(recurse), enable)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this module's parameters are gathered for its backward."""
@@ -509,13 +536,12 @@ class FSDPModule:
         raise RuntimeError(f"SymmetricMemory does not find allocation backend {backend}")
 
     def _groups(self, recurse: bool) -> list[DTensorGroup]:
-        module = cast("nn.Module", self)
-        states = [state_of(child) for child in (module.modules() if recurse else [module])]
+        states = [state_of(child) for child in (self.modules() if recurse else [self])]
         return [group for state in states if state is not None for group in state.groups]
 
     @property
     def _state(self) -> ModuleState:
-        state = state_of(cast("nn.Module", self))
+        state = state_of(self)
         assert state is not None, f"No FSDP state found on {self}"
         return state
 
@@ -525,14 +551,14 @@ class FSDPModule:
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. After an interrupt its forward hooks are not called, so the forward is ended here."""
-        call_impl: Any = super()._call_impl  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        call_impl = super()._call_impl
         if torch.compiler.is_compiling():  # Dynamo does not trace a `try`
             return call_impl(*args, **kwargs)
         try:
             return call_impl(*args, **kwargs)
         except BaseException as error:
             self._state.abandon_forward()
-            add_cure(cast("nn.Module", self), error)
+            add_cure(self, error)
             raise
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -542,28 +568,26 @@ class FSDPModule:
             RuntimeError: raised by torch. A note names the unsharded tensors.
             TypeError: unsharded tensors were assigned with `assign=True`. The parameters stay sharded.
         """
-        load: Any = super().load_state_dict  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
-        module = cast("nn.Module", self)
         try:
-            result = load(*args, **kwargs)
+            result = super().load_state_dict(*args, **kwargs)
         except RuntimeError as error:
             state_dict = kwargs.get("state_dict", args[0] if args else None)
             if isinstance(state_dict, Mapping):
-                note_unsharded_values(module, state_dict, error)
+                note_unsharded_values(self, state_dict, error)
             raise
-        check_loaded_params(module, self._groups(recurse=True))
+        check_loaded_params(self, self._groups(recurse=True))
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""
         if self._state.has_root:
             self._state.unit.root.handle_failed_backward()
-        super().zero_grad(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        super().zero_grad(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  the module's own class
+        result = super()._apply(*args, **kwargs)
         for state in (self._state, *self._state.param_owners):
             for group in state.groups:
                 group.write_back_changes()
