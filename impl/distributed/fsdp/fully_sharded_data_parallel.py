@@ -27,7 +27,7 @@ from impl.distributed.fsdp._fsdp1.contained import watch_contained
 from impl.distributed.fsdp._fsdp1.private_names import PrivateNames
 from impl.distributed.fsdp._fsdp1.summon import FullParamsOptions, check, summoned
 from impl.distributed.fsdp._fsdp1.wrapper import root_over
-from impl.distributed.fsdp._layout.flat import flat_param_groups
+from impl.distributed.fsdp._layout.flat import FlatParamGroup, flat_param_groups
 from impl.distributed.fsdp._params.config import Config, ProcessGroups
 from impl.distributed.fsdp._params.managed import (
     check_dtensors,
@@ -404,7 +404,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         managed = {p for unit in root.units for group in unit.param_groups for p in group.stepped}
         other_params = [p for p in self.parameters() if p not in managed]
         other_grads = [p.grad for p in other_params if p.grad is not None]
-        norm = joint_norm(root.units, other_grads, float(norm_type), self.compute_device)
+        units = cast("list[Unit[FlatParamGroup]]", root.units)
+        norm = joint_norm(units, other_grads, float(norm_type), self.compute_device)
         if error_if_nonfinite:
             check_finite(norm, float(norm_type))
         if self.cpu_offload.offload_params:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from impl.kernels import no_grad_fast, span
 
 
 @no_grad_fast
-def reduce_gradients(unit: UnitParams[Any], group: ParamGroup, grads: list[Tensor | None]) -> None:
+def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: list[Tensor | None]) -> None:
     """Reduce the gradients of a group of the unit, or add them to the unreduced ones. Clears `grads`.
 
     Collectives: a reduction over the ranks that the group is sharded over, and an all-reduce over its replicas; none

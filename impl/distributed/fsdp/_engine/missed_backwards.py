@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -40,9 +40,9 @@ class _Root(Protocol):
     def is_idle(self) -> bool: ...
 
 
-_roots: WeakSet[Any] = WeakSet()  # roots with a forward since their last backward
+_roots: WeakSet[_Root] = WeakSet()  # roots with a forward since their last backward
 # The same roots, if they were stepped without gradients since, with the names of the units that await a backward.
-_stepped_without: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+_stepped_without: WeakKeyDictionary[_Root, list[str]] = WeakKeyDictionary()
 
 
 def note_forward(root: _Root) -> None:

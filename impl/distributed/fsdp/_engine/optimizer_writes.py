@@ -8,7 +8,7 @@ previous parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
 
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # tracked parameters by id
 # For each tracked parameter a weak method that returns whether any rank has gradients.
-_have_gradients: Any = WeakIdKeyDictionary()
+_have_gradients: MutableMapping[Tensor, WeakMethod[Callable[[], bool]]] = WeakIdKeyDictionary()
 
 
 def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callable[[], bool]) -> None:

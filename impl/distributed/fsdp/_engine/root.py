@@ -28,6 +28,7 @@ from impl.distributed.fsdp._engine.streams import (
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._engine.waiting_gradients import record_unsynchronized
 from impl.distributed.fsdp._params.autograd import outside_transforms, runs_backward
+from impl.distributed.fsdp._params.param_group import ParamGroup
 
 
 class _EndOfBackward:
@@ -63,8 +64,8 @@ class Root:
 
     def __init__(
         self,
-        outermost: Unit[Any],
-        units: Sequence[Unit[Any]],
+        outermost: Unit[ParamGroup],
+        units: Sequence[Unit[ParamGroup]],
         device: torch.device,
         limits_gathers: bool,
         settings: StepSettings | None = None,
@@ -72,7 +73,7 @@ class Root:
         self.streams: Streams = streams_for(device)
         self.memory = Memory(self.streams, device, limits_gathers, self.is_idle)
         self.settings = settings if settings is not None else StepSettings()
-        self.order: Order[Unit[Any]] = Order()
+        self.order: Order[Unit[ParamGroup]] = Order()
         self.units = list(units)
         self._outermost = outermost
         self._forwards = 0  # number of nested running forwards
@@ -144,7 +145,7 @@ class Root:
     def awaits_backward(self) -> bool:
         return self._outermost.awaits_backward
 
-    def is_root(self, unit: Unit[Any]) -> bool:
+    def is_root(self, unit: Unit[ParamGroup]) -> bool:
         return unit is self._outermost
 
     def _begin_iteration(self) -> None:
@@ -235,7 +236,7 @@ class Root:
         for order_checker in self._order_checkers:
             order_checker.end_step()
 
-    def enter_forward(self, unit: Unit[Any]) -> None:
+    def enter_forward(self, unit: Unit[ParamGroup]) -> None:
         """Enter a forward. The outermost forward also starts an iteration."""
         if self.is_in_backward:
             return
@@ -245,7 +246,7 @@ class Root:
             self._begin_iteration()
         self.order.begin_forward(unit)
 
-    def exit_forward(self, unit: Unit[Any]) -> None:
+    def exit_forward(self, unit: Unit[ParamGroup]) -> None:
         if self.is_in_backward:
             return
         self.order.end_forward(unit)

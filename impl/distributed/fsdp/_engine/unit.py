@@ -28,7 +28,7 @@ from impl.distributed.fsdp._engine.graph_edges import (
 )
 from impl.distributed.fsdp._engine.phase import BACKWARDS, FORWARDS, Move, Phase, next_phase
 from impl.distributed.fsdp._engine.shared import SummonedParams
-from impl.distributed.fsdp._engine.unit_params import Group, UnitParams
+from impl.distributed.fsdp._engine.unit_params import Group_co, UnitParams
 from impl.distributed.fsdp._params.autograd import (
     differentiable_levels,
     is_linearized,
@@ -37,29 +37,29 @@ from impl.distributed.fsdp._params.autograd import (
 )
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.nested import Inputs, cast_inputs, move_inputs
-from impl.distributed.fsdp._params.param_group import gradients_are_complete, record_unreduced
+from impl.distributed.fsdp._params.param_group import ParamGroup, gradients_are_complete, record_unreduced
 from impl.distributed.fsdp.api import BackwardPrefetch
 from impl.kernels import no_grad_fast, span
 
 
-class Unit(UnitParams[Group]):
+class Unit(UnitParams[Group_co]):
     """Hooks of one module, and of its parameters that are unsharded together."""
 
-    def __init__(self, module: nn.Module, param_groups: Sequence[Group], config: Config) -> None:
+    def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], config: Config) -> None:
         super().__init__(module, param_groups, config)
         self.phase = Phase.IDLE
-        self.prefetches_in_forward: Sequence[Unit[Any]] = ()  # added to the previous iteration's order
-        self.prefetches_in_backward: Sequence[Unit[Any]] = ()  # replaces the order of forwards
+        self.prefetches_in_forward: Sequence[Unit[ParamGroup]] = ()  # added to the previous iteration's order
+        self.prefetches_in_backward: Sequence[Unit[ParamGroup]] = ()  # replaces the order of forwards
         self.unshards_in_backward = True  # whether gradients are computed from the parameters
-        self.param_owners: list[Unit[Any]] = []  # units whose parameters this unit's modules share
-        self._sharers: list[Unit[Any]] = []
+        self.param_owners: list[Unit[ParamGroup]] = []  # units whose parameters this unit's modules share
+        self._sharers: list[Unit[ParamGroup]] = []
         self._depth = 0  # nested calls of the module in its own forward
         self._first_node = 0  # first autograd node of the forward's graph
         self._backward = BackwardState()
         self._hooked_inputs = WeakTensorKeyDictionary()  # leaf inputs with a hook
         self.awaits_reduction = False  # views may have gradients of earlier backwards
 
-    def share_params_of(self, owner: Unit[Any]) -> None:
+    def share_params_of(self, owner: Unit[ParamGroup]) -> None:
         """Use `owner`'s parameters in every forward and backward of this unit.
 
         The owner reduces their gradients once, at the end of backward.
@@ -208,7 +208,7 @@ class Unit(UnitParams[Group]):
         if unit is not None and unit.awaits_backward and unit.unshards_in_backward:
             self._prefetch(unit)
 
-    def _prefetch(self, unit: Unit[Any] | None) -> None:
+    def _prefetch(self, unit: Unit[ParamGroup] | None) -> None:
         for prefetched in () if unit is None else (unit, *unit.param_owners):
             if prefetched.phase is Phase.IDLE:
                 prefetched.prefetch()

@@ -18,7 +18,7 @@ from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gat
 from impl.kernels import span
 from impl.optim._shards import register_shard_groups
 
-Group = TypeVar("Group", bound=ParamGroup)
+Group_co = TypeVar("Group_co", bound=ParamGroup, covariant=True)
 
 
 @dataclass
@@ -33,14 +33,14 @@ class GatherState:
     is_kept_by_user: bool = False  # the user reshards the unit before such writes
 
 
-class UnitParams(Generic[Group]):
+class UnitParams(Generic[Group_co]):
     """Parameters of one module that are unsharded together, in one or several groups."""
 
     root: RootContext  # set by the root
 
-    def __init__(self, module: nn.Module, param_groups: Sequence[Group], config: Config) -> None:
+    def __init__(self, module: nn.Module, param_groups: Sequence[Group_co], config: Config) -> None:
         self._module = weakref.ref(module)
-        self.param_groups = list(param_groups)
+        self.param_groups: Sequence[Group_co] = list(param_groups)
         self.config = config
         self.name = type(module).__name__
         self.summoned: Sequence[SummonedParams] = ()  # the groups while they are summoned
@@ -201,7 +201,7 @@ class UnitParams(Generic[Group]):
         for group in self.param_groups:
             group.free()
 
-    def _dtype_now(self, group: Group) -> torch.dtype:
+    def _dtype_now(self, group: ParamGroup) -> torch.dtype:
         return group.dtype if self.is_in_full_precision() else group.compute_dtype
 
     # Parameters in the last graph

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._layout.flat_buffer import UnshardedBuffer
 from impl.distributed.fsdp._params.param_group import gather
 from impl.distributed.fsdp._params.tensor_parallel import local_of
+
+# Index, address, version, and version of the local tensor of a summoned parameter.
+_Version = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,8 @@ class _SummonedHandle:
         # Summoned parameters, while the modules have views for a forward.
         self._aside: dict[int, Tensor | None] | None = None
         # Versions of the summoned parameters at the last use by a forward.
-        self._versions: list[Any] = []
-        self._first_versions: list[Any] = []
+        self._versions: list[_Version] = []
+        self._first_versions: list[_Version] = []
 
     def begin(self, is_shown_here: bool) -> None:
         handle, unit = self._handle, self._unit
@@ -209,7 +212,7 @@ class _SummonedHandle:
             shard = handle.flat_param.new_zeros(handle.layout.shard_numel)
         return handle.gather_like(shard, self._unit.name)
 
-    def _versions_now(self) -> list[Any]:
+    def _versions_now(self) -> list[_Version]:
         return [
             (index, local_of(param).data_ptr(), param._version, local_of(param)._version)
             for index, param in self._registered()

@@ -91,7 +91,7 @@ class ModuleState:
         return self.modules[0]
 
     @property
-    def groups(self) -> list[DTensorGroup]:
+    def groups(self) -> Sequence[DTensorGroup]:
         return self.unit.param_groups
 
     def _before_save(self, *_: Any, **__: Any) -> None:

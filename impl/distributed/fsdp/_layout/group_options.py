@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from impl.distributed.fsdp._params.policies import ParamPrecision
+from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy, ParamPrecision
 
 
 @dataclass
@@ -19,5 +19,5 @@ class GroupOptions:
     keeps_storage: bool = False  # unsharded memory stays allocated
     reduces_unused: bool = False  # zeros replace missing gradients
     # The user's policy, which tensors with an all-gather extension may take.
-    policy: Any = None
+    policy: MixedPrecisionPolicy | None = None
     all_gather: Any = None  # user-defined all-gather: `allocate`, and a call

@@ -128,7 +128,7 @@ def _param_dtype_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> to
     return dtype
 
 
-def resolve_policy(policy: Any, precision: ParamPrecision) -> Any:
+def resolve_policy(policy: MixedPrecisionPolicy, precision: ParamPrecision) -> MixedPrecisionPolicy:
     """Return the policy of parameters for which `param_dtype_override_fn` has chosen a precision."""
     if getattr(policy, "param_dtype_override_fn", None) is None:
         return policy
