@@ -123,13 +123,10 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     Returns:
         `module`.
     Raises:
-        ValueError: a container without a forward, a scalar parameter, a mesh or a number that does not fit; with
-            dp_mesh_dims a parameter that is not a DTensor on the mesh, or not replicated over the dimensions; other
-            dtypes in `mp_policy` for a parameter of an earlier call.
+        ValueError: an argument or parameter does not fit, such as a container without a forward or a scalar parameter.
         RuntimeError: a parameter is a DTensor over a mesh that does not share a root with `mesh`. In forward and
             backward: ranks run or shard modules differently, have other gradients, or are lost. The error names them.
-        NotImplementedError: a parameter is not contiguous, or sharded unevenly by columns; a number of ranks with
-            dp_mesh_dims; a parameter's own mesh with dp_mesh_dims, or with other dimensions than `mesh` may have.
+        NotImplementedError: a combination that `docs/coverage.md` lists.
     Sync: none. Collectives: none, except those that create a mesh; in forward and backward of each unit an all-gather,
         and a reduce-scatter of the gradients; with replicas an all-reduce.
     Source: torch.distributed.fsdp.fully_shard 2.13; differences: a parameter with an all-gather extension is
