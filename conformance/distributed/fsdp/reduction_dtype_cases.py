@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, mesh_of
 from conformance.distributed.fsdp.fully_shard_cases import full_value
@@ -32,6 +34,31 @@ class Weighted(nn.Module):
 
     def forward(self, coefficients: Tensor) -> Tensor:
         return (self.weight * coefficients.to(self.weight.dtype)).sum()
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Two layers, of which some are frozen. If each is a unit, the root has no parameters."""
+
+    frozen: Sequence[int] = ()
+    are_units: bool = False
+
+    def build(self) -> Stacked:
+        model = Stacked()
+        for number in self.frozen:
+            model.layers[number].requires_grad_(False)
+        return model
+
+
+class Stacked(nn.Module):
+    """Layers whose weights all get the input as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Weighted(), Weighted()])
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        return torch.stack([layer(coefficients).float() for layer in self.layers]).sum()
 
 
 def coefficients(rank: int) -> Tensor:
@@ -103,19 +130,28 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def of_fully_shard(site: Site, schedule: str, replicates: bool) -> dict[str, Tensor]:
-    """Return the gradient of one float32 parameter under each policy."""
-    return {name: _by_fully_shard(site, policy, schedule, replicates) for name, policy in POLICIES.items()}
+def of_fully_shard(
+    site: Site, schedule: str, replicates: bool, layers: Layers = Layers()
+) -> dict[str, list[Tensor]]:
+    """Return the gradients of trained float32 parameters under each policy."""
+    return {
+        name: _by_fully_shard(site, policy, schedule, replicates, layers) for name, policy in POLICIES.items()
+    }
 
 
-def _by_fully_shard(site: Site, policy: Policy, schedule: str, replicates: bool) -> Tensor:
-    model: Any = Weighted().to(site.rank.device)
-    options = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
-    site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(*policy), **options)
-    return _gradient(site, model, schedule)
+def _by_fully_shard(
+    site: Site, policy: Policy, schedule: str, replicates: bool, layers: Layers
+) -> list[Tensor]:
+    model: Any = layers.build().to(site.rank.device)
+    options: dict[str, Any] = {"mesh": mesh_of(site.rank, 1)} if replicates else {}
+    options["mp_policy"] = site.fsdp.MixedPrecisionPolicy(*policy, cast_forward_inputs=False)
+    for layer in model.layers if layers.are_units else ():
+        site.shard(layer, **options)
+    site.shard(model, **options)
+    return _gradients(site, model, schedule)
 
 
-def _gradient(site: Site, model: Any, schedule: str) -> Tensor:
+def _gradients(site: Site, model: Any, schedule: str) -> list[Tensor]:
     count = _count(schedule)
     if schedule == "finalized":
         model.set_manual_backward_finalization(True)
@@ -127,7 +163,7 @@ def _gradient(site: Site, model: Any, schedule: str) -> Tensor:
         model(grad.to(site.rank.device)).backward()
     if schedule == "finalized":
         model.finalize_backward()
-    return full_value(model.weight.grad).cpu()
+    return [full_value(param.grad).cpu() for param in model.parameters() if param.requires_grad]
 
 
 class Pair(nn.Module):
@@ -154,6 +190,19 @@ def of_grad_dtype(site: Site, schedule: str) -> tuple[Tensor, Tensor]:
     return first, second
 
 
+def of_kept_grad_dtype(site: Site, changes: str) -> list[str]:
+    """Return the dtypes of gradients after the parameters were cast or assigned."""
+    model: Any = Pair().to(site.rank.device)
+    site.shard(model)
+    if changes == "cast":
+        model.half()
+    else:
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    model(coefficients(site.rank.rank)[0].to(site.rank.device)).backward()
+    return [str(layer.weight.grad.dtype) for layer in (model.first, model.second)]
+
+
 def of_unused_with_any_dtype(
     site: Site, reduce_dtype: torch.dtype | None
 ) -> tuple[str | None, Tensor | None]:
@@ -171,19 +220,22 @@ def of_unused_with_any_dtype(
 # -- FullyShardedDataParallel
 
 
-def of_fsdp(lab: Lab, *, schedule: str, strategy: str) -> dict[str, Tensor]:
-    return {name: _by_fsdp(lab, policy, schedule, strategy) for name, policy in POLICIES.items()}
+def of_fsdp(lab: Lab, *, schedule: str, strategy: str, layers: Layers = Layers()) -> dict[str, list[Tensor]]:
+    return {name: _by_fsdp(lab, policy, schedule, strategy, layers) for name, policy in POLICIES.items()}
 
 
-def _by_fsdp(lab: Lab, policy: Policy, schedule: str, strategy: str) -> Tensor:
+def _by_fsdp(lab: Lab, policy: Policy, schedule: str, strategy: str, layers: Layers) -> list[Tensor]:
     mixed = lab.api.MixedPrecision(*policy, cast_forward_inputs=False)
-    model = lab.wrap(Weighted(), strategy=strategy, mixed_precision=mixed, use_orig_params=True)
+    units = {Weighted} if layers.are_units else ()
+    model = lab.wrap(
+        layers.build(), strategy=strategy, units=units, mixed_precision=mixed, use_orig_params=True
+    )
     count = _count(schedule)
     for number, grad in enumerate(coefficients(lab.rank.rank)[:count]):
         with model.no_sync() if number < count - 1 else contextlib.nullcontext():
             model(grad.to(lab.rank.device)).backward()
-    (gradient,) = gathered_gradients(lab.library, model).values()
-    return gradient.cpu()
+    gradients = gathered_gradients(lab.library, model)
+    return [gradients[f"layers.{number}.weight"].cpu() for number in (0, 1) if number not in layers.frozen]
 
 
 def of_existing_gradient(lab: Lab, *, strategy: str) -> Tensor:
@@ -197,3 +249,39 @@ def of_existing_gradient(lab: Lab, *, strategy: str) -> Tensor:
         model(coefficients(lab.rank.rank)[0].to(lab.rank.device)).backward()
     (gradient,) = gathered_gradients(lab.library, model).values()
     return gradient.cpu()
+
+
+# -- tensor parallelism
+
+
+class _Replicated(nn.Module):
+    """Module whose weight is replicated over a mesh of tensor parallelism, and gets a partial gradient."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        weight = torch.linspace(-1, 1, _NUMEL, dtype=FULL)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
+
+    def forward(self, rows: Any) -> Tensor:
+        return (self.weight * rows.to(self.weight.dtype)).sum().full_tensor()
+
+
+def of_tensor_parallelism(site: Site) -> dict[str, Tensor]:
+    """Return the gradient under each policy. All ranks are in one group of tensor parallelism."""
+    return {name: _of_partial_gradient(site, policy) for name, policy in POLICIES.items()}
+
+
+def _of_partial_gradient(site: Site, policy: Policy) -> Tensor:
+    mesh = site.rank.mesh(1, site.rank.world_size, names=("data", "model"))
+    model: Any = _Replicated(mesh["model"])
+    precision = site.fsdp.MixedPrecisionPolicy(*policy, cast_forward_inputs=False)
+    site.shard(model, mesh=mesh["data"], mp_policy=precision)
+    row = coefficients(site.rank.rank)[:1].to(site.rank.device)
+    model(DTensor.from_local(row, mesh["model"], [Shard(0)])).backward()
+    return full_value(model.weight.grad).cpu()
+
+
+def expected_of_tensor_parallelism(summed: torch.dtype, dtypes: Dtypes, world_size: int) -> Tensor:
+    """Return the gradient [N] in float64, if tensor parallelism sums gradients in the dtype `summed`."""
+    grads = [_rounded(coefficients(rank)[0].to(dtypes.computed), summed) for rank in range(world_size)]
+    return _rounded(_rounded(torch.stack(grads).sum(0), summed), dtypes.reduced)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from conformance.distributed.fsdp import reduction_dtype_cases as cases
 from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Policy
+from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Layers, Policy
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, TwinsOf, each, holds, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
 
 _FOLLOWS_PARAM = is_torch_in(">=2.15")
+each_layers = pytest.mark.parametrize(
+    "layers",
+    [Layers(are_units=True), Layers((0,)), Layers((0,), are_units=True), Layers((1,), are_units=True)],
+    ids=["units", "first frozen", "first unit frozen", "last unit frozen"],
+)
 
 
 def _of_fully_shard(policy: Policy) -> Dtypes:
@@ -35,9 +41,9 @@ def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes
         dtypes = dtypes_of(policy)
         expected = cases.expected(dtypes, len(outcomes), schedule)
         for gradients in values_of(outcomes):
-            gradient = gradients[name].values
-            assert gradient.dtype is dtypes.shown
-            assert torch.equal(gradient.double(), expected), f"{name}: not rounded by {dtypes}"
+            for gradient in gradients[name]:
+                assert gradient.values.dtype is dtypes.shown
+                assert torch.equal(gradient.values.double(), expected), f"{name}: not rounded by {dtypes}"
 
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
@@ -49,6 +55,14 @@ def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes
 def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicates: bool) -> None:
     outcomes = sites.agree(cases.of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
     _assert_rounded(outcomes, _of_fully_shard, schedule)
+
+
+@clause("distributed.fsdp.fully_shard.reduction_dtype")
+@each_layers
+def test_fully_shard_rounds_alike_beside_frozen_parameters(sites: Sites, layers: Layers) -> None:
+    arguments: dict[str, Any] = {"schedule": "accumulated", "replicates": False, "layers": layers}
+    outcomes = sites.agree(cases.of_fully_shard, tolerance=EXACT, **arguments)
+    _assert_rounded(outcomes, _of_fully_shard, "accumulated")
 
 
 @clause("distributed.fsdp.fully_shard.finalization_dtype")
@@ -79,6 +93,17 @@ def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
     _assert_rounded(outcomes, _of_fully_shard, "deferred")
 
 
+@clause("distributed.fsdp.fully_shard.tensor_parallel_reduction_dtype")
+def test_tensor_parallelism_sums_gradients_in_their_dtype(sites_of: TwinsOf) -> None:
+    outcomes = sites_of(2).agree(cases.of_tensor_parallelism, tolerance=EXACT)
+    for name, policy in POLICIES.items():
+        dtypes = _of_fully_shard(policy)
+        summed = dtypes.accumulated if _FOLLOWS_PARAM else dtypes.computed
+        expected = cases.expected_of_tensor_parallelism(summed, dtypes, len(outcomes))
+        for gradients in values_of(outcomes):
+            assert torch.equal(gradients[name].values.double(), expected), f"{name}: not summed in {summed}"
+
+
 @clause("distributed.fsdp.fully_shard.grad_dtype")
 @pytest.mark.parametrize("schedule", ["one", "accumulated"])
 def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: str) -> None:
@@ -92,6 +117,15 @@ def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: s
             expected = cases.expected(expected_by, len(outcomes), schedule)
             assert gradient.values.dtype is expected_by.shown
             assert torch.equal(gradient.values.double(), expected), expected_by
+
+
+@clause("distributed.fsdp.fully_shard.grad_dtype_kept")
+@pytest.mark.parametrize(("changes", "own"), [("cast", torch.float16), ("assigned", LOW)])
+def test_grad_dtype_outlives_changes_of_parameters(sites: Sites, changes: str, own: torch.dtype) -> None:
+    if _FOLLOWS_PARAM:
+        sites.agree(cases.of_kept_grad_dtype, tolerance=EXACT, changes=changes)
+    for dtypes in values_of(sites.of_subject(cases.of_kept_grad_dtype, changes=changes)):
+        assert dtypes == [str(FULL), str(own)]
 
 
 @clause("distributed.fsdp.fully_shard.grad_dtype")
@@ -119,6 +153,14 @@ def test_zeros_for_unused_parameters_need_one_dtype(sites: Sites, reduce_dtype: 
 def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
     outcomes = twins.agree(cases.of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
     _assert_rounded(outcomes, _of_fsdp, schedule)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
+@each_layers
+def test_fsdp_rounds_alike_beside_frozen_parameters(twins: Twins, layers: Layers) -> None:
+    arguments: dict[str, Any] = {"schedule": "accumulated", "strategy": "FULL_SHARD", "layers": layers}
+    outcomes = twins.agree(cases.of_fsdp, tolerance=EXACT, **arguments)
+    _assert_rounded(outcomes, _of_fsdp, "accumulated")
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.existing_gradients")

@@ -584,9 +584,13 @@ class FSDPModule(_ModuleToTypeCheckers):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the shards."""
         self.reshard()
-        result = super()._apply(*args, **kwargs)
-        for state in (self._state, *self._state.param_owners):
-            for group in state.groups:
+        states = (self._state, *self._state.param_owners)
+        groups = [group for state in states for group in state.groups]
+        with contextlib.ExitStack() as stack:
+            for param in (param for group in groups for param in group.params):
+                stack.enter_context(param.keeping_grad_dtype())
+            result = super()._apply(*args, **kwargs)
+            for group in groups:
                 group.write_back_changes()
                 group.record_casts()
                 group.pin()

@@ -5,9 +5,10 @@ n = elements of a rank's shard, padded so that all ranks' shards are equally lon
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -180,6 +181,24 @@ class ShardedParam:
             other.grad_dtype = self.sharded.grad_dtype
         self.sharded = other
         self._note_memory()
+
+    @contextlib.contextmanager
+    def keeping_grad_dtype(self) -> Generator[None]:
+        """Context manager for casts and moves of the parameter, in which an explicit `grad_dtype` would be lost.
+
+        The gradient keeps its dtype and follows to the device.
+        """
+        if not has_grad_dtype(self.sharded):
+            yield
+            return
+        grad_dtype, grad = self.grad_dtype, self.sharded.grad
+        self.sharded.grad = None
+        try:
+            yield
+        finally:
+            self.sharded.grad_dtype = grad_dtype
+            if grad is not None:
+                self.sharded.grad = grad.to(self.sharded.device)
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
