@@ -62,6 +62,7 @@ REVERSE: dict[str, Transform] = {
     "jacrev": lambda model, x: jacrev(model)(x[0]),
     "jacrev of jacrev": lambda model, x: jacrev(jacrev(_energy(model)))(x[0]),
     "hessian": lambda model, x: hessian(_energy(model))(x[0]),
+    "output of linearize": lambda model, x: linearize(model, x)[0],
     "dual level": _dual,
 }
 

@@ -160,7 +160,7 @@ class Unit(UnitParams[Group_co]):
         if self.phase in FORWARDS or self.is_used_by_sharers():
             return
         if is_linearized() and not self.summoned:
-            self.reshard(frees=False)
+            self.reshard()
             return
         conditions = self.root.is_root(self), awaits_backward
         if all(group.keeps_after_forward(*conditions) for group in self.param_groups):
@@ -188,9 +188,13 @@ class Unit(UnitParams[Group_co]):
             return
         self._backward.may_have_gradients = True
         if not self.summoned:
-            self.gather()
             if self.phase in BACKWARDS:
+                self.gather()
                 self.check_graph()
+            else:
+                if is_linearized():
+                    self.set_graph_aside()
+                self.gather()
         self.use_unsharded_views()
 
     def _prefetch_for_forward(self) -> None:

@@ -46,6 +46,8 @@ class UnitParams(Generic[Group_co]):
         self.summoned: Sequence[SummonedParams] = ()  # the groups while they are summoned
         self._gathered: GatherState | None = None
         self._in_graph: list[Unsharded] = []  # parameters that the last graph was built from
+        # The same of the graph before a linearized forward, with the unsharded parameters of each group.
+        self._set_aside: tuple[list[Unsharded], Sequence[Any]] | None = None
         self.register_params()
 
     @property
@@ -162,8 +164,24 @@ class UnitParams(Generic[Group_co]):
         for params in self.summoned or self.param_groups:
             params.show_kept()
 
-    def reshard(self, *, after_forward: bool = False, frees: bool = True) -> None:
-        """Register the sharded views in the modules. Free the unsharded parameters or leave them to the graph."""
+    def set_graph_aside(self) -> None:
+        """Make the next gather fill new memory, which the graph of torch.func.linearize keeps, until the next reshard.
+
+        The unsharded parameters of earlier graphs are used again after that.
+        """
+        if self.summoned or self._set_aside is not None:
+            return
+        self.reshard()
+        self.root.memory.admit(self)
+        self._set_aside = self._in_graph, [group.swap_unsharded(None) for group in self.param_groups]
+
+    def _use_earlier_graph(self, in_graph: list[Unsharded], unsharded: Sequence[Any]) -> None:
+        self._in_graph, self._set_aside = in_graph, None
+        for group, earlier in zip(self.param_groups, unsharded, strict=True):
+            group.swap_unsharded(earlier)
+
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Register the sharded views in the modules. Free the unsharded parameters that no linearized graph keeps."""
         if self.summoned:
             self.use_kept_views()
             return
@@ -173,11 +191,10 @@ class UnitParams(Generic[Group_co]):
             group.use_sharded_views(after_forward=after_forward)
         self.wait_for_gather()
         self._gathered = None
-        if frees:
+        if self._set_aside is None:
             self.root.memory.note_resharded(self)
-            return
-        for group in self.param_groups:
-            group.leave_unsharded()
+        else:
+            self._use_earlier_graph(*self._set_aside)
 
     def reshard_unused(self, *, awaits_backward: bool) -> None:
         """Reshard parameters that were prefetched for a forward that did not run, because the shards may change.

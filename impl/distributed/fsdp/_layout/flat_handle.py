@@ -181,10 +181,13 @@ class FlatParamHandle:
         self._registration.register(self.sharded_views)
         self.uses_unsharded_views = False
 
-    def leave_unsharded(self) -> None:
-        self._unsharded = {
-            dtype: unsharded for dtype, unsharded in self._unsharded.items() if unsharded.aliases_shard
-        }
+    def swap_unsharded(
+        self, other: dict[torch.dtype, UnshardedBuffer] | None
+    ) -> dict[torch.dtype, UnshardedBuffer]:
+        previous = {dtype: buffer for dtype, buffer in self._unsharded.items() if not buffer.aliases_shard}
+        aliases = {dtype: buffer for dtype, buffer in self._unsharded.items() if buffer.aliases_shard}
+        self._unsharded = aliases | (other or {})
+        return previous
 
     def free(self) -> None:
         for unsharded in self._unsharded.values():

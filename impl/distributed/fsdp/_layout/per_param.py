@@ -460,8 +460,9 @@ class DTensorGroup:
         if self._post_forward_shards:
             self.use_sharded_views()
 
-    def leave_unsharded(self) -> None:
-        self.unsharded_params = None
+    def swap_unsharded(self, other: UnshardedParams | None) -> UnshardedParams | None:
+        previous, self.unsharded_params = self.unsharded_params, other
+        return previous
 
     def free(self) -> None:
         if self.unsharded_params is not None and not self.options.keeps_storage:

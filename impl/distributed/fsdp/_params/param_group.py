@@ -8,7 +8,7 @@ shard in a collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -219,8 +219,9 @@ class ParamGroup(Protocol):
     def show_kept(self) -> None:
         """Register in the modules a group that stays unsharded after a forward or backward."""
 
-    def leave_unsharded(self) -> None:
-        """Leave the unsharded parameters to the graph that holds them. The next gather fills new ones."""
+    def swap_unsharded(self, other: Any) -> Any:
+        """Use other unsharded parameters, by default new ones, and return the previous ones."""
+        ...
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters in every dtype."""
