@@ -61,3 +61,30 @@ def test_forward_that_reads_parameters_of_inner_unit_names_it() -> None:
         model(*[torch.ones(3, 1, 4)] * 3)
     (note,) = caught.value.__notes__
     assert note.endswith("Sharded inside FSDPMultiheadAttention: out_proj")
+
+
+class Scaled(nn.Module):
+    """Reads a parameter of an inner unit after its forward, or not at all."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.inner, self.reads = fully_shard(nn.Linear(2, 2)), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.inner(x)
+        return output * self.inner.bias if self.reads else output
+
+
+def test_note_on_mixed_tensors_names_attention_only_if_there_is_one() -> None:
+    with pytest.raises(RuntimeError, match="got mixed torch") as caught:
+        fully_shard(Scaled(reads=True))(torch.ones(1, 2))
+    (note,) = caught.value.__notes__
+    assert "MultiheadAttention" not in note
+    assert note.endswith("Sharded inside FSDPScaled: inner")
+
+
+def test_mixed_tensors_inside_inner_unit_have_no_note() -> None:
+    model = fully_shard(Scaled(reads=False))
+    with pytest.raises(RuntimeError, match="got mixed torch") as caught:
+        model(torch.distributed.tensor.distribute_tensor(torch.ones(1, 2), model.inner.weight.device_mesh))
+    assert not hasattr(caught.value, "__notes__")
