@@ -10,15 +10,15 @@ may be intended, so it is no error.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from impl.distributed.fsdp._params.param_group import describe_names
+from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.optim._step_checks import register_step_check
 
 
@@ -38,29 +38,34 @@ class _Root(Protocol):
     @property
     def awaits_backward(self) -> bool: ...
     def is_idle(self) -> bool: ...
+    def has_gradients(self) -> bool: ...
 
 
-_roots: WeakSet[_Root] = WeakSet()  # roots with a forward since their last backward
+# Roots with a forward since the last backward that left gradients, and whether another backward came since.
+_roots: WeakKeyDictionary[_Root, bool] = WeakKeyDictionary()
 # The same roots, if they were stepped without gradients since, with the names of the units that await a backward.
 _stepped_without: WeakKeyDictionary[_Root, list[str]] = WeakKeyDictionary()
 
 
 def note_forward(root: _Root) -> None:
     register_step_check(_check_step)
-    _roots.add(root)
+    _roots[root] = False
     names = _stepped_without.pop(root, None)
     if names is not None:
-        warnings.warn(
-            "an optimizer stepped sharded parameters that had no gradients, because no backward ran through the last "
-            f"forward of {describe_names(names)}. backward(inputs=...) and torch.autograd.grad do not reach sharded "
-            "parameters; call loss.backward() and read parameter.grad, and freeze the others by requires_grad_(False)",
-            stacklevel=2,
+        warn_user(
+            "an optimizer stepped sharded parameters that had no gradients, because no backward has computed any since "
+            f"the last forward of {describe_names(names)}. backward(inputs=...) and torch.autograd.grad do not reach "
+            "sharded parameters; call loss.backward() and read parameter.grad, and freeze the others by "
+            "requires_grad_(False)"
         )
 
 
 def note_backward(root: _Root) -> None:
-    _roots.discard(root)
     _stepped_without.pop(root, None)
+    if root.has_gradients():
+        _roots.pop(root, None)
+    elif root in _roots:
+        _roots[root] = True
 
 
 def check_gradients(units: Sequence[_Unit]) -> None:
@@ -79,14 +84,14 @@ def check_gradients(units: Sequence[_Unit]) -> None:
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    for root in [root for root in _roots if root.is_idle()]:
+    for root, had_backward in [item for item in _roots.items() if item[0].is_idle()]:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]
         check_gradients(units)
         # A model whose outputs no graph leads to, such as its input, gets no gradients in any backward.
-        if not units or not root.awaits_backward:
+        if not units or not (had_backward or root.awaits_backward):
             continue
         params = [param for group in optimizer.param_groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
         if not has_gradients and any(param.requires_grad for param in params):
-            _stepped_without[root] = [unit.name for unit in units if unit.awaits_backward]
+            _stepped_without[root] = [unit.name for unit in units if had_backward or unit.awaits_backward]

@@ -223,6 +223,13 @@ class Root:
             for unit in self.units:
                 unit.show_gradients()
 
+    def has_gradients(self) -> bool:
+        """Return whether any parameter has gradients to step with, or gradients that are not reduced yet."""
+        return any(
+            unit.awaits_reduction or any(group.gradients.exist_on_any_rank() for group in unit.param_groups)
+            for unit in self.units
+        )
+
     def _end_pass(self) -> None:
         for unit in self.units:
             record_unsynchronized(unit.param_groups, unit.name, is_open=bool(self.awaits_user))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.nested import Inputs, cast_floats, cast_inputs, move_inputs, tensors_in
 from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
+from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import dynamo_disable
 
 _STATE = "_tandem_fsdp_state"  # attribute of a module
@@ -256,15 +256,13 @@ class ModuleState:
         names = ", ".join(type(module).__name__ for module in self.modules)
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor._base is not None:
-                warnings.warn(
+                warn_user(
                     f"FSDP2-wrapped module ({names}) returned a view tensor. "
                     "An in-place op on this view (e.g., `x += y`) will silently "
                     "drop the pre-backward hook and skip the all-gather, which "
                     "can cause backward to fail or produce wrong gradients. "
                     "Use out-of-place ops (`out = out + y`, not `out += y`) or "
-                    "`.clone()` the output before any in-place op.",
-                    UserWarning,
-                    stacklevel=2,
+                    "`.clone()` the output before any in-place op."
                 )
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

@@ -5,7 +5,6 @@ W = ranks that the group is sharded over, S = elements of one rank's shards in a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from impl.distributed.fsdp._params.autograd import runs_backward
 from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes, describe_names
 from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._params.policies import OffloadPolicy, ParamPrecision, offloads, pins
+from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import to_device
 
 
@@ -171,10 +171,9 @@ class DTensorGroup:
             return
         others = [param for param in self.params if param.has_assigned_data()]
         names = [param.name for param in (self.params[self._checked], *others)]
-        warnings.warn(
+        warn_user(
             f"the .data of {describe_names(names)} was assigned, which does not change the values of a DTensor; use "
-            "parameter.copy_(value) under torch.no_grad()",
-            stacklevel=2,
+            "parameter.copy_(value) under torch.no_grad()"
         )
 
     def replace_unsharded(self) -> list[nn.Parameter]:

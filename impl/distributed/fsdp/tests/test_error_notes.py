@@ -1,8 +1,10 @@
-"""Notes that say what helps, on errors whose texts are torch's."""
+"""Notes that say what helps, on errors whose texts are torch's, and warnings at the user's line."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +90,28 @@ def test_mixed_tensors_inside_inner_unit_have_no_note() -> None:
     with pytest.raises(RuntimeError, match="got mixed torch") as caught:
         model(torch.distributed.tensor.distribute_tensor(torch.ones(1, 2), model.inner.weight.device_mesh))
     assert not hasattr(caught.value, "__notes__")
+
+
+_TRAINING = """
+params = list(model.parameters())
+optimizer = torch.optim.SGD(params, 0.1)
+for _ in range(2):
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x).sum().backward(inputs=[x, *params])
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_step_after_backward_with_inputs_warns_at_line_of_user(is_flat: bool) -> None:
+    model: Any = nn.Linear(2, 2)
+    if is_flat:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        fully_shard(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile(_TRAINING, "/home/user/train.py", "exec"), {"model": model, "torch": torch})
+    (warning,) = [entry for entry in caught if "call loss.backward()" in str(entry.message)]
+    assert (warning.filename, warning.lineno) == ("/home/user/train.py", 6)
