@@ -19,6 +19,7 @@ from impl.distributed.fsdp._layout.grad_dtypes import promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
+from impl.distributed.fsdp._params.autograd import call_hook
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
 
@@ -296,7 +297,7 @@ class DTensorGradients:
                 sharded.grad._local_tensor.add_(local)
             if sharded._post_accumulate_grad_hooks:
                 for hook in list(sharded._post_accumulate_grad_hooks.values()):
-                    hook(sharded)
+                    call_hook(hook, sharded, param.name)
 
 
 def _added(earlier: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

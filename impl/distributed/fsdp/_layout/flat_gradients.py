@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
-from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
+from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, call_hook
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
 
@@ -215,11 +215,15 @@ class GradientShard:
 
         Only after a backward with synchronisation: a step with a rank's own sum would make the ranks diverge.
         """
-        for parameter in self._handle.stepped:
+        handle = self._handle
+        names = (
+            [slot.name for slot in handle.layout.slots] if handle.use_orig_params else ["a flat parameter"]
+        )
+        for parameter, name in zip(handle.stepped, names, strict=True):
             if parameter.grad is None:
                 continue
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                hook(parameter)
+                call_hook(hook, parameter, name)
             optimizers = getattr(parameter, _OPTIMIZERS, ())
             for optimizer in optimizers:
                 optimizer.step()

@@ -21,8 +21,13 @@ from torch.autograd import forward_ad
 from torch.fx.experimental import proxy_tensor
 from torch.utils.hooks import RemovableHandle
 
+from impl.distributed.fsdp._params.user_warnings import warn_user
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+# Name of the hook that torch registers for each tensor of a hook that waits for all gradients.
+_HOOK_OF_ALL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]  no stub
 # Number of the next node that autograd creates.
@@ -39,6 +44,15 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Remov
     return handle
 
 
+def call_hook(hook: Callable[[Any], Any], tensor: Tensor, name: str) -> Any:
+    """Call a hook that autograd does not run itself. A note on its error names the parameter."""
+    try:
+        return hook(tensor)
+    except Exception as error:
+        error.add_note(f"raised in a hook of {name}")
+        raise
+
+
 def apply_gradient_hooks(param: Tensor, grad: Any, name: str) -> Any:
     """Apply the hooks of `param` to a gradient that autograd does not accumulate itself, and return the result.
 
@@ -46,7 +60,14 @@ def apply_gradient_hooks(param: Tensor, grad: Any, name: str) -> Any:
         TypeError: a hook returned neither None nor a tensor of the gradient's type and shape.
     """
     for hook in list((param._backward_hooks or {}).values()):
-        result: Any = hook(grad)
+        if getattr(hook, "__qualname__", "") == _HOOK_OF_ALL:
+            # This hook would keep the gradient, because its count never includes sharded parameters.
+            warn_user(
+                "register_multi_grad_hook(mode='all') gets no gradients of sharded parameters; use mode='any', or "
+                "register_hook for each parameter"
+            )
+            continue
+        result: Any = call_hook(hook, grad, name)
         if result is None:
             continue
         if not isinstance(result, type(grad)) or result.shape != grad.shape:

@@ -92,6 +92,33 @@ def test_mixed_tensors_inside_inner_unit_have_no_note() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
+def fail(tensor: torch.Tensor) -> None:
+    raise ValueError(f"got {len(tensor)} rows")
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_error_of_hook_names_parameter(register: str, is_flat: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
+    if is_flat:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        fully_shard(model)
+    getattr(next(model.parameters()), register)(fail)
+    with pytest.raises(ValueError, match="got 2 rows") as caught:
+        model(torch.ones(1, 2)).sum().backward()
+    assert caught.value.__notes__ == ["raised in a hook of 0.weight"]
+
+
+def test_hook_on_all_gradients_warns_that_sharded_parameters_have_none() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    calls: list[Any] = []
+    torch.autograd.graph.register_multi_grad_hook([*model.parameters()], calls.append, mode="all")
+    with pytest.warns(UserWarning, match="use mode='any', or register_hook for each parameter"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert not calls
+
+
 _TRAINING = """
 params = list(model.parameters())
 optimizer = torch.optim.SGD(params, 0.1)
