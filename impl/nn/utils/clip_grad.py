@@ -107,7 +107,8 @@ def clip_grad_norm_(
         foreach: as in `get_total_norm`.
 
     Returns:
-        0-dim norm before clipping, with device and dtype as in `get_total_norm`.
+        0-dim norm before clipping, with device and dtype as in `get_total_norm`. A DTensor cannot be formatted, because
+        only `torch.Tensor` itself takes a format such as `.3f`: use `f"{norm.item():.3f}"`, or `norm.full_tensor()`.
 
     Raises:
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set; or elements of a gradient share memory.
