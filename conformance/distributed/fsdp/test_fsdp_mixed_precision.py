@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp import precision_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
 from conformance.distributed.fsdp.lab import SIMPLE, TREE
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.module_trees import INPUT_FORMS, Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
@@ -190,13 +190,30 @@ def test_gradients_are_kept_in_low_precision(twins: Twins, wrapping: Wrapping, n
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
 @share_of_examples(0.5)
-@given(policy=policies, strategy=st.sampled_from(STRATEGIES), use_orig_params=st.booleans())
+@given(
+    policy=policies,
+    strategy=st.sampled_from(STRATEGIES),
+    use_orig_params=st.booleans(),
+    takes=st.sampled_from(["keyword", *INPUT_FORMS]),
+    head=st.sampled_from(["trained", "none"]),
+)
 def test_dtypes_inside_modules_match_torch(
-    twins: Twins, wrap: str, training: bool, policy: dict[str, Any], strategy: str, use_orig_params: bool
+    twins: Twins,
+    wrap: str,
+    training: bool,
+    policy: dict[str, Any],
+    strategy: str,
+    use_orig_params: bool,
+    takes: str,
+    head: str,
 ) -> None:
-    """Compare the dtypes of inputs and parameters in forward, of the output, and of the input's gradient."""
+    """Compare the dtypes of inputs and parameters in forward, of the output, and of the input's gradient.
+
+    Wrapped leaf by leaf, the root without a head has no parameters.
+    """
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params}, mixed_precision=policy)
-    twins.agree(precision_cases.inside, setup, tree=SIMPLE, training=training, may_raise=True)
+    tree = replace(SIMPLE, takes=takes, head=head)
+    twins.agree(precision_cases.inside, setup, tree=tree, training=training, may_raise=True)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.buffers")

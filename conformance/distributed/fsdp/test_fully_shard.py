@@ -134,7 +134,10 @@ def test_mixed_precision(twins: Twins, data: st.DataObject) -> None:
     training = data.draw(
         sharded_trainings(
             dtype=torch.float32,
-            tree={"heads": ("trained", "trained", "frozen", "none")},
+            tree={
+                "heads": ("trained", "trained", "frozen", "none"),
+                "input_forms": ("keyword", "keyword", "tensor", "dict"),
+            },
             befores=("", "eval", "no_grad", "write", "freeze", "thaw"),
             policy=data.draw(policies()),
             ignores=data.draw(st.booleans()),

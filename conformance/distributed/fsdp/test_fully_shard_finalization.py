@@ -53,6 +53,7 @@ FAILING = UnitCall("failing backward", 1)
 PROGRAMS = {
     "one backward": (MANUAL, *PASS, FINALIZE, STEP, *PASS, FINALIZE, STEP),
     "several backwards": (MANUAL, *PASS, *PASS, FINALIZE, STEP, *PASS, FINALIZE, STEP),
+    "finalized twice": (MANUAL, *PASS, FINALIZE, FINALIZE, *PASS, FINALIZE, FINALIZE, STEP),
     "unsynchronised": (MANUAL, NO_SYNC, *PASS, *PASS, SYNC, FINALIZE, STEP, *PASS, FINALIZE, STEP),
     "a unit unsynchronised": (MANUAL, NO_SYNC_OF_ONE, *PASS, *PASS, SYNC, FINALIZE, STEP),
     "asynchronous": (MANUAL, *PASS, FINALIZE_ASYNC, WAIT, STEP, *PASS, FINALIZE_ASYNC, WAIT, STEP),

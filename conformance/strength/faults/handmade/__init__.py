@@ -20,6 +20,7 @@ from conformance.strength.faults.handmade import (  # noqa: F401 registration of
     distributed_fsdp_collectives,
     distributed_fsdp_constructor,
     distributed_fsdp_desync,
+    distributed_fsdp_fully_shard,
     distributed_fsdp_gradients,
     distributed_fsdp_hooks,
     distributed_fsdp_optim_state,

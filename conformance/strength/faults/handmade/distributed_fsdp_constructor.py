@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.strength.faults.handmade.distributed_fsdp import broken, in_constructor
+from conformance.strength.faults.handmade.distributed_fsdp import broken, in_constructor, units
 from conformance.strength.faults.handmade.nn_utils_clip_grad_dtensor import is_dtensor
 
 Arguments = dict[str, Any]
@@ -270,6 +270,34 @@ def keyword_inputs_not_cast(original: Any, self: Any, *args: Any, **kwargs: Any)
         return original(self, *args, **kwargs)
     finally:
         hook.remove()
+
+
+@broken(
+    "bare_root_casts_nothing",
+    "forward",
+    "an outermost unit without its own parameters does not cast its inputs",
+    about="(mixed_precision)",
+)
+def bare_root_casts_nothing(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    of_inner_units = {param for unit in units(self)[1:] for param in unit.parameters()}
+    if not self.check_is_root() or any(param not in of_inner_units for param in self.parameters()):
+        return original(self, *args, **kwargs)
+    hook = self.module.register_forward_pre_hook(lambda *_: (args, kwargs), with_kwargs=True)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        hook.remove()
+
+
+@in_constructor(
+    "first_frozen_decides_dtype",
+    "mixed_precision",
+    "gradients are reduced in param_dtype if the first parameter is frozen",
+)
+def _(arguments: Arguments) -> None:
+    policy, params = arguments["mixed_precision"], _parameters(arguments)
+    if policy is not None and params and not params[0].requires_grad:
+        arguments["mixed_precision"] = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
 
 
 @in_constructor(

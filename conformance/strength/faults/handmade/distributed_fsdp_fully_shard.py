@@ -1,0 +1,161 @@
+"""Faults in `fully_shard`: mixed precision, hooks and data of sharded parameters, and deferred reductions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.strength.faults.fault import in_function, register_fault
+from conformance.strength.faults.handmade.nn_utils_clip_grad_dtensor import is_dtensor
+
+_FULLY_SHARD = "distributed.fsdp.fully_shard"
+# `fault(shard, modules, keywords)`: `shard()` shards the modules with the keywords.
+Sharding = Callable[[Callable[[], Any], list[Any], dict[str, Any]], None]
+
+
+def sharding(
+    fault_id: str, says: str, about: str = "(module)", **more: Any
+) -> Callable[[Sharding], Sharding]:
+    """Return a decorator that registers a fault in `fully_shard` or in the modules that it returns."""
+
+    def register(fault: Sharding) -> Sharding:
+        def shard(original: Any, module: Any, **keywords: Any) -> Any:
+            modules = list(module) if isinstance(module, (list, tuple)) else [module]
+            results: list[Any] = []
+            fault(lambda: results.append(original(module, **keywords)), modules, keywords)
+            return results[0]
+
+        register_fault(
+            f"fully_shard.{fault_id}",
+            _FULLY_SHARD,
+            says=says,
+            part=f"{_FULLY_SHARD}{about}",
+            on_ranks=True,
+            **more,
+        )(in_function(shard))
+        return fault
+
+    return register
+
+
+# -- mixed precision
+
+
+@sharding(
+    "first_frozen_decides_dtype",
+    "a unit whose first parameter is frozen reduces in param_dtype",
+    "(mp_policy)",
+)
+def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    first = next((param for module in modules for param in module.parameters()), None)
+    if first is not None and not first.requires_grad and (policy := keywords.get("mp_policy")):
+        keywords["mp_policy"] = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
+    shard()
+
+
+def _without_casts(module: Any, keeps: Callable[[str | int], bool]) -> None:
+    """Undo casts of a module's inputs whose names or positions `keeps` selects."""
+    inputs: dict[str | int, Any] = {}
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        inputs.clear()
+        inputs.update({**dict(enumerate(args)), **kwargs})
+
+    def original_of(key: str | int, value: Any) -> Any:
+        before = inputs.get(key)
+        is_tensor = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
+        return before if is_tensor and value.dtype is not before.dtype and keeps(key) else value
+
+    def undo(_: Any, args: Any, kwargs: Any) -> Any:
+        return (
+            tuple(original_of(key, value) for key, value in enumerate(args)),
+            {key: original_of(key, value) for key, value in kwargs.items()},
+        )
+
+    module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(undo, with_kwargs=True)
+
+
+@sharding("keyword_inputs_not_cast", "inputs that are passed by keyword are not cast", "(mp_policy)")
+def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    shard()
+    for module in modules:
+        _without_casts(module, lambda key: isinstance(key, str))
+
+
+# -- sharded parameters
+
+
+@sharding("hook_results_dropped", "results of hooks on sharded parameters do not replace gradients")
+def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    shard()
+
+    def register(param: Any, hook: Any) -> Any:
+        return type(param).register_hook(param, lambda grad: (hook(grad), None)[1])
+
+    for param in (param for module in modules for param in module.parameters()):
+        vars(param)["register_hook"] = lambda hook, param=param: register(param, hook)
+
+
+@sharding("writes_taken_for_assignments", "a write through `.data` warns like an assignment to `.data`")
+def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    shard()
+    for module in modules:
+        module.register_forward_pre_hook(_warn_of_writes)
+
+
+def _warn_of_writes(module: Any, inputs: Any) -> None:
+    before = vars(module).setdefault("_faulty_values", {})
+    for name, param in module.named_parameters():
+        if not is_dtensor(param):
+            continue
+        value, version = before.get(name, (None, -1))
+        local = param.detach().to_local()
+        if version == param._version and value.shape == local.shape and not torch.equal(value, local):
+            warnings.warn(f"`.data` of {name} was assigned", stacklevel=1)
+        before[name] = local.clone(), param._version
+
+
+# -- deferred reductions
+
+
+@sharding("no_sync_ends_in_sync", "leaving no_sync lets all units synchronise", wants="no_sync")
+def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    shard()
+
+    @contextlib.contextmanager
+    def no_sync(module: Any) -> Generator[None]:
+        with type(module).no_sync(module):
+            yield
+        module.set_requires_gradient_sync(True)
+
+    for module in modules if hasattr(modules[0], "no_sync") else ():
+        vars(module)["no_sync"] = lambda module=module: no_sync(module)
+
+
+@sharding(
+    "finalization_divides_again",
+    "finalize_backward divides gradients again that an earlier one has reduced",
+    wants="finalize_backward",
+)
+def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    shard()
+
+    def finalize(module: Any, **options: Any) -> Any:
+        before = {id(param): param.grad for param in module.parameters() if is_dtensor(param.grad)}
+        values = {key: grad.detach().to_local().clone() for key, grad in before.items()}
+        result = type(module).finalize_backward(module, **options)
+        for param in module.parameters():
+            grad = before.get(id(param))
+            if grad is not None and grad is param.grad and torch.equal(grad.to_local(), values[id(param)]):
+                grad.to_local().div_(dist.get_world_size())
+        return result
+
+    for module in modules if hasattr(modules[0], "finalize_backward") else ():
+        vars(module)["finalize_backward"] = lambda module=module, **options: finalize(module, **options)
