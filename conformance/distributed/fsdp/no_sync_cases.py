@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients, gathered_parameters, state_of
-from conformance.distributed.fsdp.lab import Lab, tried
+from conformance.distributed.fsdp.lab import Lab, filled, tried
 from conformance.distributed.fsdp.module_trees import loss_of
 
 
@@ -162,6 +163,34 @@ def and_restored(lab: Lab, *, nested: bool) -> dict[str, Any]:
     raised = tried(enters_twice if nested else raises)
     lab.backward(1)
     return {"raised": raised, "whole": gathered_gradients(lab.library, lab.model)}
+
+
+class OptionalWeight(nn.Linear):
+    """Layer that uses its weight only if the forward says so."""
+
+    def forward(self, x: torch.Tensor, uses_weight: bool) -> torch.Tensor:
+        return super().forward(x) if uses_weight else 2 * x
+
+
+def cleared_after_unused_weight(lab: Lab, *, use_orig_params: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clear gradients after a backward in no_sync that gave the unit no gradient, then run another backward.
+
+    Return its gradient, and that of a fresh model.
+    """
+
+    def backward(model: nn.Module, *, uses_weight: bool = True) -> torch.Tensor | None:
+        x = torch.linspace(-1 - lab.rank.rank, 1, 6, device=lab.rank.device).view(2, 3)
+        model(x.requires_grad_(), uses_weight).square().sum().backward()
+        return gathered_gradients(lab.library, model)["weight"]
+
+    model, fresh = (
+        lab.wrap(filled(OptionalWeight(3, 3, bias=False)), use_orig_params=use_orig_params) for _ in range(2)
+    )
+    backward(model)
+    with model.no_sync():
+        model(torch.ones(2, 3, requires_grad=True), False).sum().backward()
+    model.zero_grad()
+    return backward(model), backward(fresh)
 
 
 def of_an_inner_unit(lab: Lab) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,
     Wrapping,
+    each,
     each_strategy,
     each_wrapping,
     leaf_by_leaf,
@@ -39,6 +41,19 @@ def test_accumulates_with_and_without_it(twins: Twins, strategy: str, data: st.D
 @each_wrapping
 def test_gradients_inside_are_each_ranks_own(twins: Twins, wrapping: Wrapping, does: Any) -> None:
     twins.agree(no_sync_cases.around_no_sync, leaf_by_leaf(**wrapping), does=does)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.cleared_gradients")
+@pytest.mark.world_sizes(2)
+@pytest.mark.deviation("fsdp.cleared_gradients_return")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_cleared_gradients_stay_cleared_after_unused_weight(twins: Twins, use_orig_params: bool) -> None:
+    twins.deviate(
+        no_sync_cases.cleared_after_unused_weight,
+        use_orig_params=use_orig_params,
+        torch_does=each(lambda gradients: torch.equal(gradients[0].values, 2 * gradients[1].values)),
+        we_do=each(lambda gradients: torch.equal(gradients[0].values, gradients[1].values)),
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.restores")
