@@ -4,8 +4,8 @@ No hook can be put on outputs inside objects that cannot be searched, and an ope
 reduces the gradients that such a backward leaves on unsharded parameters, and the next backward would add to them.
 
 A backward with `inputs=` sharded parameters, or `torch.autograd.grad` of them, leaves no gradients at all, because the
-graph has the unsharded ones. If a step without gradients comes between two forwards, the second one warns. No backward
-may be intended, so it is no error.
+graph has the unsharded ones. If a step without gradients comes between two forwards, the second forward warns. That is
+no error, because the user may want no backward.
 """
 
 from __future__ import annotations
@@ -88,10 +88,12 @@ def _check_step(optimizer: Optimizer) -> None:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]
         check_gradients(units)
-        # A model whose outputs no graph leads to, such as its input, gets no gradients in any backward.
-        if not units or not (had_backward or root.awaits_backward):
+        # A model whose outputs no graph leads to, such as its input, gets no gradients in any backward. Neither does a
+        # unit that the last forward did not run.
+        names = [unit.name for unit in units if had_backward or unit.awaits_backward]
+        if not names or not (had_backward or root.awaits_backward):
             continue
         params = [param for group in optimizer.param_groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
         if not has_gradients and any(param.requires_grad for param in params):
-            _stepped_without[root] = [unit.name for unit in units if had_backward or unit.awaits_backward]
+            _stepped_without[root] = names

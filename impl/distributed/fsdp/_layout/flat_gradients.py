@@ -72,6 +72,8 @@ class GradientShard:
 
         A rank without elements cannot see that they were cleared.
         """
+        if not self._handle.use_orig_params:
+            return self._handle.flat_param.grad is not None
         return self._shown is not None and not (any(self._shown_places) and self._is_cleared())
 
     def has_unreduced(self) -> bool:

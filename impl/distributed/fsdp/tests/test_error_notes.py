@@ -142,3 +142,31 @@ def test_step_after_backward_with_inputs_warns_at_line_of_user(is_flat: bool) ->
         exec(compile(_TRAINING, "/home/user/train.py", "exec"), {"model": model, "torch": torch})
     (warning,) = [entry for entry in caught if "call loss.backward()" in str(entry.message)]
     assert (warning.filename, warning.lineno) == ("/home/user/train.py", 6)
+
+
+class _Branches(nn.Module):
+    def __init__(self, use_orig_params: bool) -> None:
+        super().__init__()
+        options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+        self.used = FullyShardedDataParallel(nn.Linear(2, 2), **options)
+        self.unused = FullyShardedDataParallel(nn.Linear(2, 2), **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("is_before_backward", [False, True])
+def test_step_of_unused_unit_does_not_warn(use_orig_params: bool, is_before_backward: bool) -> None:
+    branches = _Branches(use_orig_params)
+    model = FullyShardedDataParallel(branches, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(branches.unused.parameters(), 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            output = model(torch.ones(1, 2))
+            if is_before_backward:
+                optimizer.step()
+            else:
+                output.sum().backward()
+                optimizer.step()
