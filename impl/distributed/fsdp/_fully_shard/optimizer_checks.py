@@ -1,4 +1,4 @@
-"""Steps that cannot succeed: of optimizers made before `fully_shard`, or with unsharded states."""
+"""Checks that refuse steps of optimizers that were made before `fully_shard` or have unsharded states."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ def _unsharded_states(optimizer: Optimizer, param: Tensor) -> list[str]:
         key
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
+        # A number of steps has the shape of a 0-dim parameter.
+        if value.dim() > 0
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conformance.strategies.user_optimizers import CountingOnDevices
@@ -105,3 +106,13 @@ def test_other_optimizers_may_have_unsharded_states() -> None:
     before = model.weight.to_local().clone()
     own.step()
     assert torch.equal(model.weight.to_local(), before - 1)
+
+
+def test_step_count_of_scalar_is_no_unsharded_state() -> None:
+    mesh = fully_shard(nn.Linear(2, 2)).weight.device_mesh
+    scalar = nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
+    optimizer = torch.optim.Adam([scalar], 0.5)
+    for _ in range(2):
+        scalar.grad = distribute_tensor(torch.tensor(1.0), mesh, [Replicate()])
+        optimizer.step()
+    assert torch.allclose(scalar.to_local(), torch.tensor(0.0), atol=1e-3)
