@@ -185,15 +185,14 @@ class UnitParams(Generic[Group_co]):
         if self.summoned:
             self.use_kept_views()
             return
-        if self._gathered is None:
-            return
-        for group in self.param_groups:
-            group.use_sharded_views(after_forward=after_forward)
-        self.wait_for_gather()
-        self._gathered = None
-        if self._set_aside is None:
-            self.root.memory.note_resharded(self)
-        else:
+        if self._gathered is not None:
+            for group in self.param_groups:
+                group.use_sharded_views(after_forward=after_forward)
+            self.wait_for_gather()
+            self._gathered = None
+            if self._set_aside is None:
+                self.root.memory.note_resharded(self)
+        if self._set_aside is not None:  # also if the gather of a linearized forward raised
             self._use_earlier_graph(*self._set_aside)
 
     def reshard_unused(self, *, awaits_backward: bool) -> None:

@@ -114,6 +114,7 @@ class GradientShard:
             if unreduced.is_partial and unreduced.total.any():
                 names = [slot.name for slot in self._handle.layout.slots]
                 raise partial_gradients(names, "set them to None by zero_grad()")
+            unreduced.is_partial = False  # the user has zeroed them
             self._follow_user(unreduced)
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from impl.distributed.fsdp._params.autograd import is_linearized
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -141,3 +142,41 @@ def test_load_state_dict_passes_other_arguments_on() -> None:
     model: Any = fully_shard(Own(2, 2))
     assert model.load_state_dict() == "default"
     assert model.load_state_dict(path="other") == "other"
+
+
+def test_partial_gradients_that_were_zeroed_are_complete_again() -> None:
+    options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    layers = _TwoLayers()
+    layers.outer = FullyShardedDataParallel(layers.outer, **options)
+    model = FullyShardedDataParallel(layers, **options)
+    with model.no_sync():
+        model(torch.ones(1, 2)).backward()
+        with pytest.raises(KeyError):
+            model(torch.ones(1, 2), fails=True).backward()
+    model.zero_grad(set_to_none=False)
+    with model.no_sync():
+        model(torch.ones(1, 2)).backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    with model.no_sync():
+        model(torch.ones(1, 2)).backward()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, 2 * grad)
+
+
+def test_forward_after_failed_linearized_forward_keeps_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = fully_shard(nn.Linear(2, 2, bias=False))
+    model = fully_shard(nn.Sequential(inner))
+    x = torch.ones(1, 2)
+    model(x).sum().backward()
+    expected = inner.weight.grad.to_local().clone()
+    model.zero_grad()
+    unit = inner._state.unit
+    gather = unit.gather
+    with monkeypatch.context() as patch:
+        # The first forward of linearize records nothing.
+        patch.setattr(unit, "gather", lambda: _Fail.backward(None) if is_linearized() else gather())
+        with pytest.raises(KeyError):
+            torch.func.linearize(model, x)
+    model(x).sum().backward()
+    assert inner.weight.grad is not None
+    assert torch.equal(inner.weight.grad.to_local(), expected)
