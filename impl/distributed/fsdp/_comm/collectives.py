@@ -86,7 +86,7 @@ class PartialSum:
     numels: Mapping[Hashable, int]
 
     def in_layout(self, numels: Mapping[Hashable, int]) -> Tensor:
-        """Return the sum with zeros for parameters that only `numels` has. It has all parameters of this sum."""
+        """Return the sum with zeros for parameters that only `numels` has. `numels` has all parameters of this sum."""
         if list(numels) == list(self.numels):
             return self.values
         shards = dict(zip(self.numels, self.values.split([*self.numels.values()]), strict=True))

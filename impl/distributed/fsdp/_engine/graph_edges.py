@@ -88,7 +88,7 @@ class InputGradients:
 
 @dataclass
 class BackwardState:
-    """State of the running or next backward. Each has its own."""
+    """State of the running or next backward. Every backward begins with a new one."""
 
     inputs: InputGradients = field(default_factory=InputGradients)
     is_awaited: bool = False  # a gradient of the last forward's outputs begins it

@@ -220,8 +220,7 @@ class ParamGroup(Protocol):
         """Register in the modules a group that stays unsharded after a forward or backward."""
 
     def swap_unsharded(self, other: Any) -> Any:
-        """Use other unsharded parameters, by default new ones, and return the previous ones."""
-        ...
+        """Replace the unsharded parameters, by new ones if `other` is None. Return the previous ones."""
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters in every dtype."""
