@@ -1,3 +1,7 @@
+"""Tests of the progress of phases, on a terminal and in a log."""
+
+from __future__ import annotations
+
 import io
 
 from rich.console import Console
@@ -35,3 +39,4 @@ def test_terminal_gets_no_progress_lines() -> None:
         now = 31.0
         progress.update(task, completed=1)
         assert "judging …" not in log.getvalue()
+        assert "judging 0:00:31" not in log.getvalue()
