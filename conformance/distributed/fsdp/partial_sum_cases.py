@@ -38,17 +38,13 @@ def _batch(rank: int, number: int) -> Tensor:
     return torch.linspace(-1 - rank, 2 + number, 2 * _WIDTH, dtype=torch.float64).view(2, _WIDTH)
 
 
-def partial_sums(
-    site: Site, used: Used, shards: int, is_unit_each: bool, reduce_dtype: torch.dtype | None = None
-) -> list[Tensor | None]:
+def partial_sums(site: Site, used: Used, shards: int, is_unit_each: bool) -> list[Tensor | None]:
     """Return the gradients after micro-batches of which only the last one reduces over the replicas."""
     model = _model().to(site.rank.device)
-    options: dict[str, Any] = {"mesh": mesh_of(site.rank, shards)}
-    if reduce_dtype is not None:
-        options["mp_policy"] = site.fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    mesh = mesh_of(site.rank, shards)
     for layer in model.layers if is_unit_each else ():
-        site.shard(layer, **options)
-    site.shard(model, **options)
+        site.shard(layer, mesh=mesh)
+    site.shard(model, mesh=mesh)
     for number, layers in enumerate(used):
         model.set_requires_all_reduce(number == len(used) - 1)
         model(_batch(site.rank.rank, number).to(site.rank.device), layers).backward()
