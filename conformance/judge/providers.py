@@ -1,6 +1,6 @@
 """Packages above the judge that serve it, by role. `conformance` registers them.
 
-The judge imports none of them, so a process without a fault or a simulated device does not load them.
+The judge imports them by name. So its imports point one way, and a process without a fault does not load the faults.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_capture_of_eager_optimizer_warns_at_call() -> None:
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_state_dicts_in_parts(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
+def test_sharded_state_dicts_give_no_future_warning(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
     """torch warns if a ShardedTensor is used as a tensor.
 
     Tandem does not, so a user's warnings come from the user's code.

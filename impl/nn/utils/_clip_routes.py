@@ -13,10 +13,11 @@ TorchOperators
     overlapping memory, empty gradients if the norm has no identity, and everything under `torch.compile`. One subclass
     in a list sends the whole list to the operators.
 KernelsAndOperators
-    Plain tensors that are ordinary in part. Ordinary gradients cannot raise once it is known that their dtypes can hold
-    the numbers. So the others are changed first, and restored if one of them raises. For this, plain tensors that are
-    not ordinary and DTensors among plain tensors are copied. A list with only DTensors is changed as a whole or not at
-    all.
+    A list of plain tensors of which only some are ordinary is split. Ordinary gradients cannot raise once it is known
+    that their dtypes can hold the numbers. So the others are changed first.
+
+If a torch operator raises, all gradients are restored. For this, plain tensors that take operators and DTensors among
+plain tensors are copied. A list with only DTensors is changed as a whole or not at all.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def left_in(root: nn.Module, policy: Any, ignored_params: set[nn.Parameter]) -> 
 
 
 def tied(*, inside: bool) -> nn.Module:
-    """Return a block of two linear layers, `one` and `other`, that share a weight, or with the root's `head`."""
+    """Return two linear layers that share a weight, in one block of the root or in two of its modules."""
     first, other = nn.Linear(3, 3), nn.Linear(3, 3)
     other.weight = first.weight
     return (
@@ -309,7 +309,7 @@ class Telling(nn.Module):
     "policy", [Policy("always_wrap_policy"), Policy("ModuleWrapPolicy")], ids=["a function", "a class"]
 )
 def test_classes_left_out_of_mixed_precision_compute_in_float32(policy: Policy) -> None:
-    """Call after call: no cast of one is remembered at the next."""
+    """A call must not remember the casts of earlier calls."""
     calls = [
         (torch.ones(2, dtype=torch.bfloat16), torch.ones(2)),
         (torch.ones(2), torch.ones(2, dtype=torch.int32), "beside"),
