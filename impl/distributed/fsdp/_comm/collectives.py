@@ -201,9 +201,10 @@ class Reduction:
         if groups.replicate is not None:
             earlier, self.partial = self.partial, None
             if earlier is not None:
+                # The earlier sum stays unchanged, because it is restored if the backward raises.
                 total = earlier.in_layout(self.numels)
                 # An earlier backward may have reduced in a narrower dtype.
-                output = total.add_(output) if total.dtype is output.dtype else total + output
+                output = output.add_(total) if total.dtype is output.dtype else total + output
             if self.defers_all_reduce:
                 # The buffer is COMPUTE's memory, which is only valid until its own reduction ends.
                 self.partial = PartialSum(output.clone() if output is buffer else output, self.numels)

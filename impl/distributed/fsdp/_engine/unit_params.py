@@ -192,7 +192,8 @@ class UnitParams(Generic[Group_co]):
             self._gathered = None
             if self._set_aside is None:
                 self.root.memory.note_resharded(self)
-        if self._set_aside is not None:  # also if the gather of a linearized forward raised
+        # The gather of a linearized forward may have raised, so that nothing is gathered.
+        if self._set_aside is not None:
             self._use_earlier_graph(*self._set_aside)
 
     def reshard_unused(self, *, awaits_backward: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._comm.collectives import Reduction
+from impl.distributed.fsdp._comm.collectives import PartialSum, Reduction
 from impl.distributed.fsdp._comm.desync.monitor import WITHOUT
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.grad_dtypes import promoted
@@ -148,6 +148,7 @@ class DTensorGradients:
             grads = self._added_to_unreduced(grads)
             self.journal.record(partial(self._restore_unreduced, self._unreduced))
             self._unreduced = []
+        self.journal.record(partial(self._restore_sums, group.reduction.partial))
         if group.options.reduces_unused:
             self._check_dtypes_of_zeros(unsharded.grad_dtypes)
         grads = self._with_zeros(grads, unsharded.grad_dtypes)
@@ -265,6 +266,9 @@ class DTensorGradients:
 
     def _restore_unreduced(self, unreduced: list[Tensor | None]) -> None:
         self._unreduced = unreduced
+
+    def _restore_sums(self, sums: PartialSum | None) -> None:
+        self._group.reduction.partial = sums
 
     def _mark_partial(self) -> None:
         self._is_partial = bool(self._unreduced)

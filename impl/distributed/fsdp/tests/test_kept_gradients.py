@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.distributed.fsdp._params.autograd import is_linearized
@@ -180,3 +181,26 @@ def test_forward_after_failed_linearized_forward_keeps_its_gradients(monkeypatch
     model(x).sum().backward()
     assert inner.weight.grad is not None
     assert torch.equal(inner.weight.grad.to_local(), expected)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_failed_backward_leaves_sums_of_replicas(is_deferred: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    layers = _TwoLayers()
+    fully_shard(layers.outer, mesh=mesh)
+    model = fully_shard(layers, mesh=mesh)
+
+    def gradients(*, fails: bool) -> list[Tensor]:
+        model.zero_grad()
+        model.set_requires_all_reduce(False)
+        model(torch.ones(1, 2)).backward()
+        model.set_requires_all_reduce(not is_deferred)
+        if fails:
+            with pytest.raises(KeyError):
+                model(torch.ones(1, 2), fails=True).backward()
+        model.set_requires_all_reduce(True)
+        model(torch.ones(1, 2)).backward()
+        return [param.grad.to_local().clone() for param in model.parameters()]
+
+    for actual, expected in zip(gradients(fails=True), gradients(fails=False), strict=True):
+        assert torch.equal(actual, expected)
