@@ -23,18 +23,20 @@ class PhaseProgress(Progress):
 
     _next_line_s = 0.0
 
-    def begin(self, name: str, total: int | None = None) -> TaskID:
-        """Add a phase of `total` tests, or of an unknown number of steps."""
+    def begin(self, name: str) -> TaskID:
+        """Add a phase, whose number of tests is not known yet."""
         if not self.console.is_terminal:
             self.console.print(f"{name} …")
             self._next_line_s = self.get_time() + _SECONDS_BETWEEN_LINES
-        return self.add_task(name, total=total, note="")
+        return self.add_task(name, total=None, note="")
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
-        if not self.console.is_terminal and self.get_time() >= self._next_line_s:
+        task = self.tasks[self.task_ids.index(task_id)]
+        is_due = self.get_time() >= self._next_line_s and not task.finished
+        if is_due and not self.console.is_terminal:
             self._next_line_s = self.get_time() + _SECONDS_BETWEEN_LINES
-            self.console.print(_line(self.tasks[self.task_ids.index(task_id)]), markup=False, highlight=False)
+            self.console.print(_line(task), markup=False, highlight=False)
 
 
 def _line(task: Task) -> str:

@@ -29,6 +29,8 @@ def test_phase_without_tests_prints_elapsed_time() -> None:
         task = progress.begin("timing")
         now = 31.0
         progress.update(task)
+        now = 62.0
+        progress.update(task, total=1, completed=1)
         assert log.getvalue().splitlines() == ["timing …", "timing 0:00:31"]
 
 
