@@ -84,8 +84,10 @@ def check_gradients(units: Sequence[_Unit]) -> None:
 
 
 def _check_step(optimizer: Optimizer) -> None:
-    for root, had_backward in [item for item in _roots.items() if item[0].is_idle()]:
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    idle = [(root, had_backward) for root, had_backward in _roots.items() if root.is_idle()]
+    params = [param for group in optimizer.param_groups for param in group["params"]] if idle else []
+    stepped = {id(param) for param in params}
+    for root, had_backward in idle:
         units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]
         check_gradients(units)
         # A model whose outputs no graph leads to, such as its input, gets no gradients in any backward. Neither does a
@@ -93,7 +95,6 @@ def _check_step(optimizer: Optimizer) -> None:
         names = [unit.name for unit in units if had_backward or unit.awaits_backward]
         if not names or not (had_backward or root.awaits_backward):
             continue
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         has_gradients = any(param.grad is not None for param in params)
         if not has_gradients and any(param.requires_grad for param in params):
             _stepped_without[root] = names

@@ -261,7 +261,7 @@ class Root:
         if self._forwards == 0 and not torch.is_grad_enabled():
             self._end_step()  # no backward will end it
             for evaluated in self.units:
-                evaluated.gather_again_if_kept(awaits_backward=evaluated.awaits_backward)
+                evaluated.gather_again_if_kept()
 
     def abandon_forward(self) -> None:
         if not self.is_in_backward:
@@ -277,7 +277,7 @@ class Root:
         self._forwards -= 1
         if self._forwards == 0:
             for unit in self.units:
-                unit.reshard_unused(awaits_backward=unit.awaits_backward)
+                unit.reshard_unused()
             self.memory.free_resharded()
             self.wait_for_pinned_reads()
 

@@ -1,4 +1,4 @@
-"""Hooks that run one wrapped module: they unshard its parameters, and reduce its gradients.
+"""Hooks of one wrapped module, which unshard its parameters and reduce its gradients.
 
 A unit is a state machine with the states of `Phase`. Forward: the parameters are all-gathered, and the module's
 forward sees views of them. They are resharded unless they are kept for backward. Backward: a hook on the forward's
@@ -180,7 +180,7 @@ class Unit(UnitParams[Group_co]):
             for owner in self.param_owners:
                 owner._end_use(awaits_backward=False)
 
-    # Unsharding
+    # Unsharding and resharding
 
     def unshard(self) -> None:
         """Register the unsharded parameters in the modules. Gather them first if needed, and let COMPUTE wait."""
@@ -188,14 +188,31 @@ class Unit(UnitParams[Group_co]):
             return
         self._backward.may_have_gradients = True
         if not self.summoned:
-            if self.phase in BACKWARDS:
-                self.gather()
+            is_in_backward = self.phase in BACKWARDS
+            if not is_in_backward and is_linearized():
+                self.set_graph_aside()
+            self.gather()
+            if is_in_backward:
                 self.check_graph()
-            else:
-                if is_linearized():
-                    self.set_graph_aside()
-                self.gather()
         self.use_unsharded_views()
+
+    def reshard_unused(self) -> None:
+        """Reshard parameters that were prefetched for a forward that did not run, because the shards may change.
+
+        Parameters of a pending backward are kept for it, and gathered again there if the shards have changed.
+        """
+        if self._gathered is not None and self._gathered.was_prefetched:
+            self._gathered.was_prefetched = False
+            if not self.awaits_backward:
+                self.reshard()
+
+    def gather_again_if_kept(self) -> None:
+        """Make the next forward gather again, unless a backward reads the parameters first or the user keeps them.
+
+        A write to `.data` of a shard, or by a foreach operator to DTensors, increments no version counter.
+        """
+        if self._gathered is not None:
+            self._gathered.may_be_stale = not (self.awaits_backward or self._gathered.is_kept_by_user)
 
     def _prefetch_for_forward(self) -> None:
         if self.config.forward_prefetch:

@@ -169,10 +169,10 @@ class UnitParams(Generic[Group_co]):
 
         The unsharded parameters of earlier graphs are used again after that.
         """
-        if self.summoned or self._set_aside is not None:
+        if self._set_aside is not None:
             return
         self.reshard()
-        self.root.memory.admit(self)
+        self.root.memory.admit(self)  # frees the earlier memory
         self._set_aside = self._in_graph, [group.swap_unsharded(None) for group in self.param_groups]
 
     def _use_earlier_graph(self, in_graph: list[Unsharded], unsharded: Sequence[Any]) -> None:
@@ -195,24 +195,6 @@ class UnitParams(Generic[Group_co]):
         # The gather of a linearized forward may have raised, so that nothing is gathered.
         if self._set_aside is not None:
             self._use_earlier_graph(*self._set_aside)
-
-    def reshard_unused(self, *, awaits_backward: bool) -> None:
-        """Reshard parameters that were prefetched for a forward that did not run, because the shards may change.
-
-        Parameters of a pending backward are kept for it, and gathered again there if the shards have changed.
-        """
-        if self._gathered is not None and self._gathered.was_prefetched:
-            self._gathered.was_prefetched = False
-            if not awaits_backward:
-                self.reshard()
-
-    def gather_again_if_kept(self, *, awaits_backward: bool) -> None:
-        """Make the next forward gather again, unless a backward reads the parameters first or the user keeps them.
-
-        A write to `.data` of a shard, or by a foreach operator to DTensors, increments no version counter.
-        """
-        if self._gathered is not None:
-            self._gathered.may_be_stale = not (awaits_backward or self._gathered.is_kept_by_user)
 
     def free(self) -> None:
         for group in self.param_groups:
