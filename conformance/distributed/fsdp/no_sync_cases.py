@@ -178,9 +178,9 @@ def cleared_after_unused_weight(lab: Lab, *, use_orig_params: bool) -> tuple[tor
     Return its gradient, and that of a fresh model.
     """
 
-    def backward(model: nn.Module, *, uses_weight: bool = True) -> torch.Tensor | None:
+    def backward(model: nn.Module) -> torch.Tensor | None:
         x = torch.linspace(-1 - lab.rank.rank, 1, 6, device=lab.rank.device).view(2, 3)
-        model(x.requires_grad_(), uses_weight).square().sum().backward()
+        model(x, uses_weight=True).square().sum().backward()
         return gathered_gradients(lab.library, model)["weight"]
 
     model, fresh = (
@@ -188,7 +188,7 @@ def cleared_after_unused_weight(lab: Lab, *, use_orig_params: bool) -> tuple[tor
     )
     backward(model)
     with model.no_sync():
-        model(torch.ones(2, 3, requires_grad=True), False).sum().backward()
+        model(torch.ones(2, 3, requires_grad=True), uses_weight=False).sum().backward()
     model.zero_grad()
     return backward(model), backward(fresh)
 

@@ -106,27 +106,6 @@ def test_gradient_that_a_hook_keeps_stays_unchanged(is_flat: bool) -> None:
     assert torch.equal(hook_grads[0], before)
 
 
-class _Optional(nn.Linear):
-    def forward(self, x: Tensor, *, uses_weight: bool = True) -> Tensor:
-        return super().forward(x) if uses_weight else x * 2
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_cleared_gradient_does_not_return_after_no_sync_without_gradients(use_orig_params: bool) -> None:
-    model = FullyShardedDataParallel(
-        _Optional(2, 2, bias=False), use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
-    (param,) = model.parameters()
-    model(torch.ones(1, 2)).sum().backward()
-    assert param.grad is not None
-    expected = param.grad.clone()
-    with model.no_sync():
-        model(torch.ones(1, 2, requires_grad=True), uses_weight=False).sum().backward()
-    model.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    assert torch.equal(param.grad, expected)
-
-
 def test_no_sync_of_the_modules_own_class_is_kept() -> None:
     class Own(nn.Linear):
         def no_sync(self) -> str:
