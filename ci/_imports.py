@@ -26,7 +26,7 @@ class Use:
 
 
 @dataclass
-class Reading:
+class ModuleUses:
     defined: Collection[str] = ()
     imported: list[Use] = field(default_factory=list)
     attributes: list[Use] = field(default_factory=list)  # attributes of imported modules and objects
@@ -49,7 +49,7 @@ def complaints(root: Path = ROOT) -> list[str]:
     ]
 
 
-def missing(reading: Reading, modules: Mapping[str, Collection[str]]) -> Iterator[Use]:
+def missing(reading: ModuleUses, modules: Mapping[str, Collection[str]]) -> Iterator[Use]:
     """Yield the uses that lead nowhere. `modules` has the names that each module of the repository defines."""
     own = {module.partition(".")[0] for module in modules}
     for use in reading.imported:
@@ -68,10 +68,10 @@ def _exists(use: Use, modules: Mapping[str, Collection[str]]) -> bool:
     return known or not use.name or f"{use.module}.{use.name}" in modules
 
 
-def read(source: str, file: Path) -> Reading:
+def read(source: str, file: Path) -> ModuleUses:
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
-    reading, aliases = Reading(set(_defined_in(tree))), dict[str, str]()
+    reading, aliases = ModuleUses(set(_defined_in(tree))), dict[str, str]()
     for node in nodes:
         if isinstance(node, ast.Import):
             reading.imported += [Use(node.lineno, name.name, "") for name in node.names]

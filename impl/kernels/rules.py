@@ -27,7 +27,7 @@ INTERFACE = 5
 _States = Sequence[list[Tensor]]
 
 
-class Kernels(NamedTuple):
+class RuleKernels(NamedTuple):
     """A rule's kernels, and the attributes that Triton's kernel gets."""
 
     native: int  # member of `enum rule` in fused_step.c
@@ -42,7 +42,7 @@ class Rule:
 
     OPTIMIZERS: ClassVar[tuple[type[Optimizer], ...]]
     STATES: ClassVar[tuple[str, ...]]  # list names of `_init_group`, in the operator's order
-    KERNELS: ClassVar[Kernels]
+    KERNELS: ClassVar[RuleKernels]
     COUNTS: ClassVar[bool] = True  # whether it has step counters
     # Name of the state in the first list that is None before the first update.
     LATE_STATE: ClassVar[str | None] = None
@@ -88,7 +88,7 @@ class Rule:
 class AdamRule(Rule):
     OPTIMIZERS = (Adam, AdamW)
     STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")  # the last only if `amsgrad`
-    KERNELS = Kernels(
+    KERNELS = RuleKernels(
         0, "adam_kernel", ("beta1", "beta2", "eps", "weight_decay"), ("amsgrad", "maximize", "decay")
     )
 
@@ -130,7 +130,7 @@ class AdamRule(Rule):
 class SGDRule(Rule):
     OPTIMIZERS = (SGD,)
     STATES = ("momentum_buffer_list",)  # filled if `momentum` is not 0
-    KERNELS = Kernels(
+    KERNELS = RuleKernels(
         1,
         "sgd_kernel",
         ("momentum", "dampening", "weight_decay"),
@@ -197,7 +197,7 @@ class SGDRule(Rule):
 class AdagradRule(Rule):
     OPTIMIZERS = (Adagrad,)
     STATES = ("state_sums",)
-    KERNELS = Kernels(2, "adagrad_kernel", ("lr_decay", "eps", "weight_decay"), ("maximize", "decays"))
+    KERNELS = RuleKernels(2, "adagrad_kernel", ("lr_decay", "eps", "weight_decay"), ("maximize", "decays"))
     NOTHING_LEFT = (False, False)
 
     lr_decay: float

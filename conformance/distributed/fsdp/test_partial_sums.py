@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import partial_sum_cases as cases
-from conformance.distributed.fsdp.partial_sum_cases import Used
+from conformance.distributed.fsdp.partial_sum_cases import LayerChoices
 from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
@@ -20,17 +20,17 @@ _LAYERS = st.sets(st.integers(0, cases.LAYERS - 1), min_size=1).map(sorted)
 @pytest.mark.deviation("fully_shard.partial_sums")
 @pytest.mark.parametrize(("all_ranks", "shards"), [(2, 1), pytest.param(4, 2, marks=FULL)])
 @share_of_examples(0.2)
-@given(used=st.lists(_LAYERS, min_size=2, max_size=3), is_unit_each=st.booleans())
-@example(used=[[0], [1]], is_unit_each=False)
-@example(used=[[0, 1], [2]], is_unit_each=False)
-@example(used=[[0, 1], [1]], is_unit_each=True)
+@given(choices=st.lists(_LAYERS, min_size=2, max_size=3), is_unit_each=st.booleans())
+@example(choices=[[0], [1]], is_unit_each=False)
+@example(choices=[[0, 1], [2]], is_unit_each=False)
+@example(choices=[[0, 1], [1]], is_unit_each=True)
 def test_partial_sums_belong_to_their_parameters(
-    sites_of: TwinsOf, all_ranks: int, shards: int, used: Used, is_unit_each: bool
+    sites_of: TwinsOf, all_ranks: int, shards: int, choices: LayerChoices, is_unit_each: bool
 ) -> None:
     sites_of(all_ranks).deviate_by_hand(
-        observe(cases.partial_sums_by_hand, used, all_ranks),
+        observe(cases.partial_sums_by_hand, choices, all_ranks),
         cases.partial_sums,
-        used=used,
+        choices=choices,
         shards=shards,
         is_unit_each=is_unit_each,
         may_agree=True,

@@ -1,4 +1,4 @@
-"""The machine and the software versions that every report names."""
+"""The machine, its devices, and the software versions that every report names."""
 
 from __future__ import annotations
 

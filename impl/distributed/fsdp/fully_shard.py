@@ -60,8 +60,8 @@ from impl.distributed.fsdp._params.policies import (
 from impl.distributed.fsdp._params.whole_mesh import data_dims_of
 from impl.kernels import dynamo_disable
 
-# Type checkers know the methods of a sharded module, which is of its own class and of `FSDPModule`.
-_ModuleToTypeCheckers = nn.Module if TYPE_CHECKING else object
+# Every FSDPModule is also a module at run time, because the class of a sharded module inherits from both.
+_BaseForTypeCheckers = nn.Module if TYPE_CHECKING else object
 _classes: dict[type, type] = {}  # class of a sharded module by its original class
 
 
@@ -239,7 +239,7 @@ class _Pending(UnshardHandle):
             gathered_state.show_unsharded()
 
 
-class FSDPModule(_ModuleToTypeCheckers):
+class FSDPModule(_BaseForTypeCheckers):
     """Base class that fully_shard adds to the class of a module.
 
     Methods that end with `recurse` act on all sharded modules below too, unless it is False.

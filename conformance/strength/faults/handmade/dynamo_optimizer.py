@@ -224,22 +224,27 @@ register_fault(
 
 
 def in_the_trace(
-    fault_id: str, says: str, option: str, instead: Callable[[Any], Any], thread: str = "own", of: str = ""
+    fault_id: str,
+    says: str,
+    option: str,
+    instead: Callable[[Any], Any],
+    thread: str = "own",
+    class_name: str = "",
 ) -> None:
     """Register a fault in which the trace reads `instead(its tracker)` for this option of the groups.
 
     Args:
-        of: name of the only class of optimizers that it is in. By default it is in all.
+        class_name: the class of optimizers that it is in. By default it is in all classes.
     """
     register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
-        _reading(option, instead, of)
+        _reading(option, instead, class_name)
     )
 
 
-def _reading(option: str, instead: Callable[[Any], Any], of: str = "") -> Make:
+def _reading(option: str, instead: Callable[[Any], Any], class_name: str = "") -> Make:
     def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
         result = original(self, tx, name)
-        if name != "param_groups" or of not in ("", type(self.value).__name__):
+        if name != "param_groups" or class_name not in ("", type(self.value).__name__):
             return result
         for group in torch._dynamo.variables.LazyVariableTracker.realize_all(result).items:
             for key, tracker in list(group.items.items()):
@@ -276,7 +281,7 @@ for name in ("AdamW", "NAdam", "RAdam"):
         f"weight decay of {name} is in the gradient instead of apart from it, or the reverse",
         "decoupled_weight_decay",
         _swap,
-        of=name,
+        class_name=name,
     )
 for name in ("SGD", "Adagrad", "RMSprop", "Adafactor"):
     in_the_trace(
@@ -284,7 +289,7 @@ for name in ("SGD", "Adagrad", "RMSprop", "Adafactor"):
         f"{name} has no weight decay",
         "weight_decay",
         lambda value: _constant(0.0),
-        of=name,
+        class_name=name,
     )
 
 

@@ -66,9 +66,10 @@ def _unsharded_states(optimizer: Optimizer, param: Tensor) -> list[str]:
     return [
         key
         for key, value in optimizer.state.get(param, {}).items()
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
-        # A number of steps has the shape of a 0-dim parameter.
-        if value.dim() > 0
+        if isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == param.shape
+        and value.dim() > 0  # a step count has the shape of a 0-dim parameter
     ]
 
 

@@ -293,7 +293,7 @@ def test_failed_policy_leaves_tree_unchanged(name: str) -> None:
     assert not any(module._forward_pre_hooks for module in built.root.modules())
 
 
-class Telling(nn.Module):
+class RecordingModule(nn.Module):
     """Module that records the dtype it computes in, and returns its input."""
 
     def forward(self, *args: Any) -> Any:
@@ -316,10 +316,10 @@ def test_classes_left_out_of_mixed_precision_compute_in_float32(policy: Policy) 
         (torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.float16)),
         (torch.ones(2, dtype=torch.int64),),
     ]
-    mixed_precision = MixedPrecision(_module_classes_to_ignore=(Telling,))
+    mixed_precision = MixedPrecision(_module_classes_to_ignore=(RecordingModule,))
 
     def outcome(library: Library) -> Outcome:
-        root = nn.Sequential(Telling())
+        root = nn.Sequential(RecordingModule())
         built = Built(root, set(), set(), {module: name for name, module in root.named_modules()})
         wrapped_by = wrapped_by_us if library is OURS else wrapped_by_torch
         done = wrapped_by(built, policy.of(library), kwargs_of(mixed_precision))

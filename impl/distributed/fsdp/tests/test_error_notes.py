@@ -77,7 +77,7 @@ class Scaled(nn.Module):
         return output * self.inner.bias if self.reads else output
 
 
-def test_note_on_mixed_tensors_names_attention_only_if_there_is_one() -> None:
+def test_note_on_mixed_tensors_names_attention_only_if_model_has_attention() -> None:
     with pytest.raises(RuntimeError, match="got mixed torch") as caught:
         fully_shard(Scaled(reads=True))(torch.ones(1, 2))
     (note,) = caught.value.__notes__
