@@ -20,6 +20,10 @@ from conformance.strategies.optimizers import Make, draw_gradient, four_paramete
 
 Script = Callable[["CompiledHarness"], Any]
 
+# On CUDA and XPU, torch before 2.15 sets `capturable` in the user's groups, and Tandem leaves it as it is. The tests of
+# the clause `optimizer.groups_stay` and of the deviation `optimizer_variable.groups_stay` judge it.
+SET_BY_TORCH = ("capturable",)
+
 
 def soon(cases: Iterable[str], *names: str) -> list[Any]:
     """Return the cases as parameters. All but `names` run in the full profile, because each compiles for a second."""
@@ -100,7 +104,7 @@ class CompiledHarness:
         return self
 
     def values(self) -> dict[str, Any]:
-        """Return parameters, gradients, state and groups as the user sees them."""
+        """Return parameters, gradients, state and groups as the user sees them, without `SET_BY_TORCH`."""
         state = self.optimizer.state
         gradients = [parameter.grad for parameter in self.parameters]
         return {
@@ -112,7 +116,11 @@ class CompiledHarness:
                 for param in group["params"]
             ],
             "groups": [
-                {name: value for name, value in group.items() if name != "params"}
+                {
+                    name: value
+                    for name, value in group.items()
+                    if name != "params" and name not in SET_BY_TORCH
+                }
                 for group in self.optimizer.param_groups
             ],
         }
