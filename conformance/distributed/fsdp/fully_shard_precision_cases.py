@@ -134,11 +134,13 @@ def _frozen(name: str) -> Mixed:
     return model
 
 
-def of_two_dtypes_by_hand(world: int, thaws: str) -> dict[str, Any]:
-    model = _frozen(thaws)
+def of_two_dtypes_by_hand(site: Site, thaws: str) -> dict[str, Any]:
+    # On the same device, because its float32 operators round their results before float64 operators use them.
+    device, ranks = site.rank.device, range(site.rank.world_size)
+    model = _frozen(thaws).to(device)
 
     def loss(number: int) -> Tensor:
-        return torch.stack([model(_batch(rank, number)).square().mean() for rank in range(world)]).mean()
+        return torch.stack([model(_batch(rank, number).to(device)).square().mean() for rank in ranks]).mean()
 
     return _trained(model, loss, thaws)
 

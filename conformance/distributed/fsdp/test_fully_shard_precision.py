@@ -16,7 +16,6 @@ from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.twins import values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
-from conformance.judge.outcome import observe
 from conformance.judge.surface import is_torch_in
 
 _FULL_PRECISION: Dtypes = (FULL, None, FULL)
@@ -95,7 +94,7 @@ def test_accumulates_with_torchs_roundings(
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
 def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
-    expected = observe(cases.of_two_dtypes_by_hand, sites.world_size, thaws)
+    expected, *_ = sites.of_subject(cases.of_two_dtypes_by_hand, thaws=thaws)
     # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
     may_agree = thaws == "inner" and is_torch_in(">=2.15")
     sites.deviate_by_hand(expected, cases.of_two_dtypes, thaws=thaws, may_agree=may_agree)
