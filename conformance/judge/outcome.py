@@ -83,11 +83,12 @@ def observe(call: Callable[..., Any], *args: Any, watch: Any = None, **kwargs: A
     settings, generators = global_state.read(global_state.SETTINGS), global_state.RandomStates()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        # Dynamo's warnings about the interpreter (the second in Python 3.14), and warnings that Dynamo and autograd
-        # give once for each process, do not depend on the library.
+        # Dynamo's warnings about the interpreter (the second in Python 3.14), and warnings that Dynamo, autograd and
+        # the compiler's imports give once for each process, do not depend on the library.
         warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0", RuntimeWarning)
         warnings.filterwarnings("ignore", "'_UnionGenericAlias' is deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script_method` is deprecated", DeprecationWarning)
         try:
             value = call(*args, **kwargs)
         except (NotProvided, LookupFailed):
