@@ -4,7 +4,7 @@ ci/gpu --out bundle                  everything, within 9 minutes
 ci/gpu --device cpu                  everything but the device
 ci/gpu --only launches --only bandwidth
 ci/gpu --only sweep                  kernels with other chunk and block sizes; runs only if named
-ci/gpu --only probe --only judge --ranks nccl    60 tests over two NCCL ranks that share a GPU
+ci/gpu --only probe --only judge --ranks gloo    ranks over gloo instead of NCCL
 ci/gpu --machine lab-h100            name of the host, or of a pool of equal hosts, for its timings
 ci/bench --add bundle                in a checkout with git: add the timings to benchmarks/results
 
@@ -126,7 +126,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         "--ranks",
         choices=["gloo", "nccl"],
         default="",
-        help="backend of CUDA ranks; nccl: judge a sample of 60 tests on two ranks, which may share a GPU",
+        help="backend of CUDA ranks, which may share a GPU (default: nccl)",
     )
     add(
         "--workers",

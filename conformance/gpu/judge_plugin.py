@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from conformance.gpu.judge_order import stage_of
-from conformance.gpu.nccl_sample import sample_of
 from conformance.gpu.phase_rows import PROGRESS, VARIABLE, PhaseTask, Rows, read_rows
 from conformance.gpu.probe import Probe
 from conformance.gpu.probe_cases import COLLECTIVES
@@ -45,7 +44,7 @@ def obstacle(nodeid: str, device: str, world_size: int, failed_probes: dict[str,
     path = nodeid.partition("::")[0]
     needs = next(needs for pattern, needs in _NEEDS if re.match(pattern, path))
     for operation in needs:
-        probe = Probe(operation, device, backend_for(device, world_size), world_size)
+        probe = Probe(operation, device, backend_for(device), world_size)
         if why := failed_probes.get(probe.name):
             return f"{probe.name}: {why}"
     return ""
@@ -56,7 +55,6 @@ class Plugin:
 
     def __init__(self, task: PhaseTask, reporter: Any) -> None:
         """`reporter` is pytest's terminal; None in a worker."""
-        self._judges_sample = task.ranks == "nccl"
         self._found = findings(task.probes) if task.probes else {}
         self._reporter = reporter
         self._rows = None if reporter is None else Rows(task)
@@ -67,13 +65,9 @@ class Plugin:
     # Runs last, because pytest groups the tests by their session-wide parameters.
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self._judges_sample:
-            on_two = [item.nodeid for item in items if _has_gpu_ranks(_params_of(item), 2)]
-            chosen = sample_of(on_two)
-            items[:] = [item for item in items if item.nodeid in chosen]
         for item in items:
             if _has_gpu_ranks(_params_of(item)) and item.get_closest_marker("deadline") is None:
-                # Over gloo each collective passes through the host, and ranks wait for their turn on the GPU.
+                # Collectives pass through the host, and ranks wait for their turn on the GPU.
                 item.add_marker(pytest.mark.deadline(_TIMES_WITH_RANKS * item.config.option.deadline))
         items.sort(key=lambda item: stage_of(item.nodeid, "device" in _params_of(item)))
 
@@ -133,9 +127,8 @@ class Plugin:
             )
 
 
-def _has_gpu_ranks(params: dict[str, Any], world_size: int | None = None) -> bool:
-    ranks = params.get("world_size")
-    return params.get("device") == "cuda" and ranks is not None and world_size in (None, ranks)
+def _has_gpu_ranks(params: dict[str, Any]) -> bool:
+    return params.get("device") == "cuda" and "world_size" in params
 
 
 def _params_of(item: pytest.Item) -> dict[str, Any]:

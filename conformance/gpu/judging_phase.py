@@ -16,7 +16,6 @@ _CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 _WORKERS_PER_GPU = 12
 # A hang blocks a worker for this long. Without a GPU, the cores may be busy.
 _DEADLINES_S = {"cuda": 40.0, "cpu": 120.0}
-_WORKERS_OVER_NCCL = 4  # each has two ranks, with threads for their sockets
 
 
 def workers(device: str, cores: int, gpus: int) -> int:
@@ -35,8 +34,7 @@ def workers(device: str, cores: int, gpus: int) -> int:
 def command(task: PhaseTask, gpus: int) -> list[str]:
     words = [sys.executable, "-m", "pytest", *shlex.split(task.tests), "-q", "--tb=short", "-p", _PLUGIN]
     if find_spec("xdist") is not None:
-        most = workers(task.device, len(os.sched_getaffinity(0)), gpus)
-        count = task.workers or (min(most, _WORKERS_OVER_NCCL) if task.ranks == "nccl" else most)
+        count = task.workers or workers(task.device, len(os.sched_getaffinity(0)), gpus)
         # In chunks of one test: larger chunks would give a worker tests of the end before others have run the first.
         words += ["-n", str(count), "--dist=load", "--maxschedchunk=1"]
     words += [f"--subject={task.subject}", f"--profile={task.profile}", "--world-sizes=1,2"]

@@ -30,7 +30,7 @@ class PhaseTask:
     probes: str = ""  # the rows of the phase `probe`
     machine: str = ""  # name of its timings; empty: this machine's own name, if any
     devices: str = ""  # comma-separated, for the judge; empty: `device`
-    # Backend of CUDA ranks in the judge. Empty: gloo, or NCCL if each rank has a GPU.
+    # Backend of CUDA ranks in the judge. Empty: NCCL.
     ranks: str = ""
     workers: int | None = None  # workers of the judge; None: by cores and GPUs
     deadline_s: float | None = None  # time limit of a test; None: by the device

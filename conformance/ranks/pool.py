@@ -42,18 +42,17 @@ _SHOWN_RESULT = 500
 CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 
 
-def backend_for(device: str, world_size: int) -> str:
-    """Return the backend for a device: gloo for the CPU, and for CUDA nccl if each rank has its own GPU, else gloo.
+def backend_for(device: str) -> str:
+    """Return the backend for a device: gloo for the CPU, nccl for CUDA, where ranks may share a GPU.
 
     The simulated device has its own backend, which runs collectives on streams. The environment variable
-    TANDEM_CUDA_RANKS names another backend for CUDA, for example nccl for ranks that share a GPU.
+    TANDEM_CUDA_RANKS names another backend for CUDA. With gloo, torch 2.11 dies when it gathers a DTensor on CUDA.
     """
     if device == simulator.NAME:
         return simulator.BACKEND
     if device != "cuda":
         return "gloo"
-    default = "nccl" if world_size <= torch.cuda.device_count() else "gloo"
-    return os.environ.get(CUDA_BACKEND) or default
+    return os.environ.get(CUDA_BACKEND) or "nccl"
 
 
 class RankPool:
@@ -89,7 +88,7 @@ class RankPool:
         self.world_size = world_size
         self.starts = 0  # number of times that ranks were started
         self.traces: Sequence[Sequence[Collective]] = ()  # collectives of each rank in the last case
-        self._backend = backend or backend_for(device, world_size)
+        self._backend = backend or backend_for(device)
         self.device = device
         self._warm_up = pickle.dumps(warm_up) if warm_up else None
         self._start_s = start_s

@@ -239,5 +239,9 @@ def described(tensor: Any) -> Any:
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor. All ranks must call this function together."""
     detached = tensor.detach()
+    if isinstance(detached, DTensor):
+        device = detached.device
+        # Offloaded shards are gathered on the mesh's device, because NCCL has no backend for the CPU.
+        detached = detached.to(detached.device_mesh.device_type).full_tensor().to(device)
     # Return a copy, because on one rank the full tensor is the shard itself.
-    return (detached.full_tensor() if isinstance(detached, DTensor) else detached).clone()
+    return detached.clone()
