@@ -1,4 +1,7 @@
-"""Memory bandwidth of each kernel, compared with a plain copy of as many bytes, the fastest possible transfer."""
+"""Memory bandwidth of each kernel, compared with a plain copy of as many bytes, the fastest possible transfer.
+
+On CUDA the bandwidth is that of the time in which the device works. The host may take longer for a call.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import shapes_of, training
 from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
@@ -81,15 +86,16 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
             about = of | {"call": name, "whose": owner, "bytes": times * once}
             try:
                 with kernels.backend(backend):
-                    took_s = seconds(call, device)
+                    call_s = seconds(call, device)
+                    took_s = device_seconds(call, device)
             except Exception as error:  # the others are still worth measuring
                 rows.add(f"{name} {owner} {shapes} {dtype}", "failed", in_words(error), **about)
                 continue
             share = (times * once / took_s) / (2 * once / copy_s)
             says = f"{bandwidth_in_words(times * once, took_s)}, {share:.0%} of a copy's"
-            rows.add(
-                f"{name} {owner} {shapes} {dtype}", "measured", says, seconds=took_s, share=share, **about
-            )
+            says += f", {call_s * 1e6:.0f} µs a call"
+            measured = {"seconds": took_s, "call_seconds": call_s, "share": share}
+            rows.add(f"{name} {owner} {shapes} {dtype}", "measured", says, **measured, **about)
 
 
 def _bytes_of(shapes: str, dtype: str) -> int:
@@ -101,7 +107,7 @@ def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
     once = _bytes_of(shapes, dtype)
     source = torch.zeros(once, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device)
+    copy_s = device_seconds(lambda: target.copy_(source), device)
     about = {"call": "copy", "shapes": shapes, "dtype": dtype, "bytes": 2 * once, "seconds": copy_s}
     rows.add(f"copy {shapes} {dtype}", "measured", bandwidth_in_words(2 * once, copy_s), **about)
     return copy_s
@@ -112,6 +118,21 @@ def seconds(call: Callable[[], object], device: str) -> float:
     work, stopwatch = Workload(call), CudaStopwatch() if device == "cuda" else HostStopwatch()
     stopwatch.per_call(work, _WARM_UPS)
     return statistics.median(stopwatch.per_call(work, _CALLS) for _ in range(_CHUNKS))
+
+
+def device_seconds(call: Callable[[], object], device: str) -> float:
+    """Return the seconds in which the device works for one call: on CUDA without gaps between its kernels."""
+    if device != "cuda":
+        return seconds(call, device)
+    for _ in range(_WARM_UPS):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(_CALLS):
+            call()
+        torch.cuda.synchronize()
+    on_device = (event for event in profiled.events() or [] if event.device_type == DeviceType.CUDA)
+    return sum(event.time_range.elapsed_us() for event in on_device) / _CALLS / 1e6
 
 
 def bandwidth_in_words(moved_bytes: int, took_s: float) -> str:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from benchmarks.common import TrainingTensors
-from conformance.gpu.bandwidth import bandwidth_in_words, calls_on, seconds
+from conformance.gpu.bandwidth import bandwidth_in_words, calls_on, device_seconds
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from impl import kernels
 
@@ -59,7 +59,7 @@ def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> Non
         about = {"call": call, "dtype": dtype, "launch": launch, "bytes": times * once}
         try:
             with launched_by(*launch), kernels.backend("triton"):
-                took_s = seconds(function, "cuda")
+                took_s = device_seconds(function, "cuda")
         except Exception as error:  # a block may be too large for the device
             rows.add(name_of(call, dtype, launch), "not available", in_words(error), **about)
         else:
