@@ -163,6 +163,10 @@ class Kernels:
                     torch.zeros((), dtype=dtype, device="cpu").clamp_(-high, high)
 
     def clamp_(self, high: float) -> None:
+        if high == 0:
+            # The sign of a zero between -0 and 0 depends on the operator, which torch selects for the whole list.
+            TorchOperators(self.tensors, self.foreach).clamp_(high)
+            return
         self.check_bound(high)
         for tensors in self.by_device.values():
             kernels.clamp_(tensors, -high, high)
@@ -209,6 +213,10 @@ class KernelsAndOperators:
         self.ordinary.scale_(max_norm, total_norm)
 
     def clamp_(self, high: float) -> None:
+        if high == 0:
+            # The whole list takes torch's operators, as in `Kernels.clamp_`.
+            TorchOperators(self.tensors, self.others.foreach).clamp_(high)
+            return
         self.ordinary.check_bound(high)
         self.others.clamp_(high)
         self.ordinary.clamp_(high)
