@@ -23,6 +23,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
+from impl.kernels._by_dtype import share_memory_on_device
 from impl.kernels._copies import (
     HostCopy,
     copy_into_,
@@ -90,6 +91,7 @@ __all__ = [
     "overlaps_itself",
     "recognize_layout",
     "scale_",
+    "share_memory_on_device",
     "span",
     "step_numbers",
     "tensor_guards",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -37,6 +38,19 @@ class Parameters:
     def changed_address(self) -> bool:
         """Return whether the address of a tensor has changed since the last call."""
         return self.memory.changed_address()
+
+    def written(self) -> list[Tensor]:
+        return [*chain(self.params, *self.states, self.low_precision_params)]
+
+    def at(self, index: int) -> Parameters:
+        """Return the parameter at `index` with all that belongs to it."""
+        place = slice(index, index + 1)
+        return Parameters(
+            self.params[place],
+            [state[place] for state in self.states],
+            self.steps[place],
+            self.low_precision_params[place],
+        )
 
     def work_items(self) -> list[SmallParamBatch | LargeParam]:
         """Return the division into batches and large parameters. It is cached while addresses stay the same."""

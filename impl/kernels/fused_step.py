@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from impl.kernels._by_dtype import changes_in_turn
 from impl.kernels._dispatch import cpu_library, dispatch_for, representatives
 from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import fused_step
@@ -46,16 +47,19 @@ def fused_step_(
 
     Sync: none. Collectives: none.
     """
-    backend = dispatch_for([parameters.params[0], *representatives(grads)]).backend
-    if backend == "triton":
+    dispatch = dispatch_for([parameters.params[0], *representatives(grads)])
+    if dispatch.backend == "triton":
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 
         if launch_fused_step(rule, parameters, grads, factor, found_inf):
             return
-    if backend == "cpu_blocked" and found_inf is None:
+    if dispatch.backend == "cpu_blocked" and found_inf is None:
         library = cpu_library()
         if library is None or not fused_step(library, rule, parameters.memory, grads, factor):
             _step_cpu_blocked(rule, parameters, grads, factor)
+    elif changes_in_turn(parameters.written(), dispatch):
+        for index, grad in enumerate(grads):
+            _step_by_torch(rule, parameters.at(index), [grad], factor, found_inf)
     else:
         _step_by_torch(rule, parameters, grads, factor, found_inf)
 

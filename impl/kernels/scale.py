@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impl.kernels._by_dtype import by_dtype, takes_foreach
+from impl.kernels._by_dtype import by_dtype, lists_to_change, takes_foreach
 from impl.kernels._dispatch import Dispatch, cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
 from impl.kernels._native.scale import scale
@@ -67,7 +67,7 @@ def _scale_without_triton(tensors: Sequence[Tensor], dispatch: Dispatch, factor:
     if dispatch.backend == "cpu_blocked":
         _scale_cpu_blocked(tensors, dispatch.dtypes, factor)
     else:
-        _scale_by_torch(by_dtype(tensors, dispatch.dtypes), factor)
+        _scale_by_torch(lists_to_change(tensors, dispatch), factor)
 
 
 def _scale_by_torch(groups: list[list[Tensor]], factor: Tensor) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from impl.kernels._by_dtype import by_dtype
+from impl.kernels._by_dtype import lists_to_change
 from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._no_grad_fast import no_grad_fast
 
@@ -52,7 +52,7 @@ def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inver
         if launch_unscale(grads, scale, found_inf, is_inverse):
             return
     inv_scale = scale if is_inverse else inverse(scale)
-    for same_dtype in by_dtype(grads, dispatch.dtypes):
+    for same_dtype in lists_to_change(grads, dispatch):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impl.kernels import Addresses
+from impl.kernels import Addresses, share_memory_on_device
 
 _pointer = Tensor.data_ptr
 
@@ -46,15 +46,23 @@ class Counters:
         """Add 1, or `taken`: f32, 0-dim, on the counters' device, 0 if the step that follows is skipped."""
         if self.flat is not None:
             self.flat.add_(self._one if taken is None else taken)
-        elif self.steps:
-            torch._foreach_add_(self.steps, 1 if taken is None else [taken] * len(self.steps))
+            return
+        for steps in self._lists():
+            torch._foreach_add_(steps, 1 if taken is None else [taken] * len(steps))
 
     def undo_advance(self, found_inf: Tensor) -> None:
         """Undo `advance` if `found_inf` is 1."""
         if self.flat is not None:
             self.flat.sub_(found_inf)
-        elif self.steps:
-            torch._foreach_sub_(self.steps, [found_inf] * len(self.steps))
+            return
+        for steps in self._lists():
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def _lists(self) -> list[list[Tensor]]:
+        """Return the counters in lists for torch's operators. A counter of two parameters counts twice."""
+        if share_memory_on_device(self.steps):
+            return [[step] for step in self.steps]
+        return [self.steps] if self.steps else []
 
     def _keep(self, flat: Tensor | None) -> None:
         if flat is not None:
