@@ -414,21 +414,6 @@ def test_grad_mode_after_an_exception(subject: Library, device: str) -> None:
 
 
 @clause("dynamo.optimizer.init_group.pending_changes")
-def test_closure_results_and_changes_match_torch(subject: Library, reference: Library, device: str) -> None:
-    """Closures set gradients and change parameters, and the step returns their result."""
-
-    def script(harness: CompiledHarness) -> Any:
-        def closure() -> torch.Tensor:
-            for parameter in harness.parameters:
-                parameter.grad = torch.ones_like(parameter)
-            return torch.tensor(7.0)
-
-        return [float(harness.take_step(closure)) for _ in range(3)], harness.seen()
-
-    assert_same_outcome(*(outcome(library, script, ADAM, device=device) for library in (reference, subject)))
-
-
-@clause("dynamo.optimizer.init_group.pending_changes")
 def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -> None:
     """Code before the step in the same function takes effect: without a gradient there is no update."""
 

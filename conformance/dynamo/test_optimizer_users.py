@@ -14,7 +14,7 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance
 from conformance.strategies import user_optimizers as users
-from conformance.strategies.compiled_steps import SET_BY_TORCH, CompiledHarness, Script, after, outcome
+from conformance.strategies.compiled_steps import SET_BY_TORCH, CompiledHarness, Script, after, outcome, soon
 from conformance.strategies.optimizers import Make, maker
 
 STEPS = 4
@@ -55,13 +55,24 @@ def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
 
 
 def judge_values(
-    deviation: DeviationJudge, script: Script, make: Make, device: str, torch_does: Sequence[Any] = (False,)
+    deviation: DeviationJudge,
+    script: Script,
+    make: Make,
+    device: str,
+    torch_does: Sequence[Any] = (False,),
+    *,
+    may_agree: bool = False,
 ) -> None:
-    """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch."""
+    """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch.
+
+    Args:
+        may_agree: torch's values may be right, and then every subject's must be.
+    """
     deviation.judge(
         lambda library: is_right(script, make, device, library),
         torch_does=lambda value: value in torch_does,
         we_do=lambda value: value is True,
+        may_agree=may_agree,
     )
 
 
@@ -237,6 +248,32 @@ def test_errors_of_init_group(deviation: DeviationJudge, device: str) -> None:
     )
 
 
+@clause("dynamo.optimizer.init_group.pending_changes")
+@pytest.mark.deviation("optimizer_variable.closures_of_foreach_steps")
+@pytest.mark.parametrize("way", ["defaults", "foreach"])
+@pytest.mark.parametrize("name", soon(["Adam", "AdamW", "NAdam", "Adamax", "SGD"], "Adam", "SGD"))
+def test_gradients_of_closures(deviation: DeviationJudge, device: str, name: str, way: str) -> None:
+    """Closures set gradients, and the step returns their result. Most steps are single-tensor code by default."""
+
+    def script(harness: CompiledHarness) -> Any:
+        def closure() -> torch.Tensor:
+            for parameter in harness.parameters:
+                parameter.grad = torch.ones_like(parameter)
+            return torch.tensor(7.0)
+
+        results = [float(harness.take_step(closure)) for _ in range(3)]
+        return results, parameters_after(harness), [parameter.grad for parameter in harness.parameters]
+
+    judge_values(
+        deviation,
+        script,
+        maker(name, way),
+        device,
+        torch_does=("TorchRuntimeError", "TypeError"),
+        may_agree=way == "defaults" or name == "SGD",
+    )
+
+
 @clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.deviation("optimizer_variable.groups_stay")
 def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None:
@@ -257,7 +294,7 @@ def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None
 @clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
 def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
-    """On CUDA and XPU the deviation `optimizer_variable.groups_stay` judges the options that torch sets."""
+    """Compare all options, except those that torch sets on CUDA and XPU."""
     set_here = SET_BY_TORCH if torch.device(device).type in ("cuda", "xpu") else ()
 
     def script(harness: CompiledHarness) -> Any:

@@ -6,17 +6,19 @@ So it runs once, untraced, while the step around it is traced, and the trace get
 """
 
 import contextlib
+import weakref
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
 from torch._dynamo.decorators import mark_static_address
-from torch._dynamo.exc import unimplemented
+from torch._dynamo.exc import UnspecializeRestartAnalysis, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource, GradSource, Source
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -27,6 +29,11 @@ from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturab
 
 # Name of Dynamo's method that resolves an attribute. torch 2.14 renamed it.
 _RESOLVE = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
+
+# Optimizers whose closures changed parameters or state in a trace of the step. Each further trace calls the closure
+# between two graphs. A break at `_init_group` instead, which steps call in a loop, would make Dynamo skip the step's
+# frame. Its functions would be compiled without `capturable`, and torch cannot trace multi-tensor code without it.
+_with_changing_closures: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class OptimizerVariable(UserDefinedObjectVariable):
@@ -46,6 +53,8 @@ class OptimizerVariable(UserDefinedObjectVariable):
             effects.track_object_existing(value, self)
 
     def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
+        if self.value in _with_changing_closures:
+            _skip_closure(tx)
         if name == "_init_group" and hasattr(self.value, name):
             # Dynamo would inline a tracker of the method itself. Calls of this tracker go to `call_method`.
             method = type(getattr(self.value, name))
@@ -126,6 +135,9 @@ class OptimizerVariable(UserDefinedObjectVariable):
             watched += [parameters, *parameters, *(state[param] for param in parameters if param in state)]
         changed = [effects[value] for value in watched if value in effects]
         if any(_is_changed(effects, tracker) for tracker in changed):
+            if self.value not in _with_changing_closures and _unskipped_closure(tx) is not None:
+                _with_changing_closures.add(self.value)
+                raise UnspecializeRestartAnalysis(restart_reason="a closure changes parameters or state")
             _break(tx, "traced code has changed parameters or state that it reads")
 
     def _guarded(self, tx: Any) -> dict[int, Source]:
@@ -213,6 +225,27 @@ def _is_changed(effects: Any, tracker: VariableTracker) -> bool:
     if effects.has_pending_mutation(tracker):
         return True
     return tracker.mutation_type is not None and effects.is_modified(tracker)
+
+
+def _unskipped_closure(tx: Any) -> VariableTracker | None:
+    """Return the tracker of the argument `closure` of a step that is traced as a frame of its own, if it has one."""
+    code = tx.f_code
+    if tx is not tx.output.root_tx or tx.one_graph or "closure" not in code.co_varnames[: code.co_argcount]:
+        return None
+    closure = tx.symbolic_locals.get("closure")
+    return closure if isinstance(closure, LazyVariableTracker) else None
+
+
+def _skip_closure(tx: Any) -> None:
+    """Break the graph at calls of the step's closure, unless the trace has used the closure already."""
+    closure: Any = _unskipped_closure(tx)
+    if closure is None or closure.is_realized():
+        return
+    function, source = closure.original_value(), closure.original_source()
+    if function is not None:
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+        reason = "it changes parameters or state of the optimizer that it is passed to"
+        tx.symbolic_locals["closure"] = SkipFunctionVariable(function, reason=reason, source=source)
 
 
 def _guard_keys(tx: Any, mapping: Any, source: Source) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._dynamo.variables.builder
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import impl.dynamo
 from impl import drop_in
@@ -118,3 +119,78 @@ def test_parameters_are_static_after_a_compiled_step() -> None:
         torch.compile(torch.optim.SGD([parameter], lr=0.5).step, backend="eager")()
     assert torch._dynamo.utils.get_static_address_type(parameter) == "guarded"
     assert torch._dynamo.utils.get_static_address_type(parameter.grad) is None
+
+
+# The optimizers of `torch.optim` with `capturable` whose states fake tensors can hold in every supported torch.
+CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop")
+
+
+@pytest.mark.parametrize("has_closure", [False, True])
+@pytest.mark.parametrize("accelerator", ["cuda", "xpu"])
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_step_on_fake_accelerator_is_compiled(name: str, accelerator: str, has_closure: bool) -> None:
+    """Compile multi-tensor steps, the default on an accelerator. torch traces them only as capturable."""
+    fake = FakeTensorMode()
+    graphs: list[torch.fx.GraphModule] = []
+
+    class InFakeMode(getattr(torch.optim, name)):
+        def _init_group(self, *args, **kwargs):
+            # Dynamo leaves the mode for this call, and the machine may lack the device.
+            with fake:
+                return super()._init_group(*args, **kwargs)
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def closure() -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        return torch.tensor(7.0)
+
+    with fake:
+        parameters = [torch.nn.Parameter(torch.ones(2, 3, device=accelerator)) for _ in range(2)]
+        optimizer = InFakeMode(parameters, lr=0.1)
+        torch._dynamo.reset()
+        with impl.dynamo.installed():
+            step = torch.compile(optimizer.step, backend=keep)
+            for _ in range(3):
+                if has_closure:
+                    step(closure)
+                else:
+                    closure()
+                    step()
+    torch._dynamo.reset()
+    assert len(graphs) == (2 if has_closure else 1)
+    assert {optimizer.state[parameter]["step"].device.type for parameter in parameters} == {accelerator}
+    assert [group["capturable"] for group in optimizer.param_groups] == [False]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_closure_is_no_part_of_the_step_if_it_sets_gradients(foreach: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    def closures(gradient: float) -> object:
+        def closure() -> float:
+            parameter.grad = torch.full((2,), gradient)
+            return gradient
+
+        return closure
+
+    optimizer = torch.optim.Adam([parameter], lr=0.5, betas=(0.0, 0.0), eps=0.0, foreach=foreach)
+    torch._dynamo.reset()
+    with impl.dynamo.installed():
+        step = torch.compile(optimizer.step, backend=count)
+        for gradient in (1.0, -1.0, 2.0):
+            assert step(closures(gradient)) == gradient
+        assert parameter.tolist() == [0.5, 0.5]
+        # The code that calls a closure must not serve a step without one.
+        parameter.grad = torch.ones(2)
+        step()
+    torch._dynamo.reset()
+    assert parameter.tolist() == [0.0, 0.0]
