@@ -20,7 +20,13 @@ from triton.compiler import ASTSource
 from impl.kernels._triton import rules
 from impl.kernels._triton.chunk import DTYPES, OPTIONS, SHAPE
 from impl.kernels._triton.clamp import clamp_kernel
-from impl.kernels._triton.norm import finish_norm_kernel, finish_step_kernel, partial_norm_kernel
+from impl.kernels._triton.norm import (
+    FINISH_OPTIONS,
+    FINISH_SHAPE,
+    finish_norm_kernel,
+    finish_step_kernel,
+    partial_norm_kernel,
+)
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.scale import clip_kernel, scale_kernel
 from impl.kernels._triton.scale_update import update_scale_kernel
@@ -84,16 +90,20 @@ CASES = (
         for dtype in ("bfloat16", "float32")
         if name in {"unscale", "unscale_by", "scale", "clip", "norm_two"}
     ),
-    KernelVariant(
-        "finish_two", finish_norm_kernel, {**_FINISH, "found_inf_ptr": "*fp32"}, {"KIND": "two", "BLOCK": 1024}
+    *(
+        KernelVariant(
+            name,
+            finish_norm_kernel,
+            {**_FINISH, **signature},
+            {**FINISH_SHAPE, **constants},
+            FINISH_OPTIONS,
+        )
+        for name, signature, constants in (
+            ("finish_two", {"found_inf_ptr": "*fp32"}, {"KIND": "two"}),
+            ("finish_two bfloat16", {"norm_ptr": "*bf16"}, {"KIND": "two", "found_inf_ptr": None}),
+            ("finish_power", {}, {"KIND": "power", "found_inf_ptr": None}),
+        )
     ),
-    KernelVariant(
-        "finish_two bfloat16",
-        finish_norm_kernel,
-        {**_FINISH, "norm_ptr": "*bf16"},
-        {"KIND": "two", "BLOCK": 1024, "found_inf_ptr": None},
-    ),
-    KernelVariant("finish_power", finish_norm_kernel, _FINISH, {"KIND": "power", "BLOCK": 1024, "found_inf_ptr": None}),
     *(
         KernelVariant(
             f"finish_step {dtype}",
@@ -103,8 +113,8 @@ CASES = (
                 "norm_ptr": dtype, "factor_ptr": "*fp32", "taken_ptr": "*fp32", "chunks": "i32", "p": "fp64",
                 "max_norm": "fp64",
             },
-            {"CLIPS": True, "KIND": "two", "BLOCK": 1024},
-            {**OPTIONS, "enable_fp_fusion": False},
+            {**FINISH_SHAPE, "CLIPS": True, "KIND": "two"},
+            {**FINISH_OPTIONS, "enable_fp_fusion": False},
         )
         for dtype in ("*fp32", "*bf16")
     ),

@@ -24,7 +24,9 @@ from impl.kernels._triton.launch import launch
 from impl.kernels._triton.scale import clip_coefficient
 from impl.kernels._triton.unscale import inverse
 
-_FINISH_BLOCK = 1024
+# One program reads all partials: GPT-2 has 15,000. In blocks of 1,024 by 4 warps that takes 24 µs on an H100.
+FINISH_SHAPE = {"BLOCK": 4096}
+FINISH_OPTIONS = {**OPTIONS, "num_warps": 16}
 
 
 @triton.jit
@@ -256,6 +258,6 @@ def _finish(
     more: tuple[float, ...] = (),
     **constants: Any,
 ) -> None:
-    constants |= {"KIND": _kind(norm_type), "BLOCK": _FINISH_BLOCK}
+    constants |= {"KIND": _kind(norm_type), **FINISH_SHAPE}
     with on_device(partials):
-        launch(kernel, (1,), partials, *tensors, len(partials), norm_type, *more, **(OPTIONS | constants))
+        launch(kernel, (1,), partials, *tensors, len(partials), norm_type, *more, **(FINISH_OPTIONS | constants))
