@@ -169,7 +169,7 @@ GROUPS = {
     "nesterov of the second": (set_number("nesterov", [True, False], group=1), two_groups),
     "weight_decay from 0": (set_number("weight_decay", [0.1, 0, 0.2]), SGD),
     "decoupled_weight_decay": (set_number("decoupled_weight_decay", [True, False]), ADAM),
-    "capturable": (set_number("capturable", [True, False]), ADAM),
+    "capturable": (set_number("capturable", [False, True]), maker("Adam", "capturable")),
 }
 
 

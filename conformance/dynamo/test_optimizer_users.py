@@ -15,7 +15,7 @@ from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance
 from conformance.strategies import user_optimizers as users
 from conformance.strategies.compiled_steps import SET_BY_TORCH, CompiledHarness, Script, after, outcome, soon
-from conformance.strategies.optimizers import Make, maker
+from conformance.strategies.optimizers import Make, against_eager, maker
 
 STEPS = 4
 KINDS = (users.Collecting, users.ToldWhatIsComputed, users.KeepingElsewhere, users.Plain)
@@ -42,13 +42,15 @@ def plainly(script: Script, make: Make, device: str) -> Outcome:
     return observe(run)
 
 
-def is_right(script: Script, make: Make, device: str, library: Library) -> Any:
+def is_right(
+    script: Script, make: Make, device: str, library: Library, tolerance: Tolerance = ROUNDED
+) -> Any:
     """Return whether compiled and plain results agree, or the name of the error that compilation raised."""
     expected, actual = plainly(script, make, device), outcome(library, script, make, device=device)
     if actual.raised is not None:
         return actual.raised.kind.__name__
     try:
-        assert_same_outcome(expected, actual, ROUNDED)
+        assert_same_outcome(expected, actual, tolerance)
     except AssertionError:
         return False
     return True
@@ -62,6 +64,7 @@ def judge_values(
     torch_does: Sequence[Any] = (False,),
     *,
     may_agree: bool = False,
+    tolerance: Tolerance = ROUNDED,
 ) -> None:
     """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch.
 
@@ -69,7 +72,7 @@ def judge_values(
         may_agree: torch's values may be right, and then every subject's must be.
     """
     deviation.judge(
-        lambda library: is_right(script, make, device, library),
+        lambda library: is_right(script, make, device, library, tolerance),
         torch_does=lambda value: value in torch_does,
         we_do=lambda value: value is True,
         may_agree=may_agree,
@@ -271,6 +274,7 @@ def test_gradients_of_closures(deviation: DeviationJudge, device: str, name: str
         device,
         torch_does=("TorchRuntimeError", "TypeError"),
         may_agree=way == "defaults" or name == "SGD",
+        tolerance=against_eager(name),
     )
 
 

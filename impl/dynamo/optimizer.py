@@ -30,10 +30,12 @@ from impl.dynamo._optimizer_rules import belongs_with_parameter, may_be_capturab
 # Name of Dynamo's method that resolves an attribute. torch 2.14 renamed it.
 _RESOLVE = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
 
-# Optimizers whose closures changed parameters or state in a trace of the step. Each further trace calls the closure
-# between two graphs. A break at `_init_group` instead, which steps call in a loop, would make Dynamo skip the step's
-# frame. Its functions would be compiled without `capturable`, and torch cannot trace multi-tensor code without it.
-_with_changing_closures: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# Optimizers, by id, whose closures changed parameters or state in a trace of the step. Each further trace calls the
+# closure between two graphs. A break at `_init_group` instead, which steps call in a loop, would make Dynamo skip the
+# step's frame. Its functions would be compiled without `capturable`, and torch cannot trace multi-tensor code so.
+_with_changing_closures: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
+    weakref.WeakValueDictionary()
+)
 
 
 class OptimizerVariable(UserDefinedObjectVariable):
@@ -53,7 +55,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
             effects.track_object_existing(value, self)
 
     def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
-        if self.value in _with_changing_closures:
+        if id(self.value) in _with_changing_closures:
             _skip_closure(tx)
         if name == "_init_group" and hasattr(self.value, name):
             # Dynamo would inline a tracker of the method itself. Calls of this tracker go to `call_method`.
@@ -135,8 +137,8 @@ class OptimizerVariable(UserDefinedObjectVariable):
             watched += [parameters, *parameters, *(state[param] for param in parameters if param in state)]
         changed = [effects[value] for value in watched if value in effects]
         if any(_is_changed(effects, tracker) for tracker in changed):
-            if self.value not in _with_changing_closures and _unskipped_closure(tx) is not None:
-                _with_changing_closures.add(self.value)
+            if id(self.value) not in _with_changing_closures and _unskipped_closure(tx) is not None:
+                _with_changing_closures[id(self.value)] = self.value
                 raise UnspecializeRestartAnalysis(restart_reason="a closure changes parameters or state")
             _break(tx, "traced code has changed parameters or state that it reads")
 
