@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from conformance import simulator
 from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.rank_errors import (

@@ -27,7 +27,9 @@ def callable_spellings(device: str) -> dict[str, list[tuple[str, Callable[..., A
     """Return, for each operator, the names whose functions take its arguments in float32."""
 
     def takes(name: str, function: Callable[..., Any]) -> bool:
-        if name.endswith("_cpu_fallback") and device != "cpu":  # reads memory of a device as if it were the CPU's
+        if (
+            name.endswith("_cpu_fallback") and device != "cpu"
+        ):  # reads memory of a device as if it were the CPU's
             return False
         return ran(functools.partial(outcome_of, name, function, [torch.float32], device))
 

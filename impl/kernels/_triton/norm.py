@@ -260,4 +260,6 @@ def _finish(
 ) -> None:
     constants |= {"KIND": _kind(norm_type), **FINISH_SHAPE}
     with on_device(partials):
-        launch(kernel, (1,), partials, *tensors, len(partials), norm_type, *more, **(FINISH_OPTIONS | constants))
+        launch(
+            kernel, (1,), partials, *tensors, len(partials), norm_type, *more, **(FINISH_OPTIONS | constants)
+        )
