@@ -296,6 +296,30 @@ def test_capturable_is_the_users(deviation: DeviationJudge, device: str) -> None
 
 
 @clause("dynamo.optimizer.optimizer.groups_stay")
+@pytest.mark.deviation("optimizer_variable.groups_stay")
+def test_capturable_of_groups_that_a_step_writes(deviation: DeviationJudge, device: str) -> None:
+    def script(harness: CompiledHarness) -> dict[str, Any]:
+        return {
+            name: value
+            for group in harness.train(3).optimizer.param_groups
+            for name, value in group.items()
+            if name in ("capturable", "taken")
+        }
+
+    deviation.judge(
+        lambda library: outcome(library, script, users.WritingGroups, device=device).value,
+        torch_does=lambda value: value == {"capturable": True, "taken": 3},
+        we_do=lambda value: value == {"capturable": False, "taken": 3},
+    )
+
+
+@clause("dynamo.optimizer.optimizer.options_that_groups_lack")
+@pytest.mark.deviation("optimizer_variable.options_that_groups_lack")
+def test_options_that_groups_lack(deviation: DeviationJudge, device: str) -> None:
+    judge_values(deviation, trained, users.AskingGroups, device)
+
+
+@clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
 def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
     """Compare all options, except those that torch sets on CUDA and XPU."""

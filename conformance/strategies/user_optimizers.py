@@ -268,3 +268,29 @@ class PassingOver(Collecting):
             if parameter.grad is not None and parameter not in self.state:
                 parameters.append(parameter)
                 gradients.append(parameter.grad)
+
+
+class WritingGroups(Plain):
+    """Counts steps in its groups, which have torch's option `capturable` and do not set it."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            group |= {"capturable": False, "taken": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["taken"] += 1
+        super().step(closure)
+
+
+class AskingGroups(Plain):
+    """Updates differently if a group is `capturable`, and has groups without the option."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            factor = 2.0 if group.get("capturable", False) else 1.0
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * group["lr"] * factor)

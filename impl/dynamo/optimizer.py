@@ -122,11 +122,15 @@ class OptimizerVariable(UserDefinedObjectVariable):
         return {tracker.source: group for tracker, group in pairs}
 
     def _trace_as_capturable(self, tx: Any) -> None:
-        """Set `capturable` in the trace only, where a step count is a tensor of the graph on any device."""
+        """Set `capturable` in the trace only, where a step count is a tensor of the graph on any device.
+
+        If the trace changes a group, Dynamo writes all its options. A tracker with a source is written as it was.
+        """
         for tracker in self._groups(tx):
             for key in tracker.items:
                 if key.vt.as_python_constant() == "capturable":
-                    tracker.items[key] = ConstantVariable.create(True)
+                    source = DictGetItemSource(tracker.source, "capturable")
+                    tracker.items[key] = ConstantVariable.create(True, source=source)
 
     def _break_on_pending_changes(self, tx: Any, groups: Iterable[dict[str, Any]]) -> None:
         """Break the graph if traced code has changed values that `_init_group` would read before they are real."""
