@@ -20,7 +20,8 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
         found_inf: f32, one element, on that device. It is set to 1.0 or not changed, never cleared.
 
     Sync: none. Collectives: none.
-    Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call.
+    Source: torch._amp_foreach_non_finite_check_and_unscale_; differences: mixed dtypes in one call, and on CUDA
+        bfloat16 and finite float64 above float32's range.
     """
     _unscale(grads, inv_scale, found_inf, is_inverse=True)
 
@@ -53,6 +54,25 @@ def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inver
             return
     inv_scale = scale if is_inverse else inverse(scale)
     for same_dtype in lists_to_change(grads, dispatch):
+        _unscale_by_torch(same_dtype, inv_scale, found_inf)
+
+
+def _unscale_by_torch(same_dtype: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Unscale by torch's operator, except the dtypes for which its CUDA kernel is missing or wrong."""
+    dtype, is_cpu = same_dtype[0].dtype, same_dtype[0].is_cpu
+    if dtype is torch.bfloat16 and not is_cpu:
+        # The CUDA kernel does not support bfloat16. One copy at a time takes little memory.
+        for grad in same_dtype:
+            wide = grad.float()
+            torch._amp_foreach_non_finite_check_and_unscale_([wide], found_inf, inv_scale)
+            grad.copy_(wide)
+    elif dtype is torch.float64 and not is_cpu:
+        # The CUDA kernel checks float64 in float32, in which large finite numbers are inf.
+        for grad in same_dtype:
+            nan_if_nonfinite = (grad - grad).float()
+            torch._amp_foreach_non_finite_check_and_unscale_([nan_if_nonfinite], found_inf, inv_scale)
+            grad.mul_(inv_scale)
+    else:
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
 
 

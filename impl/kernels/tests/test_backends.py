@@ -182,6 +182,19 @@ def test_triton_unscales_as_torch_does(specs, inv_scale, found_inf):
     assert_same_elements(by("triton", call, "unscale_", specs, *arguments), want)
 
 
+def test_torchs_unscale_operator_gets_no_dtype_that_its_cuda_kernel_lacks(monkeypatch):
+    operator = torch._amp_foreach_non_finite_check_and_unscale_
+    recorded = Mock(side_effect=operator)
+    monkeypatch.setattr(torch, operator.__name__, recorded)
+    grads = [torch.ones(3, dtype=dtype, device="meta") for dtype in DTYPES]
+    kernels.unscale_(grads, torch.tensor(0.5, device="meta"), torch.zeros(1, device="meta"))
+    dtypes = [{grad.dtype for grad in arguments.args[0]} for arguments in recorded.call_args_list]
+    # The kernel lacks bfloat16, and checks float64 in float32.
+    assert dtypes.count({torch.float16}) == 1
+    assert dtypes.count({torch.float32}) == 3
+    assert len(dtypes) == 4
+
+
 @pytest.mark.parametrize("backend", ["cpu_blocked", "triton"])
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_unscaling_by_a_scale_multiplies_by_its_nearest_reciprocal(backend, bad):
