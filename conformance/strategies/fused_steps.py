@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance, norm_of, updates
 from conformance.strategies.gradients import Gradient
+from conformance.strategies.missing_kernels import fused_adagrad
 from conformance.strategies.scaling import Harness
 
 LACKING = "no such method"
@@ -38,7 +39,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda groups: SGD(groups, lr=0.125, fused=True),
     "nesterov": lambda groups: SGD(groups, lr=0.125, momentum=0.5, nesterov=True, fused=True),
     "dampened": lambda groups: SGD(groups, lr=0.125, momentum=0.5, dampening=0.25, fused=True),
-    "adagrad": lambda groups: Adagrad(groups, lr=0.125, lr_decay=0.5, fused=True),
+    "adagrad": lambda groups: fused_adagrad(groups, lr=0.125, lr_decay=0.5),
     "rmsprop": lambda groups: RMSprop(groups, lr=0.125),
 }
 FUSED = [name for name in KINDS if name != "rmsprop"]

@@ -14,11 +14,18 @@ from io import BytesIO
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library, LookupFailed, NotProvided
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.gradients import Gradient
+from conformance.strategies.missing_kernels import (
+    fused_adagrad,
+    refusal_of_bfloat16,
+    refuses_bfloat16,
+    replaced_for,
+)
 
 Scenario = Callable[[Library], Iterator[Outcome]]
 
@@ -93,7 +100,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "fused sgd": lambda groups: SGD(groups, lr=0.125, fused=True),
     "fused adam": lambda groups: Adam(groups, lr=0.125, fused=True),
     "fused adamw": lambda groups: AdamW(groups, lr=0.125, fused=True),
-    "fused adagrad": lambda groups: Adagrad(groups, lr=0.125, fused=True),
+    "fused adagrad": lambda groups: fused_adagrad(groups, lr=0.125),
     "aware": Aware,
     "recording": Recording,
 }
@@ -150,8 +157,15 @@ class Harness:
             parameter.grad = None
 
     def did(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-        """Run a call. Return its outcome with the parameters, gradients, optimizer and scaler after the call."""
-        outcome = observe(call, *args, watch=self.parameters, **kwargs)
+        """Run a call. Return its outcome with the parameters, gradients, optimizer and scaler after the call.
+
+        A library that refuses bfloat16 as torch does gets a replacement of torch's operator. If it refuses
+        nevertheless, the test is unavailable.
+        """
+        with replaced_for(self.library, self.device):
+            outcome = observe(call, *args, watch=self.parameters, **kwargs)
+        if refuses_bfloat16(self.library, self.device) and outcome.raised == refusal_of_bfloat16(self.device):
+            unavailable(f"{self.library.spec} refuses bfloat16 gradients on {self.device}, as torch does")
         return dataclasses.replace(outcome, watched={"parameters": outcome.watched, **self.seen()})
 
     def seen(self) -> dict[str, Any]:
