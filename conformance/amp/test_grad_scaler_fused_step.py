@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim import SGD
+from torch.optim import SGD, Adagrad
 
 from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, observe
+from conformance.judge.outcome import Outcome, Raised, assert_same_outcome, observe
 from conformance.strategies.fused_steps import (
     FUSED,
     GRAD_OUTCOMES,
@@ -26,6 +28,7 @@ from conformance.strategies.fused_steps import (
     FusedStep,
     Iterations,
     Take,
+    assert_same_states,
     by_four,
     by_one,
     state_of,
@@ -229,6 +232,8 @@ def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
 
     def reported(library: Library, take: Take) -> list[Any]:
         harness = Harness(library, device, SOME, KINDS["adamw"])
+        # torch's fused optimizers on CUDA refuse a gradient with other strides than its parameter.
+        harness.zero_grad()
         harness.backward()
         harness.optimizer.step()
         for state in harness.optimizer.state.values():
@@ -245,6 +250,46 @@ def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
     def compare(actual: list[Any]) -> None:
         assert actual == expected
         assert expected[0] is not None
+
+    fused.judge(lambda library: reported(library, by_one), compare)
+
+
+@clause("amp.grad_scaler.fused_step.in_order")
+@ROW
+def test_refused_fused_optimizer_can_step_later(fused: FusedStep, device: str) -> None:
+    """The error is that of torch's own step, and nothing is changed.
+
+    torch 2.11 refuses `Adagrad(fused=True)` on CUDA. Here its check refuses the optimizer on every device.
+    """
+
+    def reported(library: Library, take: Take) -> tuple[Raised | None, Outcome]:
+        harness = Harness(
+            library, device, SOME, lambda groups: Adagrad(groups, lr=0.125, fused=True), init_scale=8.0
+        )
+        harness.zero_grad()
+        harness.backward()
+
+        def state() -> Outcome:
+            return observe(lambda: [state_of(harness).value, [p.grad for p in harness.parameters]])
+
+        before = state()
+        step = harness.optimizer.step if take is by_four else functools.partial(take, harness, 0.5)
+        refused = RuntimeError("no fused kernel for this device")
+        with mock.patch("torch.optim.adagrad._device_dtype_check_for_fused", side_effect=refused):
+            refusal = observe(step).raised
+        assert_same_outcome(before, state())
+        for group in harness.optimizer.param_groups:
+            group["fused"] = False
+        harness.optimizer._step_supports_amp_scaling = False  # set by the constructor, from torch 2.13 on
+        take(harness, 0.5)
+        return refusal, state_of(harness)
+
+    expected_refusal, expected_state = reported(fused.reference, by_four)
+    assert expected_refusal is not None
+
+    def compare(actual: tuple[Raised | None, Outcome]) -> None:
+        assert actual[0] == expected_refusal
+        assert_same_states([expected_state], [actual[1]])
 
     fused.judge(lambda library: reported(library, by_one), compare)
 

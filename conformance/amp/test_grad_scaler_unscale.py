@@ -17,10 +17,17 @@ from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
+from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank, RankPool, RankRaised
 from conformance.simulator import NAME, Unavailable, ensure_built
-from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList, gradient_lists
+from conformance.strategies.gradients import (
+    LAYOUTS,
+    REFUSED_OVERLAP,
+    Gradient,
+    GradientList,
+    gradient_lists,
+    laid_out,
+)
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario
 
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
@@ -73,6 +80,41 @@ def test_mixed_dtypes(compare: Compare, device: str, case: GradientList, init_sc
     compare(unscaling(case, device, init_scale=init_scale))
 
 
+@clause("amp.grad_scaler.unscale_.mixed_dtypes")
+@pytest.mark.deviation("grad_scaler.bfloat16_on_cuda")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("last", [None, math.inf])
+def test_bfloat16_gradients_are_unscaled_on_every_device(
+    deviation: DeviationJudge, reference: Library, device: str, layout: str, last: float | None
+) -> None:
+    """The values match those of the same gradients on the CPU. Torch's operator is not replaced here."""
+
+    def probe(library: Library, device: str = device) -> StepOutcomes:
+        gradients = (
+            Gradient((7,), torch.bfloat16, seed=1),
+            Gradient((4, 5), torch.bfloat16, seed=2, layout=layout),
+            Gradient((3,), seed=3),
+            Gradient((5,), torch.bfloat16, seed=4, layout=layout, last=last),
+        )
+        harness = Harness(library, device, gradients, init_scale=24.0).used()
+        calls = (
+            (harness.scaler.unscale_, (harness.optimizer,)),
+            (harness.scaler.step, (harness.optimizer,)),
+            (harness.scaler.update, ()),
+        )
+        return [
+            (str(observe(call, *args).raised), [numbers(parameter) for parameter in harness.parameters])
+            for call, args in calls
+        ]
+
+    expected = probe(reference, "cpu")
+    deviation.judge(
+        probe,
+        torch_does=lambda outcome: outcome[0][0].startswith("NotImplementedError: "),
+        we_do=lambda outcome: outcome == expected,
+    )
+
+
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @given(data=st.data())
@@ -100,27 +142,58 @@ def test_finds_it_wherever_it_lies(
     ]
     gradients[where] = dataclasses.replace(gradients[where], last=value)
     harness = Harness(subject, device, tuple(gradients), optimizer="recording", init_scale=8.0).used()
-    harness.scaler.step(harness.optimizer)
-    harness.scaler.update()
+    assert [outcome.raised for outcome in harness.calls("step", "update")] == [None, None]
     assert harness.optimizer.calls == []
     assert harness.scaler.get_scale() == 4.0
 
 
+def with_largest_gradients(library: Library, device: str, dtype: torch.dtype, init_scale: float) -> Harness:
+    """Return a harness whose gradients are the largest and the smallest finite number."""
+    harness = Harness(library, device, (Gradient((4,), dtype), Gradient((3,), dtype)), init_scale=init_scale)
+    for sign, parameter in zip((1, -1), harness.used().parameters, strict=True):
+        parameter.grad.fill_(sign * torch.finfo(dtype).max)
+    return harness
+
+
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
-@pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_finite_gradients_are_no_overflow(compare: Compare, device: str, dtype: torch.dtype) -> None:
     """The largest finite numbers are finite, even if their sum is not."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
         for init_scale in (65536.0, 1.0):
-            harness = Harness(
-                library, device, (Gradient((4,), dtype), Gradient((3,), dtype)), init_scale=init_scale
+            yield from with_largest_gradients(library, device, dtype, init_scale).calls(
+                "unscale_", "step", "update"
             )
-            for sign, parameter in zip((1, -1), harness.used().parameters, strict=True):
-                parameter.grad.fill_(sign * torch.finfo(dtype).max)
-            yield from harness.calls("unscale_", "step", "update")
 
     compare(scenario)
+
+
+@clause("amp.grad_scaler.unscale_.finds_nonfinite")
+@pytest.mark.deviation("grad_scaler.large_float64_gradients")
+@pytest.mark.parametrize("layout", ["contiguous", "sliced"])
+@pytest.mark.parametrize("init_scale", [65536.0, 1.0])
+def test_large_finite_float64_gradients_are_no_overflow(
+    deviation: DeviationJudge, device: str, init_scale: float, layout: str
+) -> None:
+    def probe(library: Library) -> tuple[list[str], float]:
+        harness = with_largest_gradients(library, device, torch.float64, init_scale)
+        for parameter in harness.parameters:
+            parameter.grad = laid_out(parameter.grad, layout)
+        assert [outcome.raised for outcome in harness.calls("unscale_", "step", "update")] == [None] * 3
+        return [
+            text for parameter in harness.parameters for text in numbers(parameter)
+        ], harness.scaler.get_scale()
+
+    largest = torch.finfo(torch.float64).max / init_scale
+    gradients = [[sign * largest] * size for sign, size in ((1, 4), (-1, 3))]
+    stepped = [str(values) for grad in gradients for values in ([-0.125 * value for value in grad], grad)]
+    skipped = [str(values) for grad in gradients for values in ([0.0] * len(grad), grad)]
+    deviation.judge(
+        probe,
+        torch_does=lambda outcome: outcome == (skipped, init_scale / 2),
+        we_do=lambda outcome: outcome == (stepped, init_scale),
+    )
 
 
 @clause("amp.grad_scaler.unscale_.divides_on_overflow_too")
