@@ -170,6 +170,34 @@ def test_tiny_kernel_multiplies() -> None:
     assert output_in_interpreter(program).strip() == str([3.0] * 8)
 
 
+# The program prints the name of each kernel that a check launches.
+CHECKED = """
+from triton.runtime.interpreter import GridExecutor
+from conformance.gpu.kernels import checks
+from impl import kernels
+
+launch = GridExecutor.__call__
+
+def report(self, *args, **options):
+    print(self.fn.__name__)
+    return launch(self, *args, **options)
+
+GridExecutor.__call__ = report
+for name, check in checks("cpu").items():
+    if "float32" in name or name == "update_scale_":
+        with kernels.backend("triton"):
+            check()
+"""
+
+
+def test_checks_of_kernels_launch_every_kernel() -> None:
+    pytest.importorskip("triton")
+    from conformance.gpu.ahead_of_time import CASES  # noqa: PLC0415  needs Triton
+
+    launched = set(output_in_interpreter(CHECKED).split())
+    assert launched == {case.kernel.__name__ for case in CASES}
+
+
 def test_sweep_needs_cuda(tmp_path: Path) -> None:
     result = read_rows_of(tmp_path, sweep.work)
     assert not result.missing

@@ -12,10 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.gpu import fake_group, graphs, summary, sync_free_calls, sync_promises, values, waits
+from conformance.gpu import (
+    bandwidth,
+    fake_group,
+    graphs,
+    summary,
+    sync_free_calls,
+    sync_promises,
+    values,
+    waits,
+)
 from conformance.gpu.__main__ import phases
 from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
 from conformance.gpu.values import METHODS, Trained
+from conformance.strategies import missing_kernels
 
 # A phase keeps the file of its rows open for as long as its process lives.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -119,6 +129,53 @@ def test_steps_of_impl_agree_with_torch(tmp_path: Path) -> None:
     # Three steps grow the scale, and the one with an inf halves it.
     assert scales[2][0] == 2 * scales[0][0]
     assert scales[values.INF_STEP][0] == scales[values.INF_STEP - 1][0] / 2
+
+
+@pytest.fixture
+def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace torch's unscale operator by one that refuses bfloat16 on the CPU, as torch's does on CUDA."""
+    operator = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def raise_for_bfloat16(grads: list[torch.Tensor], *numbers: torch.Tensor) -> None:
+        if grads[0].dtype is torch.bfloat16:
+            raise NotImplementedError("not implemented for 'BFloat16'")
+        operator(grads, *numbers)
+
+    measured = missing_kernels.refusal_of_bfloat16, missing_kernels.refuses_bfloat16
+    monkeypatch.setattr(torch, operator.__name__, raise_for_bfloat16)
+    for function in measured:
+        function.cache_clear()
+    yield
+    for function in measured:
+        function.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+def test_reference_is_unscaled_on_the_cpu_if_torch_refuses_bfloat16(tmp_path: Path) -> None:
+    """The subject's own steps get no replacement: on the CPU its four calls use torch's operator, which refuses."""
+    rows = rows_of(tmp_path, values.work)
+    by_fused_step, by_four = rows["fused_step bfloat16"], rows["four calls bfloat16"]
+    assert by_fused_step["outcome"] == "agrees"
+    assert by_fused_step["says"].endswith("from torch's, which is unscaled on the CPU")
+    assert (by_four["outcome"], by_four["says"]) == ("not available", "not implemented for 'BFloat16'")
+    assert {rows[name]["outcome"] for name in rows if "float32" in name} == {"agrees"}
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+def test_bandwidth_of_missing_kernel_is_not_available(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(call: Callable[[], object], device: str) -> float:
+        call()
+        return 1.0
+
+    monkeypatch.setattr(bandwidth, "seconds", seconds)
+    monkeypatch.setattr(bandwidth, "device_seconds", seconds)
+    monkeypatch.setattr(bandwidth, "_SHAPES", {"cpu": ("4x1k",)})
+    rows = rows_of(tmp_path, bandwidth.work)
+    missing = {name for name, row in rows.items() if row["outcome"] != "measured"}
+    assert missing == {"unscale_ impl 4x1k bfloat16", "unscale_ torch 4x1k bfloat16"}
+    assert {rows[name]["outcome"] for name in missing} == {"not available"}
 
 
 def test_torch_itself_has_no_fused_step(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
     }
 
 
+def torchs_unscale(tensors: list[Tensor]) -> Callable[[], object]:
+    """Return a call of torch's operator. With the backend "torch", `kernels.unscale_` also supports other dtypes."""
+    factor, found_inf = (torch.tensor(value, device=tensors[0].device) for value in (-1.0, 0.0))
+    return lambda: torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
 def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
     lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
@@ -79,15 +85,21 @@ def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
     once = _bytes_of(shapes, dtype)
     of = {"shapes": shapes, "dtype": dtype}
     copy_s = add_copy(rows, shapes, dtype, device)
-    for name, (times, call) in calls_on(tensors).items():
+    calls = calls_on(tensors)
+    torchs_calls = calls | {"unscale_": (calls["unscale_"][0], torchs_unscale(tensors))}
+    for name in calls:
         for owner, backend in _BACKENDS.items():
             if rows.left_s <= 0:
                 return
+            times, call = (torchs_calls if owner == "torch" else calls)[name]
             about = of | {"call": name, "whose": owner, "bytes": times * once}
             try:
                 with kernels.backend(backend):
                     call_s = seconds(call, device)
                     took_s = device_seconds(call, device)
+            except NotImplementedError as missing:
+                rows.add(f"{name} {owner} {shapes} {dtype}", "not available", str(missing), **about)
+                continue
             except Exception as error:  # the others are still worth measuring
                 rows.add(f"{name} {owner} {shapes} {dtype}", "failed", in_words(error), **about)
                 continue

@@ -30,7 +30,11 @@ _NORMS = (1.0, 2.0, 3.0, math.inf)
 _MOST_PROCESSES = 16
 _NARROW = (torch.float16, torch.bfloat16)
 _STEP, _INV_SCALE = 3.0, 0.125
+_MAX_NORM = 1.0
 _PRODUCT = Tolerance(1, "a product that is rounded to float32 and then to the dtype, beside one rounded once")
+_CLIPPED = Tolerance(
+    5, "sum, reciprocal and product of the coefficient, its cast, and the product", torch.float32
+)
 
 
 def unscale_(tensors: list[Tensor]) -> None:
@@ -54,6 +58,39 @@ def _scaled(tensors: list[Tensor], factor: Tensor, call: Callable[[], None]) -> 
     _assert_same(expected, tensors, _PRODUCT)
 
 
+def clip_(tensors: list[Tensor]) -> None:
+    """Check that tensors are scaled to the limit, and that a norm below the limit changes nothing."""
+    norm = _exact_norm(tensors).float()
+    factor = _MAX_NORM / (norm.double() + 1e-6)
+    assert factor < 1.0, "nothing to clip"
+    before = [tensor.clone() for tensor in tensors]
+    kernels.clip_(tensors, 2 * norm.item(), norm)
+    _assert_same(before, tensors, EXACT)
+    kernels.clip_(tensors, _MAX_NORM, norm)
+    _assert_same([(old.double() * factor).to(old.dtype) for old in before], tensors, _CLIPPED)
+
+
+def step_numbers(tensors: list[Tensor]) -> None:
+    """Check the numbers of a step with and without clipping, and the flag of an inf."""
+    device = tensors[0].device
+    scale, set_flag, no_flag = (torch.tensor(v, device=device) for v in (1 / _INV_SCALE, 1.0, 0.0))
+    scaled = _exact_norm(tensors)
+    norm = scaled * _INV_SCALE
+    for max_norm in (_MAX_NORM, math.inf):
+        actual = kernels.step_numbers(tensors, 2.0, scale, max_norm)
+        assert actual is not None, "torch's operators ran instead"
+        factor = _INV_SCALE * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        own = actual.norm.dtype
+        norms, factors = (norm_of(_numel(tensors), len(tensors), 2.0, coarsest) for coarsest in (None, own))
+        _assert_same([scaled.to(own), norm.to(own)], [actual.scaled_norm, actual.norm], norms)
+        _assert_same([factor.float()], [actual.factor], factors)
+        _assert_same([no_flag, set_flag], [actual.found_inf, actual.taken], EXACT)
+    tensors[-1].view(-1)[-1] = math.inf
+    actual = kernels.step_numbers(tensors, 2.0, scale, _MAX_NORM)
+    assert actual is not None, "torch's operators ran instead"
+    _assert_same([set_flag, no_flag], [actual.found_inf, actual.taken], EXACT)
+
+
 def clamp_(tensors: list[Tensor]) -> None:
     expected = [tensor.clamp(*_LIMITS) for tensor in tensors]
     kernels.clamp_(tensors, *_LIMITS)
@@ -61,10 +98,18 @@ def clamp_(tensors: list[Tensor]) -> None:
 
 
 def total_norm(tensors: list[Tensor], p: float) -> None:
-    whole = torch.cat([tensor.double().view(-1) for tensor in tensors])
     actual = kernels.total_norm(tensors, p)
-    expected = torch.linalg.vector_norm(whole, p).to(actual.dtype)
-    _assert_same([expected], [actual], norm_of(whole.numel(), len(tensors), p))
+    expected = _exact_norm(tensors, p).to(actual.dtype)
+    _assert_same([expected], [actual], norm_of(_numel(tensors), len(tensors), p))
+
+
+def _exact_norm(tensors: list[Tensor], p: float = 2.0) -> Tensor:
+    """Return the joint norm in float64, 0-dim."""
+    return torch.linalg.vector_norm(torch.cat([tensor.double().view(-1) for tensor in tensors]), p)
+
+
+def _numel(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def update_scale_(device: str) -> None:
@@ -115,8 +160,12 @@ OPERATIONS: dict[str, Callable[[list[Tensor]], None]] = {
     **{f"total_norm {p:g}": _norm(p) for p in _NORMS},
     "unscale_": unscale_,
     "scale_": scale_,
+    "clip_": clip_,
     "clamp_": clamp_,
+    "step_numbers": step_numbers,
 }
+# Dtypes that a call's kernels do not support.
+_UNSUPPORTED = {"step_numbers": {torch.float64}}
 
 
 def checks(device: str) -> dict[str, Callable[[], None]]:
@@ -128,7 +177,8 @@ def checks(device: str) -> dict[str, Callable[[], None]]:
             word = f"fused_step_ {name} {str(dtype).removeprefix('torch.')}"
             check_by_name[word] = lambda of=rule, dtype=dtype: fused_step_(of, _drawn((dtype,), device))
     for name, operation in OPERATIONS.items():
-        for dtypes in (*((dtype,) for dtype in _DTYPES), _DTYPES):
+        supported = tuple(dtype for dtype in _DTYPES if dtype not in _UNSUPPORTED.get(name, ()))
+        for dtypes in (*((dtype,) for dtype in supported), supported):
             word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
             check_by_name[f"{name} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, device))
     return check_by_name | {"update_scale_": lambda: update_scale_(device)}
