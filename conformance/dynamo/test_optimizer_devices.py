@@ -135,12 +135,12 @@ def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str
 
 
 @clause("dynamo.optimizer.devices.capturable")
-@pytest.mark.parametrize("can_capture", ["cuda", "xpu"])
-def test_step_counts_of_fake_tensors(subject: Library, reference: Library, can_capture: str) -> None:
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps"])
+def test_step_counts_of_fake_tensors(subject: Library, reference: Library, device_type: str) -> None:
     """Fake tensors can be on a device that the machine lacks. The optimizer creates them as its group says."""
     fake = FakeTensorMode()
     with fake:
-        parameters = [torch.nn.Parameter(torch.ones(2, 3, device=can_capture)) for _ in range(2)]
+        parameters = [torch.nn.Parameter(torch.ones(2, 3, device=device_type)) for _ in range(2)]
 
     def script(harness: CompiledHarness) -> Any:
         with fake:
@@ -154,7 +154,7 @@ def test_step_counts_of_fake_tensors(subject: Library, reference: Library, can_c
         outcome(library, script, CountingOnDevices, parameters=parameters) for library in (reference, subject)
     ]
     assert_same_outcome(*outcomes)
-    assert outcomes[1].value[0] == [can_capture] * 2
+    assert outcomes[1].value[0] == [device_type if device_type in ("cuda", "xpu") else "cpu"] * 2
 
 
 @clause("dynamo.optimizer.devices.capturable")
