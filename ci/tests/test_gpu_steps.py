@@ -209,7 +209,7 @@ LAUNCHES = """
 import torch
 from triton.runtime.interpreter import GridExecutor
 from conformance.gpu.bandwidth import calls_on
-from conformance.gpu.sweep import CALLS, launched_by
+from conformance.gpu.sweep import CALLS, FINISH, launched_by
 from impl import kernels
 
 launch = GridExecutor.__call__
@@ -221,11 +221,12 @@ def report(self, *args, **options):
 GridExecutor.__call__ = report
 for settings in ((1024, 512, 2), None):
     calls = calls_on([torch.ones(4096)])
+    calls[FINISH] = calls["total_norm 2"]
     print("--")
-    for name in CALLS:
+    for name in (*CALLS, FINISH):
         with kernels.backend("triton"):
             if settings:
-                with launched_by(*settings):
+                with launched_by(*settings, is_finish=name == FINISH):
                     calls[name][1]()
             else:
                 calls[name][1]()
@@ -236,8 +237,9 @@ def test_sweep_changes_launches_until_it_ends() -> None:
     pytest.importorskip("triton")
     _, changed, as_before = (section.split("\n") for section in output_in_interpreter(LAUNCHES).split("--"))
     assert changed.count("4 512 2") == len(sweep.CALLS)
+    assert [*filter(None, changed)][-1] == "1 512 2"  # the norm's second kernel
     assert any(as_before)
-    assert "4 512 2" not in as_before
+    assert not [line for line in as_before if line.endswith(" 512 2")]
 
 
 def test_sweep_runs_only_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

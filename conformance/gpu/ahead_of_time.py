@@ -102,6 +102,7 @@ CASES = (
             ("finish_two", {"found_inf_ptr": "*fp32"}, {"KIND": "two"}),
             ("finish_two bfloat16", {"norm_ptr": "*bf16"}, {"KIND": "two", "found_inf_ptr": None}),
             ("finish_power", {}, {"KIND": "power", "found_inf_ptr": None}),
+            ("finish_largest", {}, {"KIND": "largest", "found_inf_ptr": None}),
         )
     ),
     *(

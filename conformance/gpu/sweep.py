@@ -1,5 +1,7 @@
 """Bandwidth of kernels with other chunk sizes, block sizes and numbers of warps.
 
+The norm's second kernel, which combines the partials of all chunks in one program, has other block sizes and warps.
+
 It runs only if it is named, because it takes minutes and changes the kernels of its process.
 """
 
@@ -19,8 +21,10 @@ from impl import kernels
 
 Launch = tuple[int, int, int]  # elements of a chunk, elements of a block, warps
 CALLS = ("unscale_", "total_norm 2", "fused_step_ AdamW")
+FINISH = "finish of total_norm 2"  # the time is that of both kernels
 _SHAPES, _DTYPES = "gpt2", ("float32", "bfloat16")
 _CHUNKS, _BLOCKS, _WARPS = (8_192, 32_768), (1_024, 2_048, 4_096), (4, 8)
+_FINISHES = ((1_024, 4), (4_096, 8), (4_096, 16), (8_192, 16), (8_192, 32), (16_384, 32))
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
@@ -42,7 +46,8 @@ def work(task: PhaseTask, rows: Rows) -> None:
 
 
 def _measured(chunk: int) -> list[tuple[str, Launch]]:
-    return [(call, (chunk, *launch)) for launch in itertools.product(_BLOCKS, _WARPS) for call in CALLS]
+    measured = [(call, (chunk, *launch)) for launch in itertools.product(_BLOCKS, _WARPS) for call in CALLS]
+    return [*measured, *((FINISH, (chunk, *launch)) for launch in _FINISHES)]
 
 
 def name_of(call: str, dtype: str, launch: Launch) -> str:
@@ -52,13 +57,14 @@ def name_of(call: str, dtype: str, launch: Launch) -> str:
 
 def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> None:
     calls, once = calls_on(list(grads)), sum(grad.nbytes for grad in grads)
+    calls[FINISH] = calls["total_norm 2"]
     for call, launch in _measured(chunk):
         if rows.left_s <= 0:
             return
         times, function = calls[call]
         about = {"call": call, "dtype": dtype, "launch": launch, "bytes": times * once}
         try:
-            with launched_by(*launch), kernels.backend("triton"):
+            with launched_by(*launch, is_finish=call == FINISH), kernels.backend("triton"):
                 took_s = device_seconds(function, "cuda")
         except Exception as error:  # a block may be too large for the device
             rows.add(name_of(call, dtype, launch), "not available", in_words(error), **about)
@@ -68,14 +74,20 @@ def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> Non
 
 
 @contextmanager
-def launched_by(chunk: int, block: int, warps: int) -> Iterator[None]:
-    """Context manager that launches kernels over a table with other chunks, blocks and numbers of warps."""
+def launched_by(chunk: int, block: int, warps: int, *, is_finish: bool = False) -> Iterator[None]:
+    """Context manager that launches kernels over a table with other chunks, blocks and numbers of warps.
+
+    If `is_finish`, block and warps are those of the norm's second kernel.
+    """
     from impl.kernels import _table  # noqa: PLC0415  the kernels need Triton
     from impl.kernels._triton import chunk as chunk_kernels  # noqa: PLC0415
+    from impl.kernels._triton import norm as norm_kernels  # noqa: PLC0415
     from impl.kernels._triton import update as update_kernels  # noqa: PLC0415
 
     changed = {"CHUNK": chunk, "BLOCK": block, "num_warps": warps}
     options = [chunk_kernels.LAUNCH, update_kernels.LAUNCH]
+    if is_finish:
+        options = [norm_kernels.FINISH_SHAPE, norm_kernels.FINISH_OPTIONS]
     options_before, chunk_before = [dict(launch_options) for launch_options in options], _table.CHUNK
     _table.CHUNK = chunk
     for launch_options in options:

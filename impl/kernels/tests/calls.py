@@ -84,6 +84,15 @@ def norm_by(backend: str, tensors: list[Tensor], p: float) -> Tensor:
         return kernels.total_norm(tensors, p)
 
 
+def norm_of_partials(partials: Tensor, p: float) -> tuple[float, float]:
+    """Return the norm from the partials of its chunks by Triton's kernel, in float64, and its check for inf and nan."""
+    from impl.kernels._triton.norm import _finish, finish_norm_kernel  # noqa: PLC0415  only where Triton is installed
+
+    norm, found_inf = torch.empty((), dtype=torch.float64), torch.empty(())
+    _finish(finish_norm_kernel, partials, p, norm, found_inf)
+    return norm.item(), found_inf.item()
+
+
 def checked_norm_by(backend: str, tensors: list[Tensor], p: float) -> tuple[float, float]:
     with kernels.backend(backend):
         norm, found_inf = kernels.checked_norm(tensors, p)

@@ -32,6 +32,7 @@ from impl.kernels.tests.calls import (
     every_pattern_of_bits,
     norm_by,
     norm_elsewhere_by_default,
+    norm_of_partials,
     on_views,
     scaled_by,
     scaled_elsewhere_by_default,
@@ -438,6 +439,19 @@ def test_chunks_cover_every_element_once(sizes, dtype):
     assert covered == want
     assert table.dtype is dtype
     assert all(aligned == (address % 16 == 0) for address, _, _, aligned in table.rows.tolist())
+
+
+@pytest.mark.parametrize("chunks", [1, 8191, 8192, 8193, 30_000])
+def test_partials_of_many_chunks_are_combined_by_one_program(chunks):
+    partials = torch.rand(chunks, generator=torch.Generator().manual_seed(chunks), dtype=torch.float64)
+    partials[-1] = 2.0
+    combined = {2.0: math.sqrt(partials.sum()), 3.0: partials.sum().item() ** (1 / 3), math.inf: 2.0}
+    for p, norm in combined.items():
+        assert the_interpreter().call(norm_of_partials, partials, p) == (pytest.approx(norm, rel=1e-13), 0.0)
+    partials[-1] = math.nan
+    for p in combined:
+        assert math.isnan(the_interpreter().call(norm_of_partials, partials, p)[0])
+    assert the_interpreter().call(norm_of_partials, partials.nan_to_num(math.inf), 2.0) == (math.inf, 1.0)
 
 
 def test_tensors_that_share_memory_take_no_table():
