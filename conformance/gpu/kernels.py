@@ -36,6 +36,16 @@ _CLIPPED = Tolerance(
     5, "sum, reciprocal and product of the coefficient, its cast, and the product", torch.float32
 )
 
+_ROUNDED_NORM = Tolerance(
+    4, "a norm in float64 that is rounded to float32, to its dtype, and again when unscaled"
+)
+
+
+def _factor_from_norm(dtype: torch.dtype) -> Tolerance:
+    return Tolerance(
+        8, "a rounded norm, then sum, reciprocal and product, each rounded to the norm's dtype", dtype
+    )
+
 
 def unscale_(tensors: list[Tensor]) -> None:
     device = tensors[0].device
@@ -81,9 +91,8 @@ def step_numbers(tensors: list[Tensor]) -> None:
         assert actual is not None, "torch's operators ran instead"
         factor = _INV_SCALE * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         own = actual.norm.dtype
-        norms, factors = (norm_of(_numel(tensors), len(tensors), 2.0, coarsest) for coarsest in (None, own))
-        _assert_same([scaled.to(own), norm.to(own)], [actual.scaled_norm, actual.norm], norms)
-        _assert_same([factor.float()], [actual.factor], factors)
+        _assert_same([scaled.to(own), norm.to(own)], [actual.scaled_norm, actual.norm], _ROUNDED_NORM)
+        _assert_same([factor.float()], [actual.factor], _factor_from_norm(own))
         _assert_same([no_flag, set_flag], [actual.found_inf, actual.taken], EXACT)
     tensors[-1].view(-1)[-1] = math.inf
     actual = kernels.step_numbers(tensors, 2.0, scale, _MAX_NORM)
