@@ -58,11 +58,14 @@ def commit_here(root: Path = ROOT) -> str | None:
 
 
 def commit_of(ran: dict[str, str], claimed: str | None, root: Path = ROOT) -> str:
-    """Return the commit with the files that ran: `claimed` if given, else the oldest commit in history with them.
+    """Return the commit with the files that ran: `claimed` if it has them, else the oldest commit in history with them.
+
+    Files that were copied to a host may be newer than the commit that it knows.
 
     Raises:
-        UnknownSource: `claimed` is not in this repository or has other files, or no commit has these files.
+        UnknownSource: `claimed` is not in this repository, or no commit has these files.
     """
+    known = files_of("HEAD", root)
     if claimed is not None:
         try:
             known = files_of(claimed, root)
@@ -70,18 +73,13 @@ def commit_of(ran: dict[str, str], claimed: str | None, root: Path = ROOT) -> st
             raise UnknownSource(
                 f"they were measured at commit {claimed}, which this repository does not have; fetch it first"
             ) from None
-        if known != ran:
-            raise UnknownSource(
-                f"they were measured in a dirty tree: at commit {claimed[:12]}, but with other contents of "
-                f"{_list_some(differing(known, ran))}; commit them and measure again"
-            )
-        return claimed
+        if known == ran:
+            return claimed
     commits = [commit for commit in _history(root) if files_of(commit, root) == ran]
     if not commits:
-        head = files_of("HEAD", root)
         raise UnknownSource(
-            "they were measured with files that no commit of this repository has (different from the current commit: "
-            f"{_list_some(differing(head, ran))}); commit them and measure again"
+            "they were measured with files that no commit of this repository has (different from commit "
+            f"{(claimed or 'HEAD')[:12]}: {_list_some(differing(known, ran))}); commit them and measure again"
         )
     return commits[-1]
 
