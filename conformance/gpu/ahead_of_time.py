@@ -29,7 +29,6 @@ from impl.kernels._triton.norm import (
 )
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.scale import clip_kernel, scale_kernel
-from impl.kernels._triton.scale_update import update_scale_kernel
 from impl.kernels._triton.unscale import unscale_kernel
 from impl.kernels._triton.update import LAUNCH as UPDATE
 from impl.kernels._triton.update import SHAPE as UPDATE_SHAPE
@@ -118,15 +117,6 @@ CASES = (
             {**FINISH_OPTIONS, "enable_fp_fusion": False},
         )
         for dtype in ("*fp32", "*bf16")
-    ),
-    KernelVariant(
-        "update_scale",
-        update_scale_kernel,
-        {
-            "scale_ptr": "*fp32", "growth_tracker_ptr": "*i32", "found_inf_ptr": "*fp32", "growth_factor": "fp64",
-            "backoff_factor": "fp64", "growth_interval": "i32", "min_scale": "fp64",
-        },
-        {},
     ),
     _update("adamw_copies", adam_kernel, 2, tl.float32, tl.bfloat16, tl.bfloat16, AMSGRAD=False, DECAY="decoupled"),
     _update("adam_halves", adam_kernel, 3, tl.bfloat16, tl.bfloat16, None, AMSGRAD=True, DECAY="gradient"),

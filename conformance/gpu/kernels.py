@@ -121,18 +121,6 @@ def _numel(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def update_scale_(device: str) -> None:
-    for found_inf in (0.0, 1.0):
-        state = [
-            (torch.full((1,), 8.0, device=device), torch.full((1,), 1, dtype=torch.int32, device=device))
-            for _ in "ab"
-        ]
-        flag = torch.full((1,), found_inf, device=device)
-        kernels.update_scale_(*state[0], flag, 2.0, 0.5, 2, 0.0)
-        torch._amp_update_scale_(*state[1], flag, 2.0, 0.5, 2)
-        _assert_same(state[1], state[0], EXACT)
-
-
 def fused_step_(rule: kernels.Rule, params: list[Tensor]) -> None:
     """Check that each element is within the accumulated roundings of its update, and that found_inf skips the step."""
     device = params[0].device
@@ -190,7 +178,7 @@ def checks(device: str) -> dict[str, Callable[[], None]]:
         for dtypes in (*((dtype,) for dtype in supported), supported):
             word = str(dtypes[0]).removeprefix("torch.") if len(dtypes) == 1 else "mixed"
             check_by_name[f"{name} {word}"] = lambda do=operation, of=dtypes: do(_drawn(of, device))
-    return check_by_name | {"update_scale_": lambda: update_scale_(device)}
+    return check_by_name
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,6 @@ EXCEPTIONS = {
     ("impl.kernels.fused_step", "imports impl.kernels._triton.fused_step in a function"): _OPTIONAL,
     ("impl.kernels.norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
     ("impl.kernels.scale", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
-    ("impl.kernels.scale_update", "imports impl.kernels._triton.scale_update in a function"): _OPTIONAL,
     ("impl.kernels.unscale", "imports impl.kernels._triton.unscale in a function"): _OPTIONAL,
 }
 # This module names what it replaces. Its callers and imports are checked like those of other modules.

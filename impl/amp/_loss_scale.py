@@ -181,6 +181,13 @@ class MinScaleMonitor:
         self._last_unmonitored = 0  # number of the last update that needs no copy
         self._pending: deque[tuple[int, HostCopy]] = deque()
 
+    def may_reach_minimum(self, device: torch.device) -> bool:
+        """Return whether the next update may lower a scale on `device` to its minimum.
+
+        It is True in code that may run again without being counted: in a captured graph and in traced code.
+        """
+        return self._updates >= self._last_unmonitored or not has_host_copies(device)
+
     def record(self, scale: Tensor, found_inf: Tensor) -> None:
         """Start copying the result of an update to the host, if the scale may have reached its minimum. Sync: none."""
         self._updates += 1

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from impl.kernels._dispatch import dispatch_for, requested_backend
-
 
 def update_scale_(  # noqa: PLR0913  six arguments of torch's operator, and the minimum
     scale: Tensor,
@@ -13,7 +11,7 @@ def update_scale_(  # noqa: PLR0913  six arguments of torch's operator, and the 
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
-    min_scale: float,
+    min_scale: float | None,
 ) -> None:
     """Back the loss scale off after a non-finite step, grow it after enough finite ones, in place.
 
@@ -24,30 +22,15 @@ def update_scale_(  # noqa: PLR0913  six arguments of torch's operator, and the 
         growth_factor: multiplies the scale after `growth_interval` finite steps, unless that overflows f32.
         backoff_factor: multiplies the scale after a step that was not finite.
         growth_interval: consecutive finite steps before the scale grows.
-        min_scale: lower bound of the scale.
+        min_scale: lower bound of the scale, or None if this update cannot reach it, which saves a launch.
 
     Sync: none. Collectives: none.
     Source: torch._amp_update_scale_; differences: the lower bound.
     """
-    if scale.is_cpu and requested_backend() != "triton":
-        torch._amp_update_scale_(
-            scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
-        )
-        # Reading the scale costs less than the clamp, which is almost never needed.
-        if not _can_read(scale) or scale.item() < min_scale:
-            scale.clamp_(min=min_scale)
-        return
-    # torch's operator raises for numbers of another type, with its own text.
-    are_numbers = type(growth_interval) is int and type(growth_factor) is type(backoff_factor) is float
-    if are_numbers and dispatch_for([scale, found_inf]).backend == "triton":
-        from impl.kernels._triton.scale_update import launch_update_scale  # noqa: PLC0415  as the other kernels
-
-        launch_update_scale(
-            scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale
-        )
-        return
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    scale.clamp_(min=min_scale)
+    # On the CPU reading the scale costs less than the clamp, which is almost never needed.
+    if min_scale is not None and not (scale.is_cpu and _can_read(scale) and scale.item() >= min_scale):
+        scale.clamp_(min=min_scale)
 
 
 def _can_read(scale: Tensor) -> bool:

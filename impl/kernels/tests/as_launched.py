@@ -19,7 +19,6 @@ from impl.kernels._triton.clamp import clamp_kernel, launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
 from impl.kernels._triton.norm import launch_norm, launch_step_norm
 from impl.kernels._triton.scale import launch_clip, launch_scale
-from impl.kernels._triton.scale_update import launch_update_scale, update_scale_kernel
 from impl.kernels._triton.unscale import launch_unscale
 
 
@@ -51,7 +50,6 @@ def launch_all() -> bool:
     """Whether every launcher took what it was given."""
     tensors = [torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16)]
     scale, flag = torch.ones(()), torch.zeros(())
-    launch_update_scale(scale, torch.zeros((), dtype=torch.int32), flag, 2.0, 0.5, 2000, 0.0)
     adam = AdamRule(torch.ones(()), 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
     sgd = SGDRule(0.1, 0.5, 0.0, 0.1, nesterov=True, maximize=False, is_first_step=True)
     return all((
@@ -83,13 +81,11 @@ def launches_with_other_numbers() -> int:
             AdagradRule(number, number, number, number, maximize=False), 1, torch.float32, None, flag
         )
         assert launch_clamp(tensors, -number, number)
-        launch_update_scale(scale, torch.zeros((), dtype=torch.int32), flag, number, number, 2000, number)
 
     def binaries() -> int:
         kernels = (
             *(getattr(rules, rule.KERNELS.triton) for rule in RULES),
             clamp_kernel,
-            update_scale_kernel,
         )
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 

@@ -27,7 +27,6 @@ _WRITTEN: dict[str, tuple[set[str], bool]] = {
         False,
     ),
     "unscale_kernel": ({"found_inf_ptr"}, True),
-    "update_scale_kernel": ({"scale_ptr", "growth_tracker_ptr"}, False),
 }
 
 

@@ -380,11 +380,11 @@ scales = st.floats(width=32, min_value=0.0, allow_subnormal=False) | st.sampled_
 @given(
     st.sampled_from(BACKENDS), scales.map(lambda s: torch.tensor(s).item()), st.integers(0, 3),
     st.sampled_from([0.0, 1.0]), st.sampled_from([2.0, 1.1]), st.sampled_from([0.5, 0.3]), st.integers(1, 4),
-    st.sampled_from([0.0, 2.0**-126, 1.5]),
+    st.sampled_from([None, 0.0, 2.0**-126, 1.5]),
 )  # fmt: skip
 def test_scale_update_follows_the_rule(backend, scale, tracker, found_inf, growth, backoff, interval, floor):
     rest = tracker, found_inf, growth, backoff, interval, floor
-    assert by(backend, updated_by, scale, *rest) == (*next_scale(scale, *rest), found_inf)
+    assert by(backend, updated_by, scale, *rest) == (*next_scale(scale, *rest[:-1], floor or 0.0), found_inf)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

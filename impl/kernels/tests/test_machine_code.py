@@ -48,7 +48,7 @@ def test_launched_kernels_compile_once():
     printed = printed_by("impl.kernels.tests.as_launched")
     assert printed["compiled_again"] == 0, "another learning rate or setting compiles another kernel"
     assert printed["launched"] == [
-        "update_scale_kernel", "unscale_kernel", "unscale_kernel", "scale_kernel", "clip_kernel", "clamp_kernel",
+        "unscale_kernel", "unscale_kernel", "scale_kernel", "clip_kernel", "clamp_kernel",
         *norm, *norm, *step,
         "adam_kernel", "sgd_kernel", "adagrad_kernel", *(rule.KERNELS.triton for rule in EACH),
     ]  # fmt: skip
