@@ -70,7 +70,7 @@ def launch_all() -> bool:
 
 def launches_with_other_numbers() -> int:
     """Return how many kernels are compiled when only the numbers of a compiled launch change."""
-    tensors, scale, flag = [torch.zeros(5)], torch.ones(()), torch.zeros(())
+    tensors, flag = [torch.zeros(5)], torch.zeros(())
 
     def launch(number: float) -> None:
         rule = AdamRule(number, number, number, number, number, amsgrad=False, maximize=False, decoupled=True)
