@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import os
@@ -191,6 +192,47 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
     for _ in range(3):
         dist.all_reduce(sums)
     return message, sums.tolist()
+
+
+def save_afterwards(
+    rank: Rank, *, library: str, program: Program
+) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the error of this rank, the state dict that it saves then, and the parameters that it should have."""
+    torch.manual_seed(0)
+    loaded, blocks = load_library(library), Blocks(program.hidden)
+    plain = copy.deepcopy(blocks)
+    model = _sharded(loaded, blocks, program.face)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.01, momentum=0.5) for each in (model, plain)]
+    message = ""
+    try:
+        for step, common in enumerate(program.orders):
+            is_astray = rank.rank == ASTRAY and step == program.parts_at
+            blocks.order = program.astray if is_astray else common
+            _step(model, "train", seeding.generator(10 * step + rank.rank))
+            for number in range(rank.world_size):
+                _step(plain, "train", seeding.generator(10 * step + number))
+            for parameter in plain.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(rank.world_size)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        message = str(error)
+    states: dict[str, Any] = {}
+    if program.face == "FSDP1":
+        saved = model.state_dict()
+        states = loaded.find(FSDP).optim_state_dict(model, optimizers[0])["state"]
+    else:
+        saved = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    saved |= {f"momentum of {name}": state["momentum_buffer"] for name, state in states.items()}
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    expected |= {
+        f"momentum of {name}": optimizers[1].state[parameter]["momentum_buffer"]
+        for name, parameter in plain.named_parameters()
+        if states
+    }
+    return message, saved, expected
 
 
 def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:

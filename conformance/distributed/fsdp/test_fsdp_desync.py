@@ -14,6 +14,7 @@ from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
+from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankFault, RankPool, RanksDiverged
@@ -353,6 +354,26 @@ def test_group_is_usable_after_ranks_differed(
     for rank, (message, sums) in enumerate(results):
         assert "rank" in message, f"rank {rank} raised {message!r}"
         assert sums == [0.0, factor, 2.0 * factor], f"rank {rank}"
+
+
+@clause("distributed.fsdp.fsdp_desync.group_afterwards")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(parts_at=2),
+        Program(hidden=(8, 16, 24), parts_at=0),
+        Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"),
+        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), marks=FULL),
+    ],
+    ids=lambda program: f"{program.face} {program.hidden} {program.parts_at}",
+)
+def test_model_can_be_saved_after_ranks_differed(subject: Library, program: Program) -> None:
+    with RankPool(2, grace_s=GRACE_S) as pool:
+        results = pool.run(f"{CASES}:save_afterwards", library=subject.spec, program=program)
+    for rank, (message, saved, expected) in enumerate(results):
+        assert "rank" in message, f"rank {rank} raised {message!r}"
+        assert_same_outcome(observe(sorted, expected.items()), observe(sorted, saved.items()), TRAINED)
 
 
 @clause("distributed.fsdp.fsdp_desync.changes_alike")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from impl.distributed.fsdp._comm.choosing import transport_for
-from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
+from impl.distributed.fsdp._comm.desync.collective_order import allow_saving, order_checker_of
 from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._comm.group_collectives import GroupCollectives
 from impl.distributed.fsdp._comm.transport import Complete
@@ -106,6 +106,7 @@ def _exchanges(tensors: Sequence[_ShardedTensor]) -> list[list[_ShardedTensor]]:
     return exchanges
 
 
+@allow_saving()
 def _gather(tensors: Sequence[_ShardedTensor]) -> list[tuple[_ShardedTensor, Tensor]]:
     group = tensors[0].group
     runs = [tensor.local.new_empty(tensor.run_numel) for tensor in tensors]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.distributed.fsdp._comm.desync.collective_order import allow_saving
 from impl.distributed.fsdp._engine.phase import Move, next_phase
 from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
 from impl.distributed.fsdp._engine.unit import Unit
@@ -75,8 +76,9 @@ def summoned(unit: Unit[FlatParamGroup], options: FullParamsOptions, is_rank0: b
     is_shown_here = is_rank0 or not options.rank0_only
     keeps = is_shown_here and not options.offload_to_cpu
     summoned_handles = [_SummonedHandle(unit, handle, options) for handle in unit.param_groups]
-    for summoned_handle in summoned_handles:
-        summoned_handle.begin(is_shown_here)
+    with allow_saving():
+        for summoned_handle in summoned_handles:
+            summoned_handle.begin(is_shown_here)
     if not keeps:
         unit.root.memory.note_resharded(unit)
     unit.begin_summoning(summoned_handles if is_shown_here else (), by_all=not options.rank0_only)

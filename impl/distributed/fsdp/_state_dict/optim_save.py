@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from impl.distributed.fsdp._comm.desync.collective_order import named_ranks
+from impl.distributed.fsdp._comm.desync.collective_order import allow_saving, named_ranks
 from impl.distributed.fsdp._comm.desync.monitor import GATHERED, OF_STATES
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._state_dict.optim_flat import (
@@ -42,6 +42,7 @@ _CURE = "use sharding_strategy=NO_SHARD with use_orig_params=True for this optim
 
 
 @torch.no_grad()
+@allow_saving()
 def collect_state_dict(  # noqa: PLR0913  arguments of torch's functions
     model: nn.Module,
     wrappers: Sequence[Wrapper],

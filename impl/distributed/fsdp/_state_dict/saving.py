@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from impl.distributed.fsdp._comm.desync.collective_order import allow_saving
 from impl.distributed.fsdp._engine.phase import SHOWN, SHOWN_ON_ALL_RANKS, Phase
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
@@ -60,6 +61,7 @@ class StateDictSaving:
         self._packed: set[int] = set()  # chunks that are in the dict
 
     @torch.no_grad()
+    @allow_saving()
     def begin(self) -> None:
         """Register the unit's values in its modules.
 

@@ -19,9 +19,10 @@ defaults.
   the monitors are called: a rank that does not answer has ended or is stopped, and is named.
 
 The first difference is the verdict. The monitors read the store once a second, so every rank gets it. It is raised
-from a collective that waits, or else at the next collective or at the end of the step. A group with a verdict stays
-unusable. Before they raise, ranks complete the collectives that only some of them have entered
-(`entered_collectives.py`), so that the user's own collectives over the group keep working.
+from a collective that waits, or else at the next collective or at the end of the step. A group with a verdict trains
+no more. Before they raise, ranks complete the collectives that only some of them have entered
+(`entered_collectives.py`), so that the user's own collectives over the group keep working, and those that save the
+model (`allow_saving`). These are not compared any more.
 
 With nccl the host does not wait in collectives. The verdict is logged too, because a host that waits for the device
 cannot be interrupted. A rank that died is detected by nccl's own watchdog, which does not name it. Orders that change
@@ -42,7 +43,8 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +66,22 @@ _Followers = dict[str, "_Followers"]
 _order_checkers: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrderChecker] = (
     weakref.WeakKeyDictionary()
 )
+
+
+_is_saving: ContextVar[bool] = ContextVar("_is_saving", default=False)
+
+
+@contextlib.contextmanager
+def allow_saving() -> Generator[None]:
+    """Context manager in which collectives run although the ranks have differed, so that a user can save the model.
+
+    They wait for the other ranks until the time-out of their group.
+    """
+    token = _is_saving.set(True)
+    try:
+        yield
+    finally:
+        _is_saving.reset(token)
 
 
 class CollectiveOrderChecker:
@@ -100,7 +118,7 @@ class CollectiveOrderChecker:
         """
         self.note(entry, group, device)
         monitor = self._monitor
-        if monitor is None or not self._blocks_host(group, device):
+        if monitor is None or monitor.verdict or not self._blocks_host(group, device):
             steps(issue_and_wait)
             return
         try:
@@ -128,6 +146,8 @@ class CollectiveOrderChecker:
         if monitor is None:
             return
         if monitor.verdict:
+            if _is_saving.get() and monitor.has_settled:
+                return
             raise monitor.refusal(group)
         known = self._known.get(entry)
         if (known is None or awaits_all) and self._blocks_host(group, device):

@@ -108,7 +108,7 @@ class DesyncMonitor:
         self.entered = EnteredCollectives()
         # Number of the message that every rank answers with its pending collective.
         self._verdict_number = 0
-        self._has_settled = False
+        self.has_settled = False  # pending collectives of other ranks were completed
         self._history = history
         self._ranks = ranks
         self._logs = host_may_wait_unseen
@@ -153,8 +153,8 @@ class DesyncMonitor:
 
     def refusal(self, group: dist.ProcessGroup) -> RuntimeError:
         """Return the error of the verdict. The first call completes collectives that only other ranks have entered."""
-        if self.peers_complete_collectives and not self._has_settled:
-            self._has_settled = True
+        if self.peers_complete_collectives and not self.has_settled:
+            self.has_settled = True
             with contextlib.suppress(RuntimeError):  # the verdict matters, not that a peer is gone
                 self._settle(group)
         return RuntimeError(self.verdict)
