@@ -179,18 +179,37 @@ class MinScaleMonitor:
         self._has_warned = False
         self._updates = 0
         self._last_unmonitored = 0  # number of the last update that needs no copy
+        self._last_outdated: float = 0  # number of the last update before the scale changed otherwise
+        self._expected: tuple[Tensor, int, float] | None = None  # scale, its version and the backoff factor
         self._pending: deque[tuple[int, HostCopy]] = deque()
 
-    def may_reach_minimum(self, device: torch.device) -> bool:
-        """Return whether the next update may lower a scale on `device` to its minimum.
+    def may_reach_minimum(self, scale: Tensor, backoff_factor: float) -> bool:
+        """Return whether the next update may lower `scale` to its minimum. Sync: none.
 
-        It is True in code that may run again without being counted: in a captured graph and in traced code.
+        On the CPU it is always True, because reading the scale is cheap.
         """
-        return self._updates >= self._last_unmonitored or not has_host_copies(device)
+        if scale.is_cpu:
+            return True
+        if not has_host_copies(scale.device) or scale.is_inference():
+            # A captured graph may run again without being counted. An inference tensor does not count its changes.
+            self._last_unmonitored, self._last_outdated = 0, math.inf
+            return True
+        if not self._is_expected(scale, backoff_factor):
+            self._last_unmonitored, self._last_outdated = 0, self._updates
+        return self._updates >= self._last_unmonitored
 
-    def record(self, scale: Tensor, found_inf: Tensor) -> None:
+    def _is_expected(self, scale: Tensor, backoff_factor: float) -> bool:
+        """Return whether nothing but updates has changed the scale and the factor. Other libraries assign both."""
+        if self._expected is None:
+            return False
+        expected_scale, version, expected_factor = self._expected
+        return scale is expected_scale and scale._version == version and backoff_factor == expected_factor
+
+    def record(self, scale: Tensor, found_inf: Tensor, backoff_factor: float) -> None:
         """Start copying the result of an update to the host, if the scale may have reached its minimum. Sync: none."""
         self._updates += 1
+        if not scale.is_cpu and self._last_outdated < math.inf:
+            self._expected = scale, scale._version, backoff_factor
         if self._updates <= self._last_unmonitored or len(self._pending) > self.PATIENCE:
             return
         if has_host_copies(scale.device):
@@ -217,7 +236,8 @@ class MinScaleMonitor:
             self._pending.popleft()
             scale, found_inf = numbers
             self.skipped = self.skipped + 1 if found_inf and not scale > min_scale else 0
-            self._last_unmonitored = update + _backoffs_left(scale, backoff_factor, min_scale) - 1
+            if update > self._last_outdated:
+                self._last_unmonitored = update + _backoffs_left(scale, backoff_factor, min_scale) - 1
         return self.skipped
 
 
@@ -234,4 +254,5 @@ def _backoffs_left(scale: float, backoff_factor: float, min_scale: float) -> int
     """Return how many backoffs lower `scale` to `min_scale`, rounded down, or 0 if it cannot be computed."""
     if not min_scale < scale < math.inf or not backoff_factor < 1.0:
         return 0
-    return int(math.log(min_scale / scale) / math.log(backoff_factor))
+    # Each product is rounded to float32, which may lower it by another 2**-24 of its value.
+    return int(math.log(min_scale / scale) / (math.log(backoff_factor) + math.log1p(-(2.0**-24))))

@@ -320,12 +320,13 @@ class GradScaler:
                 self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2
             )
             found_inf = functools.reduce(torch.add, flags)
-            min_scale = self._min_scale if self._scale_monitor.may_reach_minimum(scale.device) else None
+            may_reach_minimum = self._scale_monitor.may_reach_minimum(scale, self._backoff_factor)
             kernels.update_scale_(
                 scale, growth_tracker, found_inf,
-                self._growth_factor, self._backoff_factor, self._growth_interval, min_scale,
+                self._growth_factor, self._backoff_factor, self._growth_interval,
+                self._min_scale if may_reach_minimum else None,
             )  # fmt: skip
-            self._scale_monitor.record(scale, found_inf)
+            self._scale_monitor.record(scale, found_inf, self._backoff_factor)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def found_inf(self, optimizer: _Optimizer) -> Tensor:

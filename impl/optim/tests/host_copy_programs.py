@@ -182,10 +182,82 @@ def a_scale_on_its_floor(device: torch.device) -> Any:
     return sum("min_scale" in str(warning.message) for warning in warned)
 
 
+def write_scale(scaler: GradScaler) -> None:
+    assert scaler._scale is not None
+    scaler._scale.fill_(64.0)
+
+
+def assign_scale(scaler: GradScaler) -> None:
+    assert scaler._scale is not None
+    scaler._scale = torch.full_like(scaler._scale, 64.0)
+
+
+def assign_backoff_factor(scaler: GradScaler) -> None:
+    scaler._backoff_factor = 2.0**-12
+
+
+def lower_scale_in_replays(scaler: GradScaler) -> None:
+    param = torch.nn.Parameter(torch.ones(3, device=scaler._scale_from(HOST).device))
+    param.grad = torch.full_like(param, math.inf)
+    optimizer = SGD([param], 0.5, fused=True)
+    step = functools.partial(stepped, scaler, optimizer)
+    replay = replay_of(step) if param.device == LATE else step
+    for _ in range(7):
+        replay()
+
+
+@named
+def a_scale_that_changes_outside_of_updates(device: torch.device) -> Any:
+    """The scale stays at its minimum, although results of earlier updates say that it cannot reach it."""
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = SGD([param], 0.5, fused=True)
+    scales = []
+    changes = (write_scale, assign_scale, assign_backoff_factor, lower_scale_in_replays)
+    for change, has_arrived in itertools.product(changes, (True, False)):
+        scaler = GradScaler(device.type, init_scale=4096.0, min_scale=32.0)
+
+        def step(value: float, scaler: GradScaler = scaler) -> None:
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.full_like(param, value)
+            stepped(scaler, optimizer)
+
+        for _ in range(3):
+            step(1.0)
+            if has_arrived:
+                torch.accelerator.synchronize()
+        change(scaler)
+        for _ in range(2):
+            torch.accelerator.synchronize()
+            step(math.inf)
+            scales.append(scaler.get_scale())
+    return scales
+
+
+@named
+def a_scale_that_is_rounded_down(device: torch.device) -> Any:
+    """Rounding to float32 lowers the scale by more than the backoff factor does."""
+    scaler = GradScaler(device.type, init_scale=1 + 100 * 2.0**-23, backoff_factor=0.9999999, min_scale=1.0)
+    param = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = SGD([param], 0.5, fused=True)
+    scales = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(110):
+            scaler.scale(torch.ones((), device=device))
+            param.grad = torch.full_like(param, math.inf)
+            stepped(scaler, optimizer)
+            scales.append(scaler.get_scale())
+    return min(scales) - 1.0
+
+
 def step_in_a_graph(step: Callable[[], object]) -> None:
+    replay_of(step)()
+
+
+def replay_of(step: Callable[[], object]) -> Callable[[], object]:
     graphs = graphs_for(LATE)
     assert graphs is not None
-    capture_graph(graphs, step).replay()
+    return capture_graph(graphs, step).replay
 
 
 @named
