@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from conformance.gpu.__main__ import phases
 from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
 from conformance.gpu.values import METHODS, Trained
 from conformance.strategies import missing_kernels
+from impl.kernels._dispatch import requested_backend
 
 # A phase keeps the file of its rows open for as long as its process lives.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -228,6 +230,20 @@ def warmed_up(call: graphs.Call) -> graphs.Call:
 @pytest.mark.parametrize("name", METHODS)
 def test_replays_are_compared_with_eager_steps(name: str) -> None:
     assert graphs.replayed_beside_eager("impl", METHODS[name], "cpu", warmed_up)["fault"] == ""
+
+
+def test_eager_steps_use_torchs_operators_after_warm_up() -> None:
+    used: list[str] = []
+
+    def method(trained: Trained) -> torch.Tensor:
+        used.append(requested_backend())
+        return trained.four_calls()
+
+    assert graphs.replayed_beside_eager("impl", method, "cpu", warmed_up)["fault"] == ""
+    warm_ups = ["auto"] * graphs._WARM_UPS
+    assert used[: 2 * graphs._WARM_UPS] == warm_ups * 2
+    assert used[2 * graphs._WARM_UPS :][: 2 * graphs._REPLAYS] == ["auto", "torch"] * graphs._REPLAYS
+    assert isinstance(graphs.torchs_operators("torch"), nullcontext)
 
 
 @pytest.mark.parametrize(
