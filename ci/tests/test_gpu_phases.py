@@ -83,6 +83,13 @@ def test_headline_ratios_come_first_and_compiled_cases_last(where: str, last: st
     planned = speed_phase.cases(where)
     headlines = [case for case in planned if case.is_headline and case.is_ratio and case.least_s < 1]
     assert planned[: len(headlines)] == headlines
+    names = [case.name for case in planned]
+    assert names[:2] == [
+        f"{kind}[1000x1k, float32, kept, {where}]" for kind in ("RatioFusedAmpStep", "RatioAmpStep")
+    ]
+    assert names.index(f"RatioCapturedStep[1000x1k, fused, kept, {where}]") < 6
+    assert names.index(f"RatioFusedAmpStep[gpt2, float32, kept, {where}]") < 20
+    assert names.index(f"RatioRegion[plain, {where}]") > 20
     at_own_pace = [case for case in planned if case.least_s > 1]
     assert planned[-len(at_own_pace) :] == at_own_pace
     assert any(last in (case.kind.__name__, case.kind.__module__.split(".")[-1]) for case in at_own_pace)

@@ -17,6 +17,15 @@ _LEAST_CASE_S = 0.3
 # These start processes or compile, which takes long. They run last, if this much time is left.
 _OWN_PACE_S = 60.0
 _OWN_PACE = ("bench_import", "bench_judge", "bench_optimizer_compile", "RatioCapturedAgainstCompiled")
+# The ratios that the README and docs/benchmarks.md show. They run first, and of their cases float32 first.
+_FIRST = (
+    "RatioFusedAmpStep",
+    "RatioAmpStep",
+    "RatioClipGradNorm",
+    "RatioUnscale",
+    "RatioCapturedStep",
+    "RatioTotalNorm",
+)
 # A case may take some times its even share of what is left: most are faster than theirs.
 _TIMES_ITS_SHARE = 3.0
 
@@ -51,9 +60,14 @@ class BenchmarkCase:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """A key that sorts headline ratios first. Cases on the same tensors follow one another."""
-        inputs = benchmark_cases.by_inputs((self.kind, self.values))
-        return self.least_s, not self.is_headline, not self.is_ratio, *inputs
+        """A key that sorts headline ratios first, those of _FIRST before the others.
+
+        Apart from that, cases on the same tensors follow one another.
+        """
+        shapes, dtype = inputs = benchmark_cases.by_inputs((self.kind, self.values))
+        is_first = self.is_headline and self.kind.__name__ in _FIRST
+        of_first = (dtype != "float32", shapes, _FIRST.index(self.kind.__name__)) if is_first else ()
+        return self.least_s, not self.is_headline, not self.is_ratio, not is_first, of_first, *inputs
 
 
 def cases(device: str) -> list[BenchmarkCase]:
