@@ -107,6 +107,7 @@ def _predictions(rows: dict[str, Any]) -> str:
         shown = "not measured" if measured is None else f"{measured:.3g}"
         verdict = "" if measured is None else prediction.verdict(measured)
         expected = " to ".join(f"{bound:g}" for bound in dict.fromkeys(prediction.expected))
+        expected += f" at {prediction.commit}" if prediction.commit else ""
         lines.append(
             [f"{prediction.says} {prediction.unit}".strip(), expected, prediction.goal, shown, verdict]
         )

@@ -1,4 +1,4 @@
-"""Predictions for an H100 from before the first run on one, and how a measurement compares."""
+"""Predictions for an H100, earlier measurements on one, and how a measurement compares with them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Prediction:
     says: str
     phase: str
     row: str
-    value: str
+    value: str | Sequence[str]  # a key, or several whose values are added
     expected: Sequence[float]  # the lowest and the highest value
+    commit: str = ""  # commit of a measured `expected`; empty: a prediction
     over: str = ""
     at_most: float | None = None  # the goal, or `at_least`
     at_least: float | None = None
@@ -27,8 +28,10 @@ class Prediction:
     def measured(self, rows: Sequence[Mapping[str, Any]]) -> float | None:
         """Return the value in the rows of the phase, or None if the row or its value is missing."""
         row = next((row for row in rows if row["name"] == self.row), {})
-        value, divisor = _value(row, self.value), _value(row, self.over) if self.over else 1.0
-        return value * self.scale / divisor if value is not None and divisor else None
+        parts = [_value(row, key) for key in ([self.value] if isinstance(self.value, str) else self.value)]
+        known = [part for part in parts if part is not None]
+        divisor = _value(row, self.over) if self.over else 1.0
+        return sum(known) * self.scale / divisor if len(known) == len(parts) and divisor else None
 
     def verdict(self, measured: float) -> str:
         """Return how a measurement compares with the goal and the prediction."""
