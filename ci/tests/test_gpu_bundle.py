@@ -247,9 +247,42 @@ def test_fixed_time_comes_before_the_shares(monkeypatch: pytest.MonkeyPatch) -> 
     assert ends[0] == 60.0
     assert ends[1] - ends[0] == pytest.approx(ends[2] - ends[1])
     assert ends[2] + phases._GRACE_S < 540.0
-    # A short budget leaves some time for the other phases.
-    short = Clock([first, stub("a")], 60.0, began=0.0)
-    assert 20.0 < short.left_s(first) < 60.0 - 10.0
+
+
+def test_short_budget_cuts_later_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    fixed = [dataclasses.replace(stub(name, weight=0.0), fixed_s=20.0) for name in ("a", "b", "c")]
+    elastic = dataclasses.replace(stub("d"), fixed_s=10.0)
+    short = Clock([*fixed, elastic], 60.0, began=0.0)
+    ends = [short.left_s(phase) for phase in (*fixed, elastic)]
+    assert ends[:2] == [20.0, 40.0]
+    assert ends[2] == ends[3] < 60.0 - phases._GRACE_S
+    assert short.shortage.startswith("the phases need about 79 s before")
+    assert "; 60 s are given: later ones will be cut" in short.shortage
+    assert Clock([*fixed, elastic], 80.0, began=0.0).shortage == ""
+
+
+def test_time_beyond_needs_is_shared_if_no_phase_is_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    first, last = (dataclasses.replace(stub(name, weight=0.0), fixed_s=20.0) for name in ("a", "b"))
+    first = dataclasses.replace(first, spare_s=30.0)
+    clock = Clock([first, last], 540.0, began=0.0)
+    usable_s = clock.left_s(last)
+    assert usable_s > 500.0
+    assert clock.left_s(first) == pytest.approx(20.0 + 30.0 + (usable_s - 70.0) / 2)
+    # Time for a slow disk is at most a third of the time beyond the needs.
+    tight = Clock([first, last, stub("c")], 80.0, began=0.0)
+    rest_s = tight.left_s(stub("c")) - 40.0
+    assert tight.left_s(first) == pytest.approx(20.0 + rest_s / 3)
+
+
+def test_default_budget_suffices_for_the_needs_of_all_phases() -> None:
+    chosen = [phase for phase in command.phases(0) if phase.name not in command._ONLY_BY_NAME]
+    clock = Clock([command.WARM_UP, command.HOST, *chosen, command._HOST_AGAIN], command._BUDGET_S)
+    assert clock.needed_s < 0.6 * command._BUDGET_S
+    assert {phase.name for phase in command.phases(0) if not phase.weight} == {
+        "probe", "kernels", "waits", "values", "graphs", "launches", "launch", "bandwidth",
+    }  # fmt: skip
 
 
 def test_incomplete_row_leaves_other_rows_readable(tmp_path: Path) -> None:

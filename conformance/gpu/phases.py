@@ -24,7 +24,7 @@ NO_CUDA = "not run: there is no CUDA device that torch can use"
 
 _LEAST_S = 2.0  # less is not worth the start of a process
 _RESERVE = 0.04  # share of all time, reserved for the bundle
-_MOST_FIXED = 2 / 3  # largest share of the usable time for fixed seconds
+_MOST_SPARE = 1 / 3  # largest share of the other time for a slow disk
 _GRACE_S = 6.0  # time for a phase to write results after its interrupt
 _HEADROOM_S = 1.0  # time for a phase to finish its current row
 _LONGEST_LINE = 240
@@ -34,11 +34,14 @@ _MOST_LINES = 400
 @dataclass(frozen=True)
 class GpuPhase:
     name: str
-    weight: float  # share of the time that fixed seconds leave
+    # Share of the time that fixed seconds leave. It is 0 if more time measures nothing more.
+    weight: float
     command: Callable[[PhaseTask], list[str]]
     environ: Callable[[PhaseTask], Mapping[str, str]] = lambda task: {}
     is_judging: bool = False  # whether the verdict needs its complete result
-    fixed_s: float = 3.0  # additional time to start a process and import torch
+    # Time that the phase needs, as measured on an H100 and its host. With a weight: until its first rows.
+    fixed_s: float = 10.0
+    spare_s: float = 0.0  # additional time on a slow disk
 
 
 @dataclass
@@ -66,24 +69,45 @@ def module(name: str) -> Callable[[PhaseTask], list[str]]:
 
 
 class Clock:
-    """End of each phase's time, if all earlier phases used their full share. Time that they leave is added."""
+    """End of each phase's time, if all earlier phases used their full share. Time that they leave is added.
+
+    Fixed seconds are given in the order of the phases until the budget ends. Later phases are cut if it is too short.
+    """
 
     def __init__(self, phases: Sequence[GpuPhase], budget_s: float, began: float | None = None) -> None:
         self._began = time.monotonic() if began is None else began
         self.budget_s = budget_s
         usable_s = budget_s * (1 - _RESERVE) - _GRACE_S
         fixed_s = sum(phase.fixed_s for phase in phases)
-        of_fixed = min(1.0, _MOST_FIXED * usable_s / fixed_s) if fixed_s else 0.0
-        whole = sum(phase.weight for phase in phases) or 1.0
-        of_weight = (usable_s - of_fixed * fixed_s) / whole
+        # Smallest budget in which every phase has its fixed seconds.
+        self.needed_s = (fixed_s + _GRACE_S) / (1 - _RESERVE)
+        rest_s = max(usable_s - fixed_s, 0.0)
+        spare_s = sum(phase.spare_s for phase in phases)
+        of_spare = min(1.0, _MOST_SPARE * rest_s / spare_s) if spare_s else 0.0
+        rest_s -= of_spare * spare_s
+        # If more time measures nothing more, it is a margin of every phase.
+        weights = [phase.weight for phase in phases]
+        if not any(weights):
+            weights = [phase.fixed_s for phase in phases]
+        of_weight = rest_s / (sum(weights) or 1.0)
         self._until_s: dict[str, float] = {}
         until_s = 0.0
-        for phase in phases:
-            until_s += of_fixed * phase.fixed_s + of_weight * phase.weight
-            self._until_s[phase.name] = until_s
+        for phase, weight in zip(phases, weights, strict=True):
+            until_s += phase.fixed_s + of_spare * phase.spare_s + of_weight * weight
+            self._until_s[phase.name] = min(until_s, usable_s)
 
     def left_s(self, phase: GpuPhase) -> float:
         return self._until_s[phase.name] - self.elapsed_s
+
+    @property
+    def shortage(self) -> str:
+        """A warning that the budget is too short for the fixed seconds of all phases, or ""."""
+        if self.needed_s <= self.budget_s:
+            return ""
+        return (
+            f"the phases need about {self.needed_s:.0f} s before any elastic one measures more than its first rows; "
+            f"{self.budget_s:.0f} s are given: later ones will be cut"
+        )
 
     @property
     def elapsed_s(self) -> float:
