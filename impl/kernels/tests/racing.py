@@ -14,6 +14,7 @@ from impl import kernels
 from impl.kernels import Parameters, SGDRule
 
 _RACING = (
+    "_foreach_add_",
     "_foreach_mul_",
     "_foreach_copy_",
     "_amp_foreach_non_finite_check_and_unscale_",

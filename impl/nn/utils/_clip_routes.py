@@ -74,7 +74,7 @@ class TorchOperators:
 
         def scale_(tensors: list[Tensor], by_foreach: bool) -> None:
             factor = coefficient.to(tensors[0].device)
-            if by_foreach:
+            if by_foreach and not kernels.share_memory_on_device(tensors):
                 torch._foreach_mul_(tensors, factor)
             else:
                 for tensor in tensors:

@@ -6,6 +6,7 @@ be read or written too early: the simulated device runs all work as late as the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -27,6 +28,7 @@ from conformance import simulator
 from impl.amp import GradScaler
 from impl.distributed.fsdp import ShardedGradScaler
 from impl.kernels import HostCopy, _table, copy_into_, to_device
+from impl.kernels.tests.racing import race
 from impl.nn.utils import clip_grad_norm_, get_total_norm
 from impl.optim import capture
 from impl.optim._graphs import capture_graph, graphs_for
@@ -180,6 +182,48 @@ def a_scale_on_its_floor(device: torch.device) -> Any:
             else:
                 step()
     return sum("min_scale" in str(warning.message) for warning in warned)
+
+
+@named
+def clipping_of_shared_complex_gradients(device: torch.device) -> Any:
+    buffer = torch.full((5,), 2.0 + 2.0j, device=device)
+    params = [torch.nn.Parameter(torch.ones(3, dtype=buffer.dtype, device=device)) for _ in range(2)]
+    params[0].grad, params[1].grad = buffer[:3], buffer[2:]
+    with racing_on(device):
+        return clip_grad_norm_(params, 1.0), buffer
+
+
+@named
+def shared_low_precision_params(device: torch.device) -> Any:
+    """The last parameter's copy counts where copies share memory."""
+    buffer = torch.zeros(5, dtype=torch.bfloat16, device=device)
+    params = [torch.nn.Parameter(torch.full((3,), value, device=device)) for value in (1.0, 2.0)]
+    scaler = GradScaler(device.type, init_scale=SCALE)
+    scaler.scale(torch.ones((), device=device))
+    for param in params:
+        param.grad = torch.full_like(param, SCALE)
+    with racing_on(device):
+        scaler.fused_step(RMSprop(params), low_precision_params=[buffer[:3], buffer[2:]])
+    return buffer
+
+
+@named
+def shared_counters(device: torch.device) -> Any:
+    """A counter of two parameters counts twice."""
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    optimizer, scaler = Adam(params, fused=True), GradScaler(device.type, init_scale=SCALE)
+    for _ in range(2):
+        scaler.scale(torch.ones((), device=device))
+        for param in params:
+            param.grad = torch.full_like(param, SCALE)
+        with racing_on(device):
+            scaler.fused_step(optimizer)
+        optimizer.state[params[1]]["step"] = optimizer.state[params[0]]["step"]
+    return optimizer.state[params[0]]["step"]
+
+
+def racing_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    return race() if device == LATE else contextlib.nullcontext()
 
 
 def write_scale(scaler: GradScaler) -> None:
