@@ -199,6 +199,9 @@ def test_judge_gives_tests_with_gpu_ranks_twice_the_time(tmp_path: Path) -> None
 
 
 def test_ranks_option_selects_the_backend_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available, expected in ((False, "gloo"), (True, "nccl")):
+        monkeypatch.setattr("torch.distributed.is_nccl_available", lambda available=available: available)
+        assert pool.backend_for("cuda") == expected
     assert [pool.backend_for(device) for device in ("cuda", "cpu")] == ["nccl", "gloo"]
     task = PhaseTask("rows.jsonl", 0.0, "cuda", ranks="gloo")
     monkeypatch.setenv(*next(item for item in judging_phase.environ(task).items() if item[1] == "gloo"))

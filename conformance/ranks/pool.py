@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from conformance import simulator
 from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.rank_errors import (
@@ -41,7 +43,7 @@ CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 
 
 def backend_for(device: str) -> str:
-    """Return the backend for a device: gloo for the CPU, nccl for CUDA, where ranks may share a GPU.
+    """Return the backend for a device: gloo for the CPU, nccl for CUDA if torch has it. Ranks may share a GPU.
 
     The simulated device has its own backend, which runs collectives on streams. The environment variable
     TANDEM_CUDA_RANKS names another backend for CUDA. With gloo, torch 2.11 dies when it gathers a DTensor on CUDA.
@@ -50,7 +52,7 @@ def backend_for(device: str) -> str:
         return simulator.BACKEND
     if device != "cuda":
         return "gloo"
-    return os.environ.get(CUDA_BACKEND) or "nccl"
+    return os.environ.get(CUDA_BACKEND) or ("nccl" if dist.is_nccl_available() else "gloo")
 
 
 class RankPool:
