@@ -202,7 +202,7 @@ def save_afterwards(
     loaded, blocks = load_library(library), Blocks(program.hidden)
     plain = copy.deepcopy(blocks)
     model = _sharded(loaded, blocks, program.face)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.01, momentum=0.5) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(trained.parameters(), 0.01, momentum=0.5) for trained in (model, plain)]
     message = ""
     try:
         for step, common in enumerate(program.orders):

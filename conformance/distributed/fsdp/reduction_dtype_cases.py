@@ -263,7 +263,7 @@ class _Replicated(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
 
     def forward(self, rows: Any) -> Tensor:
-        return (self.weight * rows.to(self.weight.dtype)).sum().full_tensor()
+        return (self.weight * rows.to(self.weight.dtype)).sum().full_tensor().clone()  # no view
 
 
 def of_tensor_parallelism(site: Site) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@ from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.twins import Twins, each
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
+from conformance.judge.judgement import unavailable
+from conformance.judge.surface import is_torch_in
 
 differentiable_or_not = pytest.mark.parametrize("differentiable", [False, True])
 resharded_or_not = pytest.mark.parametrize("reshards", [False, True])
@@ -23,16 +25,20 @@ def _is_like_unsharded(pair: list[dict[str, Any]]) -> bool:
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
+@pytest.mark.deviation("fully_shard.backward_after_forward_transforms")
 @resharded_or_not
 @differentiable_or_not
 @pytest.mark.parametrize("name", cases.FORWARD)
 def test_backward_after_forward_transform_reaches_parameters(
     sites: Sites, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    outcomes = sites.agree(
-        cases.through_fully_shard, name=name, differentiable=differentiable, reshards=reshards
+    sites.deviate(
+        cases.through_fully_shard,
+        name=name,
+        differentiable=differentiable,
+        reshards=reshards,
+        we_do=each(_is_like_unsharded),
     )
-    assert each(_is_like_unsharded)(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
@@ -81,6 +87,8 @@ def test_backward_after_transform_reaches_flat_parameters(
 def test_functional_call_computes_with_given_tensors(
     sites: Sites, how: str, inner_steps: int, keeps: bool
 ) -> None:
+    if how == "sharded" and inner_steps and is_torch_in("<2.13"):
+        unavailable("a DTensor has no second derivatives in torch 2.11")
     sites.deviate(
         functional_cases.substituted,
         how=how,
