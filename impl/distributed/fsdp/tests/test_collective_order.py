@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from conformance.judge.judgement import unavailable
 from conformance.ranks import RankFault, RankPool
 from conformance.simulator import NAME, Unavailable, ensure_built
+from impl.distributed.fsdp._comm.desync.collective_order import CollectiveOrderChecker
+from impl.distributed.fsdp._comm.desync.entered_collectives import EnteredCollectives
 from impl.distributed.fsdp.tests import accelerator_gloo_cases
 from impl.distributed.fsdp.tests.accelerator_gloo_cases import STEPS
 
@@ -44,3 +49,32 @@ def test_ranks_over_gloo_are_told_of_desync_instead_of_hanging_with_accelerator_
         assert "Forward order differs across ranks" in text
         assert "gathered 'blocks.1'" in text
         assert "gathered 'blocks.2'" in text
+
+
+def test_verdict_between_the_check_and_the_collective_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitor's thread may find a difference when the collective was already let through."""
+    checker, issued = CollectiveOrderChecker(), list[str]()
+    monitor: Any = SimpleNamespace(
+        verdict="",
+        has_settled=False,
+        entered=EnteredCollectives(),
+        refusal=lambda group: RuntimeError("differ"),
+    )
+
+    def note(*args: Any) -> None:
+        monitor.verdict = "differ"
+        monitor.entered.close()
+
+    monkeypatch.setattr(checker, "_monitor", monitor)
+    monkeypatch.setattr(checker, "_blocks_host", lambda *args: True)
+    monkeypatch.setattr(checker, "note", note)
+    monkeypatch.setattr(monitor, "explain_failure", lambda entry: monitor.verdict, raising=False)
+    group: Any = None
+    with pytest.raises(RuntimeError, match="differ"):
+        checker.exchange(
+            "gathered",
+            group,
+            torch.device("cpu"),
+            lambda complete: complete(lambda group: issued.append("it"), group),
+        )
+    assert not issued

@@ -118,7 +118,8 @@ class CollectiveOrderChecker:
         """
         self.note(entry, group, device)
         monitor = self._monitor
-        if monitor is None or monitor.verdict or not self._blocks_host(group, device):
+        # `note` let a settled group pass, which only saves. A verdict that arrives after `note` is no permission.
+        if monitor is None or monitor.has_settled or not self._blocks_host(group, device):
             steps(issue_and_wait)
             return
         try:
