@@ -55,8 +55,8 @@ def share_memory_on_device(tensors: Sequence[Tensor]) -> bool:
     """
     return (
         len(tensors) > 1
-        and is_eager(tensors)
         and not tensors[0].is_cpu
+        and is_eager(tensors)
         and layouts_of(tensors) == {torch.strided}
         and may_share_memory(tensors)
     )
