@@ -65,16 +65,14 @@ def commit_of(ran: dict[str, str], claimed: str | None, root: Path = ROOT) -> st
     Raises:
         UnknownSource: `claimed` is not in this repository, or no commit has these files.
     """
-    known = files_of("HEAD", root)
-    if claimed is not None:
-        try:
-            known = files_of(claimed, root)
-        except subprocess.CalledProcessError:
-            raise UnknownSource(
-                f"they were measured at commit {claimed}, which this repository does not have; fetch it first"
-            ) from None
-        if known == ran:
-            return claimed
+    try:
+        known = files_of(claimed or "HEAD", root)
+    except subprocess.CalledProcessError:
+        raise UnknownSource(
+            f"they were measured at commit {claimed}, which this repository does not have; fetch it first"
+        ) from None
+    if claimed is not None and known == ran:
+        return claimed
     commits = [commit for commit in _history(root) if files_of(commit, root) == ran]
     if not commits:
         raise UnknownSource(
