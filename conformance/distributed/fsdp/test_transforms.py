@@ -24,6 +24,10 @@ def _is_like_unsharded(pair: list[dict[str, Any]]) -> bool:
     return does_as(plain, sharded)
 
 
+def _judge_transform(sites: Sites, **arguments: Any) -> None:
+    sites.deviate(cases.through_fully_shard, we_do=each(_is_like_unsharded), **arguments)
+
+
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
 @pytest.mark.deviation("fully_shard.backward_after_forward_transforms")
 @resharded_or_not
@@ -32,13 +36,7 @@ def _is_like_unsharded(pair: list[dict[str, Any]]) -> bool:
 def test_backward_after_forward_transform_reaches_parameters(
     sites: Sites, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    sites.deviate(
-        cases.through_fully_shard,
-        name=name,
-        differentiable=differentiable,
-        reshards=reshards,
-        we_do=each(_is_like_unsharded),
-    )
+    _judge_transform(sites, name=name, differentiable=differentiable, reshards=reshards)
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
@@ -49,14 +47,7 @@ def test_backward_after_forward_transform_reaches_parameters(
 def test_backward_after_reverse_transform_reaches_parameters(
     sites: Sites, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    sites.deviate(
-        cases.through_fully_shard,
-        name=name,
-        differentiable=differentiable,
-        reshards=reshards,
-        we_do=each(_is_like_unsharded),
-        may_fault=True,
-    )
+    _judge_transform(sites, name=name, differentiable=differentiable, reshards=reshards, may_fault=True)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backward_after_transforms")
