@@ -8,11 +8,10 @@ ci/gpu --only probe --only judge --ranks gloo    ranks over gloo instead of NCCL
 ci/gpu --machine lab-h100            name of the host, or of a pool of equal hosts, for its timings
 ci/bench --add bundle                in a checkout with git: add the timings to benchmarks/results
 
-Each phase has the time that it needed on an H100, and the rest is shared by judge, training, fake, steps, large and
-speed. The time that a phase leaves goes to the next ones. Two phases always come
-first: warm-up (imports, the device, Triton, the C library) and host. On a GPU the judge runs CUDA tests only, the most
-valuable first, and the phase speed runs CUDA cases only, headline ratios first. The bundle's summary.md begins with
-the answers; report.json has every row.
+Each phase has the time that it needed on an H100, and judge, training, fake, steps, large and speed share the rest.
+The time that a phase leaves goes to the next ones. Two phases always come first: warm-up (imports, the device, Triton,
+the C library) and host. On a GPU the judge runs CUDA tests only, the most valuable first, and the phase speed runs CUDA
+cases only, headline ratios first. The bundle's summary.md begins with the answers; report.json has every row.
 
 Exit code 0: judged green (or not judged, if that was not asked for). 1: red, or not shown because time ran out or there
 is no CUDA device. 2: the command is wrong.
