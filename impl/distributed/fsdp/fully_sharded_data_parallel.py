@@ -23,7 +23,7 @@ from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, Training
 from impl.distributed.fsdp._engine.root import Root
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.buffers import Buffers
-from impl.distributed.fsdp._fsdp1.contained import watch_contained
+from impl.distributed.fsdp._fsdp1.contained import note_sharded_reads, watch_contained
 from impl.distributed.fsdp._fsdp1.private_names import PrivateNames
 from impl.distributed.fsdp._fsdp1.summon import FullParamsOptions, check, summoned
 from impl.distributed.fsdp._fsdp1.wrapper import root_over
@@ -257,8 +257,9 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             args, kwargs = unit.before_forward(args, kwargs)
             with span("FullyShardedDataParallel.forward", unit.name):
                 output = self._fsdp_wrapped_module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             unit.abandon_forward()
+            note_sharded_reads(self, self.fsdp_modules(self)[1:], error)
             raise
         return unit.after_forward(output)
 

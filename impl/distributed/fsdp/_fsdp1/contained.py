@@ -1,9 +1,13 @@
-"""Calls of a module inside a unit that bypass the unit. The module's forward unshards the unit like the unit's own."""
+"""Calls of a module inside a unit that bypass the unit, and reads of its parameters without any call.
+
+The forward of such a module unshards the unit like the unit's own. A read gets sharded parameters, and a note says so.
+"""
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from impl.distributed.fsdp._engine.phase import BACKWARDS, Phase
 from impl.distributed.fsdp._engine.unit import Unit
+from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
+from impl.distributed.fsdp._params.managed import clean_name
+from impl.distributed.fsdp._params.param_group import describe_names
 
 
 def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:
@@ -65,3 +72,20 @@ class _Entry:
 
         handle = module.register_forward_hook(after, always_call=True)
         return inputs
+
+
+def note_sharded_reads(outer: Wrapper, inner: Iterable[Wrapper], error: BaseException) -> None:
+    """Note on the error of a forward which sharded parameters of wrappers inside `outer` a function was called with."""
+    if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
+        return
+    # A forward of the inner wrapper shows other tensors, so a parameter itself is always a shard.
+    handles = [handle for wrapper in inner for handle in wrapper._unit.param_groups]
+    sharded = {id(param) for handle in handles for param in handle.parameters}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    read = {id(value) for frame in frames for value in frame.f_locals.values()} & sharded
+    names = [clean_name(name) for name, param in outer.named_parameters() if id(param) in read]
+    if names:
+        error.add_note(
+            f"a function was called with {describe_names(names)}, sharded over the ranks, because the forward of the "
+            "module that has them did not run. Wrap the module that reads them instead"
+        )

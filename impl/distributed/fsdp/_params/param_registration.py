@@ -38,8 +38,8 @@ class ShardedPlaceholder(Tensor):
         del types
         name = next((a._name for a in (*args, *(kwargs or {}).values()) if isinstance(a, cls)), "a parameter")
         raise RuntimeError(
-            f"{func} was called with {name}, whose elements are sharded over the ranks; read it inside "
-            "FullyShardedDataParallel.summon_full_params(module)"
+            f"{func} was called with {name}, whose elements are sharded over the ranks; wrap the module whose forward "
+            "reads it, or read it inside FullyShardedDataParallel.summon_full_params(module)"
         )
 
 

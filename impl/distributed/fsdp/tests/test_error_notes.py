@@ -65,6 +65,28 @@ def test_forward_that_reads_parameters_of_inner_unit_names_it() -> None:
     assert note.endswith("Sharded inside FSDPMultiheadAttention: out_proj")
 
 
+def test_forward_that_reads_parameters_of_inner_wrapper_names_them() -> None:
+    attention = nn.MultiheadAttention(4, 2)
+    attention.out_proj = _wrap(attention.out_proj)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="must be a matrix, got 1-D tensor") as caught:
+        _wrap(attention)(*[torch.ones(3, 1, 4)] * 3)
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        "a function was called with out_proj.weight, out_proj.bias, sharded over the ranks"
+    )
+
+
+def test_error_inside_inner_wrapper_has_no_note() -> None:
+    model = _wrap(nn.Sequential(_wrap(nn.BatchNorm1d(2))))
+    with pytest.raises(RuntimeError, match="running_mean") as caught:
+        model(torch.ones(2, 3))
+    assert not hasattr(caught.value, "__notes__")
+
+
+def _wrap(module: nn.Module) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 class Scaled(nn.Module):
     """Reads a parameter of an inner unit after its forward, or not at all."""
 
