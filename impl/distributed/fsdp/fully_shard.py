@@ -43,7 +43,6 @@ from impl.distributed.fsdp._fully_shard.init import (
     split_already_sharded,
 )
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
-from impl.distributed.fsdp._fully_shard.optimizer_checks import note_sharding
 from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
@@ -188,7 +187,6 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     for param, sharded_param in shared:
         owner_of(sharded_param).share_with(sharded_param, param.info.locations, state)
     mark_modules(owners)
-    note_sharding()
     for root in modules:
         root.__class__ = _class_for(type(root))
         # torch's `replicate` reads this registry.

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
 from impl.distributed.fsdp._engine.shared import RootContext, SummonedParams
 from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
@@ -48,6 +49,7 @@ class UnitParams(Generic[Group_co]):
         self._in_graph: list[Unsharded] = []  # parameters that the last graph was built from
         # The same of the graph before a linearized forward, with the unsharded parameters of each group.
         self._set_aside: tuple[list[Unsharded], Sequence[Any]] | None = None
+        note_sharding()
         self.register_params()
 
     @property

@@ -25,6 +25,7 @@ from impl.distributed.fsdp._params.param_registration import (
     ParamInfo,
     ParamRegistration,
     ShardedPlaceholder,
+    note_replaced,
 )
 
 
@@ -68,6 +69,9 @@ class FlatParamHandle:
         params = [param.parameter for param in managed]
         # The user's own parameters, which become views of the shard.
         self.parameters = params if use_orig_params else []
+        for param in managed:
+            if not use_orig_params or param.parameter is not param.original:
+                note_replaced(param.original, param.info.name, self)
         with torch.no_grad():
             shard = self._shard_of([p.data for p in params])
         requires_grad = any(p.requires_grad for p in params)

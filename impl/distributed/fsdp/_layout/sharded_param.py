@@ -19,15 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._layout.grad_dtypes import has_grad_dtype
 from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
-from impl.distributed.fsdp._params.param_registration import ManagedParam
+from impl.distributed.fsdp._params.param_registration import ManagedParam, note_replaced, owner_of_replaced
 from impl.distributed.fsdp._params.tensor_parallel import combine_meshes, new_dtensor
 
-# Sharded parameter by the original one, for other modules that share it. An attribute would be saved with it.
-_sharded_params = WeakTensorKeyDictionary()
 _instances: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
 
 
@@ -70,9 +67,9 @@ class ShardedParam:
             )
         self.info = managed.info
         self.unit_state: weakref.ref[Any] | None = None  # state of the unit that the parameter belongs to
-        _sharded_params[managed.original] = weakref.ref(self)
-        _instances.add(self)
         self.name = managed.info.name
+        note_replaced(managed.original, self.name, self)
+        _instances.add(self)
         self.mesh = mesh
         self.replicates = mesh.ndim == 2
         self.shape, self.stride = parameter.shape, parameter.stride()
@@ -270,8 +267,8 @@ class ShardedParam:
 
 def sharded_param_of(original: nn.Parameter) -> ShardedParam | None:
     """Return the ShardedParam of an original parameter, or None if it is not sharded or its modules are gone."""
-    reference: weakref.ref[ShardedParam] | None = _sharded_params.get(original)
-    return None if reference is None else reference()
+    _, owner = owner_of_replaced(original) or ("", None)
+    return owner if isinstance(owner, ShardedParam) else None
 
 
 def name_of_sharded(sharded: Tensor) -> str:

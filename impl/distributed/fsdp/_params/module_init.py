@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
 from impl.distributed.fsdp._comm.group_collectives import GroupMethod
 from impl.distributed.fsdp._params.managed import Ignored, clean_name, is_managed
-from impl.distributed.fsdp._params.param_registration import ManagedParam
+from impl.distributed.fsdp._params.param_registration import ManagedParam, note_replaced
 
 _FIRST_RANK = 0  # rank within the group
 _broadcast = GroupMethod("broadcast")
@@ -184,7 +184,8 @@ def _keep_tied(module: nn.Module) -> Generator[None]:
     for submodule, name, old in before:
         new = submodule._parameters.get(name)
         if new is not None and new is not old:
-            submodule._parameters[name] = _materialized.setdefault(old, new)
+            submodule._parameters[name] = new = _materialized.setdefault(old, new)
+            note_replaced(old, name, new)
 
 
 def materialized(parameters: Iterable[nn.Parameter]) -> frozenset[nn.Parameter]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.distributed.fsdp._params.tensor_parallel import ParallelLayout
+
+# Name and weak reference to the new owner of each parameter that sharding has taken out of its modules. Optimizers may
+# still have it. An attribute would be saved with it.
+_replaced = WeakTensorKeyDictionary()
 
 
 class ShardedPlaceholder(Tensor):
@@ -76,6 +82,18 @@ class ManagedParam:
     info: ParamInfo
     parameter: nn.Parameter  # a DTensor is replaced by its local tensor
     original: nn.Parameter  # parameter that the modules had
+
+
+def note_replaced(original: Tensor, name: str, owner: object) -> None:
+    """Record that modules no longer have the parameter `original`, whose values `owner` has now."""
+    _replaced[original] = name, ref(owner)
+
+
+def owner_of_replaced(original: Tensor) -> tuple[str, object] | None:
+    """Return the name of a replaced parameter and its owner, or None if it is not replaced or its owner is gone."""
+    entry: tuple[str, ref[Any]] | None = _replaced.get(original)
+    owner = None if entry is None else entry[1]()
+    return None if entry is None or owner is None else (entry[0], owner)
 
 
 class ParamRegistration:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conformance.strategies.user_optimizers import CountingOnDevices
-from impl.distributed.fsdp import fully_shard
+from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.optim._fused_updates import has_fused_update
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -116,3 +117,15 @@ def test_step_count_of_scalar_is_no_unsharded_state() -> None:
         scalar.grad = distribute_tensor(torch.tensor(1.0), mesh, [Replicate()])
         optimizer.step()
     assert torch.allclose(scalar.to_local(), torch.tensor(0.0), atol=1e-3)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
+def test_optimizer_made_before_sharding_raises_as_long_as_model_exists(shard: Any) -> None:
+    plain = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    model = shard(plain)
+    with pytest.raises(RuntimeError, match="steps weight, bias as they were before sharding"):
+        optimizer.step()
+    del plain, model
+    gc.collect()
+    optimizer.step()

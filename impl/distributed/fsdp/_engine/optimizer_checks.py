@@ -1,4 +1,4 @@
-"""Checks that refuse steps of optimizers that were made before `fully_shard` or have unsharded states."""
+"""Checks that refuse steps of optimizers that were made before sharding or have unsharded states."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from impl.distributed.fsdp._layout.sharded_param import name_of_sharded, sharded_param_of
+from impl.distributed.fsdp._layout.sharded_param import name_of_sharded
 from impl.distributed.fsdp._params.param_group import describe_names
+from impl.distributed.fsdp._params.param_registration import owner_of_replaced
 from impl.optim._step_checks import register_step_check
 
-_checked: WeakSet[Optimizer] = WeakSet()  # optimizers that stepped since the last call of fully_shard
+_checked: WeakSet[Optimizer] = WeakSet()  # optimizers that stepped since parameters were sharded
 
 
 def note_sharding() -> None:
-    """Check the next step of every optimizer, because it may have been made before this call of fully_shard."""
+    """Check the next step of every optimizer, because it may have been made before the parameters were sharded."""
     register_step_check(_check_params)
     register_step_check(_check_states)
     _checked.clear()
 
 
 def _check_params(optimizer: Optimizer) -> None:
+    """Check that the model still has the optimizer's parameters.
+
+    Replaced parameters with gradients are those of another module, which is not sharded.
+    """
     if optimizer in _checked:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    idle = [param for param in params if param.requires_grad and param.grad is None]
-    names = [sharded.name for param in idle if (sharded := sharded_param_of(param)) is not None]
-    if names:
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    replaced = [(param, owned[0]) for param in params if (owned := owner_of_replaced(param)) is not None]
+    if replaced and all(param.grad is None for param, _ in replaced):
         raise RuntimeError(
-            f"the optimizer steps {describe_names(names)} as they were before fully_shard, which get no "
-            "gradients any more; make the optimizer of model.parameters() after fully_shard"
+            f"the optimizer steps {describe_names([name for _, name in replaced])} as they were before sharding, "
+            "which get no gradients any more; make the optimizer of model.parameters() after fully_shard or "
+            "FullyShardedDataParallel"
         )
     _checked.add(optimizer)
 
