@@ -144,6 +144,24 @@ def optimizer_made_before(site: Site, is_replaced: bool) -> Any:
     return {"step": tried(optimizer.step), "held": held(model)}
 
 
+def stepped_with_unsharded_states(site: Site) -> dict[str, Any]:
+    """Step with the states of an optimizer of the unsharded model. Return the error, and whether anything changed."""
+    model = blocks()
+    earlier = torch.optim.AdamW(model.parameters(), 0.1)
+    model(batch_of(site, 0).cpu()).sum().backward()
+    earlier.step()
+    site.shard_children(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    optimizer.load_state_dict(earlier.state_dict())
+    model(batch_of(site, 0)).sum().backward()
+    before = [param.to_local().clone() for param in model.parameters()]
+    step = tried(optimizer.step)
+    pairs = zip(before, model.parameters(), strict=True)
+    are_same = all(torch.equal(shard, param.to_local()) for shard, param in pairs)
+    counts = {float(state["step"]) for state in optimizer.state.values()}
+    return {"step": step, "is changed": counts != {1.0} or not are_same}
+
+
 def stepped_in_backward(site: Site, syncs_first: bool) -> dict[str, Any]:
     """Step each parameter in its own hook after accumulation. Return the order of the hooks and the final parameters.
 

@@ -253,6 +253,18 @@ def test_optimizer_made_before_sharding_steps_parameters_put_into_it(sites: Site
     sites.agree(graph_cases.optimizer_made_before, is_replaced=True)
 
 
+@clause("distributed.fsdp.fully_shard.unsharded_optimizer_states")
+@pytest.mark.deviation("fully_shard.unsharded_optimizer_states")
+def test_step_with_unsharded_states_is_an_error(sites: Sites) -> None:
+    sites.deviate(
+        graph_cases.stepped_with_unsharded_states,
+        torch_does=each(
+            lambda value: "got mixed torch.Tensor and DTensor" in value["step"] and value["is changed"]
+        ),
+        we_do=each(lambda value: value["step"].startswith("RuntimeError: ") and not value["is changed"]),
+    )
+
+
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
 @pytest.mark.parametrize("syncs_first", [True, False])
 def test_optimizers_step_in_the_backward(sites: Sites, syncs_first: bool) -> None:

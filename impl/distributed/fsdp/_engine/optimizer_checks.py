@@ -44,18 +44,22 @@ def _check_params(optimizer: Optimizer) -> None:
 def _check_states(optimizer: Optimizer) -> None:
     """Check that the states of sharded parameters are sharded, before a step changes some of them.
 
-    A load replaces all states of a group, so only its first sharded parameter with a state is checked.
+    A load replaces all states of a group, so only its first DTensor with a state is checked. DTensors that no unit
+    manages may have any states.
 
     Raises:
         RuntimeError: the states of a group are unsharded.
     """
     for group in optimizer.param_groups:
-        sharded = (param for param in group["params"] if isinstance(param, DTensor))
-        first = next((param for param in sharded if optimizer.state.get(param)), None)
+        dtensors = (param for param in group["params"] if isinstance(param, DTensor))
+        first = next((param for param in dtensors if optimizer.state.get(param)), None)
         states = [] if first is None else _unsharded_states(optimizer, first)
         if not states or not _steps_like_torch(optimizer):
             continue
-        names = [name_of_sharded(param) for param in group["params"] if _unsharded_states(optimizer, param)]
+        unsharded = [param for param in group["params"] if _unsharded_states(optimizer, param)]
+        names = [name for param in unsharded if (name := name_of_sharded(param)) is not None]
+        if not names:
+            continue
         raise RuntimeError(
             f"the optimizer has unsharded states ({describe_names(states)}) of the sharded parameters "
             f"{describe_names(names)}, and has not stepped. Load them by torch.distributed.checkpoint."
@@ -71,10 +75,7 @@ def _unsharded_states(optimizer: Optimizer, param: Tensor) -> list[str]:
     return [
         key
         for key, value in optimizer.state.get(param, {}).items()
-        if isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.shape == param.shape
-        and value.dim() > 0  # a step count has the shape of a 0-dim parameter
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
     ]
 
 

@@ -271,9 +271,9 @@ def sharded_param_of(original: nn.Parameter) -> ShardedParam | None:
     return owner if isinstance(owner, ShardedParam) else None
 
 
-def name_of_sharded(sharded: Tensor) -> str:
-    """Return the name of a sharded parameter in its model."""
-    return next((param.name for param in _instances if param.sharded is sharded), "a parameter")
+def name_of_sharded(sharded: Tensor) -> str | None:
+    """Return the name of a sharded parameter in its model, or None if no unit manages it."""
+    return next((param.name for param in _instances if param.sharded is sharded), None)
 
 
 def with_dim_size(shape: Sequence[int], dim: int, width: int) -> tuple[int, ...]:

@@ -109,14 +109,24 @@ def test_other_optimizers_may_have_unsharded_states() -> None:
     assert torch.equal(model.weight.to_local(), before - 1)
 
 
-def test_step_count_of_scalar_is_no_unsharded_state() -> None:
+def test_dtensors_of_no_unit_may_have_unsharded_states() -> None:
     mesh = fully_shard(nn.Linear(2, 2)).weight.device_mesh
     scalar = nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]))
     optimizer = torch.optim.Adam([scalar], 0.5)
     for _ in range(2):
         scalar.grad = distribute_tensor(torch.tensor(1.0), mesh, [Replicate()])
-        optimizer.step()
+        optimizer.step()  # the step count has the shape of the parameter
     assert torch.allclose(scalar.to_local(), torch.tensor(0.0), atol=1e-3)
+
+
+def test_error_of_unsharded_states_of_other_dtensors_is_that_of_torch() -> None:
+    mesh = fully_shard(nn.Linear(2, 2)).weight.device_mesh
+    replicated = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Replicate()]))
+    optimizer = torch.optim.SGD([replicated], 0.5, momentum=0.9)
+    optimizer.state[replicated]["momentum_buffer"] = torch.ones(2)
+    replicated.grad = torch.ones_like(replicated)
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("shard", [fully_shard, FullyShardedDataParallel])
