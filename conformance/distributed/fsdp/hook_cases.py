@@ -83,22 +83,30 @@ def _noting(events: list[Any], name: str) -> Any:
     return lambda _: events.append(name)
 
 
-def hooks_on_gradients(lab: Lab, *, no_sync: bool) -> dict[str, Any]:
-    """Return the shapes that gradient hooks get and those of `.grad`, and whether the hooks tripled the gradients."""
+def hooks_on_gradients(lab: Lab, *, no_sync: bool, before: bool = False) -> dict[str, Any]:
+    """Return the shapes that gradient hooks get and those of `.grad`, and whether the hooks tripled the gradients.
+
+    Args:
+        before: register the hooks before wrapping, and remove some of them afterwards.
+    """
     plain = _accumulated(lab, no_sync=no_sync)
-    lab.model.zero_grad()
+    hooked = Lab(lab.rank, lab.library, lab.setup, lab.tree)
     shapes: list[Any] = []
-    for name, parameter in lab.model.named_parameters():
+    removed: list[Any] = []
+    for name, parameter in (hooked.plain if before else hooked.model).named_parameters():
         if parameter.numel():
             parameter.register_hook(_tripling(shapes, clean(name)))
-            parameter.register_hook(_tripling(shapes, clean(name))).remove()
-    whole = _accumulated(lab, no_sync=no_sync)
+            removed.append(parameter.register_hook(_tripling(shapes, clean(name))))
+    model = hooked.model
+    for hook in removed:
+        hook.remove()
+    whole = _accumulated(hooked, no_sync=no_sync)
     are_tripled = [torch.allclose(whole[name], 3 * plain[name]) for name in plain]
     return {
         "shapes": sorted(shapes),
         "grad shapes": sorted(
             (clean(name), tuple(parameter.grad.shape))
-            for name, parameter in lab.model.named_parameters()
+            for name, parameter in model.named_parameters()
             if parameter.grad is not None
         ),
         "whole": whole,

@@ -20,20 +20,23 @@ def built() -> nn.Module:
 
 
 def trained(
-    lab: Lab, *, by: str, accumulates: bool, of: int | None = None, **wrapping: Any
+    lab: Lab, *, by: str, accumulates: bool, of: int | None = None, before: bool = False, **wrapping: Any
 ) -> dict[str, Any]:
     """Train with one optimizer for each of the first `of` parameters, which steps during backward.
 
-    `by` is `hooks` for hooks of the user, or `torch` for torch's helper. If `accumulates`, a backward in no_sync
-    precedes each backward.
+    `by` is `hooks` for hooks of the user, or `torch` for torch's helper. They are registered on the wrapped model, or
+    `before`. If `accumulates`, a backward in no_sync precedes each backward.
     """
-    model = lab.wrap(built(), **wrapping)
+    plain = built()
+    model = plain if before else lab.wrap(plain, **wrapping)
     stepped = [*model.parameters()][:of]
     if by == "torch":
         _apply_optimizer_in_backward(torch.optim.SGD, stepped, {"lr": _LEARNING_RATE})
     else:
         for parameter in stepped:
             parameter.register_post_accumulate_grad_hook(_stepping(parameter))
+    if before:
+        model = lab.wrap(plain, **wrapping)
     for number in range(_STEPS):
         if accumulates:
             with model.no_sync():

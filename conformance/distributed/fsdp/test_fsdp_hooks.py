@@ -9,6 +9,7 @@ import torch
 
 from conformance.distributed.fsdp import hook_cases
 from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp.lab import TREE
 from conformance.distributed.fsdp.rank_judging import assert_close_gradients, unsharded_gradients
 from conformance.distributed.fsdp.twins import (
     FLAT,
@@ -63,15 +64,35 @@ def test_hooks_on_gradients_of_flat_parameters_match_torch(
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_on_gradients")
 @pytest.mark.deviation("fsdp.hooks_on_gradients")
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("no_sync", [False, True])
 @each_strategy
-def test_hooks_on_gradients_of_original_parameters_run(twins: Twins, strategy: str, no_sync: bool) -> None:
+def test_hooks_on_gradients_of_original_parameters_run(
+    twins: Twins, strategy: str, no_sync: bool, before: bool
+) -> None:
     twins.deviate(
         hook_cases.hooks_on_gradients,
         leaf_by_leaf(strategy, use_orig_params=True),
         no_sync=no_sync,
+        before=before,
         torch_does=each(lambda value: not value["shapes"]),
         we_do=each(lambda value: value["are tripled"] and {*value["shapes"]} == {*value["grad shapes"]}),
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_before_wrapping")
+@pytest.mark.deviation("fsdp.hooks_before_wrapping")
+@pytest.mark.parametrize("no_sync", [False, True])
+@each_strategy
+def test_hooks_on_gradients_before_wrapping_run(twins: Twins, strategy: str, no_sync: bool) -> None:
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in TREE.build().named_parameters()]
+    twins.deviate(
+        hook_cases.hooks_on_gradients,
+        leaf_by_leaf(strategy),
+        no_sync=no_sync,
+        before=True,
+        torch_does=each(lambda value: not value["shapes"]),
+        we_do=each(lambda value: value["are tripled"] and value["shapes"] == sorted(2 * shapes)),
     )
 
 

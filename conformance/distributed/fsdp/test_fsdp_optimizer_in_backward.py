@@ -8,7 +8,7 @@ import pytest
 
 from conformance.distributed.fsdp import optimizer_in_backward_cases as cases
 from conformance.distributed.fsdp.rank_judging import assert_all_close
-from conformance.distributed.fsdp.twins import Twins, both_kinds, holds, raises, values_of
+from conformance.distributed.fsdp.twins import Twins, both_kinds, each, holds, raises, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 
@@ -86,6 +86,41 @@ def test_steps_in_backward_use_averaged_gradients(
         **arguments,
         we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates),
         may_agree=cpu_twins.is_alone,
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
+@pytest.mark.deviation("fsdp.stepping_hooks")
+@sharded_or_not
+def test_hooks_that_step_are_kept_by_original_parameters(cpu_twins: Twins, strategy: str) -> None:
+    cpu_twins.deviate(
+        cases.trained,
+        by="hooks",
+        before=True,
+        accumulates=False,
+        strategy=strategy,
+        use_orig_params=True,
+        torch_does=each(lambda value: value["left"] > 0),
+        we_do=lambda outcomes: holds(assert_trained, outcomes, accumulates=False),
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_before_wrapping")
+@pytest.mark.deviation("fsdp.hooks_before_wrapping")
+@pytest.mark.parametrize("by", ["hooks", "torch"])
+@sharded_or_not
+def test_hooks_that_step_are_refused_if_flat_parameters_would_drop_them(
+    cpu_twins: Twins, strategy: str, by: str
+) -> None:
+    untrained = dict(cases.built().named_parameters())
+    cpu_twins.deviate(
+        cases.trained,
+        by=by,
+        before=True,
+        accumulates=False,
+        strategy=strategy,
+        torch_does=each(lambda value: holds(assert_all_close, "", untrained, value["whole"], TRAINED)),
+        we_do=raises(RuntimeError, "hooks after accumulation of 0.weight, 0.bias would never run"),
     )
 
 

@@ -31,6 +31,7 @@ from impl.distributed.fsdp._layout.flat import FlatParamGroup, flat_param_groups
 from impl.distributed.fsdp._params.config import Config, ProcessGroups
 from impl.distributed.fsdp._params.managed import (
     check_dtensors,
+    check_hooks,
     ignored_by,
     managed_params_of,
     mark_managed,
@@ -64,8 +65,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     module, and run its units in the same order. Inner modules may also be called directly.
 
     A parameter that took no part in a backward gets zeros, like torch's, so momentum and weight decay still change it.
-    Freeze it by `requires_grad_(False)`, or use `fully_shard`, which gives it no gradient. Hooks that parameters had
-    before are kept with `use_orig_params` only.
+    Freeze it by `requires_grad_(False)`, or use `fully_shard`, which gives it no gradient. Gradient hooks that
+    parameters had before get this rank's gradient, or with `use_orig_params` its piece of the average.
 
     Outside forward and backward, `parameters()` are this rank's shards, 1-D. Use `summon_full_params` to read or write
     unsharded parameters.
@@ -99,7 +100,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     Raises:
         ValueError: arguments exclude each other; a parameter is 0-dim or integer, or a unit elsewhere has sharded it.
-        RuntimeError: parameters are on several devices.
+        RuntimeError: parameters are on several devices, or have hooks after accumulation without `use_orig_params`.
         NotImplementedError: a parameter is a DTensor over a mesh that does not share a root with `device_mesh`.
     Collectives: in the constructor, broadcasts if `sync_module_states`, and new groups for a hybrid strategy without
         any. In forward and backward of each unit an all-gather, and a reduce-scatter of the gradients; SHARD_GRAD_OP
@@ -163,6 +164,8 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
         check_dtensors(module, self._ignored, device_mesh)
+        if not use_orig_params:
+            check_hooks(module, self._ignored)
         device_type = device_type_for(module, self._ignored, device_id)
         groups = groups_for(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout
 from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, call_hook
+from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
-
-# Attribute in which torch.distributed.optim._apply_optimizer_in_backward stores a parameter's optimizers.
-_OPTIMIZERS = "_in_backward_optimizers"
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class GradientShard:
         Raises:
             RuntimeError: it would, although it cannot know when the flat parameter has its gradient.
         """
-        if not self._handle.use_orig_params and hasattr(self._handle.flat_param, _OPTIMIZERS):
+        if not self._handle.use_orig_params and hasattr(self._handle.flat_param, IN_BACKWARD_OPTIMIZERS):
             raise RuntimeError("FSDP optimizer in backward only supported with use_orig_params=True!")
 
     def exist_on_any_rank(self) -> bool:
@@ -118,7 +116,7 @@ class GradientShard:
             self._follow_user(unreduced)
 
     def accumulate_unreduced(self, grads: Sequence[Tensor | None]) -> None:
-        handle, grads = self._handle, self._run_flat_hooks(grads)
+        handle, grads = self._handle, self._run_hooks(grads)
         unreduced = self._unreduced
         if unreduced is None:
             self.journal.record(self._forget_unreduced)
@@ -135,7 +133,7 @@ class GradientShard:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
-        unreduced, handle, grads = self._unreduced, self._handle, self._run_flat_hooks(grads)
+        unreduced, handle, grads = self._unreduced, self._handle, self._run_hooks(grads)
         dtype = dtype or handle.reduce_dtype
         if unreduced is not None:
             self.journal.record(partial(self._restore_unreduced, unreduced))
@@ -147,9 +145,20 @@ class GradientShard:
         _copy_in(handle.layout, grads, views, buffer)
         return buffer
 
-    def _run_flat_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run the hooks of a flat parameter on this rank's gradients as one tensor, and return the results."""
+    def _run_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Run the hooks of a flat parameter on this rank's gradients, and return the results.
+
+        Hooks that parameters had before get their own gradients. Those of the flat parameter get one tensor.
+        """
         handle = self._handle
+        if any(handle.earlier_hooks):
+            triples = zip(handle.param_infos, handle.earlier_hooks, grads, strict=True)
+            grads = [
+                info.local_part(apply_gradient_hooks(hooks, info.wrap_local(grad), info.name))
+                if grad is not None and hooks
+                else grad
+                for info, hooks, grad in triples
+            ]
         if handle.use_orig_params or not handle.flat_param._backward_hooks:
             return grads
         present = [grad for grad in grads if grad is not None]
@@ -157,7 +166,9 @@ class GradientShard:
             return grads
         flat = present[0].new_empty(handle.layout.padded_numel)
         _copy_in(handle.layout, grads, handle.views_of(flat), flat)
-        result = apply_gradient_hooks(handle.flat_param, flat[: handle.layout.numel], "a flat parameter")
+        result = apply_gradient_hooks(
+            handle.flat_param._backward_hooks, flat[: handle.layout.numel], "a flat parameter"
+        )
         return handle.views_of(result.contiguous())
 
     def _run_original_hooks(self, reduced: Tensor) -> None:
@@ -170,7 +181,7 @@ class GradientShard:
         ):
             if part is not None and parameter._backward_hooks and parameter.requires_grad:
                 # A copy, because hooks may keep their argument.
-                part.copy_(apply_gradient_hooks(parameter, part.clone(), slot.name))
+                part.copy_(apply_gradient_hooks(parameter._backward_hooks, part.clone(), slot.name))
 
     def add(self, reduced: Tensor) -> None:
         """Add an average [shard_numel] of any dtype to the averages of this backward.
@@ -227,7 +238,7 @@ class GradientShard:
                 continue
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 call_hook(hook, parameter, name)
-            optimizers = getattr(parameter, _OPTIMIZERS, ())
+            optimizers = getattr(parameter, IN_BACKWARD_OPTIMIZERS, ())
             for optimizer in optimizers:
                 optimizer.step()
             if optimizers:

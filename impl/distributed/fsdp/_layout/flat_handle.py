@@ -69,6 +69,8 @@ class FlatParamHandle:
         params = [param.parameter for param in managed]
         # The user's own parameters, which become views of the shard.
         self.parameters = params if use_orig_params else []
+        # Otherwise their gradient hooks. Only the dictionaries are kept, because the parameters are to be freed.
+        self.earlier_hooks = [] if use_orig_params else [param._backward_hooks for param in params]
         for param in managed:
             if not use_orig_params or param.parameter is not param.original:
                 note_replaced(param.original, param.info.name, self)

@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from impl.distributed.fsdp._layout.grad_dtypes import has_grad_dtype
-from impl.distributed.fsdp._params.autograd import apply_gradient_hooks
+from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, share_hooks
 from impl.distributed.fsdp._params.param_registration import ManagedParam, note_replaced, owner_of_replaced
 from impl.distributed.fsdp._params.tensor_parallel import combine_meshes, new_dtensor
 
@@ -97,9 +97,7 @@ class ShardedParam:
             local = local.cpu()
         # An nn.Parameter, and a DTensor.
         self.sharded: Any = nn.Parameter(new_dtensor(local, spec), requires_grad=parameter.requires_grad)
-        # The same dictionaries, so that handles of earlier hooks can still remove them.
-        self.sharded._backward_hooks = managed.original._backward_hooks
-        self.sharded._post_accumulate_grad_hooks = managed.original._post_accumulate_grad_hooks
+        share_hooks(managed.original, self.sharded)
         if has_grad_dtype(managed.original):
             self.sharded.grad_dtype = managed.original.grad_dtype
         self._note_memory()
@@ -215,7 +213,7 @@ class ShardedParam:
 
     def apply_hooks(self, grad: Any) -> Tensor:
         """Run the parameter's hooks on a gradient, and return this rank's shard of the result."""
-        result = apply_gradient_hooks(self.sharded, grad, self.name)
+        result = apply_gradient_hooks(self.sharded._backward_hooks, grad, self.name)
         # A copy, because hooks may keep their argument or return a tensor that they keep.
         return result.redistribute(placements=grad.placements)._local_tensor.clone()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -53,13 +53,21 @@ def call_hook(hook: Callable[[Any], Any], tensor: Tensor, name: str) -> Any:
         raise
 
 
-def apply_gradient_hooks(param: Tensor, grad: Any, name: str) -> Any:
-    """Apply the hooks of `param` to a gradient that autograd does not accumulate itself, and return the result.
+def share_hooks(source: Tensor, target: Tensor) -> None:
+    """Give `target` the hooks of `source`, in the same dictionaries, so that handles can still remove them."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def apply_gradient_hooks(hooks: Mapping[int, Any] | None, grad: Any, name: str) -> Any:
+    """Apply a parameter's hooks to a gradient that autograd does not accumulate itself, and return the result.
 
     Raises:
         TypeError: a hook returned neither None nor a tensor of the gradient's type and shape.
     """
-    for hook in list((param._backward_hooks or {}).values()):
+    for hook in list((hooks or {}).values()):
         if getattr(hook, "__qualname__", "") == _HOOK_OF_ALL:
             # This hook would keep the gradient, because its count never includes sharded parameters.
             warn_user(

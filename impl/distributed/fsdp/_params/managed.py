@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._flat_param import FlatParameter
+from impl.distributed.fsdp._params.param_group import describe_names
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._params.tensor_parallel import (
     check_mesh_of_dtensors,
@@ -24,6 +25,8 @@ from impl.distributed.fsdp._params.tensor_parallel import (
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 # Set on a parameter once a unit manages it. The name is torch's, because other libraries read it.
 MANAGED = "_fsdp_flattened"
+# Attribute in which torch.distributed.optim._apply_optimizer_in_backward stores a parameter's optimizers.
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 # The same mark, set on modules.
 _MANAGED_MODULE, _USES_ORIG_PARAMS = "_is_fsdp_managed_module", "_fsdp_use_orig_params"
 
@@ -124,6 +127,26 @@ def check_dtensors(root: nn.Module, ignored: Ignored, mesh: DeviceMesh | None) -
     """
     named = root.named_parameters()
     check_mesh_of_dtensors(((clean_name(name), p) for name, p in named if p not in ignored.parameters), mesh)
+
+
+def check_hooks(root: nn.Module, ignored: Ignored) -> None:
+    """Check that no hook after accumulation gets lost in a flat parameter.
+
+    Raises:
+        RuntimeError: a parameter has such a hook, or an optimizer of torch's helper for optimizers in backward.
+    """
+    names = [
+        clean_name(name)
+        for name, param in root.named_parameters()
+        if param.requires_grad and param not in ignored.parameters and not is_managed(param)
+        if param._post_accumulate_grad_hooks or hasattr(param, IN_BACKWARD_OPTIMIZERS)
+    ]
+    if names:
+        raise RuntimeError(
+            f"hooks after accumulation of {describe_names(names)} would never run, because one flat parameter replaces "
+            "the parameters of a unit. They are only supported with use_orig_params=True; pass it, or register hooks "
+            "on the parameters of the wrapped model"
+        )
 
 
 def managed_params_of(

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from impl.distributed.fsdp._comm.desync.collective_order import order_checker_of
 from impl.distributed.fsdp._comm.group_collectives import GroupMethod
+from impl.distributed.fsdp._params.autograd import share_hooks
 from impl.distributed.fsdp._params.managed import Ignored, clean_name, is_managed
 from impl.distributed.fsdp._params.param_registration import ManagedParam, note_replaced
 
@@ -185,6 +186,7 @@ def _keep_tied(module: nn.Module) -> Generator[None]:
         new = submodule._parameters.get(name)
         if new is not None and new is not old:
             submodule._parameters[name] = new = _materialized.setdefault(old, new)
+            share_hooks(old, new)
             note_replaced(old, name, new)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from impl.distributed.fsdp._params.autograd import share_hooks
 from impl.distributed.fsdp._params.whole_mesh import DataDims
 
 
@@ -85,7 +86,9 @@ def local_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter over the local tensor of a DTensor, or a plain parameter unchanged."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return nn.Parameter(local_of(parameter).detach(), parameter.requires_grad)
+    local = nn.Parameter(local_of(parameter).detach(), parameter.requires_grad)
+    share_hooks(parameter, local)
+    return local
 
 
 def new_dtensor(local: Tensor, spec: DTensorSpec) -> Any:
