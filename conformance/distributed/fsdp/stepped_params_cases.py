@@ -1,4 +1,4 @@
-"""Cases of the parameters that an optimizer steps: those of before wrapping."""
+"""Cases of the parameters that an optimizer steps: those of before wrapping, and those that a backward did not use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters
 from conformance.distributed.fsdp.lab import Lab, filled, tried
 
 
@@ -48,3 +48,40 @@ def optimizer_made_before(lab: Lab, *, of: str, use_orig_params: bool) -> dict[s
     _backward(lab, other if trained is other else model)
     step = tried(optimizer.step)
     return {"step": step, "changed": _changed(before, gathered_parameters(lab.library, model))}
+
+
+class HalfUsed(nn.Module):
+    """Model whose second layer takes part in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        hidden = self.first(x)
+        return self.second(hidden) if self.forwards % 2 else hidden
+
+
+def unused_parameters(lab: Lab, *, is_unit: bool, use_orig_params: bool, strategy: str) -> dict[str, Any]:
+    """Train a layer in a first step and leave it out of a second one. Return what the second step does to it.
+
+    Args:
+        is_unit: the layer is a unit of its own.
+    """
+    model: Any = filled(HalfUsed())
+    wrap = partial(lab.wrap, use_orig_params=use_orig_params, strategy=strategy)
+    if is_unit:
+        model.second = wrap(model.second)
+    model = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1)
+    _backward(lab, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = gathered_parameters(lab.library, model)
+    _backward(lab, model)
+    gradients = {clean(name): parameter.grad for name, parameter in model.named_parameters()}
+    optimizer.step()
+    after = gathered_parameters(lab.library, model)
+    return {"gradients": gradients, "parameters": after, "changed": _changed(before, after)}

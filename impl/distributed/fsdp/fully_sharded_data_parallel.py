@@ -64,9 +64,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
     modules first, or choose them by `auto_wrap_policy`. Create the optimizer afterwards. Every rank must build the same
     module, and run its units in the same order. Inner modules may also be called directly.
 
-    A parameter that took no part in a backward gets zeros, like torch's, so momentum and weight decay still change it.
-    Freeze it by `requires_grad_(False)`, or use `fully_shard`, which gives it no gradient. Gradient hooks that
-    parameters had before get this rank's gradient, or with `use_orig_params` its piece of the average.
+    If a unit took part in a backward, its unused parameters get zeros, like in torch. So momentum and weight decay
+    still change them. Make them a unit of their own, freeze them before wrapping, or use `fully_shard`, which gives
+    them no gradient. Gradient hooks that parameters had before get this rank's gradient, or with `use_orig_params` its
+    piece of the average.
 
     Outside forward and backward, `parameters()` are this rank's shards, 1-D. Use `summon_full_params` to read or write
     unsharded parameters.

@@ -194,6 +194,17 @@ def _(backward: Backward) -> None:
 
 
 @after_backward(
+    "unused_get_no_gradient",
+    "unused parameters of a used unit have no gradient instead of zeros",
+    about="(use_orig_params)",
+)
+def _(backward: Backward) -> None:
+    for parameter in backward.model.parameters():
+        if parameter.grad is not None and not parameter.grad.any():
+            parameter.grad = None
+
+
+@after_backward(
     "thawed_stay_frozen",
     "parameters that are frozen at the first step stay so",
     "pytorch/pytorch#104186",
