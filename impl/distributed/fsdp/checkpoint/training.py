@@ -25,6 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from impl.distributed.fsdp._state_dict.consensus import gather_reports
+from impl.distributed.fsdp._state_dict.methods import wrappers_in
+from impl.distributed.fsdp._state_dict.optim_keys import OptimStateKeyType
+from impl.distributed.fsdp._state_dict.optim_load import load_on_all_ranks
 from impl.distributed.fsdp._state_dict.packing import shape_of
 from impl.distributed.fsdp.api import StateDictType
 from impl.distributed.fsdp.checkpoint.folders import begin, commit, resolve_checkpoint
@@ -61,8 +64,8 @@ def save(
 
     Args:
         path: a folder that all ranks can access, or a link to one. It must be a checkpoint or not exist.
-        model: any module with FullyShardedDataParallel at or below it. Buffers and unmanaged parameters are saved from
-            the first rank, also if they differ between ranks like those of BatchNorm.
+        model: a model sharded by FullyShardedDataParallel or by `fully_shard`. Tensors that are not sharded are saved
+            from the first rank, also if they differ between ranks like the buffers of BatchNorm.
         others: objects by names of your choice. Their states must be equal on all ranks, and contain only numbers,
             strings, tensors and containers of them.
         process_group: the ranks that take part, by default all.
@@ -115,7 +118,7 @@ def load(
 
     Args:
         path: the path that was passed to `save`, or a result of `latest`.
-        model: a model with the same parameters and any wrapping.
+        model: a model with the same parameters. Other wrapping, or the other API, is allowed.
         optimizer: an optimizer of the same class and parameter groups. Without one, its saved state is not loaded.
         others: objects to load by name. Other saved names are not loaded.
 
@@ -153,9 +156,7 @@ def load(
                 undo(
                     vars(optimizer).update, {"state": optimizer.state, "param_groups": optimizer.param_groups}
                 )
-                FullyShardedDataParallel.optim_state_dict_to_load(
-                    model, optimizer, state, load_directly=True, group=group
-                )
+                _load_optimizer(model, optimizer, state, group)
             model.load_state_dict({name: expected[f"model.{name}"] for name in parameters})
 
 
@@ -166,11 +167,32 @@ def _entries(model: nn.Module, optimizer: Optimizer | None, group: _Group) -> _E
     with _sharded_state_dicts(model):
         entries = {f"model.{name}": value for name, value in model.state_dict().items()}
         if optimizer is not None:
-            saved = FullyShardedDataParallel.optim_state_dict(model, optimizer, group=group)
+            saved = _state_by_name(model, optimizer, group)
             for name, state in saved["state"].items():
                 entries |= {f"{_STATES}{name}.{key}": as_data(value) for key, value in state.items()}
             entries[_GROUPS] = as_data(saved["param_groups"])
     return entries
+
+
+def _state_by_name(model: nn.Module, optimizer: Optimizer, group: _Group) -> _Entries:
+    if wrappers_in(model):
+        return FullyShardedDataParallel.optim_state_dict(model, optimizer, group=group)
+    # The states of `fully_shard` are DTensors, which DCP saves as they are.
+    return FullyShardedDataParallel.rekey_optim_state_dict(
+        optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+    )
+
+
+def _load_optimizer(model: nn.Module, optimizer: Optimizer, state: _Entries, group: _Group) -> None:
+    if wrappers_in(model):
+        FullyShardedDataParallel.optim_state_dict_to_load(
+            model, optimizer, state, load_directly=True, group=group
+        )
+        return
+    numbered = FullyShardedDataParallel.rekey_optim_state_dict(
+        state, OptimStateKeyType.PARAM_ID, model, optim=optimizer
+    )
+    load_on_all_ranks(optimizer, numbered, group)
 
 
 # Contents to read

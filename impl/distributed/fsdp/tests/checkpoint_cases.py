@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -25,25 +25,32 @@ from torch.utils._pytree import tree_map
 from conformance.ranks import Rank
 from impl import drop_in
 from impl.amp import GradScaler
-from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint
+from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint, fully_shard
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
+
+Wrapping = Literal["flat", "original", "fully_shard"]
 
 
 class CheckpointedRun:
     """A model, its optimizer, a scheduler and a scaler; `seed` is all that two runs of one kind differ in."""
 
-    def __init__(self, rank: Rank, seed: int = 0, use_orig_params: bool = False, width: int = 5) -> None:
+    def __init__(self, rank: Rank, seed: int = 0, wrapping: Wrapping = "flat", width: int = 5) -> None:
         torch.manual_seed(seed)
         inner = nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 2, bias=False))
         # Two ranks have nothing of the last weight, and three not each a row of it.
         # Without momentum all ranks have the same statistics, and count batches.
         plain = nn.Sequential(nn.Linear(7, width), nn.BatchNorm1d(width, momentum=0.0), inner)
-        self.model = FullyShardedDataParallel(
-            plain,
-            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
+        self.model: nn.Module
+        if wrapping == "fully_shard":
+            fully_shard(inner)
+            self.model = fully_shard(plain)
+        else:
+            self.model = FullyShardedDataParallel(
+                plain,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+                device_id=torch.device("cpu"),
+                use_orig_params=wrapping == "original",
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01 * (1 + seed))
         scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         self.others: dict[str, Any] = {
@@ -69,24 +76,30 @@ class CheckpointedRun:
         checkpoint.load(path, self.model, self.optimizer, others=self.others)
 
     def state(self) -> dict[str, Any]:
+        model, optimizer = self._full_states()
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "others": {name: other.state_dict() for name, other in self.others.items()},
+        }
+        return copy.deepcopy(state)
+
+    def _full_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not isinstance(self.model, FullyShardedDataParallel):
+            options = helpers.StateDictOptions(full_state_dict=True)
+            return helpers.get_state_dict(self.model, self.optimizer, options=options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             optimizer = FullyShardedDataParallel.full_optim_state_dict(
                 self.model, self.optimizer, rank0_only=False
             )
         with FullyShardedDataParallel.summon_full_params(self.model):
-            parameters = copy.deepcopy(dict(self.model.module.state_dict()))
-        state = {
-            "model": parameters,
-            "optimizer": optimizer,
-            "others": {name: other.state_dict() for name, other in self.others.items()},
-        }
-        return copy.deepcopy(state)
+            return copy.deepcopy(dict(self.model.module.state_dict())), optimizer
 
 
-def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, steps: int = 3) -> Any:
+def trained_and_saved(rank: Rank, *, path: Path, wrapping: Wrapping = "flat", steps: int = 3) -> Any:
     """Return the saved state, the state after more training, and the time that saving took."""
-    run = CheckpointedRun(rank, use_orig_params=use_orig_params)
+    run = CheckpointedRun(rank, wrapping=wrapping)
     run.train(range(steps))
     began = time.monotonic()
     run.save(path)
@@ -96,9 +109,9 @@ def trained_and_saved(rank: Rank, *, path: Path, use_orig_params: bool = False, 
     return saved, run.state(), took_s
 
 
-def resumed(rank: Rank, *, paths: Sequence[Path], use_orig_params: bool = False, steps: int = 3) -> Any:
+def resumed(rank: Rank, *, paths: Sequence[Path], wrapping: Wrapping = "flat", steps: int = 3) -> Any:
     """Return for each checkpoint the state that another run has loaded, and its state after more training."""
-    run = CheckpointedRun(rank, seed=1, use_orig_params=use_orig_params)
+    run = CheckpointedRun(rank, seed=1, wrapping=wrapping)
     run.train(range(1))  # creates a state to be overwritten
     outcomes: list[Any] = []
     for path in paths:

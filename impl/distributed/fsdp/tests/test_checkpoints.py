@@ -81,7 +81,7 @@ def test_training_resumed_is_training_not_interrupted(
     """Checkpoints of flat parameters can be loaded with `use_orig_params`, too."""
     pool = ranks(number)
     path, ends = saved.by(pool)
-    again = pool.run(f"{CASES}:resumed", paths=[path], use_orig_params=True)
+    again = pool.run(f"{CASES}:resumed", paths=[path], wrapping="original")
     for (saved_state, expected, _), [(loaded, actual)] in zip(ends, again, strict=True):
         assert are_same(loaded, saved_state)
         assert are_same(actual, expected)
@@ -92,7 +92,7 @@ def test_parameters_of_their_own_are_resumed_as_flat_ones(
     ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
     pool, path = ranks(3), tmp_path / "runs" / "step-3"
-    ends = pool.run(f"{CASES}:trained_and_saved", path=path, use_orig_params=True)
+    ends = pool.run(f"{CASES}:trained_and_saved", path=path, wrapping="original")
     again = pool.run(f"{CASES}:resumed", paths=[path])
     for (saved_state, expected, _), [(loaded, actual)] in zip(ends, again, strict=True):
         assert are_same(loaded, saved_state)
@@ -107,6 +107,23 @@ def test_another_number_of_ranks_loads_the_same(
     for outcome in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
         for (loaded, _), (_, ends) in zip(outcome, others, strict=True):
             assert are_same(loaded, ends[0][0])
+
+
+@pytest.mark.parametrize(
+    ("saved_from", "loaded_into"),
+    [("fully_shard", "fully_shard"), ("fully_shard", "flat"), ("flat", "fully_shard")],
+)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_checkpoint_moves_between_wrapping_and_fully_shard(
+    ranks: Callable[..., RankPool], tmp_path: Path, saved_from: str, loaded_into: str, number: int
+) -> None:
+    path = tmp_path / "step-3"
+    ends = ranks(2).run(f"{CASES}:trained_and_saved", path=path, wrapping=saved_from)
+    saved_state, expected, _ = ends[0]
+    for [(loaded, actual)] in ranks(number).run(f"{CASES}:resumed", paths=[path], wrapping=loaded_into):
+        assert are_same(loaded, saved_state)
+        if number == 2 and saved_from == loaded_into:
+            assert are_same(actual, expected)
 
 
 def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
