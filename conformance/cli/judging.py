@@ -23,7 +23,7 @@ from conformance.cli.running import Stop, run
 from conformance.cli.terminal import PhaseProgress
 from conformance.judge import heading
 from conformance.judge.clauses import AREAS, HERE, all_clauses
-from conformance.judge.files.claims_file import set_claims_file
+from conformance.judge.files.claims_file import set_claims_file, similar
 from conformance.judge.judgement import RED
 from conformance.judge.library import package_of
 from conformance.judge.results import BAD_INPUT
@@ -105,9 +105,11 @@ def chosen_tests(targets: Sequence[str], subject: str) -> tuple[list[str], list[
         raise ValueError(f"there is no test {missing[0]!r}; the replay commands of a report name tests")
     selected = [clause for clause in all_clauses().values() if clause.is_asked_by(clauses)]
     if unknown := [word for word in clauses if not any(clause.is_asked_by([word]) for clause in selected)]:
+        words = [clause.split(".") for clause in all_clauses()]
+        areas = {".".join(parts[:count]) for parts in words for count in range(1, len(parts) + 1)}
         raise ValueError(
-            f"{unknown[0]!r} is neither a clause nor an area such as amp, nn.utils.clip_grad or distributed.fsdp; "
-            "python -m conformance.catalogue lists them"
+            f"{unknown[0]!r} is neither a clause nor an area such as amp, nn.utils.clip_grad or distributed.fsdp"
+            f"{similar(unknown[0], sorted(areas)) or ';'} python -m conformance.catalogue lists them"
         )
     if not targets:
         return everything(), []

@@ -7,7 +7,7 @@ import json
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -188,7 +188,7 @@ class Recorder:
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return heading(self._config.option, self._began) | {
             "verdict": self._verdict(),
-            "provides_nothing": self._subject.claims == frozenset(),
+            "provides_nothing": provides_nothing(self._judgements.values(), self._subject.claims),
             "bad_input": self._bad_input(),
             "ended_early": self._ended_early,
             "is_narrowed": _is_narrowed(self._config),
@@ -246,14 +246,20 @@ def _is_narrowed(config: pytest.Config) -> bool:
     return any(chosen) or not all(path.is_dir() for path in paths)
 
 
-def verdict(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> str:
-    """Return `red` if any outcome is red or the subject claims nothing, else `green`.
+def verdict(judgements: Collection[Judgement], claimed: frozenset[str] | None) -> str:
+    """Return `red` if any outcome is red or the subject provides no judged name, else `green`.
 
     Args:
         claimed: the subject's claims, or None if they are unknown.
     """
     is_red = any(judgement.is_red for judgement in judgements)
-    return "red" if is_red or claimed == frozenset() else "green"
+    return "red" if is_red or provides_nothing(judgements, claimed) else "green"
+
+
+def provides_nothing(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> bool:
+    """Return whether the subject has none of the names that were judged, in the whole suite or in the selected part."""
+    outcomes = {judgement.outcome for judgement in judgements if judgement.clause}
+    return claimed == frozenset() or outcomes - {"not claimed", "unavailable"} == {"not provided"}
 
 
 @dataclass

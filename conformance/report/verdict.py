@@ -60,7 +60,7 @@ def _judging(report: dict[str, Any]) -> VerdictPart:
     why = list(dict.fromkeys([*report.get("bad_input", []), *report.get("ended_early", [])]))
     why += [f"{count} {_plural('test', count)} {outcome}" for outcome, count in red]
     if report.get("provides_nothing"):
-        why.append(f"{report['subject']} provides none of the names that are judged")
+        why.append(_nothing_provided(report))
     worst = worst_by_clause(report)
     total = f"{len(report['clauses'])} {_plural('clause', len(report['clauses']))}"
     broken = sum(outcome in RED for outcome in worst.values())
@@ -73,6 +73,17 @@ def _judging(report: dict[str, Any]) -> VerdictPart:
     own = sum(test["outcome"] in RED for test in report["tests"] if not test["clause"])
     says += f"; {own} {_plural('test', own)} of the suite itself red" if own else ""
     return VerdictPart("judging", "failed" if why else "passed", says, why)
+
+
+def _nothing_provided(report: dict[str, Any]) -> str:
+    names = [
+        test["reason"].rpartition(" ")[2] for test in report["tests"] if test["outcome"] == "not provided"
+    ]
+    example = f", such as {names[0]}" if names else ""
+    return (
+        f"{report['subject']} provides none of the names that are judged{example}; expose them at torch's public "
+        "paths, or map them in a claims file"
+    )
 
 
 def _speed(speed: dict[str, Any]) -> VerdictPart:

@@ -27,6 +27,7 @@ from conformance.cli import gate
 from conformance.cli.judging import _JudgingBar, _Lines, _salvaged
 from conformance.cli.options import of_gate
 from conformance.cli.running import Stop
+from conformance.judge.judgement import Judgement
 from conformance.judge.results import verdict
 from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.report.verdict import parts, reasons
@@ -59,7 +60,19 @@ def test_each_part_can_be_the_reason() -> None:
 
 def test_subject_without_names_is_red() -> None:
     assert verdict([], frozenset()) == "red"
-    assert reasons(a_report(provides_nothing=True)) == ["impl provides none of the names that are judged"]
+    (reason,) = reasons(a_report(provides_nothing=True))
+    assert reason.startswith("impl provides none of the names that are judged; expose them")
+
+
+def test_subject_without_names_of_selected_part_is_red() -> None:
+    lacking = judged("not provided", reason="impl does not provide amp.GradScaler")
+    tests = [lacking, judged("not claimed")]
+    names = frozenset({"nn.utils.clip_grad_norm_"})
+    assert verdict([Judgement(**test) for test in tests], names) == "red"
+    assert verdict([Judgement(**test) for test in [*tests, judged("passed")]], names) == "green"
+    assert verdict([Judgement(**judged("not claimed"))], names) == "green"
+    (reason,) = reasons(a_report(*tests, provides_nothing=True))
+    assert "that are judged, such as amp.GradScaler; expose them" in reason
 
 
 def test_red_report_says_nothing_about_other_package() -> None:

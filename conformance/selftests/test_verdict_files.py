@@ -200,6 +200,7 @@ def test_replay_runs_same_test() -> None:
 SLIPS = {
     ("their/scaling",): "is not the name of a package, such as impl, torch or your.package",
     ("their", "nn.utils.clip"): "'nn.utils.clip' is neither a clause nor an area such as amp",
+    ("their", "amp.GradScaler"): "; did you mean 'amp.grad_scaler'? python -m",
     (
         "their",
         "conformance/nn/test_none.py::test_x",
