@@ -106,6 +106,7 @@ def test_claims_file_can_name_simulated_device(tmp_path: Path) -> None:
 SAMPLE = (
     "nn/utils/test_clip_grad_parameters.py",
     "amp/test_grad_scaler_unscale.py",
+    "amp/test_grad_scaler_unscale_inputs.py",
     "distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded",
     "distributed/fsdp/test_failures.py::test_gradients_of_earlier_backwards_count",
 )
