@@ -38,9 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m conformance.simulator",
-        description="Run a script that is not written for one device alone on a simulated accelerator, under many "
-        "orders of its streams, and say which change its exit status, its output or what it saves by "
-        "torch.save, which is kept for the one run alone.",
+        description="Run a script on a simulated accelerator under many orders of its streams. Report the orders that "
+        "change its exit status, its output or the tensors that it saves with torch.save. The script must take its "
+        "device from torch.accelerator.",
         epilog="What follows -- are the script's own arguments.",
     )
     parser.add_argument("script")
@@ -48,10 +48,10 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds",
         type=int,
         default=20,
-        help="schedules to try; the first four are extreme, the others drawn (20)",
+        help="schedules to try (20): 0 is the script's own order, 1 to 3 are extreme, the others are drawn",
     )
     parser.add_argument(
-        "--seed", type=int, help="run it under this schedule alone, with its output, hazards and waits"
+        "--seed", type=int, help="run only this schedule, and print its output, hazards and waits"
     )
     parser.add_argument(
         "--ranks",
@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
         help="processes that run it, with the variables that torchrun sets (1)",
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="devices that each process sees (1, or as many as ranks)"
+        "--devices",
+        type=int,
+        default=1,
+        help="devices that each process sees, at least one for each rank (1)",
     )
     parser.add_argument(
         "--jobs",
@@ -119,7 +122,9 @@ def _compare(script: Script, seeds: range, jobs: int) -> int:
     for seed, changes in changed.items():
         print(f"  seed {seed}{_named(seed)}: {_summary(changes)}")
     hazards = _tell_seen([reference, *courses])
-    print(f"{len(changed)} of {len(courses)} schedules change the result; {hazards} hazards")
+    print(
+        f"{len(changed)} of {len(courses)} schedules change the result; {hazards} hazard{'' if hazards == 1 else 's'}"
+    )
     if changed:
         print(f"replay one: {_command(script, next(iter(changed)))}")
     return int(bool(changed or hazards))

@@ -117,7 +117,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def _build(compiler: str, cache: Path, path: Path) -> None:
     """All in one go: most of the time goes into torch's headers, which are read once."""
-    print("building the simulator, once: a minute", file=sys.stderr, flush=True)  # noqa: T201 - else it seems to hang
+    print("building the simulator once, in one or two minutes", file=sys.stderr, flush=True)  # noqa: T201 - else it seems to hang
     (cache / "compiler").write_text(compiler)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         together, library = Path(folder) / "together.cpp", Path(folder) / "library.so"
