@@ -51,7 +51,7 @@ pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
 
 
 def judged(name: str, folder: Path, *words: str) -> dict[str, Any]:
-    """The report on a subject of `misbehaving`, or in the folder, from a process of its own that runs the tests."""
+    """Judge a subject of `misbehaving` or of `folder` in a separate process, without workers. Return the report."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     process = context.Process(target=_judge, args=(name, folder, words))
@@ -80,7 +80,7 @@ def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
 
 
 def judged_by_workers(name: str, folder: Path, *words: str) -> dict[str, Any]:
-    """The report on a subject that ends processes: workers run the tests, one unless said."""
+    """Judge a subject that ends processes, in one worker unless `words` has another `-n`. Return the report."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--profile=quick"]
     command += [f"--subject={name}", f"--report={folder}", *words]
     path = os.pathsep.join(map(str, (folder, written(folder / "subjects"), ROOT)))

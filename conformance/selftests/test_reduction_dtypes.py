@@ -14,11 +14,12 @@ from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, Dtypes
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_coefficients_differ_in_each_dtype(ranks: int) -> None:
-    def values(accumulated: Sequence[torch.dtype], reduced: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    def sums_of(accumulated: Sequence[torch.dtype], reduced: Sequence[torch.dtype]) -> list[torch.Tensor]:
         pairs = itertools.product(accumulated, reduced)
         return [cases.expected(Dtypes(LOW, *pair), ranks, "accumulated") for pair in pairs]
 
-    # A sum that was rounded to few bits is exact in more bits.
-    sums = values([LOW], [LOW, FULL][:ranks]) + values([FULL], [LOW, FULL])
+    # A sum that was accumulated in LOW is exact in FULL. On one rank nothing is reduced.
+    reduced = [LOW, FULL][:ranks]
+    sums = sums_of([LOW], reduced) + sums_of([FULL], [LOW, FULL])
     for first, other in itertools.combinations(sums, 2):
         assert not torch.equal(first, other)

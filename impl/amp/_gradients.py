@@ -192,6 +192,10 @@ def _ordinary_last(params: list[Tensor]) -> list[Batch]:
 
 
 def _dense_grad(param: Tensor) -> Tensor:
+    """Return the gradient, or the values of a sparse one. A sparse float16 gradient is coalesced first.
+
+    The sum of duplicate rows can overflow in float16 although each row is finite.
+    """
     grad = param.grad
     assert grad is not None
     if not grad.is_sparse:

@@ -239,7 +239,7 @@ class _Lists:
     def _of_bucket(
         self, group_lists: GroupLists, bucket: Bucket, copies: Mapping[int, Tensor]
     ) -> list[Update]:
-        group, low_precision_params = group_lists.group, _in_low_precision(bucket.params, copies)
+        group, low_precision_params = group_lists.group, _low_precision_params(bucket.params, copies)
         if group_lists.attached is None:
             group_lists.attached = {}
         prepared: _Prepared | None = group_lists.attached.pop(bucket, None)
@@ -272,7 +272,7 @@ class _Lists:
                 params = [bucket.params[i] for i in indices]
                 states = [*map(torch.zeros_like, params)] if unfilled else [momenta[i] for i in indices]
                 selected_grads = [grads[i] for i in indices]
-                low_precision_params = _in_low_precision(params, copies)
+                low_precision_params = _low_precision_params(params, copies)
                 parameters = _prepare(params, [states], bucket, selected_grads, low_precision_params)
                 updates.append(
                     Update(self._rule, group, params, parameters, selected_grads, bucket, unfilled)
@@ -308,7 +308,7 @@ def _local_gradients(bucket: Bucket) -> list[Tensor]:
     return [local_part(grad) for grad in bucket.grads]
 
 
-def _in_low_precision(params: Sequence[Tensor], copies: Mapping[int, Tensor]) -> list[Tensor]:
+def _low_precision_params(params: Sequence[Tensor], copies: Mapping[int, Tensor]) -> list[Tensor]:
     return [local_part(copies[id(param)]) for param in params] if copies else []
 
 

@@ -294,10 +294,10 @@ def test_growth_and_backoff(twins: Twins, interval: int) -> None:
     """An inf on any rank restarts the count of clean steps. State dicts contain the count."""
     world_size = twins.world_size
     calls: tuple[ScalerCall, ...] = ()
-    for bad in (None, None, 0, None, None, world_size - 1, None, None, None, None):
-        calls += iteration(None if bad is None else one_bad(bad, world_size)) + (ScalerCall("resume"),) * (
-            bad == 0
-        )
+    for bad_rank in (None, None, 0, None, None, world_size - 1, None, None, None, None):
+        calls += iteration(None if bad_rank is None else one_bad(bad_rank, world_size))
+        if bad_rank == 0:
+            calls += (ScalerCall("resume"),)
     plan = ScalerProgram(
         parts(world_size), calls, options=EIGHT | {"growth_interval": interval, "growth_factor": 3.0}
     )

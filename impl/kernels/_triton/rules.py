@@ -2,6 +2,9 @@
 
 Settings are scalar arguments in f64. Numbers that are the same for all elements are computed in f64 and rounded to f32
 once.
+
+LISTS is the number of lists in the update table, STATES that of the lists of states. OWN, GRADS and COPIES are dtypes:
+see `visit_update`. A rule gets three states, and returns those that it does not use unchanged.
 """
 
 import triton

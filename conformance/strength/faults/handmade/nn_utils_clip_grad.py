@@ -31,7 +31,7 @@ def gradients(parameters: Any) -> list[torch.Tensor]:
 
 
 def as_list(parameters: Any) -> Any:
-    """Several passes over the parameters; a generator that was empty stays one, about which the original may warn."""
+    """Return iterables as lists, for several passes. Return empty ones unchanged: the original may warn of them."""
     if isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor):
         return list(parameters) or parameters
     return parameters

@@ -116,26 +116,26 @@ def test_inner_module_runs_after_failed_backward() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_reading_thread_does_not_end_backward() -> None:
-    """The thread does not run the backward, which has not raised."""
+def test_summoning_on_other_thread_raises_and_keeps_backward() -> None:
+    """The refused call is not taken for a failure of the backward that is running on the main thread."""
     with world_of(1):
         expected = gradients_of_a_step(seeded_model())
     refused: list[BaseException] = []
     with world_of(1):
         model = seeded_model()
 
-        def look() -> None:
+        def summon() -> None:
             with pytest.raises(AssertionError) as raised, type(model).summon_full_params(model):
                 pass
             refused.append(raised.value)
 
-        def on_a_thread(_: Tensor) -> None:
-            thread = threading.Thread(target=look)
+        def summon_on_thread(_: Tensor) -> None:
+            thread = threading.Thread(target=summon)
             thread.start()
             thread.join()
 
         hook = model.body.parts[0].register_forward_hook(
-            lambda _, __, out: out.register_hook(on_a_thread) and None
+            lambda _, __, out: out.register_hook(summon_on_thread) and None
         )
         actual = gradients_of_a_step(model)
         hook.remove()

@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 
 
 def stride_of(shape: tuple[int, ...], outward: tuple[int, ...]) -> tuple[int, ...]:
-    """The stride of a tensor without gaps whose dimensions lie in memory in another order, the innermost first."""
+    """Return the stride of a dense tensor. `outward` lists its dimensions from the innermost one in memory."""
     stride, step = [0] * len(shape), 1
     for dim in outward:
         stride[dim] = step
@@ -40,7 +40,7 @@ def layouts(draw: st.DrawFn, world: int | None = None) -> FlatLayout:
     return layout_of(named, world or draw(st.integers(1, 5)), draw(st.sampled_from([1, 4])))
 
 
-def unsharded(slot: Slot, values: torch.Tensor) -> torch.Tensor:
+def full_tensor_of(slot: Slot, values: torch.Tensor) -> torch.Tensor:
     return values.as_strided(slot.shape, slot.stride)
 
 
@@ -49,7 +49,7 @@ def test_overlaps_are_what_chunks_are_made_of(layout: FlatLayout) -> None:
     ranks = range(layout.world)
     for slot in layout.slots:
         values = torch.arange(slot.numel)
-        expected = unsharded(slot, values).chunk(layout.world)
+        expected = full_tensor_of(slot, values).chunk(layout.world)
         for holder in ranks:
             chunk = chunk_of(slot, holder, layout.world)
             memory = torch.full((slot.numel // slot.shape[0] * chunk.shape[0],), -1)
@@ -95,7 +95,7 @@ def test_ranks_exchange_what_they_are_to_hold_and_no_more(
     )
     for number, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
         memory = resharding_cases.in_memory(slot.numel, number, dtype)
-        expected = unsharded(slot, memory).chunk(world)
+        expected = full_tensor_of(slot, memory).chunk(world)
         for outcome, chunk in zip(outcomes, expected, strict=False):
             assert torch.equal(outcome["chunks"][number], chunk)
     for rank, outcome in enumerate(outcomes):

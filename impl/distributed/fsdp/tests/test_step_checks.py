@@ -94,6 +94,8 @@ def test_step_with_unsharded_states_names_them_and_changes_nothing(
 
 
 def test_other_optimizers_may_have_unsharded_states() -> None:
+    """Only the steps of torch's own optimizers fail. A user's step may read unsharded states correctly."""
+
     class OwnStep(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:

@@ -41,12 +41,12 @@ class ForeignCollective(NamedTuple):
     ranks: tuple[int, ...]
 
 
-_one_at_a_time = threading.Lock()
+_gc_lock = threading.Lock()
 # A forked child inherits neither a taken lock nor disabled garbage collection.
 os.register_at_fork(
-    before=_one_at_a_time.acquire,
-    after_in_parent=_one_at_a_time.release,
-    after_in_child=_one_at_a_time.release,
+    before=_gc_lock.acquire,
+    after_in_parent=_gc_lock.release,
+    after_in_child=_gc_lock.release,
 )
 
 
@@ -56,7 +56,7 @@ def _no_garbage_collection() -> Generator[None]:
     if sys.version_info >= (3, 12):
         yield
         return
-    with _one_at_a_time:
+    with _gc_lock:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
