@@ -57,7 +57,8 @@ class OptimStateDicts:
             all-to-all.
         Source: torch's 2.13; differences: no two parameters share a number; sharded dicts only move each rank's rows.
         """
-        settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
+        wrappers = _rooted(model)
+        settings: Any = wrappers[0].get_state_dict_type(model)
         config = settings.optim_state_dict_config
         options = OptimSaveOptions(
             is_full=settings.state_dict_type == StateDictType.FULL_STATE_DICT,
@@ -66,7 +67,7 @@ class OptimStateDicts:
             uses_dtensor=getattr(config, "_use_dtensor", False),
         )
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return collect_state_dict(model, _rooted(model), Source(optim), state, options, group)
+        return collect_state_dict(model, wrappers, Source(optim), state, options, group)
 
     @staticmethod
     def optim_state_dict_to_load(  # noqa: PLR0913  torch's six arguments
@@ -98,10 +99,11 @@ class OptimStateDicts:
         Source: torch's 2.13; differences: an error is raised on all ranks, before anything is changed; shapes are
             compared with `use_orig_params` too; the result shares no memory with the argument.
         """
-        settings: Any = wrappers_in(model)[0].get_state_dict_type(model)
+        wrappers = _rooted(model)
+        settings: Any = wrappers[0].get_state_dict_type(model)
         loaded = OptimStateLoading(
             model,
-            _rooted(model),
+            wrappers,
             Source(optim),
             optim_state_dict,
             rank0_only=getattr(settings.optim_state_dict_config, "rank0_only", False),
@@ -245,9 +247,15 @@ def _rooted(model: nn.Module) -> list[StateDicts]:
     """Return every FullyShardedDataParallel at and below the model, ready for collectives.
 
     Raises:
+        ValueError: there is none.
         AssertionError: some of them use the original parameters, and some flat ones.
     """
     wrappers = wrappers_in(model)
+    if not wrappers:
+        raise ValueError(
+            f"{type(model).__name__} has no FullyShardedDataParallel; for fully_shard and unsharded models use "
+            "get_optimizer_state_dict and set_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
+        )
     if len({wrapper._use_orig_params for wrapper in wrappers}) > 1:
         raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
     for wrapper in wrappers:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from conformance.ranks import RankFault, RankPool
-from impl.distributed.fsdp import checkpoint
+from impl.distributed.fsdp import FullyShardedDataParallel, checkpoint
 from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader, folders
 from impl.distributed.fsdp.tests.checkpoint_cases import Payload, with_payload
 
@@ -124,6 +124,19 @@ def test_checkpoint_moves_between_wrapping_and_fully_shard(
         assert are_same(loaded, saved_state)
         if number == 2 and saved_from == loaded_into:
             assert are_same(actual, expected)
+
+
+def test_optimizer_state_of_unwrapped_model_names_functions_to_use() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (
+        lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        lambda: FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, optimizer.state_dict()),
+    ):
+        with pytest.raises(
+            ValueError, match=r"Linear has no FullyShardedDataParallel; .*set_optimizer_state_dict"
+        ):
+            call()
 
 
 def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
