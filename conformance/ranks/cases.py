@@ -36,13 +36,14 @@ class PlacedGradient:
     """A gradient as its full value and its placement.
 
     `shard_dim` is its sharded dimension on a mesh with one dimension, or None if every rank has a copy. `placements`
-    are its placements on other meshes.
+    are its placements on other meshes. `mesh_shape` is the shape of a mesh that only this gradient may be on.
     """
 
     value: torch.Tensor
     shard_dim: int | None
     is_dtensor: bool = True
     placements: tuple[Placement, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
 
     def on(self, mesh: DeviceMesh) -> torch.Tensor:
         value = self.value.to(mesh.device_type)
@@ -80,6 +81,35 @@ def clip(
     clip_function = load_library(library).find(f"nn.utils.{function}")
     tensors = grads if function == "get_total_norm" else [_parameter(grad) for grad in grads]
     return observe(lambda: _unshard(clip_function(tensors, **arguments)), watch=local_grads)
+
+
+def clip_over_meshes(
+    rank: Rank, *, library: str, gradients: Sequence[PlacedGradient], arguments: Mapping[str, Any]
+) -> Outcome:
+    """Clip gradients that are each on a mesh of its own.
+
+    The value is the gradients before, the norm, and the gradients afterwards. The gradients are unsharded, or None on
+    ranks that are not in their mesh.
+    """
+    parameters = [_parameter(gradient.on(rank.mesh(*gradient.mesh_shape))) for gradient in gradients]
+
+    def full_gradients() -> list[torch.Tensor | None]:
+        return [None if parameter.grad is None else full_tensor(parameter.grad) for parameter in parameters]
+
+    before = [None if grad is None else grad.clone() for grad in full_gradients()]
+
+    def clipped() -> tuple[list[torch.Tensor | None], torch.Tensor, list[torch.Tensor | None]]:
+        norm = load_library(library).find("nn.utils.clip_grad_norm_")(parameters, **arguments)
+        return before, norm, full_gradients()
+
+    return observe(clipped)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the unsharded tensor, or None if this rank is not in its mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return None if tensor.device_mesh.get_coordinate() is None else tensor.full_tensor()
 
 
 def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:

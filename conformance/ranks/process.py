@@ -9,6 +9,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import math
 import os
 import pickle
 import select
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from conformance import simulator
 from conformance.judge.library import LookupFailed, NotProvided
@@ -53,7 +54,10 @@ class Rank:
     device: torch.device
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-        """Return a mesh of all ranks, the same for all cases, because DTensor remembers the first of equal meshes."""
+        """Return a mesh of the first ranks, or of all.
+
+        It is the same for all cases, because DTensor remembers the first of equal meshes.
+        """
         return _mesh(dist.group.WORLD, self.device.type, sizes, names)
 
     def group_of_device(self) -> dist.ProcessGroup:
@@ -63,7 +67,7 @@ class Rank:
 
 @functools.cache
 def _mesh(_: Any, device: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
-    return init_device_mesh(device, sizes, mesh_dim_names=names)
+    return DeviceMesh(device, torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=names)
 
 
 @functools.cache

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from impl import kernels
@@ -31,7 +30,7 @@ from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerSt
 from impl.kernels import StepNumbers, TensorList, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
-from impl.optim._shards import Norms, local_part, shard_group, shard_groups
+from impl.optim._shards import Norms, Sharding, are_sharded, local_part, shardings_of
 
 _Optimizer = torch.optim.Optimizer
 
@@ -85,8 +84,12 @@ class _Step:
     known_found_inf: Found | None
 
     @functools.cached_property
-    def groups(self) -> list[dist.ProcessGroup]:
-        return shard_groups(self.params)
+    def shardings(self) -> dict[int, Sharding]:
+        """Sharding of each parameter, by `id`. Empty if no parameter is sharded."""
+        if not are_sharded(self.params):
+            return {}
+        shardings = dict(zip(map(id, self.params), shardings_of(self.params), strict=True))
+        return shardings if any(sharding != Sharding() for sharding in shardings.values()) else {}
 
     @property
     def norm_device(self) -> torch.device:
@@ -138,7 +141,7 @@ def fused_step(
                 taken = None if found_inf is None else not found_inf
                 return FusedStepResult(norm, local_found_inf, global_found_inf, taken)
         except NoFusedUpdate as error:
-            has_peers = bool(step.groups) or (scaler._has_peers and scale is not None)
+            has_peers = bool(step.shardings) or (scaler._has_peers and scale is not None)
             if has_peers and error.is_of_this_rank:
                 # Other ranks may take a fused update and wait for this one.
                 raise RuntimeError(
@@ -155,7 +158,7 @@ def _step_by_optimizer(step: _Step) -> FusedStepResult:
         if step.scale is not None and step.known_found_inf is None:
             scaler.unscale_(optimizer)
         params_and_grads = [(param, coalesced(param)) for param in step.params if param.grad is not None]
-        if step.groups:
+        if step.shardings:
             params = [param for param, _ in params_and_grads]
             local_grads = [local_part(grad) for _, grad in params_and_grads]
             norm, _, global_found_inf, _ = _joint_norm_and_found_inf(step, [(params, local_grads)])
@@ -210,21 +213,14 @@ def _call_step(step: _Step) -> bool | None:
     return step_unless_found_inf(optimizer, flag)
 
 
-def agree_in_one_group(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Found]:
-    """Combine norm and flags over the process group that the parameters are sharded over.
+def agree_over_shards(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Found]:
+    """Combine norm and flags over the process groups that the parameters are sharded over.
 
-    Raises:
-        RuntimeError: there are several groups.
-    Collectives: one all-gather.
+    Collectives: one all-gather for each group.
     """
-    if len(norms.sharded) > 1:
-        raise RuntimeError(
-            f"the parameters are sharded over {len(norms.sharded)} process groups, none of which can decide for all; "
-            "use a ShardedGradScaler, with a process_group of all their ranks"
-        )
-    [group] = norms.sharded
     device = norms.replicated.device
-    norm, flag = norms.gathered(group, combine_found_inf(local_found_inf, device))
+    norm, flag = norms.joint(combine_found_inf(local_found_inf, device).to(torch.float64))
+    assert flag is not None
     return norm, {device: flag.float()}
 
 
@@ -244,24 +240,26 @@ def _joint_norm_and_found_inf(
     Args:
         params_and_grads: lists of parameters, and of this process's local gradients.
     """
-    replicated: list[Tensor] = []
-    sharded: dict[dist.ProcessGroup, list[Tensor]] = {group: [] for group in step.groups}
-    if sharded:
+    grads_by_sharding: dict[Sharding, list[Tensor]] = {Sharding(): []}
+    if step.shardings:
+        grads_by_sharding |= {sharding: [] for sharding in step.shardings.values()}
         for params, grads in params_and_grads:
             for param, grad in zip(params, grads, strict=True):
-                group = shard_group(param)
-                (replicated if group is None else sharded[group]).append(grad)
+                grads_by_sharding[step.shardings[id(param)]].append(grad)
     else:
-        replicated = concat([grads for _, grads in params_and_grads])
+        grads_by_sharding[Sharding()] = concat([grads for _, grads in params_and_grads])
     local_found_inf: Found = {}
-    numbers = None if sharded else _step_numbers(step, replicated)
+    numbers = None if step.shardings else _step_numbers(step, grads_by_sharding[Sharding()])
     if numbers is not None:
         local_found_inf[step.norm_device] = numbers.found_inf
-    norms = Norms(
-        step.options.norm_type,
-        _norm(step, replicated, local_found_inf) if numbers is None else numbers.scaled_norm,
-        {group: _norm(step, grads, local_found_inf) for group, grads in sharded.items()},
-    )
+        by_sharding = {Sharding(): numbers.scaled_norm}
+    else:
+        by_sharding = {
+            sharding: _norm(step, grads, local_found_inf) for sharding, grads in grads_by_sharding.items()
+        }
+    # All ranks must agree on the dtype, also if a rank has no element of a float64 parameter.
+    is_wide = any(param.dtype is torch.float64 for param in step.params)
+    norms = Norms(step.options.norm_type, by_sharding, torch.float64 if is_wide else torch.float32)
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(norms, checked)
     if step.scale is not None and not global_found_inf:

@@ -6,6 +6,7 @@ All or nothing
     gradients after them are unchanged if it raises.
 """
 
+import itertools
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -182,8 +183,13 @@ def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
 def _ordinary_last(params: list[Tensor]) -> list[Batch]:
     others: list[Batch] = []
     ordinary: list[Tensor] = []
+    # The operator takes DTensors of one mesh, and combines their flags over the mesh.
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for param in params:
+        grad = _dense_grad(param)
+        by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
     # Like torch, pass gradients of one device and dtype to the operator together, so that it raises for the same ones.
-    for device, dtype, grads in _by_device_and_dtype([_dense_grad(param) for param in params]):
+    for device, dtype, grads in itertools.chain.from_iterable(map(_by_device_and_dtype, by_mesh.values())):
         if _are_ordinary(grads, {dtype}):
             ordinary += grads
         else:

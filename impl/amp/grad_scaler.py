@@ -260,7 +260,8 @@ class GradScaler:
                 parameters; or a float16 gradient would be unscaled in place.
         Sync: none for the four optimizers, except in the first step of momentum with `dampening`, and none for
             optimizers that read `found_inf` themselves. For others see `docs/fused-step.md`.
-        Collectives: none, or one all-gather if the parameters are sharded (FSDP, DTensor).
+        Collectives: one all-gather of a few numbers for each process group that parameters are sharded over (FSDP,
+            DTensors on any meshes).
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -560,9 +561,9 @@ class GradScaler:
         return found_inf_per_device
 
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]:
-        """Combine the norms and flags of all processes, in at most one collective."""
-        if norms.sharded:
-            return _fused_step.agree_in_one_group(norms, found_inf_per_device)
+        """Combine the norms and flags of all processes."""
+        if norms.are_sharded:
+            return _fused_step.agree_over_shards(norms, found_inf_per_device)
         return norms.replicated, self._reduce_found_inf(found_inf_per_device)
 
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device:

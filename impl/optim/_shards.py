@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from impl import kernels
 from impl.kernels import PLAIN_TYPES, to_device
 
 _registered: Any = WeakIdKeyDictionary()
-_CURE = "whose ranks have no one process group; call unscale_, clip_grad_norm_, step and update instead"
 
 
-def register_shard_groups(parameter: Tensor, *groups: dist.ProcessGroup) -> None:
-    """Record that `parameter` is one rank's shard of a parameter that is sharded over these groups."""
+class Sharding(NamedTuple):
+    """The ranks that hold different elements of a tensor. All other ranks repeat theirs."""
+
+    # Groups of the dimensions of a mesh along which the tensor is sharded.
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    # Set if some ranks of the other tensors are not in the tensor's mesh. They hold nothing of it.
+    mesh: DeviceMesh | None = None
+
+
+def register_sharding(parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] | None) -> None:
+    """Record that `parameter` is one rank's shard of a parameter that is sharded over these groups.
+
+    None: it is the shard of several parameters, which are sharded over different groups.
+    """
     _registered[parameter] = groups
 
 
@@ -36,75 +49,173 @@ def local_part(tensor: Tensor) -> Tensor:
     return local.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
 
 
-def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
-    """Return the process group that `parameter` is sharded over, or None if this rank holds all of it.
+def are_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a tensor may be sharded."""
+    return bool(_registered) or not PLAIN_TYPES.issuperset(map(type, tensors))
+
+
+def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
+    """Return how each tensor is sharded.
 
     Raises:
-        NotImplementedError: it is sharded over several groups, along several dimensions of a mesh; or it is a partial
-            DTensor.
+        NotImplementedError: a DTensor is partial; or a tensor is the shard of several parameters, which are sharded
+            over different groups.
+        ValueError: the meshes of DTensors have different ranks, which are not all ranks of the default group.
     """
-    if not is_distributed(parameter):
-        groups = _registered.get(parameter, ())
-        if len(groups) > 1:
-            raise NotImplementedError(
-                f"a parameter is sharded over {len(groups)} groups of ranks, for data and for tensor parallelism, and "
-                f"{_CURE}"
-            )
-        return groups[0] if groups else None
-    dtensor: Any = parameter
-    if any(placement.is_partial() for placement in dtensor.placements):
-        raise NotImplementedError("a DTensor with partial sums is no parameter that can be stepped")
-    sharded = [dim for dim, placement in enumerate(dtensor.placements) if not placement.is_replicate()]
-    if len(sharded) > 1:
+    narrow = _narrow_meshes(tensors)
+    known: dict[tuple[int, tuple[Any, ...]], Sharding] = {}
+    shardings: list[Sharding] = []
+    for tensor in tensors:
+        if not is_distributed(tensor):
+            shardings.append(_registered_sharding(tensor))
+            continue
+        dtensor: Any = tensor
+        key = id(dtensor.device_mesh), dtensor.placements
+        if key not in known:
+            known[key] = _dtensor_sharding(dtensor.device_mesh, dtensor.placements, narrow)
+        shardings.append(known[key])
+    return shardings
+
+
+def _registered_sharding(tensor: Tensor) -> Sharding:
+    groups = _registered.get(tensor, ()) if _registered else ()
+    if groups is None:
         raise NotImplementedError(
-            f"a DTensor with placements {dtensor.placements} is sharded along {len(sharded)} dimensions of its mesh, "
-            f"{_CURE}"
+            "a flat parameter has elements of parameters with and without tensor parallelism; wrap the module with "
+            "use_orig_params=True, or call unscale_, clip_grad_norm_, step and update instead"
         )
-    return dtensor.device_mesh.get_group(sharded[0]) if sharded else None
+    return Sharding(groups)
 
 
-def shard_groups(parameters: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """Return the groups that these parameters are sharded over, in order of appearance, which all ranks share."""
-    listed = list(parameters)
-    if not _registered and PLAIN_TYPES.issuperset(map(type, listed)):
+def _dtensor_sharding(
+    mesh: DeviceMesh, placements: tuple[Any, ...], narrow: Iterable[DeviceMesh]
+) -> Sharding:
+    if any(placement.is_partial() for placement in placements):
+        raise NotImplementedError("a DTensor with partial sums is no parameter that can be stepped")
+    is_member = mesh.get_coordinate() is not None
+    groups = tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(placements)
+        if is_member and not placement.is_replicate() and mesh.size(dim) > 1
+    )
+    return Sharding(groups, mesh if mesh in narrow else None)
+
+
+def _narrow_meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
+    """Return the meshes that lack ranks of other meshes, if the meshes have different ranks."""
+    dtensors: Iterable[Any] = filter(is_distributed, tensors)
+    by_id = {id(dtensor.device_mesh): dtensor.device_mesh for dtensor in dtensors}
+    meshes = list(dict.fromkeys(by_id.values()))
+    if len(meshes) < 2:
         return []
-    groups = dict.fromkeys(map(shard_group, listed))
-    return [group for group in groups if group is not None]
+    ranks = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
+    everyone = frozenset().union(*ranks.values())
+    narrow = [mesh for mesh in meshes if ranks[mesh] != everyone]
+    if narrow and len(everyone) != dist.get_world_size():
+        raise ValueError(
+            f"the DTensors are on meshes of different ranks, {sorted(everyone)} in all, which are not the "
+            f"{dist.get_world_size()} ranks of the default group; call the function for each mesh"
+        )
+    return narrow
+
+
+def combine_norms(norms: Mapping[Sharding, Tensor], order: float, flag: Tensor | None = None) -> Tensor:
+    """Return the norm of all tensors, with each element counted once, and in a second number the largest `flag`.
+
+    Args:
+        norms: f64, 0-dim norms of this rank's elements, by sharding. All ranks have the same order of shardings.
+        flag: f64, 0-dim.
+    Returns:
+        f64 of shape (1,), or (2,) with a flag, equal on every rank.
+    Collectives: one all-gather of a few numbers for each group. One more over the default group if some ranks are not
+        in a mesh.
+    """
+    joint = dict(norms)
+    flags = [] if flag is None else [flag]
+    for group in dict.fromkeys(group for sharding in norms for group in sharding.groups):
+        shardings = [sharding for sharding in norms if group in sharding.groups]
+        numbers = torch.stack([*(joint[sharding] for sharding in shardings), *flags])
+        columns = all_gather_numbers(numbers, group).unbind(1)
+        joint.update(
+            {sharding: _joint(column, order) for sharding, column in zip(shardings, columns, strict=False)}
+        )
+        flags = [column.amax() for column in columns[len(shardings) :]]
+    narrow = list(dict.fromkeys(sharding.mesh for sharding in norms if sharding.mesh is not None))
+    if narrow:
+        by_mesh = [
+            _joint(torch.stack([joint.pop(sharding) for sharding in norms if sharding.mesh == mesh]), order)
+            for mesh in narrow
+        ]
+        rows = all_gather_numbers(torch.stack([*by_mesh, *flags]), None).unbind()
+        for column, mesh in enumerate(narrow):
+            # All members of a mesh know its norm.
+            joint[Sharding(mesh=mesh)] = rows[int(mesh.mesh.flatten()[0])][column]
+        flags = [torch.stack([row[-1] for row in rows]).amax() for _ in flags]
+    return torch.stack([_joint(torch.stack([*joint.values()]), order), *flags])
+
+
+def _joint(norms: Tensor, order: float) -> Tensor:
+    # Norms of order 0 are counts, so add them.
+    return kernels.total_norm([norms.contiguous()], order or 1.0)
 
 
 @dataclass(frozen=True)
 class Norms:
-    """0-dim norms of one order: one of the replicated gradients, and one for each shard group."""
+    """0-dim norms of one order of this rank's gradients, by sharding. The first sharding is that over no group."""
 
     order: float
-    replicated: Tensor  # norm of the gradients that each rank holds all of
-    sharded: dict[dist.ProcessGroup, Tensor]  # norms of this rank's shards
+    by_sharding: Mapping[Sharding, Tensor]
+    dtype: torch.dtype = torch.float32  # dtype of the joint norm
 
-    def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of all gradients, with each element counted once, and the largest flag of all ranks.
+    @property
+    def replicated(self) -> Tensor:
+        """Norm of the gradients that each rank holds all of."""
+        return self.by_sharding[Sharding()]
 
-        Both are 0-dim: the norm is f32 or f64, the flag f64.
+    @property
+    def are_sharded(self) -> bool:
+        return len(self.by_sharding) > 1
 
-        Collectives: one all-gather in `among`, which includes all groups, of one number and one more for each group.
+    def joint(self, flag: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the norm of all gradients, and the largest f64 `flag` of all ranks that share gradients.
+
+        Collectives: those of `combine_norms`.
         """
-        numbers = torch.stack(
-            [flag.to(torch.float64), *(norm.to(torch.float64) for norm in self.sharded.values())]
-        )
-        numbers_of_ranks = all_gather_numbers(numbers, among)
-        norms = [self.replicated.to(torch.float64)]
-        for column, group in enumerate(self.sharded, start=1):
-            group_norms, ranks = numbers_of_ranks[:, column], _ranks_in(among, group)
-            if ranks != [*range(len(group_norms))]:
-                # Indexing with a list of ranks would synchronise with the device.
-                norm_of_ranks = group_norms.unbind()
-                group_norms = torch.stack([norm_of_ranks[rank] for rank in ranks])
-            norms.append(self._combined(group_norms.contiguous()))
-        wide = torch.float64 if self.replicated.dtype is torch.float64 else torch.float32
-        return self._combined(torch.stack(norms)).to(wide), numbers_of_ranks[:, 0].amax()
+        norms = {sharding: norm.to(torch.float64) for sharding, norm in self.by_sharding.items()}
+        norm, *flags = combine_norms(norms, self.order, flag).unbind()
+        return norm.to(self.dtype), flags[0] if flags else None
 
-    def _combined(self, norms: Tensor) -> Tensor:
-        # Norms of order 0 are counts, so add them.
-        return torch.linalg.vector_norm(norms, self.order or 1.0)
+    def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Norms, Tensor]:
+        """Combine the norms of shards over one group. Return all norms, and the largest `flag` of all ranks, as f64.
+
+        Raises:
+            RuntimeError: a rank that holds shards is not in `among`.
+        Collectives: one all-gather in `among` of `1 + len(over_one_group(shardings))` numbers.
+        """
+        ranks = {
+            sharding: [_ranks_in(among, group) for group in sharding.groups] for sharding in self.by_sharding
+        }
+        shardings = over_one_group(self.by_sharding)
+        numbers = [flag, *(self.by_sharding[sharding] for sharding in shardings)]
+        columns = all_gather_numbers(torch.stack([number.to(torch.float64) for number in numbers]), among)
+        flags, *norms_of_ranks = columns.unbind(1)
+        norms = dict(self.by_sharding)
+        full = [norms[Sharding()].to(torch.float64)]
+        for sharding, group_norms in zip(shardings, norms_of_ranks, strict=True):
+            del norms[sharding]
+            [group_ranks] = ranks[sharding]
+            # Indexing with a list of ranks would synchronise with the device.
+            norm_of_ranks = group_norms.unbind()
+            full.append(_joint(torch.stack([norm_of_ranks[rank] for rank in group_ranks]), self.order))
+        norms[Sharding()] = _joint(torch.stack(full), self.order)
+        return replace(self, by_sharding=norms), flags.amax()
+
+
+def over_one_group(shardings: Iterable[Sharding]) -> list[Sharding]:
+    """Return the shardings over one group, without repetitions."""
+    return [
+        sharding for sharding in dict.fromkeys(shardings) if len(sharding.groups) == 1 and not sharding.mesh
+    ]
 
 
 def all_gather_numbers(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_parameters
 from conformance.distributed.fsdp.lab import Lab
 from conformance.judge.outcome import observe
 from conformance.judge.sandbox import seeding
+from conformance.ranks.cases import PlacedGradient, full_tensor
 
 SIZE = 4  # rows of a rank's batch
 # The eps is as large as the gradients. With a smaller eps, rounding errors near zero would decide the update.
@@ -58,6 +60,21 @@ def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, 
     return results
 
 
+def unsharded_of_meshes(kind: str, grad_outcomes: Sequence[int | None]) -> list[Any]:
+    """Do the steps of `over_meshes` with unsharded parameters and torch's four calls."""
+    parameters = [nn.Parameter(start.value) for start in on_meshes(0)]
+    optimizer = OPTIMIZERS[kind](parameters)
+    results: list[Any] = []
+    for number, bad in enumerate(grad_outcomes):
+        for parameter, grad in zip(parameters, gradients_on_meshes(number, bad), strict=True):
+            parameter.grad = grad.value
+        norm = nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        if bad is None:
+            optimizer.step()
+        results.append((norm, [parameter.detach().clone() for parameter in parameters]))
+    return results
+
+
 def sharded(
     lab: Lab,
     *,
@@ -79,6 +96,55 @@ def sharded(
             _spoil(model)
         norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
         results.append((norm, its_scaler.get_scale(), _unsharded(lab, model, sharding)))
+    return results
+
+
+# Experts beside data parallelism, a mesh of two ranks, and a parameter that is no DTensor.
+_SHAPES_AND_PLACEMENTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]] = [
+    ((8, 5), (4,), (Shard(0),)),
+    ((8, 5), (2, 2), (Shard(0), Shard(1))),
+    ((6,), (2, 2), (Replicate(), Shard(0))),
+    ((3, 3), (2,), (Shard(0),)),
+    ((4,), (4,), ()),
+]
+
+
+def on_meshes(seed: int, factor: float = 1.0) -> list[PlacedGradient]:
+    """Return values for one parameter each, on meshes of the first of four ranks."""
+    generator = seeding.generator(seed)
+    return [
+        PlacedGradient(
+            torch.randn(shape, generator=generator) * factor, None, bool(placements), placements, mesh
+        )
+        for shape, mesh, placements in _SHAPES_AND_PLACEMENTS
+    ]
+
+
+def gradients_on_meshes(number: int, bad: int | None, scale: float = 1.0) -> list[PlacedGradient]:
+    """Return the gradients of an iteration. That of the parameter `bad` has inf in its last element, on some ranks."""
+    grads = on_meshes(number + 1, scale)
+    if bad is not None:
+        grads[bad].value.view(-1)[-1] = math.inf
+    return grads
+
+
+def over_meshes(lab: Lab, *, scaler: str, kind: str, grad_outcomes: tuple[int | None, ...]) -> list[Any]:
+    """Step parameters on several meshes. Return norms, and the unsharded parameters or None."""
+
+    def distribute(values: Sequence[PlacedGradient]) -> list[torch.Tensor]:
+        return [value.on(lab.rank.mesh(*value.mesh_shape)) for value in values]
+
+    parameters = [nn.Parameter(value) for value in distribute(on_meshes(0))]
+    optimizer = OPTIMIZERS[kind](parameters)
+    its_scaler = lab.library.find(scaler)("cpu", **OPTIONS)
+    its_scaler.scale(torch.ones(()))
+    results: list[Any] = []
+    for number, bad in enumerate(grad_outcomes):
+        grads = distribute(gradients_on_meshes(number, bad, its_scaler.get_scale()))
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        norm = its_scaler.fused_step(optimizer, MAX_NORM)
+        results.append((norm, [full_tensor(parameter.detach().clone()) for parameter in parameters]))
     return results
 
 

@@ -66,6 +66,30 @@ def test_fused_step_matches_unsharded_with_inf_on_each_rank(
     judge(twins_of(some_ranks), cases.sharded, judged, scaler, **arguments)
 
 
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.several_meshes")
+@ROW
+@pytest.mark.parametrize("kind", list(cases.OPTIMIZERS))
+@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, scaler: str, kind: str) -> None:
+    """Each gradient in turn has inf, which only some ranks hold."""
+    grad_outcomes = (None, 0, 1, 2, 3, 4, None)
+    expected = cases.unsharded_of_meshes(kind, grad_outcomes)
+
+    def judged(results: list[Any]) -> None:
+        for rank, iterations in enumerate(results):
+            for bad, (norm, whole), (own_norm, own_whole) in zip(
+                grad_outcomes, expected, iterations, strict=True
+            ):
+                label = f"on rank {rank}, inf in gradient {bad}: "
+                if bad is None:
+                    own = own_norm.values.to(norm.dtype)
+                    assert (excess := TRAINED.excess(norm, own)) is None, f"{label}the norm: {excess}"
+                pairs = [(full, own) for full, own in zip(whole, own_whole, strict=True) if own is not None]
+                assert_all_close(f"{label}parameters", *map(list, zip(*pairs, strict=True)), TRAINED)
+
+    judge(twins_of(4), cases.over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
 @ROW
 @pytest.mark.parametrize("enabled", [True, False])

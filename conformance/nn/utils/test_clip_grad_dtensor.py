@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -304,44 +304,78 @@ def test_norms_of_dtensors_whose_powers_overflow(
     )
 
 
-@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_among_plain")
-@pytest.mark.parametrize("foreach", [None, False], ids=str)
-@given(gradients=placed_gradients(), plain=st.integers(0, 5))
-def test_dtensors_among_plain_tensors(
-    clipping: Clipping, foreach: bool | None, gradients: list[PlacedGradient], plain: int
-) -> None:
-    gradients.insert(plain, PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False))
-    expected, actual = (
-        clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0, foreach=foreach)
-        for library in (clipping.reference, clipping.subject)
-    )
-    assert all(outcome.raised is not None for outcome in expected)
-    if are_unchanged(gradients, actual):
-        # Tandem leaves the gradients unchanged. With foreach=False, torch scales the first ones before it raises.
-        expected, actual = (
-            [replace(outcome, watched=None) for outcome in outcomes] for outcomes in (expected, actual)
+PLAIN = ()
+# Placements by mesh of four ranks: data parallelism, experts beside it, a mesh of two ranks, and plain tensors.
+PLACEMENTS: dict[tuple[int, ...], list[tuple[Placement, ...]]] = {
+    PLAIN: [()],
+    (4,): [(Shard(0),), (Shard(1),), (Replicate(),), (Partial(),)],
+    (2, 2): [*(placements for layout in LAYOUTS.values() for placements in layout)],
+    (2,): [(Shard(0),), (Replicate(),)],
+}
+
+
+@st.composite
+def mixed_gradients(draw: st.DrawFn) -> list[PlacedGradient]:
+    """Draw gradients on two meshes or more, some of which have all ranks. Plain gradients count as a mesh."""
+    all_ranks = draw(st.sampled_from([(4,), (2, 2)]))
+    others = draw(
+        st.lists(st.sampled_from([*PLACEMENTS]), min_size=1, max_size=4).filter(
+            lambda meshes: {*meshes} != {all_ranks}
         )
-    assert_ranks_agree_with(expected, actual, tolerance_of(gradients))
-
-
-@clause("nn.utils.clip_grad.refusal_is_whole")
-@pytest.mark.deviation("clip_grad.refusal_is_whole")
-@pytest.mark.parametrize("shard_dim", [None, 0])
-def test_refused_mix_of_dtensors_and_plain_tensors_stays_as_it_was(
-    clipping: Clipping, deviation: DeviationJudge, shard_dim: int | None
-) -> None:
-    gradients = [
-        PlacedGradient(torch.full((4,), 9.0), shard_dim),
-        PlacedGradient(torch.tensor([3.0, 4.0]), None, is_dtensor=False),
+    )
+    meshes = draw(st.permutations([all_ranks, *others]))
+    return [
+        PlacedGradient(
+            torch.randn(8, 5, generator=seeding.generator(draw(st.integers(0, 2**16)))),
+            None,
+            is_dtensor=mesh != PLAIN,
+            placements=draw(st.sampled_from(PLACEMENTS[mesh])),
+            mesh_shape=mesh or (4,),
+        )
+        for mesh in meshes
     ]
 
-    def is_refused(outcomes: list[Outcome]) -> bool:
-        return all(outcome.raised is not None for outcome in outcomes)
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.mixed_meshes")
+@pytest.mark.deviation("clip_grad.mixed_meshes")
+@pytest.mark.parametrize("foreach", [None, False], ids=str)
+@given(gradients=mixed_gradients(), max_norm=max_norms, norm_type=st.sampled_from(NORM_TYPES))
+def test_gradients_on_several_meshes_have_one_norm(
+    deviation: DeviationJudge,
+    ranks: Callable[..., RankPool],
+    device: str,
+    gradients: list[PlacedGradient],
+    max_norm: float,
+    norm_type: float,
+    foreach: bool | None,
+) -> None:
+    arguments = {"max_norm": max_norm, "norm_type": norm_type, "foreach": foreach}
+    pool, tolerance = ranks(4, device), tolerance_of(gradients, norm_type)
+
+    def are_clipped(outcomes: list[Outcome]) -> bool:
+        if any(outcome.raised is not None for outcome in outcomes):
+            return False
+        before, *_ = outcomes[0].value  # rank 0 is in all meshes
+        parameters = [torch.nn.Parameter(torch.zeros_like(grad.values)) for grad in before]
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad.values.clone()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        expected = [norm, *(parameter.grad for parameter in parameters)]
+        return all(
+            actual is None or tolerance.excess(value, actual.values) is None
+            for _, rank_norm, grads in (outcome.value for outcome in outcomes)
+            for value, actual in zip(expected, [rank_norm, *grads], strict=True)
+        )
 
     deviation.judge(
-        lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0, foreach=False),
-        torch_does=lambda outcomes: is_refused(outcomes) and not are_unchanged(gradients, outcomes),
-        we_do=lambda outcomes: is_refused(outcomes) and are_unchanged(gradients, outcomes),
+        lambda library: pool.run(
+            "conformance.ranks.cases:clip_over_meshes",
+            library=library.spec,
+            gradients=gradients,
+            arguments=arguments,
+        ),
+        torch_does=lambda outcomes: all(outcome.raised is not None for outcome in outcomes),
+        we_do=are_clipped,
     )
 
 

@@ -23,7 +23,7 @@ from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
 from impl.optim._refusals import check_has_param_groups
-from impl.optim._shards import Norms, all_gather_numbers, shard_groups
+from impl.optim._shards import Norms, all_gather_numbers, over_one_group, shardings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,12 +184,12 @@ class ShardedGradScaler(GradScaler):
             AssertionError: there is no scale yet.
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
         Sync: as `GradScaler.fused_step`.
-        Collectives: one all-gather of one number per rank, and one for each group that parameters are sharded over. If
-            the optimizer has no fused update, the all-reduce of `unscale_` comes first.
+        Collectives: one all-gather of a few numbers per rank. One more for each process group of parameters that are
+            sharded over several groups. If the optimizer has no fused update, the all-reduce of `unscale_` comes first.
         """
         check_has_param_groups(optimizer)
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        numbers = 1 + len(shard_groups(params)) if has_fused_update(optimizer) else None
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        numbers = 1 + len(over_one_group(shardings_of(params))) if has_fused_update(optimizer) else None
         with self._report_failure_to_peers(optimizer, numbers):
             return super().fused_step(
                 optimizer, max_norm, norm_type, low_precision_params=low_precision_params, update=update
@@ -198,13 +198,16 @@ class ShardedGradScaler(GradScaler):
     def _agree(
         self, norms: Norms, found_inf_per_device: dict[torch.device, Tensor]
     ) -> tuple[Tensor, dict[torch.device, Tensor]]:
-        """Return the norm and the check result of all ranks, by one all-gather."""
-        if not self._enabled and not norms.sharded:
+        """Return the norm and the check result of all ranks."""
+        if not self._enabled and not norms.are_sharded:
             return norms.replicated, found_inf_per_device
         self._pending_check = False
         device = norms.replicated.device
-        norm, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
-        return norm, self._checked_result(check_result.float())
+        norms, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
+        # A rank whose check failed takes part in the first all-gather only.
+        found_inf = self._checked_result(check_result.float())
+        norm, _ = norms.joint()
+        return norm, found_inf
 
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device:
         return self._collective_device() if self._enabled else super()._norm_device(params)

@@ -5,13 +5,12 @@ Kernels
     one device at a time: one pass for the norm, one for the scaling, and a two-norm that neither overflows nor
     underflows in between.
 LocalShards
-    If all gradients are DTensors over one mesh, the kernels get each rank's local tensors, and the ranks exchange their
-    norms.
+    If some gradients are DTensors, over any meshes, and the others plain, the kernels get each rank's local tensors,
+    and the ranks exchange their norms.
 TorchOperators
     All other gradients take the torch operators that torch's own functions call, so that they raise torch's errors:
-    sparse, complex and integer gradients, other tensor subclasses, DTensors over several meshes or among plain tensors,
-    overlapping memory, empty gradients if the norm has no identity, and everything under `torch.compile`. One subclass
-    in a list sends the whole list to the operators.
+    sparse, complex and integer gradients, other tensor subclasses, overlapping memory, empty gradients if the norm has
+    no identity, and everything under `torch.compile`. One such subclass sends the whole list to the operators.
 KernelsAndOperators
     A list of plain tensors of which only some are ordinary is split. Ordinary gradients cannot raise once it is known
     that their dtypes can hold the numbers. So the others are changed first.
@@ -48,7 +47,7 @@ from impl.kernels import (
     overlaps_itself,
     recognize_layout,
 )
-from impl.nn.utils._dtensors import ShardedTensors, sharded_tensors
+from impl.nn.utils._dtensors import ShardedTensors, local_value, sharded_tensors
 from impl.optim._shards import is_distributed
 
 
@@ -180,11 +179,11 @@ class LocalShards:
 
     def total_norm(self, norm_type: float) -> Tensor:
         if norm_type > 0.0 and not (norm_type == math.inf and self.sharded.has_empty):
-            return self.sharded.replicated(self.sharded.joint_norm(norm_type))
+            return self.sharded.total_norm(norm_type)
         return TorchOperators(self.tensors, self.local.foreach).total_norm(norm_type)
 
     def scale_(self, max_norm: float, total_norm: Tensor) -> None:
-        local_norm = self.sharded.local_value(total_norm)
+        local_norm = local_value(total_norm)
         if local_norm is None or local_norm.dim() > 0:
             TorchOperators(self.tensors, self.local.foreach).scale_(max_norm, total_norm)
             return
@@ -192,6 +191,9 @@ class LocalShards:
         self.sharded.increment_versions()
 
     def clamp_(self, high: float) -> None:
+        if self.sharded.has_partial:
+            TorchOperators(self.tensors, self.local.foreach).clamp_(high)
+            return
         self.local.clamp_(high)
         self.sharded.increment_versions()
 
@@ -249,18 +251,20 @@ def route_for(tensors: list[Tensor], foreach: bool | None) -> Route:
 
 
 def _local_shards(tensors: list[Tensor], foreach: bool | None) -> LocalShards | None:
-    """Return the route of DTensors over one mesh, or None if their local tensors are not all ordinary."""
-    if not is_distributed(tensors[0]):
+    """Return the route of DTensors, also among plain tensors, or None if some local tensors are not ordinary."""
+    if not any(map(is_distributed, tensors)):
         return None
     sharded = sharded_tensors(tensors)
     if sharded is None or not PLAIN_TYPES.issuperset(map(type, sharded.local_tensors)):
         return None
     local = route_for(sharded.local_tensors, foreach)
-    if not isinstance(local, Kernels) or len(local.by_device) > 1:
+    if not isinstance(local, Kernels):
         return None
-    # The kernels recognise this list object, so that they need not query its layout again.
-    [local_tensors] = local.by_device.values()
-    return LocalShards(tensors, replace(sharded, local_tensors=local_tensors), local)
+    if len(local.by_device) == 1:
+        # The kernels recognise this list object, so that they need not query its layout again.
+        [local_tensors] = local.by_device.values()
+        sharded = replace(sharded, local_tensors=local_tensors)
+    return LocalShards(tensors, sharded, local)
 
 
 def _ordinary_on_one_device(tensors: list[Tensor], foreach: bool | None) -> list[Tensor] | None:

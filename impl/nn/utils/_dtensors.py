@@ -1,4 +1,4 @@
-"""Gradients that are DTensors over one mesh: their local tensors, and the joint norm of all ranks.
+"""Gradients of which some are DTensors: their local tensors, and the joint norm of all ranks.
 
 `torch.distributed.tensor` takes half a second to import, so it is not imported here. If a DTensor exists, it has been.
 """
@@ -16,114 +16,126 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl import kernels
-from impl.kernels import dtypes_of
+from impl.kernels import PLAIN_TYPES, are_on, dtypes_of, to_device
 from impl.kernels.norm import result_dtype
-from impl.optim._shards import all_gather_numbers, is_distributed
+from impl.optim._shards import Sharding, combine_norms, is_distributed, shardings_of
 
-_IS_SHARDED = {"Replicate": False, "Shard": True, "_StridedShard": True}  # class names of placements
-# For each dimension of a mesh, whether its ranks hold different shards.
-_Sharding = tuple[bool, ...]
+_ADDED = ("sum", "avg")  # reductions of partial DTensors that scaling commutes with
 
 
 @dataclass(frozen=True)
 class ShardedTensors:
-    """DTensors over one mesh, none of them partial, with their local tensors."""
+    """DTensors over one mesh or several, and plain tensors, which are equal on every rank."""
 
-    mesh: DeviceMesh
-    dtensors: Sequence[Any]
+    tensors: Sequence[Any]
     local_tensors: list[Tensor]
-    shardings: Sequence[_Sharding]
+    # Mesh of all tensors. None if there are several, or plain tensors.
+    mesh: DeviceMesh | None
+    has_partial: bool
 
     @property
     def has_empty(self) -> bool:
-        """Whether a DTensor is empty on every rank. A local tensor may be empty on this rank only."""
-        return not all(prod(dtensor.shape) for dtensor in self.dtensors)
+        """Whether a tensor is empty on every rank. A local tensor may be empty on this rank only."""
+        return not all(prod(tensor.shape) for tensor in self.tensors)
 
-    def joint_norm(self, norm_type: float) -> Tensor:
-        """Return the p-norm of all DTensors as one vector, for a positive p: a plain tensor, equal on every rank.
+    def total_norm(self, norm_type: float) -> Tensor:
+        """Return the p-norm of all tensors as one vector, for a positive p, equal on every rank.
 
-        Collectives: one all-gather for each sharded dimension of the mesh.
+        It is a replicated DTensor if all tensors are DTensors over one mesh, else a plain tensor.
+        Collectives: those of `combine_norms`. Partial DTensors are reduced first.
         """
-        norms = {sharding: self._norm(local, norm_type) for sharding, local in self._by_sharding().items()}
-        for dim in range(self.mesh.ndim):
-            shardings = [sharding for sharding in norms if sharding[dim]]
-            if shardings:
-                local_norms = torch.stack([norms[sharding] for sharding in shardings])
-                norms_of_ranks = all_gather_numbers(local_norms, self.mesh.get_group(dim))
-                for sharding, column in zip(shardings, norms_of_ranks.unbind(1), strict=True):
-                    norms[sharding] = kernels.total_norm([column.contiguous()], norm_type)
-        partial_norms = [*norms.values()]
-        joint = partial_norms[0] if len(partial_norms) == 1 else kernels.total_norm(partial_norms, norm_type)
-        return joint.to(result_dtype(dtypes_of(self.local_tensors)))
-
-    def _by_sharding(self) -> dict[_Sharding, list[Tensor]]:
-        """Return the non-empty local tensors of each sharding, in the same order on every rank."""
-        batches: dict[_Sharding, list[Tensor]] = {sharding: [] for sharding in self.shardings}
-        if len(batches) == 1 and all(map(Tensor.numel, self.local_tensors)):
-            return {self.shardings[0]: self.local_tensors}
-        for sharding, tensor in zip(self.shardings, self.local_tensors, strict=True):
-            if tensor.numel():
-                batches[sharding].append(tensor)
-        return batches
+        tensors = [_without_partial(tensor) for tensor in self.tensors] if self.has_partial else self.tensors
+        batches: dict[Sharding, list[Tensor]] = {}
+        shardings = shardings_of(tensors)
+        if len(set(shardings)) == 1 and not self.has_partial and all(map(Tensor.numel, self.local_tensors)):
+            batches[shardings[0]] = self.local_tensors  # the kernels recognise this list
+        else:
+            for sharding, tensor in zip(shardings, tensors, strict=True):
+                batch = batches.setdefault(sharding, [])
+                if (local := _local(tensor)).numel():
+                    batch.append(local)
+        norms = {sharding: self._norm(batch, norm_type) for sharding, batch in batches.items()}
+        norm = combine_norms(norms, norm_type)[0].to(result_dtype(dtypes_of(self.local_tensors)))
+        return norm if self.mesh is None else _replicated(norm, self.mesh)
 
     def _norm(self, tensors: list[Tensor], norm_type: float) -> Tensor:
-        """Return the norm in f64, because ranks with different dtypes exchange it."""
-        if not tensors:
-            return torch.zeros((), dtype=torch.float64, device=self.local_tensors[0].device)
-        return kernels.total_norm(tensors, norm_type).to(torch.float64)
-
-    def replicated(self, value: Tensor) -> Any:
-        """Return a replicated DTensor of a tensor that is equal on every rank."""
-        module = _module()
-        meta = module._dtensor_spec.TensorMeta(value.shape, value.stride(), value.dtype)
-        placements = (module.Replicate(),) * self.mesh.ndim
-        spec = module._dtensor_spec.DTensorSpec(self.mesh, placements, tensor_meta=meta)
-        # `DTensor.from_local` would do the same, but is differentiable and takes ten times as long.
-        return module.DTensor(value, spec, requires_grad=False)
-
-    def local_value(self, value: Tensor) -> Tensor | None:
-        """Return the local value of a plain tensor or of a DTensor over the same mesh, or None for any other.
-
-        Collectives: those that replicate a DTensor that is not, like torch's infinity norm.
-        """
-        if not is_distributed(value):
-            return value if type(value) is Tensor else None
-        dtensor: Any = value
-        if dtensor.device_mesh != self.mesh:
-            return None
-        if not all(placement.is_replicate() for placement in dtensor.placements):
-            dtensor = dtensor.redistribute(placements=[_module().Replicate()] * self.mesh.ndim)
-        local: Any = dtensor._local_tensor
-        return local if type(local) is Tensor else local.wait()  # AsyncCollectiveTensor
+        """Return the norm of local tensors in f64, because ranks with different dtypes exchange it."""
+        device = self.local_tensors[0].device
+        by_device: dict[torch.device, list[Tensor]] = {}
+        if tensors is self.local_tensors and are_on(device, tensors):
+            by_device[device] = tensors
+        else:
+            for tensor in tensors:
+                by_device.setdefault(tensor.device, []).append(tensor)
+        norms = [kernels.total_norm(batch, norm_type).to(torch.float64) for batch in by_device.values()]
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return (
+            norms[0]
+            if len(norms) == 1
+            else kernels.total_norm([to_device(norm, device) for norm in norms], norm_type)
+        )
 
     def increment_versions(self) -> None:
         """Increment the DTensors' version counters, because autograd does not see writes to their local tensors."""
-        torch.autograd.graph.increment_version(self.dtensors)
+        torch.autograd.graph.increment_version([*filter(is_distributed, self.tensors)])
 
 
 def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
-    """Return the DTensors, or None unless all are over one mesh that includes this rank and none is partial."""
-    if {*map(type, tensors)} != {_module().DTensor}:
+    """Return the tensors, or None unless all are plain or DTensors that can be scaled rank by rank."""
+    dtensor_type = _module().DTensor
+    if not {dtensor_type, *PLAIN_TYPES} >= {*map(type, tensors)}:
         return None
-    mesh: DeviceMesh = tensors[0].device_mesh
-    sharding_of: dict[tuple[type, ...], _Sharding] = {}
-    shardings: list[_Sharding] = []
-    for tensor in tensors:
-        spec = tensor._spec
-        types = tuple(map(type, spec.placements))
-        if spec.mesh is not mesh and spec.mesh != mesh:
-            return None
-        if types not in sharding_of:
-            names = [placement_type.__name__ for placement_type in types]
-            if not _IS_SHARDED.keys() >= {*names}:
-                return None
-            sharding_of[types] = tuple(
-                _IS_SHARDED[name] and mesh.size(dim) > 1 for dim, name in enumerate(names)
-            )
-        shardings.append(sharding_of[types])
-    if mesh.get_coordinate() is None:
+    dtensors = [tensor for tensor in tensors if type(tensor) is dtensor_type]
+    meshes = list(dict.fromkeys(dtensor.device_mesh for dtensor in dtensors))
+    is_uniform = len(meshes) == 1 and len(dtensors) == len(tensors)
+    partial = [
+        placement for dtensor in dtensors for placement in dtensor.placements if placement.is_partial()
+    ]
+    if all(mesh.get_coordinate() is None for mesh in meshes) or (is_uniform and partial):
         return None
-    return ShardedTensors(mesh, tensors, [tensor._local_tensor for tensor in tensors], shardings)
+    if any(placement.reduce_op not in _ADDED for placement in partial):
+        return None
+    local_tensors = [_local(tensor) for tensor in tensors]
+    return ShardedTensors(tensors, local_tensors, meshes[0] if is_uniform else None, bool(partial))
+
+
+def local_value(value: Tensor) -> Tensor | None:
+    """Return the local value of a plain tensor or of a DTensor, or None for any other.
+
+    Collectives: those that replicate a DTensor that is not, like torch's infinity norm.
+    """
+    if not is_distributed(value):
+        return value if type(value) is Tensor else None
+    dtensor: Any = value
+    if not all(placement.is_replicate() for placement in dtensor.placements):
+        dtensor = dtensor.redistribute(placements=[_module().Replicate()] * dtensor.device_mesh.ndim)
+    local: Any = dtensor._local_tensor
+    return local if type(local) is Tensor else local.wait()  # AsyncCollectiveTensor
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def _without_partial(tensor: Any) -> Any:
+    """Return a DTensor whose partial sums are reduced, or any other tensor itself."""
+    if not is_distributed(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(
+        placements=[
+            _module().Replicate() if placement.is_partial() else placement for placement in tensor.placements
+        ]
+    )
+
+
+def _replicated(value: Tensor, mesh: DeviceMesh) -> Any:
+    """Return a replicated DTensor of a tensor that is equal on every rank."""
+    module = _module()
+    meta = module._dtensor_spec.TensorMeta(value.shape, value.stride(), value.dtype)
+    spec = module._dtensor_spec.DTensorSpec(mesh, (module.Replicate(),) * mesh.ndim, tensor_meta=meta)
+    # `DTensor.from_local` would do the same, but is differentiable and takes ten times as long.
+    return module.DTensor(value, spec, requires_grad=False)
 
 
 def _module() -> Any:

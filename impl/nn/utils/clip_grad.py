@@ -35,15 +35,16 @@ def get_total_norm(
 
     Returns:
         0-dim norm on the first tensor's device. Its dtype is the promotion of the tensors' dtypes, but float32 for
-        float16. `tensor(0.)` if there are no tensors, and a replicated DTensor if they are DTensors.
+        float16. `tensor(0.)` if there are no tensors, and a replicated DTensor if all are DTensors on one mesh.
 
     Raises:
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set.
     Sync: none, unless `error_if_nonfinite`. Collectives: for DTensors, one all-gather of a few numbers for each sharded
-        dimension of the mesh. Norms of order 0 or less and partial DTensors take the collectives of DTensor's
-        operators.
+        dimension of each mesh, and one over the default group if some ranks are not in one of several meshes. Norms of
+        order 0 or less and partial DTensors take the collectives of DTensor's operators.
     Source: torch.nn.utils.get_total_norm 2.13; differences: the two-norm of finite tensors does not overflow or
-        underflow in intermediate squares, and float16 tensors give a float32 norm. The infinity norm of DTensors is
+        underflow in intermediate squares, and float16 tensors give a float32 norm. DTensors may be on several meshes or
+        among plain tensors, which count as equal on all ranks (torch raises). The infinity norm of DTensors is
         replicated (torch returns an unreduced one), also if a rank's shard is empty (torch hangs).
 
     >>> import torch

@@ -32,7 +32,7 @@ from impl.kernels.tests.racing import race
 from impl.nn.utils import clip_grad_norm_, get_total_norm
 from impl.optim import capture
 from impl.optim._graphs import capture_graph, graphs_for
-from impl.optim._shards import register_shard_groups
+from impl.optim._shards import register_sharding
 from impl.optim.tests.patches import Patches
 
 Program = Callable[[torch.device], Any]
@@ -309,7 +309,7 @@ def a_group_of_the_device_alone(device: torch.device) -> Any:
     """Holds parameters whose gradients lie on the host; as nccl does where states are offloaded."""
     group = dist.new_group(backend=f"{device.type}:{BACKENDS[device]}")
     param = torch.nn.Parameter(torch.ones(3))
-    register_shard_groups(param, group)
+    register_sharding(param, (group,))
     reported = []
     for scaler in (
         GradScaler(device.type, enabled=False),

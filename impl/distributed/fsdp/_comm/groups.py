@@ -46,11 +46,6 @@ class Groups:
         return self.shard is not None and self.replicate is not None
 
     @property
-    def holding(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups whose ranks each hold different elements of the parameters."""
-        return self.parallel if self.shard is None else (self.shard, *self.parallel)
-
-    @property
     def size(self) -> int:
         """Number of ranks that a gradient is averaged over."""
         return self.shard_size * (self.replicate.size() if self.replicate is not None else 1)

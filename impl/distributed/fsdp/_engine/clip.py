@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
-from impl.optim._shards import all_gather_numbers
+from impl.optim._shards import Sharding, combine_norms
 
 _EXCHANGED = torch.float64
 
@@ -27,26 +26,19 @@ def joint_norm(
 
     Args:
         full_grads: full tensors, which every rank has.
-    Collectives: one all-gather of one number per rank for each group that gradients are sharded over. Gradients with
-        the same tensor-parallel groups share theirs.
+    Collectives: those of `combine_norms`.
     """
-    group_by_mesh: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    grads_by_sharding: dict[Sharding, list[Tensor]] = {Sharding(): [*full_grads]}
     for unit in units:
         for group in unit.param_groups:
             for groups, grads in group.gradients_by_groups():
-                group_by_mesh.setdefault(groups, []).extend(grads)
-    norms = [_norm(full_grads, norm_type, device)] if full_grads else []
-    for groups, grads in group_by_mesh.items():
-        if grads or groups:
-            norm = _norm(grads, norm_type, device)
-            for group in groups:
-                norm = torch.linalg.vector_norm(all_gather_numbers(norm.reshape(1), group), norm_type)
-            norms.append(norm)
-    return (
-        torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if norms
-        else torch.zeros((), dtype=_EXCHANGED, device=device)
-    )
+                grads_by_sharding.setdefault(Sharding(groups), []).extend(grads)
+    norms = {
+        sharding: _norm(grads, norm_type, device)
+        for sharding, grads in grads_by_sharding.items()
+        if grads or sharding.groups
+    }
+    return combine_norms(norms, norm_type)[0] if norms else torch.zeros((), dtype=_EXCHANGED, device=device)
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

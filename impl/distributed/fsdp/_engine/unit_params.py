@@ -15,9 +15,9 @@ from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_write
 from impl.distributed.fsdp._engine.shared import RootContext, SummonedParams
 from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_for_compute
 from impl.distributed.fsdp._params.config import Config
-from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather
+from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
 from impl.kernels import span
-from impl.optim._shards import register_shard_groups
+from impl.optim._shards import register_sharding
 
 Group_co = TypeVar("Group_co", bound=ParamGroup, covariant=True)
 
@@ -73,8 +73,11 @@ class UnitParams(Generic[Group_co]):
         for group in self.param_groups:
             tracked = group.stepped if group.is_tracked else []
             track_optimizer_writes(tracked, group.gradients.exist_on_any_rank)
-            for parameter in tracked:
-                register_shard_groups(parameter, *group.groups.holding)
+            groups_of_params = sharding_groups(group)
+            if len(tracked) < len(groups_of_params):  # a flat parameter
+                groups_of_params = [groups_of_params[0] if len(set(groups_of_params)) == 1 else None]
+            for parameter, groups in zip(tracked, groups_of_params, strict=False):
+                register_sharding(parameter, groups)
 
     def is_in_full_precision(self) -> bool:
         if not self.config.full_precision_in_eval:

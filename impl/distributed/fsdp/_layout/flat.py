@@ -14,7 +14,7 @@ from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
 from impl.distributed.fsdp._params.config import Config
-from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes
+from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes, sharding_groups
 from impl.distributed.fsdp._params.param_registration import ManagedParam
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import copy_into_, to_device
@@ -91,19 +91,15 @@ class FlatParamGroup(FlatParamHandle):
 
     def gradients_by_groups(self) -> Iterator[tuple[tuple[dist.ProcessGroup, ...], list[Tensor]]]:
         """Yield the gradients of stepped parameters with the groups whose ranks have different elements of them."""
-        shard = () if self.groups.shard is None else (self.groups.shard,)
-        parallel_layouts = [info.parallel for info in self.param_infos]
-        if not any(parallel_layouts):
-            yield shard, [p.grad for p in self.stepped if p.grad is not None]
+        groups_of_params = sharding_groups(self)
+        if len(set(groups_of_params)) == 1:
+            yield groups_of_params[0], [p.grad for p in self.stepped if p.grad is not None]
             return
         grads: Sequence[Tensor | None] = [p.grad for p in self.stepped]
         if not self.use_orig_params:
-            grads = [None] * len(parallel_layouts) if grads[0] is None else self.pieces_of(grads[0])
-        for parallel_layout, grad in zip(parallel_layouts, grads, strict=True):
-            yield (
-                (*shard, *(parallel_layout.sharding_groups if parallel_layout else ())),
-                [] if grad is None else [grad],
-            )
+            grads = [None] * len(groups_of_params) if grads[0] is None else self.pieces_of(grads[0])
+        for groups, grad in zip(groups_of_params, grads, strict=True):
+            yield groups, [] if grad is None else [grad]
 
     def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
         unsharded = self.unsharded(dtype)

@@ -226,6 +226,12 @@ class ParamGroup(Protocol):
         """Free the memory of the unsharded parameters in every dtype."""
 
 
+def sharding_groups(group: ParamGroup) -> list[tuple[dist.ProcessGroup, ...]]:
+    """Return for each parameter the groups whose ranks have different elements of it."""
+    shard = () if group.groups.shard is None else (group.groups.shard,)
+    return [(*shard, *(info.parallel.sharding_groups if info.parallel else ())) for info in group.param_infos]
+
+
 def describe_names(names: Sequence[str], most: int = 4) -> str:
     """Return the first `most` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

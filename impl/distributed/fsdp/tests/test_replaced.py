@@ -7,7 +7,7 @@ from torch import nn
 from impl.distributed.fsdp import FullyShardedDataParallel
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp.tests.streamed import world_of
-from impl.optim._shards import shard_group
+from impl.optim._shards import Sharding, shardings_of
 
 
 def test_flat_parameter_from_meta_device_keeps_shard_groups() -> None:
@@ -17,7 +17,7 @@ def test_flat_parameter_from_meta_device_keeps_shard_groups() -> None:
         [parameter] = model.parameters()
         assert isinstance(parameter, FlatParameter)
         assert parameter._fqns == ("weight", "bias")
-        assert shard_group(parameter) is model.process_group
+        assert shardings_of([parameter]) == [Sharding((model.process_group,))]
 
 
 def test_replaced_original_parameter_keeps_shard_groups() -> None:
@@ -25,4 +25,4 @@ def test_replaced_original_parameter_keeps_shard_groups() -> None:
         model = FullyShardedDataParallel(nn.Linear(8, 4), use_orig_params=True)
         model.module.weight = nn.Parameter(model.module.weight.detach().clone())
         model(model.module.weight.new_ones(2, 8))
-        assert shard_group(model.module.weight) is model.process_group
+        assert shardings_of([model.module.weight]) == [Sharding((model.process_group,))]
