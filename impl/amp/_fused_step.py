@@ -172,20 +172,14 @@ def _step_by_optimizer(step: _Step) -> FusedStepResult:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
         taken = _call_step(step)
         if options.low_precision_params and taken is not False:
-            _copy_to_low_precision(step.params, [*options.low_precision_params])
+            copies = [*options.low_precision_params]
+            for batch in kernels.foreach_slices(copies):
+                torch._foreach_copy_(copies[batch], step.params[batch])
     if step.scale is None:
         return FusedStepResult(norm, {}, {}, taken)
     check_results = scaler._check_results.of(optimizer)
     local_found_inf = check_results.local_found_inf or {}
     return FusedStepResult(norm, local_found_inf, scaler._found_inf_per_device(optimizer), taken)
-
-
-def _copy_to_low_precision(params: list[Tensor], copies: list[Tensor]) -> None:
-    if kernels.share_memory_on_device(copies):  # the last one counts, as on the CPU
-        for copy, param in zip(copies, params, strict=True):
-            copy.copy_(param)
-    else:
-        torch._foreach_copy_(copies, params)
 
 
 def _dense_values(grad: Tensor) -> list[Tensor]:

@@ -23,7 +23,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_mask` | about 6, on demand | 3 a tensor |
 """
 
-from impl.kernels._by_dtype import share_memory_on_device
+from impl.kernels._by_dtype import foreach_slices
 from impl.kernels._copies import (
     HostCopy,
     copy_into_,
@@ -77,6 +77,7 @@ __all__ = [
     "dtypes_of",
     "dynamo_disable",
     "flag_if_free_to_read",
+    "foreach_slices",
     "fused_step_",
     "has_host_copies",
     "inverse",
@@ -91,7 +92,6 @@ __all__ = [
     "overlaps_itself",
     "recognize_layout",
     "scale_",
-    "share_memory_on_device",
     "span",
     "step_numbers",
     "tensor_guards",

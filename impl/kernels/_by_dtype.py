@@ -47,19 +47,23 @@ def changes_in_turn(tensors: Sequence[Tensor], dispatch: Dispatch) -> bool:
     return dispatch.backend != "cpu_blocked" and dispatch.is_eager and may_share_memory(tensors)
 
 
-def share_memory_on_device(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a multi-tensor operator may change these tensors otherwise than one after the other.
+def foreach_slices(tensors: Sequence[Tensor]) -> list[slice]:
+    """Return slices of a list that torch's multi-tensor operators may change in place, one slice after the other.
+
+    There is one slice, or one for each tensor if some may share memory on a device.
 
     Args:
         tensors: tensors of any type and layout on one device.
     """
-    return (
+    is_shared = (
         len(tensors) > 1
         and not tensors[0].is_cpu
         and is_eager(tensors)
         and layouts_of(tensors) == {torch.strided}
         and may_share_memory(tensors)
     )
+    step = 1 if is_shared else len(tensors) or 1
+    return [slice(start, start + step) for start in range(0, len(tensors), step)]
 
 
 def may_share_memory(tensors: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from impl.kernels import Addresses, share_memory_on_device
+from impl.kernels import Addresses, foreach_slices
 
 _pointer = Tensor.data_ptr
 
@@ -60,9 +60,7 @@ class Counters:
 
     def _lists(self) -> list[list[Tensor]]:
         """Return the counters in lists for torch's operators. A counter of two parameters counts twice."""
-        if share_memory_on_device(self.steps):
-            return [[step] for step in self.steps]
-        return [self.steps] if self.steps else []
+        return [self.steps[batch] for batch in foreach_slices(self.steps)]
 
     def _keep(self, flat: Tensor | None) -> None:
         if flat is not None:

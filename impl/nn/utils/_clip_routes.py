@@ -73,8 +73,9 @@ class TorchOperators:
 
         def scale_(tensors: list[Tensor], by_foreach: bool) -> None:
             factor = coefficient.to(tensors[0].device)
-            if by_foreach and not kernels.share_memory_on_device(tensors):
-                torch._foreach_mul_(tensors, factor)
+            if by_foreach:
+                for batch in kernels.foreach_slices(tensors):
+                    torch._foreach_mul_(tensors[batch], factor)
             else:
                 for tensor in tensors:
                     tensor.mul_(factor)
