@@ -19,6 +19,7 @@ from benchmarks.common import shapes_of, training
 from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from impl import kernels
+from impl.kernels import TensorList
 
 # Where latency is what counts, and where bandwidth is.
 _SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
@@ -41,16 +42,16 @@ def calls_on(tensors: list[Tensor]) -> dict[str, tuple[int, Callable[[], object]
     steps = [torch.ones((), device=device) for _ in tensors]
     parameters = kernels.Parameters(alike[0], alike[1:], steps)
     return {
-        "unscale_": (2, lambda: kernels.unscale_(tensors, factor, found_inf)),
-        "scale_": (2, lambda: kernels.scale_(tensors, factor)),
-        "clamp_": (2, lambda: kernels.clamp_(tensors, -1e3, 1e3)),
-        "total_norm 2": (1, lambda: kernels.total_norm(tensors, 2.0)),
-        "total_norm inf": (1, lambda: kernels.total_norm(tensors, math.inf)),
-        "checked_norm": (1, lambda: kernels.checked_norm(tensors, 2.0)),
+        "unscale_": (2, lambda: kernels.unscale_(TensorList(tensors), factor, found_inf)),
+        "scale_": (2, lambda: kernels.scale_(TensorList(tensors), factor)),
+        "clamp_": (2, lambda: kernels.clamp_(TensorList(tensors), -1e3, 1e3)),
+        "total_norm 2": (1, lambda: kernels.total_norm(TensorList(tensors), 2.0)),
+        "total_norm inf": (1, lambda: kernels.total_norm(TensorList(tensors), math.inf)),
+        "checked_norm": (1, lambda: kernels.checked_norm(TensorList(tensors), 2.0)),
         # Parameters and two moments read and written, gradients read.
         "fused_step_ AdamW": (
             7,
-            lambda: kernels.fused_step_(adamw, parameters, tensors, factor, found_inf[0]),
+            lambda: kernels.fused_step_(adamw, parameters, TensorList(tensors), factor, found_inf[0]),
         ),
     }
 

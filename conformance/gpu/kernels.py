@@ -19,6 +19,7 @@ from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
 from conformance.gpu.update_bounds import EACH, OTHERS, states_of, update
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
 from impl import kernels
+from impl.kernels import TensorList
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _SIZES = (1, 3, 1000, 4097)
@@ -50,16 +51,16 @@ def _factor_from_norm(dtype: torch.dtype) -> Tolerance:
 def unscale_(tensors: list[Tensor]) -> None:
     device = tensors[0].device
     factor, found_inf = torch.tensor(_FACTOR, device=device), torch.zeros(1, device=device)
-    _scaled(tensors, factor, lambda: kernels.unscale_(tensors, factor, found_inf))
+    _scaled(tensors, factor, lambda: kernels.unscale_(TensorList(tensors), factor, found_inf))
     assert found_inf.item() == 0.0, "found inf where there is none"
     tensors[-1].view(-1)[-1] = math.inf
-    kernels.unscale_(tensors, factor, found_inf)
+    kernels.unscale_(TensorList(tensors), factor, found_inf)
     assert found_inf.item() == 1.0, "overlooked an inf in the last element"
 
 
 def scale_(tensors: list[Tensor]) -> None:
     factor = torch.tensor(_FACTOR, device=tensors[0].device)
-    _scaled(tensors, factor, lambda: kernels.scale_(tensors, factor))
+    _scaled(tensors, factor, lambda: kernels.scale_(TensorList(tensors), factor))
 
 
 def _scaled(tensors: list[Tensor], factor: Tensor, call: Callable[[], None]) -> None:
@@ -74,9 +75,9 @@ def clip_(tensors: list[Tensor]) -> None:
     factor = _MAX_NORM / (norm.double() + 1e-6)
     assert factor < 1.0, "nothing to clip"
     before = [tensor.clone() for tensor in tensors]
-    kernels.clip_(tensors, 2 * norm.item(), norm)
+    kernels.clip_(TensorList(tensors), 2 * norm.item(), norm)
     _assert_same(before, tensors, EXACT)
-    kernels.clip_(tensors, _MAX_NORM, norm)
+    kernels.clip_(TensorList(tensors), _MAX_NORM, norm)
     _assert_same([(old.double() * factor).to(old.dtype) for old in before], tensors, _CLIPPED)
 
 
@@ -87,7 +88,7 @@ def step_numbers(tensors: list[Tensor]) -> None:
     scaled = _exact_norm(tensors)
     norm = scaled * _INV_SCALE
     for max_norm in (_MAX_NORM, math.inf):
-        actual = kernels.step_numbers(tensors, 2.0, scale, max_norm)
+        actual = kernels.step_numbers(TensorList(tensors), 2.0, scale, max_norm)
         assert actual is not None, "torch's operators ran instead"
         factor = _INV_SCALE * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         own = actual.norm.dtype
@@ -95,19 +96,19 @@ def step_numbers(tensors: list[Tensor]) -> None:
         _assert_same([factor.float()], [actual.factor], _factor_from_norm(own))
         _assert_same([no_flag, set_flag], [actual.found_inf, actual.taken], EXACT)
     tensors[-1].view(-1)[-1] = math.inf
-    actual = kernels.step_numbers(tensors, 2.0, scale, _MAX_NORM)
+    actual = kernels.step_numbers(TensorList(tensors), 2.0, scale, _MAX_NORM)
     assert actual is not None, "torch's operators ran instead"
     _assert_same([set_flag, no_flag], [actual.found_inf, actual.taken], EXACT)
 
 
 def clamp_(tensors: list[Tensor]) -> None:
     expected = [tensor.clamp(*_LIMITS) for tensor in tensors]
-    kernels.clamp_(tensors, *_LIMITS)
+    kernels.clamp_(TensorList(tensors), *_LIMITS)
     _assert_same(expected, tensors, EXACT)
 
 
 def total_norm(tensors: list[Tensor], p: float) -> None:
-    actual = kernels.total_norm(tensors, p)
+    actual = kernels.total_norm(TensorList(tensors), p)
     expected = _exact_norm(tensors, p).to(actual.dtype)
     _assert_same([expected], [actual], norm_of(_numel(tensors), len(tensors), p))
 
@@ -130,11 +131,11 @@ def fused_step_(rule: kernels.Rule, params: list[Tensor]) -> None:
     steps = [torch.tensor(_STEP, device=device) for _ in params]
     factor, found_inf = torch.tensor(_INV_SCALE, device=device), torch.ones((), device=device)
     parameters = kernels.Parameters(params, lists, steps)
-    kernels.fused_step_(rule, parameters, grads, factor, found_inf)
+    kernels.fused_step_(rule, parameters, TensorList(grads), factor, found_inf)
     assert all(torch.equal(old, param.cpu()) for old, param in zip(before[0], params, strict=True)), (
         "not skipped"
     )
-    kernels.fused_step_(rule, parameters, grads, factor, torch.zeros_like(found_inf))
+    kernels.fused_step_(rule, parameters, TensorList(grads), factor, torch.zeros_like(found_inf))
     for place, grad in enumerate(grads):
         old, *old_states = (tensors[place] for tensors in before)
         bounds = update(rule, old, grad.cpu(), old_states, _STEP, _INV_SCALE)

@@ -95,7 +95,7 @@ def _launched(requested: str) -> tuple[str, str]:
         return THERE if _imported("triton")[0] == THERE else MISSING, "no CUDA device to launch on"
     tensor = torch.ones(1, device="cuda")
     with kernels.backend("triton"):
-        kernels.scale_([tensor], torch.full((), 2.0, device="cuda"))
+        kernels.scale_(kernels.TensorList([tensor]), torch.full((), 2.0, device="cuda"))
     return THERE, f"a kernel scaled 1 to {tensor.item():g}"
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -160,7 +160,7 @@ def _step_by_optimizer(step: _Step) -> FusedStepResult:
         params_and_grads = [(param, coalesced(param)) for param in step.params if param.grad is not None]
         if step.shardings:
             params = [param for param, _ in params_and_grads]
-            local_grads = [local_part(grad) for _, grad in params_and_grads]
+            local_grads = TensorList([local_part(grad) for _, grad in params_and_grads])
             norm, _, global_found_inf, _ = _joint_norm_and_found_inf(step, [(params, local_grads)])
             if step.scale is not None:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = global_found_inf
@@ -227,21 +227,22 @@ class _JointResult(NamedTuple):
 
 
 def _joint_norm_and_found_inf(
-    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], list[Tensor]]]
+    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
 ) -> _JointResult:
     """Return the norm and the inf/nan flags of all processes' gradients.
 
     Args:
         params_and_grads: lists of parameters, and of this process's local gradients.
     """
-    grads_by_sharding: dict[Sharding, list[Tensor]] = {Sharding(): []}
     if step.shardings:
-        grads_by_sharding |= {sharding: [] for sharding in step.shardings.values()}
+        lists: dict[Sharding, list[Tensor]] = {Sharding(): []}
+        lists |= {sharding: [] for sharding in step.shardings.values()}
         for params, grads in params_and_grads:
-            for param, grad in zip(params, grads, strict=True):
-                grads_by_sharding[step.shardings[id(param)]].append(grad)
+            for param, grad in zip(params, grads.tensors, strict=True):
+                lists[step.shardings[id(param)]].append(grad)
+        grads_by_sharding = {sharding: TensorList(grads) for sharding, grads in lists.items()}
     else:
-        grads_by_sharding[Sharding()] = concat([grads for _, grads in params_and_grads])
+        grads_by_sharding = {Sharding(): concat([grads for _, grads in params_and_grads])}
     local_found_inf: Found = {}
     numbers = None if step.shardings else _step_numbers(step, grads_by_sharding[Sharding()])
     if numbers is not None:
@@ -263,44 +264,42 @@ def _joint_norm_and_found_inf(
     return _JointResult(norm, local_found_inf, global_found_inf, numbers)
 
 
-def _step_numbers(step: _Step, grads: Sequence[Tensor]) -> StepNumbers | None:
+def _step_numbers(step: _Step, grads: TensorList) -> StepNumbers | None:
     if step.scale is None or step.known_found_inf is not None or step.scale.device != step.norm_device:
         return None
     options = step.options
     return kernels.step_numbers(grads, options.norm_type, step.scale, options.max_norm, step.norm_dtype)
 
 
-def _norm(step: _Step, grads: Sequence[Tensor], local_found_inf: Found) -> Tensor:
+def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
     """Return the joint norm of gradients on one or more devices. Store each device's flag in `local_found_inf`."""
     norm_type, norm_device = step.options.norm_type, step.norm_device
     norms: list[Tensor] = []
-    nonempty = (
-        grads
-        if isinstance(grads, TensorList) or all(map(Tensor.numel, grads))
-        else [grad for grad in grads if grad.numel()]
-    )
+    has_empty = grads.layout is None and not all(map(Tensor.numel, grads.tensors))
+    nonempty = TensorList([grad for grad in grads.tensors if grad.numel()]) if has_empty else grads
     for device, batch in _by_device(nonempty).items():
         norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype)
         if device in local_found_inf:
             flag = torch.maximum(local_found_inf[device], flag)
         local_found_inf[device] = flag
         norms.append(to_device(norm, norm_device))
-    if len(nonempty) < len(grads):
-        for device in {grad.device for grad in grads} - local_found_inf.keys():
+    if has_empty:
+        for device in {grad.device for grad in grads.tensors} - local_found_inf.keys():
             local_found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
     if not norms:
         return torch.full((), math.inf if norm_type < 0 else 0.0, device=norm_device)
     # Norms of order 0 are counts, so add them.
-    return norms[0] if len(norms) == 1 else kernels.total_norm(norms, norm_type or 1.0)
+    return norms[0] if len(norms) == 1 else kernels.total_norm(TensorList(norms), norm_type or 1.0)
 
 
-def _by_device(grads: Sequence[Tensor]) -> Mapping[torch.device, Sequence[Tensor]]:
-    if isinstance(grads, TensorList) or (grads and kernels.are_on(grads[0].device, grads)):
-        return {grads[0].device: grads}
+def _by_device(grads: TensorList) -> dict[torch.device, TensorList]:
+    tensors = grads.tensors
+    if grads.layout is not None or (tensors and kernels.are_on(tensors[0].device, tensors)):
+        return {tensors[0].device: grads}
     batches: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
+    for grad in tensors:
         batches.setdefault(grad.device, []).append(grad)
-    return batches
+    return {device: TensorList(batch) for device, batch in batches.items()}
 
 
 def combine_found_inf(found_inf_per_device: Found, device: torch.device) -> Tensor:

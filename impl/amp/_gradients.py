@@ -19,6 +19,7 @@ from impl.kernels import (
     KERNEL_DTYPES,
     OVERLAP,
     PLAIN_TYPES,
+    TensorList,
     are_on,
     dtypes_of,
     keep_layout,
@@ -28,7 +29,7 @@ from impl.kernels import (
 )
 
 # Gradients on one device, which are changed together.
-Batch = tuple[torch.device, list[Tensor]]
+Batch = tuple[torch.device, TensorList]
 
 
 def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
@@ -50,21 +51,21 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return []
-    known = recognize_layout(grads)
-    dtypes = dtypes_of(grads if known is None else known[:1])
+    tensors = TensorList(grads, recognize_layout(grads))
+    dtypes = dtypes_of(tensors.representatives)
     if torch.float16 in dtypes and not allow_fp16:
         raise ValueError("Attempting to unscale FP16 gradients.")
-    if known is not None:
-        return [(known[0].device, known)]
+    if tensors.layout is not None:
+        return [(grads[0].device, tensors)]
     if len(set(map(id, grads))) < len(grads):
         raise ValueError(_describe_shared_grad(params))
     if _are_ordinary(grads, dtypes):
         if not all(map(Tensor.is_contiguous, grads)):
             _check_no_overlap(grads)
-        device = grads[0].device
-        if not any(map(Tensor.is_inference, grads)) and (known := keep_layout(grads)) is not None:
-            return [(device, known)]
-        return [(device, grads)] if are_on(device, grads) else _by_device(grads)
+        if not are_on(device := grads[0].device, grads):
+            return _by_device(grads)
+        layout = None if any(map(Tensor.is_inference, grads)) else keep_layout(grads)
+        return [(device, TensorList(grads, layout))]
     _check_no_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
     return _ordinary_last([param for param in params if param.grad is not None])
 
@@ -193,7 +194,7 @@ def _ordinary_last(params: list[Tensor]) -> list[Batch]:
         if _are_ordinary(grads, {dtype}):
             ordinary += grads
         else:
-            others.append((device, grads))
+            others.append((device, TensorList(grads)))
     return others + _by_device(ordinary)
 
 
@@ -228,7 +229,7 @@ def _by_device(grads: list[Tensor]) -> list[Batch]:
     batches: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         batches.setdefault(grad.device, []).append(grad)
-    return list(batches.items())
+    return [(device, TensorList(batch)) for device, batch in batches.items()]
 
 
 def _by_device_and_dtype(grads: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:

@@ -1,9 +1,9 @@
 """Multi-tensor kernels: unscale, norm, scale, clamp, an optimizer's update, scale update.
 
-Lists are not empty and hold dense tensors on one device, of mixed sizes and dtypes. No function here tracks gradients.
-Each file has one operation: the public function, torch's operators as the reference, and the CPU's fast path. The
-Triton kernel and its launcher are in `_triton/` under the same name, so that Triton is only imported where it runs.
-`_native/` has the CPU library.
+A `TensorList` is not empty and holds dense tensors on one device, of mixed sizes and dtypes. No function here tracks
+gradients. Each file has one operation: the public function, torch's operators as the reference, and the CPU's fast
+path. The Triton kernel and its launcher are in `_triton/` under the same name, so that Triton is only imported where it
+runs. `_native/` has the CPU library.
 
 The Triton backend has not run on a GPU yet. The kernels were tested in Triton's interpreter, and by the machine code
 compiled ahead of time for sm_80, sm_90 and sm_100. While a CUDA graph is captured, torch's operators do all operations.
@@ -36,7 +36,7 @@ from impl.kernels._dispatch import backend, flag_if_free_to_read
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
-from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, with_layout
+from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, list_layout
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
@@ -85,6 +85,7 @@ __all__ = [
     "is_profiled",
     "keep_layout",
     "layouts_of",
+    "list_layout",
     "match_layout",
     "no_grad_fast",
     "nonfinite_flag",
@@ -100,5 +101,4 @@ __all__ = [
     "unscale_",
     "unscale_by_",
     "update_scale_",
-    "with_layout",
 ]

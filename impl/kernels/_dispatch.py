@@ -72,25 +72,20 @@ def requested_backend() -> str:
     return _requested.get()
 
 
-def dispatch_for(tensors: Sequence[Tensor]) -> Dispatch:
+def dispatch_for(tensors: TensorList) -> Dispatch:
     """Return the requested backend for these tensors, or "torch" if it does not support them.
 
     Raises:
         RuntimeError: "triton" was requested and cannot run here.
     """
-    tensors = representatives(tensors)
-    dtypes = {t.dtype for t in tensors}
-    if not is_eager(tensors):
+    representatives = tensors.representatives
+    dtypes = {t.dtype for t in representatives}
+    if not is_eager(representatives):
         return Dispatch("torch", dtypes, is_eager=False)
     requested = _requested.get()
     if requested == "torch" or not dtypes <= KERNEL_DTYPES:
         return Dispatch("torch", dtypes, is_eager=True)
-    return Dispatch(_fastest(requested, tensors[0]), dtypes, is_eager=True)
-
-
-def representatives(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the first tensor if the layout of the list is known, which makes it uniform, else all tensors."""
-    return tensors[:1] if isinstance(tensors, TensorList) else tensors
+    return Dispatch(_fastest(requested, representatives[0]), dtypes, is_eager=True)
 
 
 def _fastest(requested: str, tensor: Tensor) -> _Chosen:
@@ -108,7 +103,7 @@ def _fastest(requested: str, tensor: Tensor) -> _Chosen:
     return "cpu_blocked" if tensor.is_cpu else "torch"
 
 
-def cpu_library(tensors: Sequence[Tensor] | None = None) -> NativeLibrary | None:
+def cpu_library(tensors: TensorList | None = None) -> NativeLibrary | None:
     """Return the CPU library for the backend "cpu_blocked", or None if there is none or it was not requested.
 
     Args:
@@ -124,12 +119,12 @@ def cpu_library(tensors: Sequence[Tensor] | None = None) -> NativeLibrary | None
             "the kernel backend is 'native' but the CPU library was not built, or from other sources, or finds no "
             "OpenMP runtime of torch; install the package with a C compiler at hand, or ask for 'auto'"
         )
-    return None if requested == "auto" and tensors is not None and len(tensors) < _MANY else loaded
+    return None if requested == "auto" and tensors is not None and len(tensors.tensors) < _MANY else loaded
 
 
 def flag_if_free_to_read(flag: Tensor) -> bool | None:
     """Return whether `flag` is not zero, or None if reading it would synchronise."""
-    return flag.item() != 0 if dispatch_for([flag]).backend == "cpu_blocked" else None
+    return flag.item() != 0 if dispatch_for(TensorList([flag])).backend == "cpu_blocked" else None
 
 
 def is_eager(tensors: Sequence[Tensor]) -> bool:
@@ -163,7 +158,7 @@ def _failure_of_a_launch(device: torch.device) -> str | None:
     try:
         from impl.kernels._triton.scale import launch_scale  # noqa: PLC0415  optional, and slow to import
 
-        if launch_scale([tensor], factor):
+        if launch_scale(TensorList([tensor]), factor):
             return None
         failure = "it has no memory to write to"
     except Exception as error:  # many types: no driver, no compiler, no Python headers

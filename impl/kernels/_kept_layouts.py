@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards  # does not import Dynamo
 
 from impl.kernels._lists import are_on
-from impl.kernels._native.memory import ListLayout, TensorList, with_layout
+from impl.kernels._native.memory import ListLayout, list_layout
 
 _MOST_LISTS = 32
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -41,38 +41,38 @@ def tensor_guards(
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
-def recognize_layout(tensors: list[Tensor]) -> TensorList | None:
-    """Return the tensors with their cached layout, or None if `keep_layout` got no list of this layout lately."""
+def recognize_layout(tensors: list[Tensor]) -> ListLayout | None:
+    """Return the cached layout of the tensors, or None if `keep_layout` got no list of this layout lately."""
     if not tensors or not _can_guard():
         return None
     cached = _kept.get((len(tensors), tensors[0].dtype))
     if cached is None or not cached.guards.check(*tensors):
         return None
-    return TensorList(tensors, cached.layout)
+    return cached.layout
 
 
-def keep_layout(tensors: list[Tensor]) -> TensorList | None:
-    """Return the tensors with their layout, and cache the layout for later lists.
+def keep_layout(tensors: list[Tensor]) -> ListLayout | None:
+    """Return the layout of the tensors, and cache it for later lists.
 
     Args:
         tensors: a non-empty list of plain strided tensors, none of them an inference tensor.
 
     Returns:
-        None if they are on several devices, or on another one than the CPU and CUDA, or if `with_layout` returns None.
+        None if they are on several devices, or on another one than the CPU and CUDA, or if `list_layout` returns None.
     """
     device = tensors[0].device
     if device.type not in _DEVICE_TYPES or not are_on(device, tensors):
         return None
-    known = with_layout(tensors)
-    if known is None or not _can_guard():
-        return known
-    cached = _KeptLayout(tensor_guards(tensors, with_shapes=True, with_strides=True), known.form)
+    layout = list_layout(tensors)
+    if layout is None or not _can_guard():
+        return layout
+    cached = _KeptLayout(tensor_guards(tensors, with_shapes=True, with_strides=True), layout)
     with _lock:
         _kept.pop(key := (len(tensors), tensors[0].dtype), None)
         _kept[key] = cached
         if len(_kept) > _MOST_LISTS:
             del _kept[next(iter(_kept))]
-    return known
+    return layout
 
 
 def _can_guard() -> bool:

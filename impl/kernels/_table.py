@@ -48,7 +48,7 @@ class _Key(NamedTuple):
         return len(self.numels) // Column.ITEM
 
 
-def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
+def chunk_table(tensors: TensorList) -> ChunkTable | None:
     """Return the table of these tensors. It is cached for the same addresses, sizes and dtypes.
 
     Returns:
@@ -56,17 +56,18 @@ def chunk_table(tensors: Sequence[Tensor]) -> ChunkTable | None:
         writes matter, or one has a negative bit.
     Sync: none; a new table is copied to a device from pinned memory.
     """
-    device = tensors[0].device
-    if isinstance(tensors, TensorList):
-        memory, dtypes = tensors.memory, (tensors[0].dtype,)
+    listed = tensors.tensors
+    device = listed[0].device
+    if tensors.layout is not None:
+        memory, dtypes = tensors.memory, (listed[0].dtype,)
         if memory is None:
             return None
-        addresses, numels = memory.addresses, memory.form.numels
+        addresses, numels = memory.addresses, memory.layout.numels
     else:
-        if not are_dense(tensors) or any(map(Tensor.is_neg, tensors)):
+        if not are_dense(listed) or any(map(Tensor.is_neg, listed)):
             return None
-        addresses, numels = Addresses(tensors).column, Column(map(Tensor.numel, tensors))
-        dtypes = tuple([t.dtype for t in tensors])
+        addresses, numels = Addresses(listed).column, Column(map(Tensor.numel, listed))
+        dtypes = tuple([t.dtype for t in listed])
     return _table_of(
         _Key(addresses.numbers.tobytes(), numels.numbers.tobytes(), dtypes, device, stream_of(device))
     )

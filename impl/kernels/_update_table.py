@@ -74,20 +74,20 @@ def known_update_table(memory: UpdateMemory, grads: TensorList) -> ChunkTable | 
 
     Args:
         memory: the tensors to update, whose addresses have not changed since `changed_address` was called.
-        grads: gradients of one dtype, each with the layout of its parameter.
+        grads: gradients with a known layout, each with that of its parameter.
     Sync: as `update_table`.
     """
     grads_memory = grads.memory
     if grads_memory is None:
         return None
     params, *others = memory.lists
-    device = grads[0].device
+    device = grads.tensors[0].device
     (own, *rest), steps = memory.columns()
     return _table_of(
         _Key(
             addresses=(own, grads_memory.addresses.numbers.tobytes(), *rest),
-            item_bytes=tuple([tensors[0].element_size() for tensors in (params, grads, *others)]),
-            numels=grads_memory.form.numels.numbers.tobytes(),
+            item_bytes=tuple([tensors[0].element_size() for tensors in (params, grads.tensors, *others)]),
+            numels=grads_memory.layout.numels.numbers.tobytes(),
             steps=steps,
             device=device,
             stream=stream_of(device),

@@ -1,7 +1,6 @@
 """Joint p-norm of a list of tensors and a check for inf and nan, in one read-only pass."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ _TELLING = (1.0, 2.0, math.inf)
 
 @no_grad_fast
 def checked_norm(
-    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None
+    tensors: TensorList, norm_type: float, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the joint p-norm, like `total_norm`, and whether a tensor holds inf or nan.
 
@@ -41,7 +40,7 @@ def checked_norm(
     if dispatch.backend == "triton" and norm_type in _TELLING and torch.float64 not in dispatch.dtypes:
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
-        found_inf = torch.empty((), dtype=torch.float32, device=tensors[0].device)
+        found_inf = torch.empty((), dtype=torch.float32, device=tensors.tensors[0].device)
         norm = launch_norm(tensors, norm_type, dtype or result_dtype(dispatch.dtypes), found_inf)
         if norm is not None:
             return norm, found_inf
@@ -56,7 +55,7 @@ def checked_norm(
     # A finite norm of positive order excludes inf and nan. On the CPU, reading the norm costs nothing.
     if dispatch.backend == "cpu_blocked" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, _flag(False, norm.device)
-    return norm, _found_inf_by_torch(by_dtype(tensors, dispatch.dtypes))
+    return norm, _found_inf_by_torch(by_dtype(tensors.tensors, dispatch.dtypes))
 
 
 class StepNumbers(NamedTuple):
@@ -71,7 +70,7 @@ class StepNumbers(NamedTuple):
 
 @no_grad_fast
 def step_numbers(
-    tensors: Sequence[Tensor],
+    tensors: TensorList,
     norm_type: float,
     scale: Tensor,
     max_norm: float,
@@ -91,7 +90,8 @@ def step_numbers(
         support the tensors, one is empty or not on the device of the scale, or a dtype is float64.
     Sync: none. Collectives: none.
     """
-    if not tensors or (scale.is_cpu and requested_backend() != "triton"):
+    grads = tensors.tensors
+    if not grads or (scale.is_cpu and requested_backend() != "triton"):
         return None
     dispatch = dispatch_for(tensors)
     if dispatch.backend != "triton" or norm_type not in _TELLING:
@@ -99,8 +99,8 @@ def step_numbers(
     dtype = dtype or result_dtype(dispatch.dtypes)
     if torch.float64 in (*dispatch.dtypes, dtype):
         return None
-    if tensors[0].device != scale.device or not (
-        isinstance(tensors, TensorList) or (are_on(scale.device, tensors) and all(map(Tensor.numel, tensors)))
+    if grads[0].device != scale.device or not (
+        tensors.layout is not None or (are_on(scale.device, grads) and all(map(Tensor.numel, grads)))
     ):
         return None
     from impl.kernels._triton.norm import launch_step_norm  # noqa: PLC0415  optional, and slow to import

@@ -1,13 +1,12 @@
 """Clamp tensors between two bounds."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._dispatch import cpu_library, dispatch_for, is_eager, requested_backend
 from impl.kernels._native.clamp import clamp
+from impl.kernels._native.memory import TensorList
 from impl.kernels._no_grad_fast import no_grad_fast
 
 # A tensor of at least this size gets its own operator call.
@@ -15,7 +14,7 @@ _LARGE = 1 << 14
 
 
 @no_grad_fast
-def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
+def clamp_(tensors: TensorList, low: float, high: float) -> None:
     """Clamp every element in place to [`low`, `high`]. NaN stays NaN.
 
     Args:
@@ -25,7 +24,11 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
     Sync: none. Collectives: none.
     """
-    if tensors[0].is_cpu and requested_backend() in ("auto", "cpu_blocked", "native") and is_eager(tensors):
+    if (
+        tensors.tensors[0].is_cpu
+        and requested_backend() in ("auto", "cpu_blocked", "native")
+        and is_eager(tensors.representatives)
+    ):
         _clamp_cpu_blocked(tensors, low, high)
         return
     dispatch = dispatch_for(tensors)
@@ -34,7 +37,7 @@ def clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
 
         if launch_clamp(tensors, low, high):
             return
-    _clamp_by_torch(by_dtype(tensors, dispatch.dtypes), low, high)
+    _clamp_by_torch(by_dtype(tensors.tensors, dispatch.dtypes), low, high)
 
 
 def _clamp_by_torch(groups: list[list[Tensor]], low: float, high: float) -> None:
@@ -47,17 +50,17 @@ def _clamp_by_torch(groups: list[list[Tensor]], low: float, high: float) -> None
                 t.clamp_(min=low, max=high)
 
 
-def _clamp_cpu_blocked(tensors: Sequence[Tensor], low: float, high: float) -> None:
+def _clamp_cpu_blocked(tensors: TensorList, low: float, high: float) -> None:
     """Clamp on the CPU in one pass over memory, 8 B an element in f32, instead of one pass for each bound."""
     library = cpu_library(tensors)
     if library is not None and clamp(library, tensors, low, high):
         return
-    numels = list(map(Tensor.numel, tensors))
+    numels = list(map(Tensor.numel, tensors.tensors))
     if max(numels) < _LARGE:
-        small = [*tensors]
+        small = [*tensors.tensors]
     else:
-        small = [t for t, numel in zip(tensors, numels, strict=True) if numel < _LARGE]
-        for t, numel in zip(tensors, numels, strict=True):
+        small = [t for t, numel in zip(tensors.tensors, numels, strict=True) if numel < _LARGE]
+        for t, numel in zip(tensors.tensors, numels, strict=True):
             if numel >= _LARGE:
                 t.clamp_(low, high)
     # Small tensors stay in the cache between the bounds, and the loop over them is faster in C++.

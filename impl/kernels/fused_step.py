@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from impl.kernels._by_dtype import changes_in_turn
-from impl.kernels._dispatch import cpu_library, dispatch_for, representatives
+from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
 from impl.kernels._native.fused_step import fused_step
+from impl.kernels._native.memory import TensorList
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import LONGEST_RUN, LargeParam, Parameters, SmallParamBatch, flat, piece_width
 from impl.kernels._storage_order import match_layout
@@ -28,7 +29,7 @@ from impl.kernels.rules import Rule
 def fused_step_(
     rule: Rule,
     parameters: Parameters,
-    grads: Sequence[Tensor],
+    grads: TensorList,
     factor: Tensor,
     found_inf: Tensor | None = None,
 ) -> None:
@@ -38,8 +39,8 @@ def fused_step_(
         rule: the optimizer's arithmetic and settings.
         parameters: written, except the step counters, which already count this update.
         grads: one for each parameter, of its shape and any floating-point dtype. They are not changed. For parameters
-            in f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. In a
-            `TensorList` they have the layout of their parameters, whose addresses have not changed since
+            in f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. If
+            their layout is known, it is that of their parameters, whose addresses have not changed since
             `changed_address` was called.
         factor: f32 or f64, 0-dim, on the parameters' device.
         found_inf: f32, 0-dim, on the same device. If it is 1.0, nothing is changed. None means that it is known to be
@@ -47,7 +48,7 @@ def fused_step_(
 
     Sync: none. Collectives: none.
     """
-    dispatch = dispatch_for([parameters.params[0], *representatives(grads)])
+    dispatch = dispatch_for(TensorList([parameters.params[0], *grads.representatives]))
     if dispatch.backend == "triton":
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 
@@ -56,12 +57,12 @@ def fused_step_(
     if dispatch.backend == "cpu_blocked" and found_inf is None:
         library = cpu_library()
         if library is None or not fused_step(library, rule, parameters.memory, grads, factor):
-            _step_cpu_blocked(rule, parameters, grads, factor)
+            _step_cpu_blocked(rule, parameters, grads.tensors, factor)
     elif changes_in_turn(parameters.written(), dispatch):
-        for index, grad in enumerate(grads):
+        for index, grad in enumerate(grads.tensors):
             _step_by_torch(rule, parameters.at(index), [grad], factor, found_inf)
     else:
-        _step_by_torch(rule, parameters, grads, factor, found_inf)
+        _step_by_torch(rule, parameters, grads.tensors, factor, found_inf)
 
 
 def _step_by_torch(

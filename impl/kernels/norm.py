@@ -9,6 +9,7 @@ from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._dispatch import cpu_library, dispatch_for
+from impl.kernels._native.memory import TensorList
 from impl.kernels._native.norm import sum_of_squares
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import flat_runs
@@ -29,7 +30,7 @@ _SAFE_ABOVE = 2.0**-30
 
 
 @no_grad_fast
-def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
+def total_norm(tensors: TensorList, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
     """Return the joint p-norm, as if all tensors were concatenated into one vector.
 
     The two-norm does not overflow or underflow if its value can be represented.
@@ -57,15 +58,15 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
         norm = launch_norm(tensors, norm_type, expected)
         if norm is not None:
             return norm
-    elif dispatch.backend == "cpu_blocked" and norm_type == math.inf and _is_worth_a_search(tensors):
-        return _largest(by_dtype(tensors, dispatch.dtypes)).to(expected)
+    elif dispatch.backend == "cpu_blocked" and norm_type == math.inf and _is_worth_a_search(tensors.tensors):
+        return _largest(by_dtype(tensors.tensors, dispatch.dtypes)).to(expected)
     elif (
         dispatch.backend == "cpu_blocked"
         and norm_type == 2
         and (squares := squares_by_library(tensors, even_if_few=False)) is not None
     ):
         return torch.tensor(math.sqrt(squares), dtype=expected, device="cpu")
-    groups = by_dtype(tensors, dispatch.dtypes)
+    groups = by_dtype(tensors.tensors, dispatch.dtypes)
     if norm_type != 2:
         return _norm_by_torch(groups, norm_type, dtype)
     if dispatch.backend == "cpu_blocked":
@@ -75,11 +76,11 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype |
     if dispatch.is_eager and norm.is_cpu:
         value = norm.item()
         if value < _SAFE_ABOVE or value == math.inf:
-            return _two_norm_by_largest(tensors).to(norm.dtype)
+            return _two_norm_by_largest(tensors.tensors).to(norm.dtype)
     return norm
 
 
-def squares_by_library(tensors: Sequence[Tensor], even_if_few: bool) -> float | None:
+def squares_by_library(tensors: TensorList, even_if_few: bool) -> float | None:
     """Return the sum of squares in f64 on the CPU, or None if the CPU library is missing or cannot take the tensors."""
     library = cpu_library(None if even_if_few else tensors)
     return None if library is None else sum_of_squares(library, tensors)

@@ -1,13 +1,12 @@
 """Scale tensors by one factor, or to a norm."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from impl.kernels._by_dtype import by_dtype, lists_to_change, takes_foreach
 from impl.kernels._dispatch import Dispatch, cpu_library, dispatch_for
 from impl.kernels._lists import HALVES
+from impl.kernels._native.memory import TensorList
 from impl.kernels._native.scale import scale
 from impl.kernels._no_grad_fast import no_grad_fast
 
@@ -18,7 +17,7 @@ _LONG = 1 << 17
 
 
 @no_grad_fast
-def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def scale_(tensors: TensorList, factor: Tensor) -> None:
     """Multiply tensors in place by `factor`.
 
     Args:
@@ -37,7 +36,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 @no_grad_fast
-def clip_(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+def clip_(tensors: TensorList, max_norm: float, total_norm: Tensor) -> None:
     """Multiply tensors in place by `clip_coefficient(max_norm, total_norm)`.
 
     Args:
@@ -63,11 +62,11 @@ def clip_coefficient(max_norm: float, total_norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
-def _scale_without_triton(tensors: Sequence[Tensor], dispatch: Dispatch, factor: Tensor) -> None:
+def _scale_without_triton(tensors: TensorList, dispatch: Dispatch, factor: Tensor) -> None:
     if dispatch.backend == "cpu_blocked":
         _scale_cpu_blocked(tensors, dispatch.dtypes, factor)
     else:
-        _scale_by_torch(lists_to_change(tensors, dispatch), factor)
+        _scale_by_torch(lists_to_change(tensors.tensors, dispatch), factor)
 
 
 def _scale_by_torch(groups: list[list[Tensor]], factor: Tensor) -> None:
@@ -79,7 +78,7 @@ def _scale_by_torch(groups: list[list[Tensor]], factor: Tensor) -> None:
                 t.mul_(factor)
 
 
-def _scale_cpu_blocked(tensors: Sequence[Tensor], dtypes: set[torch.dtype], factor: Tensor) -> None:
+def _scale_cpu_blocked(tensors: TensorList, dtypes: set[torch.dtype], factor: Tensor) -> None:
     """Scale on the CPU. If the factor is 1, make no pass at all."""
     number = factor.item()
     if number == 1:
@@ -88,7 +87,7 @@ def _scale_cpu_blocked(tensors: Sequence[Tensor], dtypes: set[torch.dtype], fact
     library = None if is_wide else cpu_library(tensors)
     if library is not None and scale(library, tensors, number):
         return
-    for same_dtype in by_dtype(tensors, dtypes):
+    for same_dtype in by_dtype(tensors.tensors, dtypes):
         if len(same_dtype) > _FEW and same_dtype[0].dtype in HALVES and not is_wide:
             _scale_halves(same_dtype, factor.float())
         else:

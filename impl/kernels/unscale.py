@@ -7,11 +7,12 @@ from torch import Tensor
 
 from impl.kernels._by_dtype import lists_to_change
 from impl.kernels._dispatch import dispatch_for, requested_backend
+from impl.kernels._native.memory import TensorList
 from impl.kernels._no_grad_fast import no_grad_fast
 
 
 @no_grad_fast
-def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+def unscale_(grads: TensorList, inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiply gradients in place by `inv_scale`, and set `found_inf` if one holds inf or nan.
 
     Args:
@@ -27,7 +28,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> N
 
 
 @no_grad_fast
-def unscale_by_(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> None:
+def unscale_by_(grads: TensorList, scale: Tensor, found_inf: Tensor) -> None:
     """Multiply gradients in place by `inverse(scale)`, and set `found_inf` if one holds inf or nan.
 
     Args:
@@ -40,11 +41,11 @@ def unscale_by_(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor) -> No
     _unscale(grads, scale, found_inf, is_inverse=False)
 
 
-def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inverse: bool) -> None:
-    if grads[0].is_cpu and requested_backend() != "triton":
+def _unscale(grads: TensorList, scale: Tensor, found_inf: Tensor, is_inverse: bool) -> None:
+    if grads.tensors[0].is_cpu and requested_backend() != "triton":
         # On the CPU torch's operator supports mixed dtypes, and no other code is faster.
         inv_scale = scale if is_inverse else inverse(scale)
-        torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_([*grads.tensors], found_inf, inv_scale)
         return
     dispatch = dispatch_for(grads)
     if dispatch.backend == "triton":
@@ -53,7 +54,7 @@ def _unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inver
         if launch_unscale(grads, scale, found_inf, is_inverse):
             return
     inv_scale = scale if is_inverse else inverse(scale)
-    for same_dtype in lists_to_change(grads, dispatch):
+    for same_dtype in lists_to_change(grads.tensors, dispatch):
         _unscale_by_torch(same_dtype, inv_scale, found_inf)
 
 

@@ -29,10 +29,10 @@ from impl.kernels import (
     Rule,
     TensorList,
     fused_step_,
+    list_layout,
     match_layout,
     tensor_guards,
     to_device,
-    with_layout,
 )
 from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable, same
 from impl.optim._refusals import optimizer_name
@@ -62,7 +62,7 @@ class Update:
     group: dict[str, Any]
     params: list[Tensor]  # the optimizer's own tensors
     parameters: Parameters
-    grads: list[Tensor]  # local tensors
+    grads: TensorList  # local tensors
     bucket: Bucket
     unfilled: bool
 
@@ -186,16 +186,16 @@ class _Prepared:
     """Cached tensors of a bucket's update, valid while all guards hold and no address changes."""
 
     parameters: Parameters
-    form: ListLayout | None  # layout of the gradients, if it matches the parameters'
+    layout: ListLayout | None  # layout of the gradients, if it matches the parameters'
     low_precision_params: TensorGuards
 
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
         parameters.changed_address()  # starts tracking their addresses
         in_order = all(map(is_, map(match_layout, parameters.params, grads), grads))
-        known = with_layout(grads) if in_order else None
+        layout = list_layout(grads) if in_order else None
         copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
-        return cls(parameters, None if known is None else known.form, copies)
+        return cls(parameters, layout, copies)
 
     def is_valid(self, copies: list[Tensor]) -> bool:
         """Return whether the tensors are still valid. Call it after the list cache's guards have held."""
@@ -213,7 +213,7 @@ class _Lists:
     def __init__(self, optimizer: Optimizer) -> None:
         self._rule = _RULE_OF[type(optimizer)]
         # A `_Prepared` for each bucket is attached to its group.
-        self.list_cache = ListCache(optimizer, with_forms=True)
+        self.list_cache = ListCache(optimizer, with_layouts=True)
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
         groups = self.list_cache.groups()
@@ -257,7 +257,7 @@ class _Lists:
         # The local tensor of a DTensor may have another address in the next step, so only cache plain tensors.
         if is_plain:
             group_lists.attached[bucket] = prepared
-        known_grads = [*grads] if prepared.form is None else TensorList(grads, prepared.form)
+        known_grads = TensorList([*grads], prepared.layout)
         return [Update(self._rule, group, bucket.params, prepared.parameters, known_grads, bucket, False)]
 
     def _of_unfilled(
@@ -275,7 +275,9 @@ class _Lists:
                 low_precision_params = _low_precision_params(params, copies)
                 parameters = _prepare(params, [states], bucket, selected_grads, low_precision_params)
                 updates.append(
-                    Update(self._rule, group, params, parameters, selected_grads, bucket, unfilled)
+                    Update(
+                        self._rule, group, params, parameters, TensorList(selected_grads), bucket, unfilled
+                    )
                 )
         return updates
 

@@ -19,7 +19,7 @@ the same tensor object.
 
 Guards cover: the group's parameters and gradients (whether there is one; type, device, dtype, layout); the group's
 values as far as the lists depend on them; the identity of the state's keys, of each parameter's dictionary and of its
-values; and the addresses of joined counters. A cache `with_forms` guards the states' tensors like gradients, and the
+values; and the addresses of joined counters. A cache `with_layouts` guards the states' tensors like gradients, and the
 shapes and strides of all tensors. Other addresses are not guarded, because torch's operators query them in every call.
 A caller that passes parameters and states by address must compare `data_ptr()` too.
 """
@@ -107,7 +107,7 @@ class GroupLists:
     """Lists of one group, as `_init_group` filled them."""
 
     def __init__(
-        self, optimizer: Optimizer, group: dict[str, Any], names: tuple[str, ...], with_forms: bool
+        self, optimizer: Optimizer, group: dict[str, Any], names: tuple[str, ...], with_layouts: bool
     ) -> None:
         self.group = group
         self.lists: list[list[Any]] = [[] for _ in names]
@@ -126,14 +126,14 @@ class GroupLists:
         self._filled = [state for state in self.states if state is not None]
         self._values = list(self._values_now())
         self._list_names = names
-        if with_forms:
+        if with_layouts:
             lists = self.params, *self.lists[2:]
             self._guarded = [tensor for tensor in chain.from_iterable(lists) if isinstance(tensor, Tensor)]
         else:
             # Buckets depend on dtypes, except for non-fused updates on the CPU, which go tensor by tensor.
             by_dtype = bool(group.get("fused"))
             self._guarded = [param for param in self.params if by_dtype or not param.is_cpu]
-        self._guards = tensor_guards([*self._guarded, *self.grads], with_forms, with_forms)
+        self._guards = tensor_guards([*self._guarded, *self.grads], with_layouts, with_layouts)
         self.buckets = [
             Bucket(names, self.lists, places) for places in indices_by_device_and_dtype(self.params)
         ]
@@ -198,9 +198,9 @@ class GroupLists:
 class ListCache:
     """Lists of an optimizer, group by group. The module's docstring has the details."""
 
-    def __init__(self, optimizer: Optimizer, with_forms: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, with_layouts: bool = False) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._with_forms = with_forms
+        self._with_layouts = with_layouts
         self._names = list_names(type(optimizer))
         self._by_group: dict[int, GroupLists] = {}  # keys: ids of the groups, which `GroupLists` keeps alive
         # Keys and values of `optimizer.state` at the last check in which all groups' states were unchanged.
@@ -243,7 +243,7 @@ class ListCache:
         previous = self._by_group.pop(id(group), None)
         self._checked_state = None
         self._why_empty = reason  # reason of the next build if this one raises
-        group_lists = GroupLists(optimizer, group, self._names, self._with_forms)
+        group_lists = GroupLists(optimizer, group, self._names, self._with_layouts)
         if previous is not None:
             group_lists.changes_in_a_row = 1 if previous.replays else previous.changes_in_a_row + 1
         self._by_group[id(group)] = group_lists

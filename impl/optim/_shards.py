@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from impl import kernels
-from impl.kernels import PLAIN_TYPES, to_device
+from impl.kernels import PLAIN_TYPES, TensorList, to_device
 
 _registered: Any = WeakIdKeyDictionary()
 
@@ -156,7 +156,7 @@ def combine_norms(norms: Mapping[Sharding, Tensor], order: float, flag: Tensor |
 
 def _joint(norms: Tensor, order: float) -> Tensor:
     # Norms of order 0 are counts, so add them.
-    return kernels.total_norm([norms.contiguous()], order or 1.0)
+    return kernels.total_norm(TensorList([norms.contiguous()]), order or 1.0)
 
 
 @dataclass(frozen=True)

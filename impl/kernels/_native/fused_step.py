@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
-from impl.kernels._native.memory import Addresses, TensorList, Tensors, memory_of, tensors_to_read
+from impl.kernels._native.memory import Addresses, TensorList, Tensors, memory_of
 from impl.kernels._storage_order import match_layout
 from impl.kernels._table import are_disjoint, host_int64
 from impl.kernels.rules import FLAGS, NUMBERS, Rule
@@ -34,7 +34,7 @@ class _Places:
 
     def are_disjoint_from(self, grads: Tensors) -> bool:
         """Return whether the gradients have the sizes of the parameters, and no address of a written tensor."""
-        if grads.form.numels.numbers != self.numels.numbers:
+        if grads.layout.numels.numbers != self.numels.numbers:
             return False
         if self._checked[0].numbers != grads.addresses.numbers:
             if not self.starts.isdisjoint(grads.addresses.numbers):
@@ -129,28 +129,26 @@ class UpdateMemory:
 
 
 def fused_step(
-    library: NativeLibrary, rule: Rule, memory: UpdateMemory, grads: Sequence[Tensor], factor: Tensor
+    library: NativeLibrary, rule: Rule, memory: UpdateMemory, grads: TensorList, factor: Tensor
 ) -> bool:
     """Update the tensors of `memory` by `rule` from gradients times `factor`, like `impl.kernels.fused_step_`.
 
     Args:
-        grads: in a `TensorList` each gradient has the layout of its parameter, and the addresses of `memory` have
-            not changed since its `changed_address` was called.
+        grads: if their layout is known, it is that of the parameters, and the addresses of `memory` have not changed
+            since its `changed_address` was called.
 
     Returns:
         False, without a change, if the library does not support the tensors.
     Sync: none, unless the learning rate or factor is on another device.
     """
-    if not isinstance(grads, TensorList):
+    if grads.layout is None:
         memory.changed_address()
     places = memory.places()
     if places is None:
         return False
-    if not isinstance(grads, TensorList) and not (
-        places.are_contiguous and all(map(Tensor.is_contiguous, grads))
-    ):
-        grads = list(map(match_layout, memory.params, grads))
-    read = tensors_to_read(grads)
+    if grads.layout is None and not (places.are_contiguous and all(map(Tensor.is_contiguous, grads.tensors))):
+        grads = TensorList(list(map(match_layout, memory.params, grads.tensors)))
+    read = grads.memory
     if read is None or not places.are_disjoint_from(read):
         return False
     own = CODES[memory.params[0].dtype]

@@ -74,11 +74,11 @@ class Tensors(NamedTuple):
     """A list of tensors for the library. It keeps the columns alive."""
 
     addresses: Column
-    form: ListLayout
+    layout: ListLayout
 
     @property
     def list(self) -> List:
-        return List(self.addresses.address, self.form.code)
+        return List(self.addresses.address, self.layout.code)
 
 
 @dataclass(frozen=True)
@@ -94,67 +94,58 @@ class ListLayout:
         return None if addresses is None else Tensors(addresses, self)
 
 
-class TensorList(list[Tensor]):
-    """Plain non-empty tensors on one device with a known layout, which was queried or confirmed by guards.
+@dataclass(frozen=True, eq=False)
+class TensorList:
+    """Tensors for one operation, or a few in succession that move none, because addresses are only looked up once.
 
-    It is for one operation, or a few in succession that move no tensor, because addresses are only looked up once.
+    Args:
+        tensors: dense tensors on one device.
+        layout: layout of plain non-empty tensors, which was queried or confirmed by guards. None: not uniform, or not
+            known.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], form: ListLayout) -> None:
-        super().__init__(tensors)
-        self.form = form
+    tensors: Sequence[Tensor]
+    layout: ListLayout | None = None
 
     @functools.cached_property
     def memory(self) -> Tensors | None:
-        """Tensors with their addresses, or None if one has no memory."""
-        return self.form.at(self)
+        """Tensors for the library, or None if it does not support them or one has no memory."""
+        layout = _query_layout(self.tensors) if self.layout is None else self.layout
+        return None if layout is None else layout.at(self.tensors)
+
+    @property
+    def representatives(self) -> Sequence[Tensor]:
+        """The first tensor if the layout is known, which makes the list uniform, else all tensors."""
+        return self.tensors if self.layout is None else self.tensors[:1]
 
 
 def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
-    """Return the layout of a list, or None if a dtype differs or is not supported, or a tensor has gaps.
+    """Return the layout of a list, or None if it is not uniform: the library does not support it, or a tensor is empty.
 
     Args:
         tensors: a non-empty list of plain strided tensors on one device.
     """
-    if isinstance(tensors, TensorList):
-        return tensors.form
+    layout = _query_layout(tensors)
+    return None if layout is None or 0 in layout.numels.numbers else layout
+
+
+def _query_layout(tensors: Sequence[Tensor]) -> ListLayout | None:
     code = CODES.get(tensors[0].dtype)
     if code is None or len(dtypes_of(tensors)) > 1 or not _are_dense(tensors):
         return None
     return ListLayout(Column(map(Tensor.numel, tensors)), code)
 
 
-def with_layout(tensors: Sequence[Tensor]) -> TensorList | None:
-    """Return the tensors with their layout, or None if the library does not support them or one is empty.
-
-    Args:
-        tensors: a non-empty list of plain strided tensors on one device.
-    """
-    form = list_layout(tensors)
-    return None if form is None or 0 in form.numels.numbers else TensorList(tensors, form)
-
-
-def tensors_to_read(tensors: Sequence[Tensor]) -> Tensors | None:
-    """Return the list for the library, or None if it does not support the tensors or one has no memory."""
-    if isinstance(tensors, TensorList):
-        return tensors.memory
-    form = list_layout(tensors)
-    return None if form is None else form.at(tensors)
-
-
-def concat(lists: Sequence[list[Tensor]]) -> list[Tensor]:
+def concat(lists: Sequence[TensorList]) -> TensorList:
     """Concatenate lists. The layout is known if those of all lists are, with one dtype and one device."""
     if len(lists) == 1:
         return lists[0]
-    tensors = [*chain.from_iterable(lists)]
-    known = [tensors for tensors in lists if isinstance(tensors, TensorList)]
-    forms = [tensors.form for tensors in known]
-    dtypes_and_devices = {(tensors.form.code, tensors[0].device) for tensors in known}
-    if len(known) < len(lists) or len(dtypes_and_devices) != 1:
-        return tensors
-    return TensorList(
-        tensors, ListLayout(Column(chain.from_iterable(form.numels.numbers for form in forms)), forms[0].code)
-    )
+    tensors = [*chain.from_iterable(entry.tensors for entry in lists)]
+    known = [(entry.layout, entry.tensors[0].device) for entry in lists if entry.layout is not None]
+    if len(known) < len(lists) or len({(layout.code, device) for layout, device in known}) != 1:
+        return TensorList(tensors)
+    numels = chain.from_iterable(layout.numels.numbers for layout, _ in known)
+    return TensorList(tensors, ListLayout(Column(numels), known[0][0].code))
 
 
 def memory_of(tensors: Sequence[Tensor]) -> Column | None:

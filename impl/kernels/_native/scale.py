@@ -1,15 +1,12 @@
 """Multiplication of a list of tensors by a factor in one pass over memory."""
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from impl.kernels._native import NativeLibrary
-from impl.kernels._native.memory import tensors_to_read
+from impl.kernels._native.memory import TensorList
 
 
-def scale(library: NativeLibrary, tensors: Sequence[Tensor], factor: float) -> bool:
+def scale(library: NativeLibrary, tensors: TensorList, factor: float) -> bool:
     """Multiply every element in place by `factor`, like `impl.kernels.scale_`.
 
     Args:
@@ -20,9 +17,9 @@ def scale(library: NativeLibrary, tensors: Sequence[Tensor], factor: float) -> b
         False, without a change, if the library does not support the tensors.
     Sync: none.
     """
-    written = tensors_to_read(tensors)
+    written = tensors.memory
     if written is None:
         return False
-    library.scale(*library.lists(written.form.numels), written.list, factor)
-    torch.autograd.graph.increment_version(tensors)
+    library.scale(*library.lists(written.layout.numels), written.list, factor)
+    torch.autograd.graph.increment_version(tensors.tensors)
     return True

@@ -1,13 +1,12 @@
 """Clamping of a list of tensors in one launch."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from impl.kernels._native.memory import TensorList
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import (
     F64,
@@ -62,11 +61,11 @@ def clamp_kernel(
     visit_chunk(rows_ptr, _clamp_chunk, bounds, DTYPE, BLOCK)
 
 
-def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
+def launch_clamp(tensors: TensorList, low: float, high: float) -> bool:
     """Run the kernel. Return False, without a change, if it does not support the tensors or bounds."""
     # A nan bound makes everything nan, and one that a dtype cannot hold is torch's to refuse. The interpreter of
     # Triton 3.6 takes -0.0 for 0.0.
-    widest = min(torch.finfo(t.dtype).max for t in tensors)
+    widest = min(torch.finfo(t.dtype).max for t in tensors.tensors)
     for bound in (low, high):
         is_negative_zero = bound == 0 and math.copysign(1.0, bound) < 0
         if math.isnan(bound) or widest < abs(bound) < math.inf or is_negative_zero:
@@ -77,5 +76,5 @@ def launch_clamp(tensors: Sequence[Tensor], low: float, high: float) -> bool:
     if table.chunks:
         with on_device(table.rows):
             launch(clamp_kernel, (table.chunks,), table.rows, low, high, **shape_for(table))
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version(tensors.tensors)
     return True

@@ -33,15 +33,17 @@ class _Alike(NamedTuple):
 
 
 def launch_fused_step(
-    rule: Rule, parameters: Parameters, grads: Sequence[Tensor], factor: Tensor, found_inf: Tensor | None
+    rule: Rule, parameters: Parameters, grads: TensorList, factor: Tensor, found_inf: Tensor | None
 ) -> bool:
     """Run the rule's kernel. Return False, without a change, if it does not support the parameters."""
     if parameters.params[0].dtype not in _HANDLED:
         return False
-    if isinstance(grads, TensorList) and len(dtypes_of(parameters.low_precision_params)) <= 1:
+    if grads.layout is not None and len(dtypes_of(parameters.low_precision_params)) <= 1:
         kinds = [_known(parameters, grads)]
     else:
-        kinds = [_alike(parameters, grads, places) for places in _places_by_kind(parameters, grads)]
+        kinds = [
+            _alike(parameters, grads.tensors, places) for places in _places_by_kind(parameters, grads.tensors)
+        ]
     if None in kinds:
         return False
     kernel: Any = getattr(rules, rule.KERNELS.triton)
@@ -86,8 +88,8 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
 
 def _known(parameters: Parameters, grads: TensorList) -> _Alike | None:
     table = known_update_table(parameters.memory, grads)
-    dtypes = _named_dtypes(parameters.params, grads, parameters.low_precision_params)
-    return None if table is None else _Alike([grads, *parameters.memory.lists], table, dtypes)
+    dtypes = _named_dtypes(parameters.params, grads.tensors, parameters.low_precision_params)
+    return None if table is None else _Alike([grads.tensors, *parameters.memory.lists], table, dtypes)
 
 
 def _named_dtypes(

@@ -1,7 +1,6 @@
 """P-norm of a list of tensors in two launches, and the numbers of a step in the same two."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from impl.kernels._native.memory import TensorList
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import (
     F64,
@@ -192,7 +192,7 @@ def _kind(p: float) -> str:
 
 
 def launch_norm(
-    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, found_inf: Tensor | None = None
+    tensors: TensorList, norm_type: float, dtype: torch.dtype, found_inf: Tensor | None = None
 ) -> Tensor | None:
     """Run the kernels and return the norm, or None if they do not support the tensors or the norm.
 
@@ -208,7 +208,7 @@ def launch_norm(
 
 
 def launch_step_norm(
-    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype, scale: Tensor, max_norm: float
+    tensors: TensorList, norm_type: float, dtype: torch.dtype, scale: Tensor, max_norm: float
 ) -> tuple[Tensor, ...] | None:
     """Run the kernels and return the fields of `StepNumbers`, or None if they do not support the tensors or the norm.
 
@@ -229,17 +229,17 @@ def launch_step_norm(
     return numbers
 
 
-def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> Tensor | None:
+def _partials_of(tensors: TensorList, norm_type: float) -> Tensor | None:
     """Launch the first kernel and return its result, or None without a launch if it does not support the tensors."""
     # torch's norm of order 0 counts tensors, and for an empty one it refuses orders without a neutral element.
     if norm_type == 0 or math.isnan(norm_type):
         return None
-    if (norm_type < 0 or norm_type == math.inf) and not all(t.numel() for t in tensors):
+    if (norm_type < 0 or norm_type == math.inf) and not all(t.numel() for t in tensors.tensors):
         return None
     table = chunk_table(tensors)
     if table is None:
         return None
-    partials = torch.empty(table.chunks, dtype=torch.float64, device=tensors[0].device)
+    partials = torch.empty(table.chunks, dtype=torch.float64, device=tensors.tensors[0].device)
     if table.chunks:
         with on_device(partials):
             launch(

@@ -1,6 +1,5 @@
 """Scaling of a list of tensors in one launch, by a factor or to a norm."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._lists import KERNEL_DTYPES
+from impl.kernels._native.memory import TensorList
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import (
     F64,
@@ -86,19 +86,19 @@ def clip_kernel(
         visit_chunk(rows_ptr, _scale_chunk, (factor,), DTYPE, BLOCK)
 
 
-def launch_scale(tensors: Sequence[Tensor], factor: Tensor) -> bool:
+def launch_scale(tensors: TensorList, factor: Tensor) -> bool:
     """Run the kernel. Return False, without a change, if it does not support the tensors."""
     return _launch(scale_kernel, tensors, factor)
 
 
-def launch_clip(tensors: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> bool:
+def launch_clip(tensors: TensorList, max_norm: float, total_norm: Tensor) -> bool:
     """Run the kernel. Return False, without a change, if it does not support the tensors or the norm."""
     if total_norm.dtype not in KERNEL_DTYPES or total_norm.is_neg() or total_norm._is_zerotensor():
         return False
     return _launch(clip_kernel, tensors, total_norm, max_norm)
 
 
-def _launch(kernel: Any, tensors: Sequence[Tensor], number: Tensor, *more: float) -> bool:
+def _launch(kernel: Any, tensors: TensorList, number: Tensor, *more: float) -> bool:
     table = chunk_table(tensors)
     if table is None:
         return False
@@ -106,5 +106,5 @@ def _launch(kernel: Any, tensors: Sequence[Tensor], number: Tensor, *more: float
         with on_device(table.rows):
             number = number.to(table.rows.device)
             launch(kernel, (table.chunks,), table.rows, number, *more, **shape_for(table))
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version(tensors.tensors)
     return True

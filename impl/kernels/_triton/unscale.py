@@ -1,12 +1,11 @@
 """Unscaling and check of a list of gradients in one launch."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from impl.kernels._native.memory import TensorList
 from impl.kernels._table import chunk_table
 from impl.kernels._triton.chunk import (
     load,
@@ -71,7 +70,7 @@ def unscale_kernel(
     visit_chunk(rows_ptr, _unscale_chunk, (scale_ptr, found_inf_ptr, IS_INVERSE), DTYPE, BLOCK)
 
 
-def launch_unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is_inverse: bool) -> bool:
+def launch_unscale(grads: TensorList, scale: Tensor, found_inf: Tensor, is_inverse: bool) -> bool:
     """Run the kernel. Return False, without a change, if it does not support the gradients."""
     table = chunk_table(grads)
     if table is None:
@@ -82,5 +81,5 @@ def launch_unscale(grads: Sequence[Tensor], scale: Tensor, found_inf: Tensor, is
                 unscale_kernel, (table.chunks,), table.rows, scale, found_inf,
                 IS_INVERSE=is_inverse, **shape_for(table),
             )  # fmt: skip
-        torch.autograd.graph.increment_version(grads)
+        torch.autograd.graph.increment_version(grads.tensors)
     return True

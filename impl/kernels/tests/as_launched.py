@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from conformance.gpu.update_bounds import EACH, states_of
-from impl.kernels import RULES, AdagradRule, AdamRule, Parameters, Rule, SGDRule
+from impl.kernels import RULES, AdagradRule, AdamRule, Parameters, Rule, SGDRule, TensorList
 from impl.kernels._triton import rules
 from impl.kernels._triton.clamp import clamp_kernel, launch_clamp
 from impl.kernels._triton.fused_step import launch_fused_step
@@ -43,12 +43,14 @@ def _step(rule: Rule, states: int, dtype: torch.dtype, copies: torch.dtype | Non
         [torch.ones(())],
         tensors(copies) if copies else [],
     )
-    return launch_fused_step(rule, parameters, tensors(copies or dtype), torch.ones(()), found_inf)
+    return launch_fused_step(
+        rule, parameters, TensorList(tensors(copies or dtype)), torch.ones(()), found_inf
+    )
 
 
 def launch_all() -> bool:
     """Whether every launcher took what it was given."""
-    tensors = [torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16)]
+    tensors = TensorList([torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16)])
     scale, flag = torch.ones(()), torch.zeros(())
     adam = AdamRule(torch.ones(()), 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
     sgd = SGDRule(0.1, 0.5, 0.0, 0.1, nesterov=True, maximize=False, is_first_step=True)
@@ -70,7 +72,7 @@ def launch_all() -> bool:
 
 def launches_with_other_numbers() -> int:
     """Return how many kernels are compiled when only the numbers of a compiled launch change."""
-    tensors, flag = [torch.zeros(5)], torch.zeros(())
+    tensors, flag = TensorList([torch.zeros(5)]), torch.zeros(())
 
     def launch(number: float) -> None:
         rule = AdamRule(number, number, number, number, number, amsgrad=False, maximize=False, decoupled=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from impl import kernels
+from impl.kernels import TensorList
 
 
 class Spec(NamedTuple):
@@ -66,7 +67,7 @@ def call(backend: str, operation: str, specs: list[Spec], *arguments: Any) -> Ca
     tensors = [tensor for tensor, _ in built]
     arguments = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
     with kernels.backend(backend):
-        value = getattr(kernels, operation)(tensors, *arguments)
+        value = getattr(kernels, operation)(TensorList(tensors), *arguments)
     found_inf = arguments[1] if operation == "unscale_" else None
     untouched = all(is_intact(tensor, buffer) for tensor, buffer in built)
     return CallResult([t.clone() for t in tensors], found_inf if value is None else value, untouched)
@@ -81,7 +82,7 @@ def is_intact(tensor: Tensor, buffer: Tensor) -> bool:
 
 def norm_by(backend: str, tensors: list[Tensor], p: float) -> Tensor:
     with kernels.backend(backend):
-        return kernels.total_norm(tensors, p)
+        return kernels.total_norm(TensorList(tensors), p)
 
 
 def norm_of_partials(partials: Tensor, p: float) -> tuple[float, float]:
@@ -95,7 +96,7 @@ def norm_of_partials(partials: Tensor, p: float) -> tuple[float, float]:
 
 def checked_norm_by(backend: str, tensors: list[Tensor], p: float) -> tuple[float, float]:
     with kernels.backend(backend):
-        norm, found_inf = kernels.checked_norm(tensors, p)
+        norm, found_inf = kernels.checked_norm(TensorList(tensors), p)
     return norm.item(), found_inf.item()
 
 
@@ -105,8 +106,8 @@ def step_numbers_by(
     """Return the numbers of a step, and the same by torch's operators from the checked norm."""
     wide = torch.tensor(scale)
     with kernels.backend(backend):
-        numbers = kernels.step_numbers(gradients, 2.0, wide, max_norm, dtype)
-        scaled_norm, found_inf = kernels.checked_norm(gradients, 2.0, dtype)
+        numbers = kernels.step_numbers(TensorList(gradients), 2.0, wide, max_norm, dtype)
+        scaled_norm, found_inf = kernels.checked_norm(TensorList(gradients), 2.0, dtype)
     assert numbers is not None
     inv_scale = kernels.inverse(wide)
     norm = (scaled_norm * inv_scale).to(scaled_norm.dtype)
@@ -116,7 +117,7 @@ def step_numbers_by(
 
 def scaled_by(backend: str, tensors: list[Tensor], factor: float) -> list[Tensor]:
     with kernels.backend(backend):
-        kernels.scale_(tensors, torch.tensor(factor))
+        kernels.scale_(TensorList(tensors), torch.tensor(factor))
     return tensors
 
 
@@ -126,8 +127,8 @@ def clipped_by(backend: str, norms: list[Tensor], max_norms: list[float]) -> lis
     with kernels.backend(backend):
         for norm, max_norm in itertools.product(norms, max_norms):
             clipped, scaled = torch.ones(2, dtype=norm.dtype)
-            kernels.clip_([clipped], max_norm, norm)
-            kernels.scale_([scaled], kernels.clip_coefficient(max_norm, norm))
+            kernels.clip_(TensorList([clipped]), max_norm, norm)
+            kernels.scale_(TensorList([scaled]), kernels.clip_coefficient(max_norm, norm))
             pairs.append((clipped, scaled))
     return pairs
 
@@ -136,13 +137,13 @@ def scaled_elsewhere_by_default(backend: str, tensors: list[Tensor], factor: flo
     """Scale while new tensors are on another device by default."""
     on_device = torch.tensor(factor)
     with kernels.backend(backend), torch.device("meta"):
-        kernels.scale_(tensors, on_device)
+        kernels.scale_(TensorList(tensors), on_device)
     return tensors
 
 
 def norm_elsewhere_by_default(backend: str, tensors: list[Tensor]) -> float:
     with kernels.backend(backend), torch.device("meta"):
-        return kernels.total_norm(tensors, 2.0).item()
+        return kernels.total_norm(TensorList(tensors), 2.0).item()
 
 
 def unscaled_by(
@@ -150,7 +151,7 @@ def unscaled_by(
 ) -> tuple[list[Tensor], float]:
     flag = torch.full((1,), found_inf)
     with kernels.backend(backend):
-        kernels.unscale_(grads, torch.tensor(inv_scale), flag)
+        kernels.unscale_(TensorList(grads), torch.tensor(inv_scale), flag)
     return grads, flag.item()
 
 
@@ -159,13 +160,13 @@ def unscaled_by_scale(
 ) -> tuple[list[Tensor], float]:
     flag = torch.full((), found_inf)
     with kernels.backend(backend):
-        kernels.unscale_by_(grads, torch.tensor(scale), flag)
+        kernels.unscale_by_(TensorList(grads), torch.tensor(scale), flag)
     return grads, flag.item()
 
 
 def clamped_by(backend: str, tensors: list[Tensor], low: float, high: float) -> list[Tensor]:
     with kernels.backend(backend):
-        kernels.clamp_(tensors, low, high)
+        kernels.clamp_(TensorList(tensors), low, high)
     return tensors
 
 
@@ -199,7 +200,7 @@ def on_views(backend: str, view: str, operation: str) -> list[Any]:
     value, error = None, None
     with kernels.backend(backend):
         try:
-            value = getattr(kernels, operation)(tensors, *_ARGUMENTS[operation]())
+            value = getattr(kernels, operation)(TensorList(tensors), *_ARGUMENTS[operation]())
         except RuntimeError as caught:
             error = str(caught)
     # A sum has memory of its own, whatever its terms have.
@@ -214,7 +215,7 @@ def address_reuse(backend: str, sizes: list[tuple[int, torch.dtype]]) -> list[bo
         storage.fill_(0)
         tensor = storage.view(dtype)[:numel].fill_(3.0)
         with kernels.backend(backend):
-            kernels.scale_([tensor], torch.tensor(2.0))
+            kernels.scale_(TensorList([tensor]), torch.tensor(2.0))
         rest = storage.view(dtype)[numel:]
         right.append(bool((tensor == 6.0).all()) and not rest.any())
     return right

@@ -41,7 +41,7 @@ _addressed: dict[int, _Addressed] = {}  # keyed by the address of the latest row
 def tell() -> None:
     """Enable the device and register the tensors of each launch. Call before the kernels are imported."""
     simulator.enable()
-    _table.chunk_table = _remembering(_table.chunk_table, lambda tensors: ([], tensors))
+    _table.chunk_table = _remembering(_table.chunk_table, lambda tensors: ([], tensors.tensors))
     _update_table.update_table = _remembering(
         _update_table.update_table,
         lambda lists, steps: (
@@ -52,7 +52,7 @@ def tell() -> None:
     _update_table.known_update_table = _remembering(
         _update_table.known_update_table,
         lambda memory, grads: (
-            [*grads, *memory.steps],
+            [*grads.tensors, *memory.steps],
             [tensor for tensors in memory.lists for tensor in tensors],
         ),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from impl import kernels
-from impl.kernels import Parameters, SGDRule
+from impl.kernels import Parameters, SGDRule, TensorList
 
 _RACING = (
     "_foreach_add_",
@@ -57,13 +57,13 @@ def changed(backend: str, operation: str, numel: int, ranges: list[Range]) -> li
     with race(), kernels.backend(backend):
         match operation:
             case "unscale_":
-                kernels.unscale_(views, torch.tensor(0.5), torch.zeros(1))
+                kernels.unscale_(TensorList(views), torch.tensor(0.5), torch.zeros(1))
             case "unscale_by_":
-                kernels.unscale_by_(views, torch.tensor(2.0), torch.zeros(()))
+                kernels.unscale_by_(TensorList(views), torch.tensor(2.0), torch.zeros(()))
             case "clip_":
-                kernels.clip_(views, 1.0, torch.tensor(2.0 - 1e-6))
+                kernels.clip_(TensorList(views), 1.0, torch.tensor(2.0 - 1e-6))
             case _:
-                kernels.scale_(views, torch.tensor(0.5))
+                kernels.scale_(TensorList(views), torch.tensor(0.5))
     return buffer.tolist()
 
 
@@ -82,5 +82,7 @@ def stepped(backend: str, shared: str) -> tuple[list[float], list[float], list[f
     params, momenta, copies = tensors("params"), tensors("momenta"), tensors("copies", torch.bfloat16)
     rule = SGDRule(lr=2.0, momentum=0.5, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False)
     with race(), kernels.backend(backend):
-        kernels.fused_step_(rule, Parameters(params, [momenta], (), copies), grads, torch.tensor(0.5))
+        kernels.fused_step_(
+            rule, Parameters(params, [momenta], (), copies), TensorList(grads), torch.tensor(0.5)
+        )
     return tuple([float(tensor[0]) for tensor in listed] for listed in (params, momenta, copies))  # pyright: ignore[reportReturnType]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impl import kernels
-from impl.kernels import _dispatch
+from impl.kernels import TensorList, _dispatch
 from impl.kernels._table import CHUNK, chunk_table
 from impl.kernels.tests.calls import (
     VIEWS,
@@ -188,7 +188,7 @@ def test_torchs_unscale_operator_gets_no_dtype_that_its_cuda_kernel_lacks(monkey
     recorded = Mock(side_effect=operator)
     monkeypatch.setattr(torch, operator.__name__, recorded)
     grads = [torch.ones(3, dtype=dtype, device="meta") for dtype in DTYPES]
-    kernels.unscale_(grads, torch.tensor(0.5, device="meta"), torch.zeros(1, device="meta"))
+    kernels.unscale_(TensorList(grads), torch.tensor(0.5, device="meta"), torch.zeros(1, device="meta"))
     dtypes = [{grad.dtype for grad in arguments.args[0]} for arguments in recorded.call_args_list]
     # The kernel lacks bfloat16, and checks float64 in float32.
     assert dtypes.count({torch.float16}) == 1
@@ -429,7 +429,7 @@ def test_default_device_does_not_matter(backend):
 )
 def test_chunks_cover_every_element_once(sizes, dtype):
     tensors = [torch.empty(n, dtype=dtype) for n in sizes]
-    table = chunk_table(tensors)
+    table = chunk_table(TensorList(tensors))
     assert table is not None
     assert table.chunks == len(table.rows)
     width = tensors[0].element_size()
@@ -456,11 +456,11 @@ def test_partials_of_many_chunks_are_combined_by_one_program(chunks):
 
 def test_tensors_that_share_memory_take_no_table():
     buffer = torch.ones(100)
-    assert chunk_table([buffer[:60], buffer[40:]]) is None
-    assert chunk_table([buffer, buffer]) is None
-    assert chunk_table([buffer[::2]]) is None
-    assert chunk_table([buffer[:1].expand(5)]) is None
-    assert chunk_table([buffer[:50], buffer[50:]]) is not None
+    assert chunk_table(TensorList([buffer[:60], buffer[40:]])) is None
+    assert chunk_table(TensorList([buffer, buffer])) is None
+    assert chunk_table(TensorList([buffer[::2]])) is None
+    assert chunk_table(TensorList([buffer[:1].expand(5)])) is None
+    assert chunk_table(TensorList([buffer[:50], buffer[50:]])) is not None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -496,10 +496,10 @@ def test_shared_code_never_reads_on_host(backend):
         guarded(1.0).item()
     grads = [guarded([1.0, 2.0]), guarded([3.0])]
     with kernels.backend(backend):
-        kernels.unscale_(grads, guarded(0.5), guarded([0.0]))
-        norm = kernels.total_norm(grads, 2.0)
-        kernels.scale_(grads, norm)
-        kernels.clamp_(grads, -1.0, 1.0)
+        kernels.unscale_(TensorList(grads), guarded(0.5), guarded([0.0]))
+        norm = kernels.total_norm(TensorList(grads), 2.0)
+        kernels.scale_(TensorList(grads), norm)
+        kernels.clamp_(TensorList(grads), -1.0, 1.0)
         kernels.nonfinite_mask(grads)
         kernels.update_scale_(
             guarded([2.0]), guarded([0], dtype=torch.int32), guarded([0.0]), 2.0, 0.5, 3, 1.0
@@ -509,9 +509,12 @@ def test_shared_code_never_reads_on_host(backend):
 
 @pytest.mark.parametrize("p", [2.0, math.inf])
 def test_compiled_code_takes_torchs_operators(p):
-    compiled = torch.compile(kernels.total_norm, fullgraph=True, backend="eager")
+    def norm_of(tensors):
+        return kernels.total_norm(TensorList(tensors), p)
+
+    compiled = torch.compile(norm_of, fullgraph=True, backend="eager")
     tensors = [torch.randn(5), torch.randn(3)]
-    assert torch.equal(compiled(tensors, p), torch.nn.utils.get_total_norm(tensors, p))
+    assert torch.equal(compiled(tensors), torch.nn.utils.get_total_norm(tensors, p))
 
 
 def test_unknown_backend_raises():
@@ -557,11 +560,14 @@ def test_out_of_memory_launch_is_retried(monkeypatch):
 def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), kernels.backend("triton"):
-        kernels.scale_([torch.ones(2)], torch.tensor(2.0))
+        kernels.scale_(TensorList([torch.ones(2)]), torch.tensor(2.0))
 
 
 def test_environment_variable_sets_backend():
-    program = "import torch; from impl.kernels._dispatch import dispatch_for as of; print(of([torch.ones(1)]).backend)"
+    program = (
+        "import torch; from impl.kernels import TensorList; from impl.kernels._dispatch import dispatch_for as of; "
+        "print(of(TensorList([torch.ones(1)])).backend)"
+    )
     for name, backend in (("torch", "torch"), ("cpu_blocked", "cpu_blocked"), ("auto", "cpu_blocked")):
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "TANDEM_KERNELS": name}, text=True,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conformance.gpu.update_bounds import EACH, OTHERS, rules, states_of, update
 from impl import kernels
-from impl.kernels import RULES, Rule, SGDRule
+from impl.kernels import RULES, Rule, SGDRule, TensorList
 from impl.kernels._table import CHUNK
 from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
@@ -158,7 +158,7 @@ def test_gradients_in_another_order_of_memory(backend: str) -> None:
     param, grad = torch.zeros(3, 4), torch.arange(12.0).view(4, 3).t()
     rule = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=False)
     with kernels.backend(backend):
-        kernels.fused_step_(rule, kernels.Parameters([param], []), [grad], torch.tensor(1.0))
+        kernels.fused_step_(rule, kernels.Parameters([param], []), TensorList([grad]), torch.tensor(1.0))
     assert torch.equal(param, -grad)
 
 

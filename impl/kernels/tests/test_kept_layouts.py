@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from impl.kernels import _kept_layouts, keep_layout, recognize_layout
+from impl.kernels import TensorList, _kept_layouts, keep_layout, recognize_layout
 from impl.nn.utils import clip_grad
 
 
@@ -30,14 +30,12 @@ def _made_in_inference_mode() -> Tensor:
 
 
 def test_recognized_list_has_the_kept_layout_and_its_own_addresses() -> None:
-    kept_list, others = keep_layout(_gradients()), _gradients()
-    recognized = recognize_layout(others)
-    assert kept_list is not None
-    assert recognized is not None
-    assert recognized.form is kept_list.form
-    assert recognized.memory is not None
-    assert list(recognized.memory.addresses.numbers) == [tensor.data_ptr() for tensor in others]
-    assert all(tensor is other for tensor, other in zip(recognized, others, strict=True))
+    layout, others = keep_layout(_gradients()), _gradients()
+    assert layout is not None
+    assert recognize_layout(others) is layout
+    memory = TensorList(others, layout).memory
+    assert memory is not None
+    assert list(memory.addresses.numbers) == [tensor.data_ptr() for tensor in others]
 
 
 OTHERS: dict[str, Callable[[], Tensor]] = {

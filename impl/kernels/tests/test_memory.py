@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import swap_tensors
 
-from impl.kernels import Addresses, TensorList, concat, with_layout
+from impl.kernels import Addresses, TensorList, concat, list_layout
 from impl.kernels._native import CODES, memory
 from impl.kernels.tests.native import the_library
 
@@ -98,10 +98,10 @@ def test_deepcopy_has_addresses_of_copied_tensors(way: str) -> None:
 def test_concat_of_matching_layouts_keeps_layout() -> None:
     first, second = [torch.zeros(3), torch.zeros(2, 3)], [torch.zeros(4)]
     whole = concat([known(first), known(second)])
-    assert isinstance(whole, TensorList)
-    assert all(map(is_, whole, [*first, *second]))
-    assert list(whole.form.numels.numbers) == [3, 6, 4]
-    assert whole.form.code == CODES[torch.float32]
+    assert whole.layout is not None
+    assert all(map(is_, whole.tensors, [*first, *second]))
+    assert list(whole.layout.numels.numbers) == [3, 6, 4]
+    assert whole.layout.code == CODES[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,13 @@ def test_concat_of_matching_layouts_keeps_layout() -> None:
 def test_concat_of_other_layouts_has_no_layout(other: Tensor) -> None:
     """Lists of another dtype or device, or with an unknown layout."""
     listed = [torch.zeros(3)]
-    whole = concat(
-        [known(listed), known([other]) if other.dtype is torch.bfloat16 or other.is_meta else [other]]
-    )
-    assert not isinstance(whole, TensorList)
-    assert all(map(is_, whole, [*listed, other]))
+    is_known = other.dtype is torch.bfloat16 or other.is_meta
+    whole = concat([known(listed), known([other]) if is_known else TensorList([other])])
+    assert whole.layout is None
+    assert all(map(is_, whole.tensors, [*listed, other]))
 
 
-def known(tensors: list[Tensor]) -> list[Tensor]:
-    with_known_layout = with_layout(tensors)
-    assert with_known_layout is not None
-    return with_known_layout
+def known(tensors: list[Tensor]) -> TensorList:
+    layout = list_layout(tensors)
+    assert layout is not None
+    return TensorList(tensors, layout)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conformance.judge.sandbox.global_state import default_dtype
 from impl import kernels
-from impl.kernels import AdamRule, Parameters, SGDRule, _dispatch, _native, fused_step
+from impl.kernels import AdamRule, Parameters, SGDRule, TensorList, _dispatch, _native, fused_step
 from impl.kernels._native import CHUNK, CODES
 from impl.kernels._native.norm import sum_of_squares
 from impl.kernels.tests.calls import Spec, assert_same_bits, build, every_pattern_of_bits
@@ -48,7 +48,7 @@ def library() -> _native.NativeLibrary:
 def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
     library = the_library()
     tensors = [build(spec)[0] for spec in specs]
-    actual = sum_of_squares(library, tensors)
+    actual = sum_of_squares(library, TensorList(tensors))
     want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
     # A square of an f32 is exact in f64, and a sum of as many terms loses a few bits of 53.
     assert actual == pytest.approx(want, rel=1e-13, abs=0.0)
@@ -62,9 +62,9 @@ def test_single_nonfinite_element_is_found(
 ) -> None:
     tensor = torch.zeros(CHUNK + 17, dtype=dtype)
     tensor[place] = bad
-    assert not math.isfinite(sum_of_squares(library, [torch.zeros(3, dtype=dtype), tensor]))
+    assert not math.isfinite(sum_of_squares(library, TensorList([torch.zeros(3, dtype=dtype), tensor])))
     largest = torch.full((CHUNK + 17,), torch.finfo(dtype).max, dtype=dtype)
-    assert math.isfinite(sum_of_squares(library, [largest]))
+    assert math.isfinite(sum_of_squares(library, TensorList([largest])))
 
 
 LONG = 1 << 22  # elements, of which threads take more than CHUNK at a time
@@ -76,14 +76,14 @@ def test_lists_so_long_that_chunks_are_longer(library: _native.NativeLibrary, dt
     tensors = [torch.randn(numel, generator=draw).to(dtype) for numel in (3, LONG + 5, 0, 3 * CHUNK + 1)]
     want = [(tensor.float() * 0.7).to(dtype).clamp(-1.0, 0.5) for tensor in tensors]
     squares = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert sum_of_squares(library, tensors) == pytest.approx(squares, rel=1e-13, abs=0.0)
+    assert sum_of_squares(library, TensorList(tensors)) == pytest.approx(squares, rel=1e-13, abs=0.0)
     with kernels.backend("native"):
-        kernels.scale_(tensors, torch.tensor(0.7))
-        kernels.clamp_(tensors, -1.0, 0.5)
+        kernels.scale_(TensorList(tensors), torch.tensor(0.7))
+        kernels.clamp_(TensorList(tensors), -1.0, 0.5)
     assert all(map(torch.equal, want, tensors))
     for place in (0, LONG // 2, LONG + 4):
         tensors[1][place] = math.inf
-        assert sum_of_squares(library, tensors) == math.inf
+        assert sum_of_squares(library, TensorList(tensors)) == math.inf
         tensors[1][place] = 0.0
 
 
@@ -97,8 +97,10 @@ def updated(threads: int, longest: int) -> list[Tensor]:
         )
         steps = [torch.tensor(2.0) for _ in params]
         with kernels.backend("native"):
-            norm, _ = kernels.checked_norm(grads, 2.0)
-            kernels.fused_step_(ADAMW, Parameters(params, [means, squares], steps), grads, norm.reciprocal())
+            norm, _ = kernels.checked_norm(TensorList(grads), 2.0)
+            kernels.fused_step_(
+                ADAMW, Parameters(params, [means, squares], steps), TensorList(grads), norm.reciprocal()
+            )
         return [norm, *params, *means, *squares]
     finally:
         torch.set_num_threads(before)
@@ -115,7 +117,7 @@ def test_mean_equals_gradient_if_beta1_is_zero(library: _native.NativeLibrary) -
     rule = AdamRule(0.01, 0.0, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     lists = Parameters([torch.ones(1)], [[mean], [torch.ones(1)]], [torch.tensor(1.0)])
     with kernels.backend("native"):
-        kernels.fused_step_(rule, lists, [grad], torch.tensor(1.0))
+        kernels.fused_step_(rule, lists, TensorList([grad]), torch.tensor(1.0))
     assert mean.item() == 1.0
 
 
@@ -124,7 +126,7 @@ SGD = SGDRule(1.0, 0.0, 0.0, 0.0, nesterov=False, maximize=False, is_first_step=
 
 def stepped(params: list[Tensor], grads: list[Tensor], lists: Parameters | None = None) -> None:
     with kernels.backend("native"):
-        kernels.fused_step_(SGD, lists or Parameters(params, []), grads, torch.tensor(1.0))
+        kernels.fused_step_(SGD, lists or Parameters(params, []), TensorList(grads), torch.tensor(1.0))
 
 
 def test_torchs_operators_go_by_the_threads_of_now() -> None:
@@ -135,7 +137,7 @@ def test_torchs_operators_go_by_the_threads_of_now() -> None:
         for threads in (4, 1, 3):
             torch.set_num_threads(threads)
             with kernels.backend("cpu_blocked"):
-                kernels.fused_step_(SGD, lists, [torch.ones_like(param)], torch.tensor(1.0))
+                kernels.fused_step_(SGD, lists, TensorList([torch.ones_like(param)]), torch.tensor(1.0))
     finally:
         torch.set_num_threads(before)
     assert param.unique().numel() == 1
@@ -157,8 +159,13 @@ def test_autograd_hears_of_it(library: _native.NativeLibrary) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("change", [lambda tensors: kernels.clamp_(tensors, -0.3, 0.7),
-                                    lambda tensors: kernels.scale_(tensors, torch.tensor(0.3))])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: kernels.clamp_(TensorList(tensors), -0.3, 0.7),
+        lambda tensors: kernels.scale_(TensorList(tensors), torch.tensor(0.3)),
+    ],
+)
 def test_changes_in_place_are_torchs_bit_by_bit(
     library: _native.NativeLibrary, change: Callable[[list[Tensor]], None], dtype: torch.dtype
 ) -> None:
@@ -187,7 +194,7 @@ def test_halves_are_read_exactly_and_rounded_once(
     lists = Parameters(list(params.split(length)), [], low_precision_params=list(copies.split(length)))
     rule = replace(SGD, lr=-1.0)
     with kernels.backend("native"):
-        kernels.fused_step_(rule, lists, list(grads.split(length)), torch.tensor(factor))
+        kernels.fused_step_(rule, lists, TensorList(list(grads.split(length))), torch.tensor(factor))
     assert_same_bits(params, grads.float() * torch.tensor(factor))
     assert_same_bits(copies, params.to(dtype))
 
@@ -221,12 +228,12 @@ def test_default_device_and_dtype_do_not_matter(
 ) -> None:
     grads = [torch.full((3,), 2.0) for _ in range(12)]
     with kernels.backend(backend), torch.device("meta"):
-        norm, flag = kernels.checked_norm(grads, 2.0)
-        kernels.scale_(grads, kernels.total_norm(grads, 2.0).reciprocal())
+        norm, flag = kernels.checked_norm(TensorList(grads), 2.0)
+        kernels.scale_(TensorList(grads), kernels.total_norm(TensorList(grads), 2.0).reciprocal())
     assert (norm.item(), flag.item()) == (12.0, 0.0)
     assert torch.equal(grads[0], torch.full((3,), 2.0) * torch.tensor(12.0).reciprocal())
     with kernels.backend(backend), default_dtype(torch.float64):
-        norm, flag = kernels.checked_norm(grads, 2.0)
+        norm, flag = kernels.checked_norm(TensorList(grads), 2.0)
     assert (norm.dtype, flag.dtype) == (torch.float32, torch.float32)
 
 
@@ -238,7 +245,7 @@ def test_another_interface_is_not_called() -> None:
 def test_missing_library_raises_only_for_native_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "library", lambda: None)
     param = torch.zeros(3)
-    kernels.fused_step_(SGD, Parameters([param], []), [torch.ones(3)], torch.tensor(1.0))
+    kernels.fused_step_(SGD, Parameters([param], []), TensorList([torch.ones(3)]), torch.tensor(1.0))
     assert param.tolist() == [-1.0] * 3
     with pytest.raises(RuntimeError, match="install the package with a C compiler at hand"):
         stepped([param], [torch.ones(3)])

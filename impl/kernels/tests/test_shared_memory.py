@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from impl.kernels import TensorList
 from impl.kernels._by_dtype import may_share_memory
 from impl.kernels._table import CHUNK, chunk_table
 from impl.kernels._update_table import ADDRESSES, COUNT, update_table
@@ -82,7 +83,7 @@ def test_parameters_that_share_memory_are_updated_in_turn(
 def test_programs_of_a_launch_write_different_elements(ranges: list[Range], dtype: torch.dtype) -> None:
     """A list with overlapping ranges has no table, because the programs of a launch have no order."""
     _, views = views_of(_NUMEL, ranges, dtype)
-    table = chunk_table(views)
+    table = chunk_table(TensorList(views))
     assert (table is None) is may_share_memory(views) is overlap(ranges)
     if table is not None:
         rows = table.rows.tolist()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.kernels import Parameters, _update_table, with_layout
+from impl.kernels import Parameters, TensorList, _update_table, list_layout
 from impl.kernels._table import _KEY_BYTES, CHUNK, ChunkTable, KeptTables, chunk_table
 from impl.kernels._update_table import known_update_table, update_table
 
@@ -78,9 +78,9 @@ def test_layouts_that_are_alike_are_taken() -> None:
 def test_chunk_table_is_cached_and_keeps_no_tensor_alive() -> None:
     tensors = [torch.ones(5), torch.ones(7)]
     alive = weakref.ref(tensors[0])
-    table = chunk_table(tensors)
-    assert chunk_table(tensors) is table
-    assert chunk_table([*tensors, torch.ones(3)]) is not table
+    table = chunk_table(TensorList(tensors))
+    assert chunk_table(TensorList(tensors)) is table
+    assert chunk_table(TensorList([*tensors, torch.ones(3)])) is not table
     del tensors
     assert alive() is None
 
@@ -114,9 +114,9 @@ class _Known(NamedTuple):
     lists: list[list[Tensor]]
 
     def table_for(self, grads: list[Tensor]) -> ChunkTable | None:
-        known = with_layout(grads)
-        assert known is not None
-        return known_update_table(self.parameters.memory, known)
+        layout = list_layout(grads)
+        assert layout is not None
+        return known_update_table(self.parameters.memory, TensorList(grads, layout))
 
 
 @pytest.fixture

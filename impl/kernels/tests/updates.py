@@ -89,7 +89,7 @@ def updated(backend: str, described: UpdateSpec) -> Lists:
         kernels.fused_step_(
             described.rule,
             kernels.Parameters(lists.params, lists.states, lists.steps, lists.low_precision_params),
-            lists.grads,
+            kernels.TensorList(lists.grads),
             torch.tensor(described.factor),
             found_inf,
         )

@@ -3,7 +3,8 @@
 Kernels
     Ordinary gradients (plain dense floating-point tensors without overlapping elements) are passed to `impl.kernels`,
     one device at a time: one pass for the norm, one for the scaling, and a two-norm that neither overflows nor
-    underflows in between.
+    underflows in between. A list of plain tensors of which only some are ordinary is split. Ordinary gradients cannot
+    raise once it is known that their dtypes can hold the numbers. So the others are changed first.
 LocalShards
     If some gradients are DTensors, over any meshes, and the others plain, the kernels get each rank's local tensors,
     and the ranks exchange their norms.
@@ -11,9 +12,6 @@ TorchOperators
     All other gradients take the torch operators that torch's own functions call, so that they raise torch's errors:
     sparse, complex and integer gradients, other tensor subclasses, overlapping memory, empty gradients if the norm has
     no identity, and everything under `torch.compile`. One such subclass sends the whole list to the operators.
-KernelsAndOperators
-    A list of plain tensors of which only some are ordinary is split. Ordinary gradients cannot raise once it is known
-    that their dtypes can hold the numbers. So the others are changed first.
 
 If a torch operator raises, all gradients are restored. For this, plain tensors that take operators and DTensors among
 plain tensors are copied. A list with only DTensors is changed as a whole or not at all.
@@ -40,6 +38,7 @@ from impl.kernels import (
     KERNEL_DTYPES,
     OVERLAP,
     PLAIN_TYPES,
+    TensorList,
     are_on,
     dtypes_of,
     keep_layout,
@@ -133,43 +132,55 @@ class TorchOperators:
 @dataclass(frozen=True)
 class Kernels:
     tensors: list[Tensor]
-    by_device: dict[torch.device, list[Tensor]]  # order of first appearance
+    by_device: dict[torch.device, TensorList]  # ordinary tensors, devices in order of first appearance
     foreach: bool | None
+    others: TorchOperators | None = None  # route of the other tensors
+
+    @property
+    def _by_operators(self) -> TorchOperators:
+        return TorchOperators(self.tensors, self.foreach)
 
     def total_norm(self, norm_type: float) -> Tensor:
         is_extreme = norm_type < 0.0 or norm_type == math.inf
         # An empty tensor has no largest or smallest element, for which torch's operators have an error.
-        if is_extreme and not all(map(Tensor.numel, self.tensors)):
-            return TorchOperators(self.tensors, self.foreach).total_norm(norm_type)
+        if self.others is not None or (is_extreme and not all(map(Tensor.numel, self.tensors))):
+            return self._by_operators.total_norm(norm_type)
         norms = [kernels.total_norm(tensors, norm_type) for tensors in self.by_device.values()]
         if len(norms) == 1:
             return norms[0]
         device = norms[0].device
         # Norms of order 0 are counts, so add them. All others combine like elements of a vector.
-        return kernels.total_norm([kernels.to_device(norm, device) for norm in norms], norm_type or 1.0)
+        return kernels.total_norm(
+            TensorList([kernels.to_device(norm, device) for norm in norms]), norm_type or 1.0
+        )
 
     def scale_(self, max_norm: float, total_norm: Tensor) -> None:
-        if not _is_plain_number(total_norm):
-            TorchOperators(self.tensors, self.foreach).scale_(max_norm, total_norm)
+        # torch's operators raise if a norm that no kernel takes does not fit.
+        if type(total_norm) is not Tensor or total_norm.dim() > 0:
+            self._by_operators.scale_(max_norm, total_norm)
             return
+        if self.others is not None:
+            self.others.scale_(max_norm, total_norm)
         for device, tensors in self.by_device.items():
             kernels.clip_(tensors, max_norm, total_norm.to(device))
-
-    def check_bound(self, high: float) -> None:
-        """Raise torch's error if a dtype cannot hold `high`. The kernels would only raise halfway."""
-        if torch.finfo(torch.float16).max < high < math.inf:
-            for tensors in self.by_device.values():
-                for dtype in dtypes_of(tensors):
-                    torch.zeros((), dtype=dtype, device="cpu").clamp_(-high, high)
 
     def clamp_(self, high: float) -> None:
         if high == 0:
             # The sign of a zero between -0 and 0 depends on the operator, which torch selects for the whole list.
-            TorchOperators(self.tensors, self.foreach).clamp_(high)
+            self._by_operators.clamp_(high)
             return
-        self.check_bound(high)
+        self._check_bound(high)
+        if self.others is not None:
+            self.others.clamp_(high)
         for tensors in self.by_device.values():
             kernels.clamp_(tensors, -high, high)
+
+    def _check_bound(self, high: float) -> None:
+        """Raise torch's error if a dtype cannot hold `high`. The kernels would only raise halfway."""
+        if torch.finfo(torch.float16).max < high < math.inf:
+            for tensors in self.by_device.values():
+                for dtype in dtypes_of(tensors.representatives):
+                    torch.zeros((), dtype=dtype, device="cpu").clamp_(-high, high)
 
 
 @dataclass(frozen=True)
@@ -199,56 +210,28 @@ class LocalShards:
         self.sharded.increment_versions()
 
 
-@dataclass(frozen=True)
-class KernelsAndOperators:
-    tensors: list[Tensor]
-    ordinary: Kernels
-    others: TorchOperators
-
-    def total_norm(self, norm_type: float) -> Tensor:
-        return TorchOperators(self.tensors, self.others.foreach).total_norm(norm_type)
-
-    def scale_(self, max_norm: float, total_norm: Tensor) -> None:
-        if not _is_plain_number(total_norm):
-            TorchOperators(self.tensors, self.others.foreach).scale_(max_norm, total_norm)
-            return
-        self.others.scale_(max_norm, total_norm)
-        self.ordinary.scale_(max_norm, total_norm)
-
-    def clamp_(self, high: float) -> None:
-        if high == 0:
-            # The whole list takes torch's operators, as in `Kernels.clamp_`.
-            TorchOperators(self.tensors, self.others.foreach).clamp_(high)
-            return
-        self.ordinary.check_bound(high)
-        self.others.clamp_(high)
-        self.ordinary.clamp_(high)
-
-
-Route = TorchOperators | Kernels | LocalShards | KernelsAndOperators
+Route = TorchOperators | Kernels | LocalShards
 
 
 def route_for(tensors: list[Tensor], foreach: bool | None) -> Route:
     if torch.compiler.is_compiling() or not tensors:
         return TorchOperators(tensors, foreach)
-    if (known := recognize_layout(tensors)) is not None:
-        return Kernels(tensors, {known[0].device: known}, foreach)
+    if (layout := recognize_layout(tensors)) is not None:
+        return Kernels(tensors, {tensors[0].device: TensorList(tensors, layout)}, foreach)
     if not PLAIN_TYPES.issuperset(map(type, tensors)):
         # Whether a subclass can be mixed with plain tensors is decided by its own implementation.
         return _local_shards(tensors, foreach) or TorchOperators(tensors, foreach)
     if (on_one_device := _ordinary_on_one_device(tensors, foreach)) is not None:
-        return Kernels(tensors, {on_one_device[0].device: on_one_device}, foreach)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    ordinary: list[Tensor] = []
+        return Kernels(tensors, {tensors[0].device: on_one_device}, foreach)
+    ordinary: dict[torch.device, list[Tensor]] = {}
     others: list[Tensor] = []
     for tensor in tensors:
         if _is_ordinary(tensor):
-            ordinary.append(tensor)
-            by_device.setdefault(tensor.device, []).append(tensor)
+            ordinary.setdefault(tensor.device, []).append(tensor)
         else:
             others.append(tensor)
-    by_kernels = Kernels(ordinary, by_device, foreach)
-    return KernelsAndOperators(tensors, by_kernels, TorchOperators(others, foreach)) if others else by_kernels
+    by_device = {device: TensorList(batch) for device, batch in ordinary.items()}
+    return Kernels(tensors, by_device, foreach, TorchOperators(others, foreach) if others else None)
 
 
 def _local_shards(tensors: list[Tensor], foreach: bool | None) -> LocalShards | None:
@@ -256,35 +239,32 @@ def _local_shards(tensors: list[Tensor], foreach: bool | None) -> LocalShards | 
     if not any(map(is_distributed, tensors)):
         return None
     sharded = sharded_tensors(tensors)
-    if sharded is None or not PLAIN_TYPES.issuperset(map(type, sharded.local_tensors)):
+    if sharded is None or not PLAIN_TYPES.issuperset(map(type, sharded.local.tensors)):
         return None
-    local = route_for(sharded.local_tensors, foreach)
-    if not isinstance(local, Kernels):
+    local = route_for([*sharded.local.tensors], foreach)
+    if not isinstance(local, Kernels) or local.others is not None:
         return None
     if len(local.by_device) == 1:
-        # The kernels recognise this list object, so that they need not query its layout again.
-        [local_tensors] = local.by_device.values()
-        sharded = replace(sharded, local_tensors=local_tensors)
+        [local_tensors] = local.by_device.values()  # perhaps with a known layout
+        sharded = replace(sharded, local=local_tensors)
     return LocalShards(tensors, sharded, local)
 
 
-def _ordinary_on_one_device(tensors: list[Tensor], foreach: bool | None) -> list[Tensor] | None:
+def _ordinary_on_one_device(tensors: list[Tensor], foreach: bool | None) -> TensorList | None:
     """Return `tensors` if all are ordinary, dense and on one device, else None. Checks whole lists, for speed."""
     if layouts_of(tensors) != {torch.strided} or any(map(Tensor.is_inference, tensors)):
         return None
     device = tensors[0].device
     if not are_on(device, tensors):
         return None
-    if (known := keep_layout(tensors)) is not None:
-        return known
-    if (
+    if (layout := keep_layout(tensors)) is not None or (
         dtypes_of(tensors) <= KERNEL_DTYPES
         and (device.type in ("cpu", "cuda") or _device_has_foreach_support(device))
         and all(map(Tensor.is_contiguous, tensors))
         # torch raises for lists of views with a negative bit, but not for single ones.
         and not (foreach is False and any(map(Tensor.is_neg, tensors)))
     ):
-        return tensors
+        return TensorList(tensors, layout)
     return None
 
 
@@ -297,11 +277,6 @@ def _is_ordinary(tensor: Tensor) -> bool:
         and not tensor.is_neg()  # see `_ordinary_on_one_device`
         and (torch.is_inference_mode_enabled() or not tensor.is_inference())
     )
-
-
-def _is_plain_number(total_norm: Tensor) -> bool:
-    """Return whether a kernel takes the norm. torch's operators raise if another one does not fit."""
-    return type(total_norm) is Tensor and total_norm.dim() == 0
 
 
 def by_device_and_dtype(tensors: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl import kernels
-from impl.kernels import PLAIN_TYPES, are_on, dtypes_of, to_device
+from impl.kernels import PLAIN_TYPES, TensorList, are_on, dtypes_of, to_device
 from impl.kernels.norm import result_dtype
 from impl.optim._shards import Sharding, combine_norms, is_distributed, shardings_of
 
@@ -28,7 +28,7 @@ class ShardedTensors:
     """DTensors over one mesh or several, and plain tensors, which are equal on every rank."""
 
     tensors: Sequence[Any]
-    local_tensors: list[Tensor]
+    local: TensorList  # local tensors, perhaps on several devices
     # Mesh of all tensors. None if there are several, or plain tensors.
     mesh: DeviceMesh | None
     has_partial: bool
@@ -45,36 +45,40 @@ class ShardedTensors:
         Collectives: those of `combine_norms`. Partial DTensors are reduced first.
         """
         tensors = [_without_partial(tensor) for tensor in self.tensors] if self.has_partial else self.tensors
-        batches: dict[Sharding, list[Tensor]] = {}
         shardings = shardings_of(tensors)
-        if len(set(shardings)) == 1 and not self.has_partial and all(map(Tensor.numel, self.local_tensors)):
-            batches[shardings[0]] = self.local_tensors  # the kernels recognise this list
+        if (
+            len(set(shardings)) == 1
+            and not self.has_partial
+            and all(map(Tensor.numel, self.local.representatives))
+        ):
+            batches = {shardings[0]: self.local}
         else:
+            lists: dict[Sharding, list[Tensor]] = {}
             for sharding, tensor in zip(shardings, tensors, strict=True):
-                batch = batches.setdefault(sharding, [])
+                batch = lists.setdefault(sharding, [])
                 if (local := _local(tensor)).numel():
                     batch.append(local)
+            batches = {sharding: TensorList(batch) for sharding, batch in lists.items()}
         norms = {sharding: self._norm(batch, norm_type) for sharding, batch in batches.items()}
-        norm = combine_norms(norms, norm_type)[0].to(result_dtype(dtypes_of(self.local_tensors)))
+        norm = combine_norms(norms, norm_type)[0].to(result_dtype(dtypes_of(self.local.representatives)))
         return norm if self.mesh is None else _replicated(norm, self.mesh)
 
-    def _norm(self, tensors: list[Tensor], norm_type: float) -> Tensor:
+    def _norm(self, tensors: TensorList, norm_type: float) -> Tensor:
         """Return the norm of local tensors in f64, because ranks with different dtypes exchange it."""
-        device = self.local_tensors[0].device
-        by_device: dict[torch.device, list[Tensor]] = {}
-        if tensors is self.local_tensors and are_on(device, tensors):
-            by_device[device] = tensors
+        device = self.local.tensors[0].device
+        if tensors is self.local and are_on(device, tensors.tensors):
+            batches = [tensors]
         else:
-            for tensor in tensors:
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for tensor in tensors.tensors:
                 by_device.setdefault(tensor.device, []).append(tensor)
-        norms = [kernels.total_norm(batch, norm_type).to(torch.float64) for batch in by_device.values()]
+            batches = [*map(TensorList, by_device.values())]
+        norms = [kernels.total_norm(batch, norm_type).to(torch.float64) for batch in batches]
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=device)
-        return (
-            norms[0]
-            if len(norms) == 1
-            else kernels.total_norm([to_device(norm, device) for norm in norms], norm_type)
-        )
+        if len(norms) == 1:
+            return norms[0]
+        return kernels.total_norm(TensorList([to_device(norm, device) for norm in norms]), norm_type)
 
     def increment_versions(self) -> None:
         """Increment the DTensors' version counters, because autograd does not see writes to their local tensors."""
@@ -96,8 +100,8 @@ def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
         return None
     if any(placement.reduce_op not in _ADDED for placement in partial):
         return None
-    local_tensors = [_local(tensor) for tensor in tensors]
-    return ShardedTensors(tensors, local_tensors, meshes[0] if is_uniform else None, bool(partial))
+    local = TensorList([_local(tensor) for tensor in tensors])
+    return ShardedTensors(tensors, local, meshes[0] if is_uniform else None, bool(partial))
 
 
 def local_value(value: Tensor) -> Tensor | None:
