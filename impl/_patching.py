@@ -6,9 +6,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
 
-Pair = tuple[Any, Any]  # torch's object, our object
+Pair = tuple[object, object]  # torch's object, our object
 
 # All patch sets share one lock, because they change global names of the process.
 _lock = threading.RLock()

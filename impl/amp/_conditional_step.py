@@ -132,7 +132,7 @@ class _SavedMapping:
 _NUMBERS = (bool, int, float, complex, str)
 
 
-def _is_alike(value: Any, tensor: Tensor) -> TypeGuard[Tensor]:
+def _is_alike(value: object, tensor: Tensor) -> TypeGuard[Tensor]:
     return (
         isinstance(value, Tensor)
         and value.shape == tensor.shape

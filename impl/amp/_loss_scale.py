@@ -37,7 +37,7 @@ def scale_tensor(outputs: Tensor, scale: Tensor) -> Tensor:
     return outputs * scale
 
 
-def scale_nested(outputs: Any, scales: PerDevice) -> Any:
+def scale_nested(outputs: object, scales: PerDevice) -> Any:
     """Scale tensors nested in iterables. Lists and tuples keep their type, other iterables become lazy iterators."""
     if isinstance(outputs, Tensor):
         return scale_tensor(outputs, scales[outputs.device])

@@ -287,7 +287,7 @@ def _track_optimizer_steps() -> None:
 
 @uncompiled
 def _clear_cache_after_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     """Clear the cache after an optimizer step in a region, because the weights have changed."""
     # A traced step must not record the call in its graph. Compiled regions cache no casts.
@@ -295,7 +295,7 @@ def _clear_cache_after_step(
         clear_autocast_cache()
 
 
-def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+def _cast(value: object, device_type: str, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor on `device_type` in `value` to `dtype`, except float64.
 
     Lists, tuples and named tuples keep their type, a mapping becomes a dict, and any other iterable a generator.
@@ -363,7 +363,7 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
-    def record_and_call(*args: Any, **kwargs: Any) -> Any:
+    def record_and_call(*args: object, **kwargs: object) -> Any:
         dtype, is_enabled = get_autocast_dtype(device_type), is_autocast_enabled(device_type)
         _record_state(args[0], dtype, is_enabled and cast_inputs is None)
         if not is_enabled or cast_inputs is None:

@@ -610,7 +610,12 @@ class GradScaler:
         return self._check_scale_growth_tracker(funcname)
 
     def _step_if_finite(
-        self, optimizer: _Optimizer, stage: OptState, check_results: CheckResults, *args: Any, **kwargs: Any
+        self,
+        optimizer: _Optimizer,
+        stage: OptState,
+        check_results: CheckResults,
+        *args: object,
+        **kwargs: object,
     ) -> float | None:
         previous = check_results.checked, check_results.local_found_inf
         if stage is OptState.READY:

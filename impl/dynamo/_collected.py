@@ -1,8 +1,10 @@
 """Arguments and results of an optimizer's `_init_group`, as Dynamo's trackers and as real values."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.decorators import mark_static_address
@@ -12,6 +14,9 @@ from torch._dynamo.utils import GLOBAL_KEY_PREFIX
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
 class NotConcrete(Exception):
@@ -55,7 +60,9 @@ class Arguments:
 class CollectedTrackers:
     """Trackers of collected values. `sources` maps the id of a tensor to its source."""
 
-    def __init__(self, tx: Any, sources: Mapping[int, Source], gradients: frozenset[int]) -> None:
+    def __init__(
+        self, tx: InstructionTranslatorBase, sources: Mapping[int, Source], gradients: frozenset[int]
+    ) -> None:
         self._tx, self._sources, self._gradients = tx, sources, gradients
         # Tensors that a graph holds as attributes, not as inputs.
         self.held = {key for key in sources if key not in gradients}
@@ -91,7 +98,7 @@ def has_numbers(*values: Any) -> bool:
     )
 
 
-def release_with(optimizer: torch.optim.Optimizer, tx: Any, held: set[int]) -> None:
+def release_with(optimizer: torch.optim.Optimizer, tx: InstructionTranslatorBase, held: set[int]) -> None:
     """Make the graph that is being traced drop the tensors with these ids once the optimizer is freed."""
     context = tx.output.tracing_context
 
@@ -107,7 +114,7 @@ def _tensors_of(module: torch.fx.GraphModule) -> Iterator[tuple[str, torch.Tenso
     yield from module.named_parameters()
 
 
-def _release(module_ref: "weakref.ref[torch.fx.GraphModule]", names: list[str], context: Any) -> None:
+def _release(module_ref: weakref.ref[torch.fx.GraphModule], names: list[str], context: Any) -> None:
     module = module_ref()
     if module is not None:
         for name in names:

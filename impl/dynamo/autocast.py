@@ -4,9 +4,11 @@ Dynamo looks up every object in two tables, by type and by identity. `introduce`
 region becomes the same two graph nodes as torch's.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
@@ -18,6 +20,9 @@ from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 # Imported as a module, because a reload replaces its classes.
 from impl.amp import autocast_mode as amp
 from impl.amp._tracing import introduce_by
+
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 # Attributes that become the arguments of the graph node that enters a region, in this order.
 _FIELDS = ("device", "fast_dtype", "_enabled", "_cache_enabled")
@@ -58,7 +63,10 @@ class AutocastClassVariable(UserDefinedClassVariable):
     """Tracker of the class. Calling it creates a region. Everything else is Dynamo's default."""
 
     def call_function(
-        self, tx: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+        self,
+        tx: InstructionTranslatorBase,
+        args: Sequence[VariableTracker],
+        kwargs: Mapping[str, VariableTracker],
     ) -> VariableTracker:
         positional = [arg.as_python_constant() for arg in args]
         named = {name: arg.as_python_constant() for name, arg in kwargs.items()}
@@ -78,17 +86,20 @@ class AutocastVariable(ContextWrappingVariable):
         super().__init__(target_values=target_values, **kwargs)
         self._open: list[AutocastModeVariable] = []
 
-    def enter(self, tx: Any) -> VariableTracker:
+    def enter(self, tx: InstructionTranslatorBase) -> VariableTracker:
         region = AutocastModeVariable(self.target_values)
         region.enter(tx)
         self._open.append(region)
         return self
 
-    def exit(self, tx: Any, *args: VariableTracker) -> VariableTracker:
+    def exit(self, tx: InstructionTranslatorBase, *args: VariableTracker) -> VariableTracker:
         return self._open.pop().exit(tx, *args)
 
     def call_function(
-        self, tx: Any, args: Sequence[VariableTracker], kwargs: Mapping[str, VariableTracker]
+        self,
+        tx: InstructionTranslatorBase,
+        args: Sequence[VariableTracker],
+        kwargs: Mapping[str, VariableTracker],
     ) -> VariableTracker:
         return VariableTracker.build(tx, amp.autocast_decorator).call_function(
             tx, [self, *args], dict(kwargs)

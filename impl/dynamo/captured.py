@@ -4,7 +4,9 @@ From torch 2.15, Dynamo calls `_init_group` outside of the trace only if it is a
 it on the instance, so the graph would break there and the complete step would run eagerly.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.variables import base, misc
 from torch._dynamo.variables.base import VariableTracker
@@ -12,18 +14,23 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 
 from impl.optim.captured import is_captured
 
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
 # torch 2.14 and older have no such tables, and need no entry.
 _base: Any = base
 _misc: Any = misc
 _tracker: Any = OptimizerVariable
 
 
-def _resolve(tracker: Any, _tx: Any) -> VariableTracker | None:
+def _resolve(tracker: Any, _tx: InstructionTranslatorBase) -> VariableTracker | None:
     """Return a tracker whose calls reach Dynamo's rule for `_init_group`, or None if nothing is captured."""
     return _misc.CallMethodVariable(tracker, "_init_group") if is_captured(tracker.value) else None
 
 
-def _decline_assignment(_tracker: Any, _tx: Any, _value: VariableTracker | None) -> None:
+def _decline_assignment(
+    _tracker: Any, _tx: InstructionTranslatorBase, _value: VariableTracker | None
+) -> None:
     """Leave assignments to Dynamo."""
 
 

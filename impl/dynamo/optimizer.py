@@ -15,7 +15,7 @@ from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.exc import UnspecializeRestartAnalysis, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, ConstDictKeySource, DictGetItemSource, GradSource, Source
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable
@@ -54,7 +54,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
         if value not in effects:
             effects.track_object_existing(value, self)
 
-    def tp_getattro_impl(self, tx: Any, name: str) -> VariableTracker:
+    def tp_getattro_impl(self, tx: InstructionTranslatorBase, name: str) -> VariableTracker:
         if id(self.value) in _with_changing_closures:
             _skip_closure(tx)
         if name == "_init_group" and hasattr(self.value, name):
@@ -70,7 +70,11 @@ class OptimizerVariable(UserDefinedObjectVariable):
     var_getattr = tp_getattro_impl  # torch 2.13 and older
 
     def call_method(
-        self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]
+        self,
+        tx: InstructionTranslatorBase,
+        name: str,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
         if name == "_init_group" and hasattr(self.value, name):
             with contextlib.suppress(NotConcrete):
@@ -78,7 +82,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
                 return self._collect(tx, arguments)
         return super().call_method(tx, name, args, kwargs)
 
-    def _collect(self, tx: Any, arguments: Arguments) -> VariableTracker:
+    def _collect(self, tx: InstructionTranslatorBase, arguments: Arguments) -> VariableTracker:
         """Run `_init_group` untraced, and add the collected lists to the trace."""
         self._break_on_pending_changes(tx, arguments.groups)
         _move_scalars(self.value)
@@ -112,16 +116,16 @@ class OptimizerVariable(UserDefinedObjectVariable):
     def _gradients(self) -> Iterator[torch.Tensor]:
         return (parameter.grad for parameter in self._parameters() if parameter.grad is not None)
 
-    def _groups(self, tx: Any) -> list[Any]:
+    def _groups(self, tx: InstructionTranslatorBase) -> list[Any]:
         """Return the trackers of the groups, with guards on all their contents."""
         groups = VariableTracker.build(tx, self.value.param_groups, self._source_of("param_groups"))
         return LazyVariableTracker.realize_all(groups).items
 
-    def _groups_by_source(self, tx: Any) -> dict[Source, Any]:
+    def _groups_by_source(self, tx: InstructionTranslatorBase) -> dict[Source, Any]:
         pairs = zip(self._groups(tx), self.value.param_groups, strict=True)
         return {tracker.source: group for tracker, group in pairs}
 
-    def _trace_as_capturable(self, tx: Any) -> None:
+    def _trace_as_capturable(self, tx: InstructionTranslatorBase) -> None:
         """Set `capturable` in the trace only, where a step count is a tensor of the graph on any device.
 
         If the trace changes a group, Dynamo writes all its options. A tracker with a source is written as it was.
@@ -132,7 +136,9 @@ class OptimizerVariable(UserDefinedObjectVariable):
                     source = DictGetItemSource(tracker.source, "capturable")
                     tracker.items[key] = ConstantVariable.create(True, source=source)
 
-    def _break_on_pending_changes(self, tx: Any, groups: Iterable[dict[str, Any]]) -> None:
+    def _break_on_pending_changes(
+        self, tx: InstructionTranslatorBase, groups: Iterable[dict[str, Any]]
+    ) -> None:
         """Break the graph if traced code has changed values that `_init_group` would read before they are real."""
         state, effects = self.value.state, tx.output.side_effects
         watched: list[Any] = [state]
@@ -146,7 +152,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
                 raise UnspecializeRestartAnalysis(restart_reason="a closure changes parameters or state")
             _break(tx, "traced code has changed parameters or state that it reads")
 
-    def _guarded(self, tx: Any) -> dict[int, Source]:
+    def _guarded(self, tx: InstructionTranslatorBase) -> dict[int, Source]:
         """Guard all inputs of `_init_group`. Return the sources of their tensors by id."""
         sources: dict[int, Source] = {}
 
@@ -172,7 +178,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
                 install_guard(source.make_guard(GuardBuilder.CONSTANT_MATCH))
         return sources
 
-    def _state_items(self, tx: Any) -> Iterator[tuple[Any, Source]]:
+    def _state_items(self, tx: InstructionTranslatorBase) -> Iterator[tuple[Any, Source]]:
         """Yield each value of each parameter's state, with guards on the keys and their order."""
         state = self.value.state
         source = self._source_of("state")
@@ -183,7 +189,7 @@ class OptimizerVariable(UserDefinedObjectVariable):
             for position, value in enumerate(entry.values()):
                 yield value, DictGetItemSource(entry_source, ConstDictKeySource(entry_source, position))
 
-    def _guard_numbers(self, tx: Any) -> None:
+    def _guard_numbers(self, tx: InstructionTranslatorBase) -> None:
         """Guard the numbers of groups and states, because a collected number is a constant of the graph."""
         for group, tracker in zip(self.value.param_groups, self._groups(tx), strict=True):
             for name, value in group.items():
@@ -233,7 +239,7 @@ def _is_changed(effects: Any, tracker: VariableTracker) -> bool:
     return tracker.mutation_type is not None and effects.is_modified(tracker)
 
 
-def _unskipped_closure(tx: Any) -> VariableTracker | None:
+def _unskipped_closure(tx: InstructionTranslatorBase) -> VariableTracker | None:
     """Return the tracker of the argument `closure` of a step that is traced as a frame of its own, if it has one."""
     code = tx.f_code
     if tx is not tx.output.root_tx or tx.one_graph or "closure" not in code.co_varnames[: code.co_argcount]:
@@ -242,7 +248,7 @@ def _unskipped_closure(tx: Any) -> VariableTracker | None:
     return closure if isinstance(closure, LazyVariableTracker) else None
 
 
-def _skip_closure(tx: Any) -> None:
+def _skip_closure(tx: InstructionTranslatorBase) -> None:
     """Break the graph at calls of the step's closure, unless the trace has used the closure already."""
     closure: Any = _unskipped_closure(tx)
     if closure is None or closure.is_realized():
@@ -254,12 +260,12 @@ def _skip_closure(tx: Any) -> None:
         tx.symbolic_locals["closure"] = SkipFunctionVariable(function, reason=reason, source=source)
 
 
-def _guard_keys(tx: Any, mapping: Any, source: Source) -> None:
+def _guard_keys(tx: InstructionTranslatorBase, mapping: Any, source: Source) -> None:
     VariableTracker.build(tx, mapping, source).realize()
     tx.output.guard_on_key_order.add(source)
 
 
-def _break(tx: Any, reason: str) -> NoReturn:
+def _break(tx: InstructionTranslatorBase, reason: str) -> NoReturn:
     unimplemented(
         gb_type="optimizer: _init_group cannot run while its step is traced",
         context=str(tx.f_code.co_qualname),

@@ -15,13 +15,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 def span(
-    label: str, name: str, within: AbstractContextManager[Any] = _NOTHING
+    label: str, name: str, within: AbstractContextManager[object] = _NOTHING
 ) -> AbstractContextManager[Any]:
     """Return `within`, recorded as a span if a profiler runs in this thread."""
     return _recorded(f"{label} ({name})", within) if is_profiled() else within
 
 
 @contextlib.contextmanager
-def _recorded(label: str, within: AbstractContextManager[Any]) -> Generator[None]:
+def _recorded(label: str, within: AbstractContextManager[object]) -> Generator[None]:
     with record_function(label), within:
         yield

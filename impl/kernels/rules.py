@@ -46,7 +46,7 @@ class Rule:
     COUNTS: ClassVar[bool] = True  # whether it has step counters
     # Name of the state in the first list that is None before the first update.
     LATE_STATE: ClassVar[str | None] = None
-    NOTHING_LEFT: ClassVar[Any] = False  # result of `_init_group` that leaves `step` nothing to do
+    NOTHING_LEFT: ClassVar[object] = False  # result of `_init_group` that leaves `step` nothing to do
 
     lr: float | Tensor
 

@@ -60,6 +60,6 @@ def _has_tensors_for_numbers(group: dict[str, Any]) -> bool:
     return any(_is_on_device(value) for name, value in group.items() if name != "params")
 
 
-def _is_on_device(value: Any) -> bool:
+def _is_on_device(value: object) -> bool:
     """Return whether a hyperparameter is a tensor, or contains one."""
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_is_on_device, value)))

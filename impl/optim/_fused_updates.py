@@ -151,7 +151,7 @@ def step_by(
 ) -> None:
     """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step."""
 
-    def update_group(group: dict[str, Any], *lists: list[Any]) -> Any:
+    def update_group(group: dict[str, Any], *lists: list[object]) -> object:
         """Apply the group's updates instead of `_init_group`, and leave `step` nothing to do."""
         for update in updates:
             if update.group is group:

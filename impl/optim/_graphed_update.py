@@ -106,9 +106,9 @@ class Backoff:
 class _GraphConstants(NamedTuple):
     """Constants of a graph, except shapes and strides."""
 
-    values: dict[str, Any]
-    scaling: tuple[Any, Any]
-    stream: Any
+    values: dict[str, object]
+    scaling: tuple[object, object]  # types, shapes and dtypes of `grad_scale` and `found_inf`
+    stream: object
     pointers: list[int]
 
 
@@ -240,10 +240,10 @@ class GraphedUpdate:
         step_bucket(self._rule, self._bucket, on_device, settings.grad_scale, settings.found_inf)
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> object:
     """Return an immutable copy of a list, such as betas, or the value itself."""
     return tuple(value) if isinstance(value, list) else value
 
 
-def _meta_of(value: Tensor | None) -> Any:
+def _meta_of(value: Tensor | None) -> object:
     return None if value is None else (type(value), value.shape, value.dtype)

@@ -162,7 +162,7 @@ class GroupLists:
         self.replays = True
         return None
 
-    def _values_now(self) -> Iterator[Any]:
+    def _values_now(self) -> Iterator[object]:
         return chain(chain.from_iterable(map(dict.values, self._filled)), _END)
 
     def _changed_values(self) -> str | None:
@@ -204,7 +204,7 @@ class ListCache:
         self._names = list_names(type(optimizer))
         self._by_group: dict[int, GroupLists] = {}  # keys: ids of the groups, which `GroupLists` keeps alive
         # Keys and values of `optimizer.state` at the last check in which all groups' states were unchanged.
-        self._checked_state: tuple[list[Any], list[Any]] | None = None
+        self._checked_state: tuple[list[object], list[object]] | None = None
         self._why_none = self._why_empty = "it is the first step"
         self.builds = 0
         self.because = "there was no step yet"
@@ -285,14 +285,14 @@ def plain_init_group(optimizer: Optimizer) -> Callable[..., Any]:
     return types.MethodType(type(optimizer)._init_group, optimizer)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def list_guard_values(group: dict[str, Any]) -> list[tuple[str, Any]]:
+def list_guard_values(group: dict[str, Any]) -> list[tuple[str, object]]:
     """Return the group's values that its lists depend on. For numbers, which schedules change, only type and sign."""
     return [
         (key, _guard_value(value)) for key, value in group.items() if key not in ("params", "param_names")
     ]
 
 
-def _guard_value(value: Any) -> Any:
+def _guard_value(value: object) -> object:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
@@ -302,7 +302,7 @@ def _guard_value(value: Any) -> Any:
     return type(value), getattr(value, "requires_grad", False)
 
 
-def changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> list[str]:
+def changed(before: list[tuple[str, object]], after: list[tuple[str, object]]) -> list[str]:
     """Return the keys of a group whose values differ, or that are in only one of the two."""
     old, new = dict(before), dict(after)
     return sorted(key for key in old.keys() | new.keys() if key not in old or old[key] != new.get(key))
@@ -320,6 +320,6 @@ def indices_by_device_and_dtype(params: list[Tensor]) -> list[list[int] | None]:
     return [*places] if len(places) > 1 else [None]
 
 
-def same(objects: Iterable[Any], others: Iterable[Any]) -> bool:
+def same(objects: Iterable[object], others: Iterable[object]) -> bool:
     """Return whether both have the same objects, up to the end of the shorter one."""
     return all(map(is_, objects, others))

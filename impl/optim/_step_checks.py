@@ -32,7 +32,7 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
     if check in _checks:
         return
 
-    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del args, kwargs
         # While compiling, a call of `check` would break the graph before Dynamo recognises the step.
         if not torch.compiler.is_compiling():

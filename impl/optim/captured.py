@@ -96,7 +96,7 @@ class _Capture:
         return type(self), (self._optimizer(),), {"wants_graphs": self.wants_graphs}
 
     @dynamo_disable
-    def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+    def __call__(self, group: dict[str, Any], *lists: list[object]) -> Any:
         optimizer = self._optimizer()
         assert optimizer is not None
         self.compiled = TracingContext.try_get() is not None
@@ -107,7 +107,7 @@ class _Capture:
                 return self._captured(optimizer, group, lists)
         return self._captured(optimizer, group, lists)
 
-    def _captured(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
+    def _captured(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[list[object], ...]) -> Any:
         group_lists = self.list_cache.group(group)
         if group_lists.changes_in_a_row >= _RESTLESS:
             self.pause = _PAUSE
@@ -125,7 +125,7 @@ class _Capture:
                 self.list_cache.forget(f"none were cached in the {_PAUSE} steps before")
         return self._pausing
 
-    def _run(self, optimizer: Optimizer, group_lists: GroupLists, lists: tuple[list[Any], ...]) -> None:
+    def _run(self, optimizer: Optimizer, group_lists: GroupLists, lists: tuple[list[object], ...]) -> None:
         if group_lists.attached is None:
             group_lists.attached = self._choose(optimizer, group_lists)
         steps = group_lists.attached.steps

@@ -54,7 +54,7 @@ class _ShardedTensor:
         return full if full.numel() == run.numel() else full.clone()
 
 
-def with_full_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
+def with_full_tensors(state: object, keep: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested state with full tensors instead of DTensors.
 
     DTensors that several mesh dimensions shard, or that are sharded unevenly in a later dimension, stay unchanged.
@@ -74,7 +74,7 @@ def with_full_tensors(state: Any, keep: Callable[[Tensor], Tensor]) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _sharded_tensor_of(index: int, leaf: Any) -> _ShardedTensor | None:
+def _sharded_tensor_of(index: int, leaf: object) -> _ShardedTensor | None:
     if type(leaf) is not DTensor:
         return None
     local, mesh = leaf._local_tensor, leaf.device_mesh

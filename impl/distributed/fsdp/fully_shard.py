@@ -15,6 +15,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._engine.phase import FORWARDS
+from impl.distributed.fsdp._engine.streams import Event
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fully_shard.cures import add_cure, check_loaded_params, note_unsharded_values
 from impl.distributed.fsdp._fully_shard.finalization import finalize, set_manual_finalization
@@ -206,7 +207,7 @@ def _class_for(cls: type) -> type:
     return _classes[cls]
 
 
-def _refuse_copy(*_: Any, **__: Any) -> NoReturn:
+def _refuse_copy(*_: object, **__: object) -> NoReturn:
     error = AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
     error.add_note(
         "Copy the model before fully_shard, also for torch.optim.swa_utils.AveragedModel, and shard the copy in the "
@@ -253,7 +254,7 @@ class FSDPModule(_BaseForTypeCheckers):
     # torch's name for the index of the module's own class in the method resolution order.
     _orig_cls_mro_index = 2
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         """Build an instance of the unsharded class, so that slicing a sharded `nn.Sequential` works."""
         own = cls.__mro__[cls._orig_cls_mro_index]
         make: Any = own.__new__
@@ -423,7 +424,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """
         self._state.unit.prefetches_in_backward = _units_of(modules)
 
-    def set_custom_all_gather(self, comm: Any) -> None:
+    def set_custom_all_gather(self, comm: object) -> None:
         """Gather with `comm(output_tensor=, input_tensor=, group=, async_op=)`, in memory of `comm.allocate`.
 
         Raises:
@@ -433,7 +434,7 @@ class FSDPModule(_BaseForTypeCheckers):
         for group in self._state.groups:
             group.options.all_gather = comm
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
+    def set_custom_reduce_scatter(self, comm: object) -> None:
         """Reduce with `comm(output_tensor=, input_tensor=, group=, op=)`, in memory of `comm.allocate`.
 
         Raises:
@@ -443,7 +444,7 @@ class FSDPModule(_BaseForTypeCheckers):
         for group in self._state.groups:
             group.reduction.comm = comm
 
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: object = None) -> None:
         """Call `hook` with each reduced shard: the average in float32 and bfloat16, else a sum that is partly divided.
 
         Args:
@@ -457,7 +458,7 @@ class FSDPModule(_BaseForTypeCheckers):
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
 
-    def set_post_optim_event(self, event: Any) -> None:
+    def set_post_optim_event(self, event: Event) -> None:
         """Make the gathers of the next forward wait only for `event`, which was recorded after an optimizer's step.
 
         Without an event they wait for all work on the current stream before that forward.
@@ -544,7 +545,7 @@ class FSDPModule(_BaseForTypeCheckers):
         """Return the module's state, under the name that torch and other libraries call."""
         return self._state
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module. After an interrupt its forward hooks are not called, so the forward is ended here."""
         call_impl = super()._call_impl
         if torch.compiler.is_compiling():  # Dynamo does not trace a `try`

@@ -510,7 +510,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         with summoned(self._unit, options, self.rank == 0):
             yield
 
-    def _without_prefix(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def _without_prefix(self, named: Iterator[tuple[str, object]]) -> Iterator[tuple[str, Any]]:
         if self._unit.phase not in SHOWN:
             return named
         return ((name.replace(_PREFIX, ""), value) for name, value in named)

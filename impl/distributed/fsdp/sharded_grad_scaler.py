@@ -134,7 +134,7 @@ class ShardedGradScaler(GradScaler):
         with self._report_failure_to_peers(optimizer):
             super().unscale_(optimizer)
 
-    def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: _Optimizer, *args: object, **kwargs: object) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` on unscaled gradients, unless some rank's hold inf or nan.
 
         An optimizer whose `_step_supports_amp_scaling` is true is always called, and gets `found_inf` of all ranks.

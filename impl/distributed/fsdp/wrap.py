@@ -83,7 +83,7 @@ class ModuleWrapPolicy(_Policy):
             if module not in ignored_modules and isinstance(module, classes)
         }
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> bool:
         """Answer like a callable policy. Further arguments, such as the number of elements, are ignored."""
         return bool(recurse) or isinstance(module, tuple(self._module_classes))
 
@@ -130,7 +130,7 @@ class CustomPolicy(_Policy):
 # Policies that get one module at a time
 
 
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
     """Wrap every module.
 
     Source: torch.distributed.fsdp.wrap.always_wrap_policy 2.13; differences: none.
@@ -235,7 +235,7 @@ def _or_policy(
 class _Wrapping:
     """Wrapper and arguments of an `enable_wrap` block."""
 
-    wrapper_cls: Any
+    wrapper_cls: Callable[..., nn.Module] | None
     wrapper_kwargs: Mapping[str, Any]
 
 
@@ -243,7 +243,7 @@ _wrapping: _Wrapping | None = None  # set inside a block
 
 
 @contextlib.contextmanager
-def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None]:
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Generator[None]:
     """Context manager in which `wrap` wraps modules. Like in torch, this affects all threads.
 
     Args:

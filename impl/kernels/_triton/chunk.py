@@ -1,7 +1,7 @@
 """Shared code of kernels over a chunk table: rows, loads, stores and launch options."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -34,7 +34,7 @@ LAUNCH = {**SHAPE, **OPTIONS}
 _VECTOR = tl.constexpr(8)
 
 
-def shape_for(table: ChunkTable) -> dict[str, Any]:
+def shape_for(table: ChunkTable) -> dict[str, object]:
     """Return the constants and options of a kernel over `table`. One dtype takes half of the registers of all four."""
     return {**LAUNCH, "DTYPE": None if table.dtype is None else DTYPES[table.dtype]}
 

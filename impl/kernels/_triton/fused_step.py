@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from impl.kernels._lists import dtypes_of
@@ -29,7 +30,7 @@ class _Alike(NamedTuple):
     # Parameters, gradients, states, copies. They live here until the launch: some gradients are reordered copies.
     lists: list[Sequence[Tensor]]
     table: ChunkTable
-    dtypes: dict[str, Any]  # arguments of the kernels
+    dtypes: dict[str, tl.dtype]  # arguments of the kernels
 
 
 def launch_fused_step(
@@ -94,6 +95,6 @@ def _known(parameters: Parameters, grads: TensorList) -> _Alike | None:
 
 def _named_dtypes(
     params: Sequence[Tensor], grads: Sequence[Tensor], copies: Sequence[Tensor]
-) -> dict[str, Any]:
+) -> dict[str, tl.dtype]:
     named = {"OWN": params, "GRADS": grads, "COPIES": copies or params}
     return {name: DTYPES[tensors[0].dtype] for name, tensors in named.items()}

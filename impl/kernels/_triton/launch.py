@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 
 from impl.kernels._lists import PLAIN_TYPES
 
@@ -17,17 +17,17 @@ _TRITONS_RUN = JITFunction.run  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Kept(NamedTuple):
-    kernel: Any  # referenced, so that no other kernel gets its id
-    run: Any
+    kernel: object  # referenced, so that no other kernel gets its id
+    run: Callable[..., None]
     function: int
-    metadata: Any
-    constants: tuple[Any, ...]  # ordered like the kernel's parameters
+    metadata: object
+    constants: tuple[object, ...]  # ordered like the kernel's parameters
 
 
 _kept: dict[tuple[Hashable, ...], _Kept] = {}
 
 
-def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
+def launch(kernel: KernelInterface[Any], grid: tuple[int], *args: object, **constants: object) -> None:
     """Call `kernel[grid](*args, **constants)`, and keep the compiled kernel for calls of the same specialisation.
 
     Triton's own call is used in its interpreter, under hooks, and for arguments that are not plain tensors, numbers or
@@ -56,7 +56,9 @@ def launch(kernel: Any, grid: tuple[int], *args: Any, **constants: Any) -> None:
     )  # fmt: skip
 
 
-def _key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Hashable, ...] | None:
+def _key_of(
+    kernel: KernelInterface[Any], args: tuple[object, ...], constants: dict[str, object]
+) -> tuple[Hashable, ...] | None:
     """Return a key of everything that selects the compiled kernel, or None if Triton has to search for it."""
     if type(kernel) is not JITFunction or JITFunction.run is not _TRITONS_RUN or _has_hooks(kernel):
         return None
@@ -75,7 +77,7 @@ def _key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tu
     return (id(kernel), active.get_current_device(), *forms, *constants, *constants.values())
 
 
-def _has_hooks(kernel: Any) -> bool:
+def _has_hooks(kernel: JITFunction[Any]) -> bool:
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -86,7 +88,11 @@ def _specialization_of(number: int) -> Hashable:
 
 
 def _keep(
-    key: tuple[Hashable, ...], kernel: Any, compiled: Any, taken: int, constants: dict[str, Any]
+    key: tuple[Hashable, ...],
+    kernel: JITFunction[Any],
+    compiled: object,
+    taken: int,
+    constants: dict[str, object],
 ) -> None:
     parameters = kernel.params[taken:]
     if isinstance(compiled, CompiledKernel) and all(

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from impl.kernels._native.memory import TensorList
 from impl.kernels._table import chunk_table
@@ -255,12 +256,12 @@ def _partials_of(tensors: TensorList, norm_type: float) -> Tensor | None:
 
 
 def _finish(
-    kernel: Any,
+    kernel: KernelInterface[Any],
     partials: Tensor,
     norm_type: float,
     *tensors: Tensor | None,
     more: tuple[float, ...] = (),
-    **constants: Any,
+    **constants: object,
 ) -> None:
     constants |= {"KIND": _kind(norm_type), **FINISH_SHAPE}
     with on_device(partials):

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from impl.kernels._lists import KERNEL_DTYPES
 from impl.kernels._native.memory import TensorList
@@ -98,7 +99,7 @@ def launch_clip(tensors: TensorList, max_norm: float, total_norm: Tensor) -> boo
     return _launch(clip_kernel, tensors, total_norm, max_norm)
 
 
-def _launch(kernel: Any, tensors: TensorList, number: Tensor, *more: float) -> bool:
+def _launch(kernel: KernelInterface[Any], tensors: TensorList, number: Tensor, *more: float) -> bool:
     table = chunk_table(tensors)
     if table is None:
         return False

@@ -221,7 +221,7 @@ class Reduction:
             return 1.0 if self.sums_alone else divisor
         return 1.0 if dtype is torch.float16 else predivide_factor(divisor)
 
-    def _reduce_scatter(self, buffer: Tensor, group: dist.ProcessGroup, entry: str, op: Any) -> Tensor:
+    def _reduce_scatter(self, buffer: Tensor, group: dist.ProcessGroup, entry: str, op: object) -> Tensor:
         """Return the rank's shard of the sum of all buffers, or of their average if `op` is AVG."""
         numel = buffer.numel() // group.size()
         if self.comm is not None:

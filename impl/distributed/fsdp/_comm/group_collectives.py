@@ -22,12 +22,12 @@ class GroupMethod:
     def __init__(self, *names: str) -> None:
         self.names = names
 
-    def __call__(self, group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
+    def __call__(self, group: dist.ProcessGroup, *arguments: object) -> dist.Work:
         name = next((name for name in self.names if hasattr(group, name)), self.names[0])
         return getattr(group, name)(*map(_as_real, arguments))
 
 
-def _as_real(argument: Any) -> Any:
+def _as_real(argument: object) -> Any:
     """View complex tensors as real ones, also in lists.
 
     Backends lack complex dtypes, and sums have the same components.

@@ -161,7 +161,7 @@ def _default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _is_pair(value: Any) -> bool:
+def _is_pair(value: object) -> bool:
     return (
         isinstance(value, tuple) and len(value) == 2 and all(isinstance(g, dist.ProcessGroup) for g in value)
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 Complete = Callable[..., Any]
 
 
-def issue_and_wait(issue: Callable[..., dist.Work], *arguments: Any) -> None:
+def issue_and_wait(issue: Callable[..., dist.Work], *arguments: object) -> None:
     issue(*arguments).wait()
 
 

@@ -46,7 +46,7 @@ class InputGradients:
         """Whether gradients were expected, and all of them have arrived."""
         return bool(self._hooks) and self.are_complete
 
-    def watch(self, inputs: Any, on_gradient: Callable[[], None]) -> list[Tensor]:
+    def watch(self, inputs: object, on_gradient: Callable[[], None]) -> list[Tensor]:
         """Register `on_gradient` for the gradient of each differentiable tensor in `inputs`. Return these tensors."""
         if len(self._hooks) >= self._many:
             self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
@@ -104,7 +104,7 @@ def hook_gradient_in_backward(unit: weakref.ref[Any], gradient: Tensor | None) -
         live_unit.hook_gradient(gradient)
 
 
-def clone_outputs(outputs: Any, in_graph: Sequence[Unsharded]) -> tuple[Any, Sequence[Tensor]]:
+def clone_outputs(outputs: object, in_graph: Sequence[Unsharded]) -> tuple[Any, Sequence[Tensor]]:
     """Copy outputs that alias parameters. Return the outputs, and the tensors that they hold in user objects."""
     outputs = clone_aliases({address for params in in_graph for address in params.memory}, outputs)
     if isinstance(outputs, Tensor) or not (objects := tensors_in_objects(outputs)):
@@ -114,7 +114,7 @@ def clone_outputs(outputs: Any, in_graph: Sequence[Unsharded]) -> tuple[Any, Seq
     return outputs, clone_aliases_in_objects(temporary, objects)
 
 
-def backward_entries(outputs: Any, held: Sequence[Tensor], first_node: int) -> list[Tensor]:
+def backward_entries(outputs: object, held: Sequence[Tensor], first_node: int) -> list[Tensor]:
     """Return the output tensors whose gradient starts the unit's backward.
 
     A tensor `held` by a user object counts only if this forward created it.

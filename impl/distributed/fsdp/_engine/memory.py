@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ class Memory:
         self._limits_gathers = limits_gathers
         self._is_idle = is_idle
         # Units whose memory is not freed yet, with the event of its last use.
-        self._resharded: dict[Unshardable, Any] = {}
+        self._resharded: dict[Unshardable, torch.Event | None] = {}
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._views: dict[tuple[ViewsOf, torch.dtype], list[Tensor]] = {}
-        self._being_reduced: list[tuple[Tensor, Any]] = []
+        self._being_reduced: list[tuple[Tensor, torch.Event | None]] = []
         self._being_all_reduced: list[Tensor] = []
 
     def admit(self, unit: Unshardable) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
 from weakref import WeakMethod, WeakValueDictionary
 
 import torch
@@ -43,7 +42,7 @@ def _hook_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     del args, kwargs
     if torch.compiler.is_compiling():  # compiled steps increment the counters
         return

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -19,6 +18,7 @@ from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._engine.order import Order
 from impl.distributed.fsdp._engine.streams import (
+    Event,
     StreamRole,
     Streams,
     block_host_until_shards_read,
@@ -48,7 +48,7 @@ class StepSettings:
     is_last_backward: bool = True  # COMPUTE waits for its gradients
     is_finalized_by_user: bool = False  # the user ends the iteration, instead of its last backward
     # Event that GATHER waits for in the next forward, instead of COMPUTE.
-    post_optim_event: Any = None
+    post_optim_event: Event | None = None
 
 
 class Root:

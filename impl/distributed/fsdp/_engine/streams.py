@@ -51,7 +51,7 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -63,23 +63,31 @@ class StreamRole(Enum):
     ALL_REDUCE = "all_reduce"
 
 
+class Event(Protocol):
+    """A `torch.Event`, or a user's event of a device module's class."""
+
+    def wait(self) -> object:
+        """Make the current stream wait."""
+        ...
+
+
 class Streams(Protocol):
-    """Interface of stream owners. An event is a result of `record`. None is an event that has passed."""
+    """Interface of stream owners. None is an event that has passed."""
 
     is_async: bool
 
-    def on(self, role: StreamRole) -> AbstractContextManager[Any]:
+    def on(self, role: StreamRole) -> AbstractContextManager[object]:
         """Context manager whose work runs on the role's stream."""
         ...
 
-    def record(self, role: StreamRole) -> Any:
+    def record(self, role: StreamRole) -> torch.Event | None:
         """Return an event for all work on the role's stream so far."""
         ...
 
-    def wait(self, role: StreamRole, event: Any) -> None:
+    def wait(self, role: StreamRole, event: Event | None) -> None:
         """Make later work on the role's stream run after the event."""
 
-    def block(self, event: Any) -> None:
+    def block(self, event: torch.Event | None) -> None:
         """Block the host until the event."""
 
 
@@ -89,16 +97,16 @@ class OneStream:
     is_async = False
     _nothing = contextlib.nullcontext()
 
-    def on(self, role: StreamRole) -> AbstractContextManager[Any]:
+    def on(self, role: StreamRole) -> AbstractContextManager[object]:
         del role
         return self._nothing
 
-    def record(self, role: StreamRole) -> Any:
+    def record(self, role: StreamRole) -> None:
         del role
 
-    def wait(self, role: StreamRole, event: Any) -> None: ...
+    def wait(self, role: StreamRole, event: Event | None) -> None: ...
 
-    def block(self, event: Any) -> None: ...
+    def block(self, event: torch.Event | None) -> None: ...
 
 
 class DeviceStreams:
@@ -110,7 +118,7 @@ class DeviceStreams:
         self._device = device
         self._side = {role: torch.Stream(device) for role in StreamRole if role is not StreamRole.COMPUTE}
 
-    def on(self, role: StreamRole) -> AbstractContextManager[Any]:
+    def on(self, role: StreamRole) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if role is StreamRole.COMPUTE else self._side[role]
 
     def record(self, role: StreamRole) -> torch.Event:
@@ -118,7 +126,7 @@ class DeviceStreams:
         event.record(self._stream(role))
         return event
 
-    def wait(self, role: StreamRole, event: Any) -> None:
+    def wait(self, role: StreamRole, event: Event | None) -> None:
         if type(event) is torch.Event:
             event.wait(self._stream(role))
         # A user's event of a device module's class only takes the module's own streams.

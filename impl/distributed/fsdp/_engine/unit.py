@@ -90,20 +90,22 @@ class Unit(UnitParams[Group_co]):
 
     # Forward
 
-    def inputs_of_root(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Inputs:
+    def inputs_of_root(
+        self, args: tuple[object, ...], kwargs: dict[str, object], device: torch.device
+    ) -> Inputs:
         """Return the inputs of the outermost unit on `device`, cast if its mixed precision requests it."""
         args, kwargs = move_inputs(args, kwargs, device)
         precision = self.config.precision
         casts = precision.cast_root_forward_inputs and not self.is_in_full_precision()
         return cast_inputs(args, kwargs, precision.param_dtype if casts else None)
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         precision = self.config.precision
         if precision.param_dtype is None or not precision.cast_forward_inputs or not self.param_groups:
             return args, kwargs
         return cast_inputs(args, kwargs, None if self.is_in_full_precision() else precision.param_dtype)
 
-    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         """Unshard the parameters and register them in the modules.
 
         Return the inputs, cast if mixed precision requests it.
@@ -130,7 +132,7 @@ class Unit(UnitParams[Group_co]):
             self._first_node = next_node()
             return args, kwargs
 
-    def after_forward(self, outputs: Any) -> Any:
+    def after_forward(self, outputs: object) -> Any:
         """Register hooks on the outputs' gradients, and reshard parameters that are not kept for them.
 
         Outputs that alias parameters are copied.

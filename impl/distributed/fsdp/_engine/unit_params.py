@@ -27,7 +27,7 @@ class GatherState:
     """State of gathered parameters until they are resharded."""
 
     dtypes: list[torch.dtype]  # dtype of each group
-    event: Any  # end of the all-gathers, None once COMPUTE has waited for it
+    event: torch.Event | None  # end of the all-gathers, None once COMPUTE has waited for it
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
     # Kept after an evaluation, after which writes to shards may go unnoticed.
     may_be_stale: bool = False
@@ -180,7 +180,7 @@ class UnitParams(Generic[Group_co]):
         self.root.memory.admit(self)  # frees the earlier memory
         self._set_aside = self._in_graph, [group.swap_unsharded(None) for group in self.param_groups]
 
-    def _use_earlier_graph(self, in_graph: list[Unsharded], unsharded: Sequence[Any]) -> None:
+    def _use_earlier_graph(self, in_graph: list[Unsharded], unsharded: Sequence[object]) -> None:
         self._in_graph, self._set_aside = in_graph, None
         for group, earlier in zip(self.param_groups, unsharded, strict=True):
             group.swap_unsharded(earlier)

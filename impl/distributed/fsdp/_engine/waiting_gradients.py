@@ -44,7 +44,7 @@ class _Detection:
 
     @dynamo_disable
     def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Check the gradients before the step, or after its closure, which may run the last backward."""
         optimizer_itself, *others = args

@@ -65,7 +65,7 @@ class _Entry:
             unit.abandon_forward()
             raise
 
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
+        def after(module: nn.Module, args: object, output: object) -> Any:
             del module, args
             handle.remove()
             return unit.after_forward(output)

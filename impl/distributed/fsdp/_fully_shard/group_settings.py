@@ -44,12 +44,12 @@ def check_no_custom_comm(call: str, groups: Sequence[DTensorGroup]) -> None:
                 )
 
 
-def check_bool(reshard_after_forward: Any) -> None:
+def check_bool(reshard_after_forward: object) -> None:
     if not isinstance(reshard_after_forward, bool):
         raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
 
 
-def check_max_input_buffers(max_input_buffers: Any) -> None:
+def check_max_input_buffers(max_input_buffers: object) -> None:
     if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
         raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
     if max_input_buffers < 1:

@@ -34,7 +34,7 @@ _backward_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceM
 )
 
 
-def check_module(module: Any) -> None:
+def check_module(module: object) -> None:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
 
@@ -74,7 +74,7 @@ def groups_from_mesh(mesh: DeviceMesh, backward_mesh: DeviceMesh | None, data: D
     )
 
 
-def check_reshard_after_forward(value: Any, world: int, data: DataDims | None) -> bool | int | None:
+def check_reshard_after_forward(value: object, world: int, data: DataDims | None) -> bool | int | None:
     """Return `reshard_after_forward`, as a number only if it is neither one rank nor all ranks."""
     if data is not None and not data.shard:
         return False  # replicated parameters are never freed

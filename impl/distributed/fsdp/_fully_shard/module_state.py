@@ -94,11 +94,11 @@ class ModuleState:
     def groups(self) -> Sequence[DTensorGroup]:
         return self.unit.param_groups
 
-    def _before_save(self, *_: Any, **__: Any) -> None:
+    def _before_save(self, *_: object, **__: object) -> None:
         self.reshard()
 
     def _before_load(
-        self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+        self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
     ) -> None:
         self.reshard()
         assigned = metadata.get("assign_to_params_buffers", False)
@@ -206,7 +206,9 @@ class ModuleState:
     # Hooks
 
     @dynamo_disable
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def before_forward(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Inputs:
         """Unshard once for all of the unit's modules, and cast the inputs."""
         check_waited(self.comm)
         unit = self.unit
@@ -226,7 +228,7 @@ class ModuleState:
         return unit.before_forward(args, kwargs)
 
     @dynamo_disable
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: object, output: object) -> Any:
         """Reshard after the last of the unit's modules, and cast the outputs."""
         if len(self.modules) > 1 and self.unit.phase not in BACKWARDS:
             if module not in self._pending_modules:
@@ -247,12 +249,12 @@ class ModuleState:
         self._pending_modules.clear()
         self.unit.abandon_forward()
 
-    def _end_forward(self, output: Any) -> Any:
+    def _end_forward(self, output: object) -> Any:
         if torch.is_grad_enabled() and self.unit.phase not in BACKWARDS:
             self._warn_of_views(output)
         return self.unit.after_forward(output)
 
-    def _warn_of_views(self, output: Any) -> None:
+    def _warn_of_views(self, output: object) -> None:
         names = ", ".join(type(module).__name__ for module in self.modules)
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor._base is not None:
@@ -265,10 +267,10 @@ class ModuleState:
                     "`.clone()` the output before any in-place op."
                 )
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    def _cast_inputs(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Inputs:
         return cast_inputs(args, kwargs, self.policy.param_dtype if self.policy.cast_forward_inputs else None)
 
-    def _cast_outputs(self, output: Any) -> Any:
+    def _cast_outputs(self, output: object) -> Any:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
 

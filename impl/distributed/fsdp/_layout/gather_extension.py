@@ -29,7 +29,7 @@ class GatherExtension:
         policy: the user's policy, which the first method may take.
     """
 
-    def __init__(self, param: ShardedParam, device: torch.device, policy: Any) -> None:
+    def __init__(self, param: ShardedParam, device: torch.device, policy: object) -> None:
         if param.info.parallel is not None:
             raise NotImplementedError(
                 f"{param.name} is a DTensor whose local tensor has an all-gather extension, which is not supported yet"

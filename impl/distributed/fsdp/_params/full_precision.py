@@ -18,11 +18,11 @@ class FullPrecision:
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
 
-    def before_forward(self, _module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def before_forward(self, _module: nn.Module, args: tuple[object, ...]) -> Any:
         self._input_dtype = None
         return map_tensors(args, self._upcast)
 
-    def after_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+    def after_forward(self, _module: nn.Module, _args: tuple[object, ...], output: object) -> Any:
         return output if self._input_dtype is None else map_tensors(output, self._downcast)
 
     def _upcast(self, tensor: Tensor) -> Tensor:

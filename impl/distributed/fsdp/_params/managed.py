@@ -52,7 +52,7 @@ class Ignored:
 def ignored_by(
     root: nn.Module,
     ignored_modules: Iterable[nn.Module] | None,
-    ignored_states: Iterable[Any] | None,
+    ignored_states: Iterable[object] | None,
     wrapper: type[nn.Module],
 ) -> Ignored:
     """Return all that a wrapper ignores: the arguments, the modules below them, and all that inner wrappers ignore.
@@ -94,7 +94,7 @@ def ignored_by(
     return Ignored(frozenset(modules), frozenset(ignored_params), frozenset(names))
 
 
-def _checked_states(ignored_states: Iterable[Any] | None) -> list[Any]:
+def _checked_states(ignored_states: Iterable[object] | None) -> list[Any]:
     states = list(ignored_states) if ignored_states is not None else []
     if not all(isinstance(state, nn.Parameter) for state in states) and not all(
         isinstance(state, nn.Module) for state in states
@@ -115,7 +115,7 @@ def _checked_modules(ignored_modules: Iterable[nn.Module] | None) -> list[nn.Mod
     return modules
 
 
-def _types_of(values: Iterable[Any]) -> list[type]:
+def _types_of(values: Iterable[object]) -> list[type]:
     return sorted({type(value) for value in values}, key=repr)
 
 

@@ -45,7 +45,7 @@ class ObjectTensor:
     key: Any
 
 
-def tensors_in_objects(value: Any) -> list[ObjectTensor]:
+def tensors_in_objects(value: object) -> list[ObjectTensor]:
     """Return the tensors that user objects in `value` hold, at any depth. Reference cycles are allowed."""
     tensors: list[ObjectTensor] = []
     pending: list[tuple[Any, bool]] = [(value, False)]  # value, and whether a user object holds it
@@ -96,23 +96,23 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: object, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in `value` to `dtype`, differentiably."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t)
 
 
-def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Inputs:
+def cast_inputs(args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype | None) -> Inputs:
     return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
 
-def move_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Inputs:
+def move_inputs(args: tuple[object, ...], kwargs: dict[str, object], device: torch.device) -> Inputs:
     def moved(tensor: Tensor) -> Tensor:
         return tensor if tensor.device == device else tensor.to(device)
 
     return map_tensors(args, moved), map_tensors(kwargs, moved)
 
 
-def clone_aliases(memory: set[int], value: Any) -> Any:
+def clone_aliases(memory: set[int], value: object) -> Any:
     """Replace the tensors in `value` whose storage is in `memory` by differentiable copies."""
     return map_tensors(value, functools.partial(_clone_if_alias, memory))
 
@@ -147,5 +147,5 @@ def _like_dict(old: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
     return new
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -77,7 +77,7 @@ def parallel_layout(parameter: Tensor) -> ParallelLayout | None:
     )
 
 
-def local_of(tensor: Any) -> Any:
+def local_of(tensor: object) -> Any:
     """Return the local tensor of a DTensor, or any other value unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

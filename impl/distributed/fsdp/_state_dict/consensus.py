@@ -63,7 +63,7 @@ def first_problem_on_any_rank(
 def gather_reports(
     problem: Exception | None,
     group: dist.ProcessGroup | None,
-    reported: Any = None,
+    reported: object = None,
     doing: str = "load the optimizer's state dict",
 ) -> list[Any]:
     """Gather a report of every rank of the group. Raise on all ranks if any of them has a problem.

@@ -380,7 +380,7 @@ class UnitLoading:
             for before in prefixes[module]
         ]
 
-    def _stand_in(self, shape: torch.Size, dtype: torch.dtype, name: str, source: Any = None) -> StandIn:
+    def _stand_in(self, shape: torch.Size, dtype: torch.dtype, name: str, source: object = None) -> StandIn:
         like = torch.empty(shape, dtype=dtype, device="meta")
         return StandIn.create(like, name, device=self._wrapper.compute_device, owner=self, source=source)
 

@@ -66,7 +66,7 @@ class StateDicts(LoadableWrapper):
         self._register_load_state_dict_pre_hook(_before_loading, with_module=True)
         self.register_load_state_dict_post_hook(_after_loading)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return the module's state in the form of `state_dict_type`. The arguments are those of nn.Module.
 
         FULL_STATE_DICT, the default, contains copies of the unsharded parameters under the names before wrapping.
@@ -291,7 +291,9 @@ def _before_saving(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
         raise
 
 
-def _after_saving(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _after_saving(
+    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
     del local_metadata
     assert isinstance(wrapper, StateDicts)
     saving, wrapper._saving = wrapper._saving, None
@@ -303,7 +305,7 @@ def _before_loading(  # noqa: PLR0913  nn.Module's eight
     wrapper: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
     unexpected_keys: list[str],

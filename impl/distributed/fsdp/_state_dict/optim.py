@@ -273,7 +273,7 @@ def _warn_of_legacy(current: str, new: str) -> None:
     )
 
 
-def _warn_of_input(optim_input: Any) -> None:
+def _warn_of_input(optim_input: object) -> None:
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated and will be removed after PyTorch 1.13. You may remove it from "

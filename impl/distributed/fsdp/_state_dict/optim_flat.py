@@ -46,7 +46,7 @@ class RankStates:
     problems: list[str]
 
 
-def describe_state_value(value: Any) -> Any:
+def describe_state_value(value: object) -> Any:
     """Return a value of a state as other ranks need it: the value itself, or shape and dtype of a tensor."""
     if not isinstance(value, Tensor):
         return value
@@ -283,12 +283,12 @@ class FlatParamState:
         )
 
 
-def own_copy(value: Any) -> Any:
+def own_copy(value: object) -> Any:
     """Return a copy of a number or of a container of numbers, because optimizers change them in place."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
-def hides_tensors(value: Any) -> bool:
+def hides_tensors(value: object) -> bool:
     """Return whether a value is a container of tensors other than numbers, which may or may not be sharded."""
     if isinstance(value, (Tensor, TensorMeta)):
         return False
@@ -317,7 +317,7 @@ def _agreed_values(descriptions: dict[int, StateDict]) -> StateDict:
     return agreed
 
 
-def _are_equal(value: Any, other: Any) -> bool:
+def _are_equal(value: object, other: object) -> bool:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.equal(value, other)
     return value == other

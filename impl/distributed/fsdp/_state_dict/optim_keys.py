@@ -162,7 +162,7 @@ class Source:
         return _parameters_of_input(self.optim_input)
 
 
-def _parameters_of_input(optim_input: Iterable[Any]) -> list[nn.Parameter]:
+def _parameters_of_input(optim_input: Iterable[object]) -> list[nn.Parameter]:
     try:
         entries: list[Any] = list(optim_input)
     except TypeError as error:
@@ -186,7 +186,7 @@ def is_keyed_by_name(state_dict: StateDict) -> bool:
 
 
 def rekey(
-    state_dict: StateDict, key_type: Any, model: nn.Module, wrappers: Sequence[Wrapper], source: Source
+    state_dict: StateDict, key_type: object, model: nn.Module, wrappers: Sequence[Wrapper], source: Source
 ) -> StateDict:
     """Return a state dict of an unwrapped model's optimizer with the other type of keys.
 
@@ -221,7 +221,7 @@ def rekey(
     }
 
 
-def with_params(group: StateDict, params: list[Any]) -> StateDict:
+def with_params(group: StateDict, params: list[object]) -> StateDict:
     """Return a copy of a parameter group with other parameters."""
     return {key: params if key == "params" else copy.deepcopy(value) for key, value in group.items()}
 

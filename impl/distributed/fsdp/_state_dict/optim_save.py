@@ -104,7 +104,7 @@ def _world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _warn_of_unknown(key: Any) -> None:
+def _warn_of_unknown(key: object) -> None:
     warnings.warn(
         f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to the returned "
         "state_dict. In most cases, this is a user-defined state that is not associated with any particular parameter. "

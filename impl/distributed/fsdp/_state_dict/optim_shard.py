@@ -29,12 +29,12 @@ class Scatter:
     owners: Sequence[int]
 
 
-def has_rows_per_rank(value: Any) -> bool:
+def has_rows_per_rank(value: object) -> bool:
     """Return whether each rank has some rows of the value."""
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def is_sharded(value: Any) -> bool:
+def is_sharded(value: object) -> bool:
     return isinstance(value, TensorMeta) or (isinstance(value, Tensor) and len(shape_of(value)) > 0)
 
 
@@ -292,7 +292,7 @@ def _check_values_agree(state_name: str, values: list[Any], names: list[str]) ->
         )
 
 
-def _distinct(values: Iterable[Any]) -> Any:
+def _distinct(values: Iterable[object]) -> Any:
     values = list(values)
     try:
         return set(values)

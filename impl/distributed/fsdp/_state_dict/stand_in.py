@@ -24,7 +24,7 @@ class StandIn(ShardedPlaceholder):
 
     @classmethod
     def create(
-        cls, like: Tensor, name: str, *, device: torch.device, owner: Any, source: Any = None
+        cls, like: Tensor, name: str, *, device: torch.device, owner: object, source: object = None
     ) -> StandIn:
         """Return a stand-in.
 
@@ -49,7 +49,7 @@ class StandIn(ShardedPlaceholder):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def _swap_for(self, value: Any) -> StandIn:
+    def _swap_for(self, value: object) -> StandIn:
         """Return another stand-in that keeps the value, for modules that swap tensors instead of copying."""
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         stand_in = StandIn.create(like, self._name, device=self.device, owner=self.owner)
@@ -90,7 +90,7 @@ _ALIASES = (Tensor.detach, _data.__get__)
 _WRITES = (Tensor.copy_, _data.__set__)
 
 
-def stand_ins_for(handle: FlatParamGroup, owner: Any, sources: Sequence[Any] = ()) -> list[StandIn]:
+def stand_ins_for(handle: FlatParamGroup, owner: object, sources: Sequence[object] = ()) -> list[StandIn]:
     """Return a stand-in for each parameter of a flat parameter."""
     stand_ins: list[StandIn] = []
     for index, slot in enumerate(handle.layout.slots):

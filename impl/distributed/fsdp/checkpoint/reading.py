@@ -32,7 +32,7 @@ class _UnsupportedMetadata(pickle.UnpicklingError):
     """Raised for valid metadata that names a class which no checkpoint contains."""
 
 
-def _member(of: Any, name: str) -> records._MEM_FORMAT_ENCODING:
+def _member(of: object, name: str) -> records._MEM_FORMAT_ENCODING:
     """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 write as a call of `getattr`."""
     if of is not records._MEM_FORMAT_ENCODING:
         raise _UnsupportedMetadata(
@@ -79,7 +79,7 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self._intact: set[tuple[str, int]] = set()  # files and offsets that were found intact
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
             metadata = _unpickled(stream.read(), path)
@@ -114,7 +114,7 @@ def _check_sums(value: io.BytesIO, place: str) -> None:
     value.seek(0)
 
 
-def _unpickled(data: bytes, path: Any) -> Metadata:
+def _unpickled(data: bytes, path: object) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
     except _UnsupportedMetadata:

@@ -46,7 +46,7 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+    def load_state_dict(self, state_dict: object, /) -> Any: ...
 
 
 def save(
@@ -205,7 +205,7 @@ class _PlannerWithMetadata(Reader):
         super().__init__(path)
         self._metadata = metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._metadata
 
 
@@ -238,7 +238,7 @@ def _expected(
     return expected | {(key := f"others.{name}"): _memory_for(saved[key], None) for name in others}
 
 
-def _memory_for(saved: Any, parameter: Any) -> Any:
+def _memory_for(saved: object, parameter: object) -> Any:
     if not isinstance(saved, TensorStorageMetadata):
         return None  # the planner stores the value there
     dtype = saved.properties.dtype

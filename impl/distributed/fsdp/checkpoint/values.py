@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 
-def as_data(value: Any) -> Any:
+def as_data(value: object) -> Any:
     """Convert numpy's numbers to Python's. Learning rates are often numpy numbers unintentionally."""
     return tree_map(_as_number, value)
 

@@ -243,7 +243,7 @@ def order_checker_of(group: dist.ProcessGroup) -> CollectiveOrderChecker:
 
 
 def _complete(
-    monitor: DesyncMonitor, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *arguments: Any
+    monitor: DesyncMonitor, collective: Callable[..., dist.Work], group: dist.ProcessGroup, *arguments: object
 ) -> None:
     """Issue a collective and wait for it in slices. Raise the verdict, or the error of the collective."""
     if not monitor.entered.enter(collective, arguments):

@@ -32,7 +32,7 @@ class EnteredCollectives:
         self._count = 0
         self._pending: tuple[Callable[..., dist.Work], Sequence[Any]] | None = None
 
-    def enter(self, collective: Callable[..., dist.Work], arguments: Sequence[Any]) -> bool:
+    def enter(self, collective: Callable[..., dist.Work], arguments: Sequence[object]) -> bool:
         """Record that this rank is about to issue a collective. Return False if it must not, after `close`."""
         with self._lock:
             if not self._is_closed:
@@ -75,7 +75,7 @@ class EnteredCollectives:
             GroupMethod(*names)(group, *map(_zeros_like, arguments)).wait(_COMPLETES)
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> Any:
     """Return tensors as shape, dtype and device. Options of a collective are left out: they decide no size."""
     if isinstance(value, Tensor):
         return {
@@ -89,7 +89,7 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _zeros_like(described: Any) -> Any:
+def _zeros_like(described: object) -> Any:
     if isinstance(described, dict):
         dtype = getattr(torch, described["dtype"])
         return torch.zeros(described["shape"], dtype=dtype, device=described["device"])
