@@ -40,6 +40,7 @@ _HEAD = """\
 
 Tandem has the results, errors and warnings of torch. This page lists every exception.
 A test asserts both sides of each entry, so an entry cannot become stale unnoticed.
+An entry with a range of torch versions, such as *torch <2.15*, is fixed in the later versions.
 Another implementation may take either side and still conform.
 
 An entry names the device types on which torch was seen to do this. *Any* means that the cause is in Python code
@@ -87,7 +88,9 @@ def _entries(deviations: Mapping[str, Any], api: str, harm: str) -> dict[str, An
 
 
 def _entry(name: str, deviation: Mapping[str, Any]) -> list[str]:
-    versions = f"torch {deviation['torch']}, " if "torch" in deviation else ""
+    versions = ""
+    if "torch" in deviation:
+        versions = f"torch {deviation['torch']}, recorded {deviation['recorded']}, "
     where = f"{versions}devices: {', '.join(deviation['devices'])}"
     return [
         f"**{name}** ({where})",
