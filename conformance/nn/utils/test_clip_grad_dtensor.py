@@ -324,12 +324,22 @@ def mixed_gradients(draw: st.DrawFn) -> list[PlacedGradient]:
         )
     )
     meshes = draw(st.permutations([all_ranks, *others]))
+
+    def placements_on(mesh: tuple[int, ...]) -> st.SearchStrategy[tuple[Placement, ...]]:
+        # torch hangs if ranks outside one mesh raise while the others reduce a partial sum.
+        allowed = [
+            placements
+            for placements in PLACEMENTS[mesh]
+            if (2,) not in meshes or not any(placement.is_partial() for placement in placements)
+        ]
+        return st.sampled_from(allowed)
+
     return [
         PlacedGradient(
             torch.randn(8, 5, generator=seeding.generator(draw(st.integers(0, 2**16)))),
             None,
             is_dtensor=mesh != PLAIN,
-            placements=draw(st.sampled_from(PLACEMENTS[mesh])),
+            placements=draw(placements_on(mesh)),
             mesh_shape=mesh or (4,),
         )
         for mesh in meshes
