@@ -108,6 +108,7 @@ class DesyncMonitor:
         self.entered = EnteredCollectives()
         # Number of the message that every rank answers with its pending collective.
         self._verdict_number = 0
+        self._has_refused = False  # raised the verdict on this rank
         self.has_settled = False  # pending collectives of other ranks were completed
         self._history = history
         self._ranks = ranks
@@ -152,12 +153,17 @@ class DesyncMonitor:
         )
 
     def refusal(self, group: dist.ProcessGroup) -> RuntimeError:
-        """Return the error of the verdict. The first call completes collectives that only other ranks have entered."""
+        """Return the error of the verdict. The first call completes collectives that only other ranks have entered.
+
+        The errors of later calls name the cure, because another model may have used the group before.
+        """
         if self.peers_complete_collectives and not self.has_settled:
             self.has_settled = True
             with contextlib.suppress(RuntimeError):  # the verdict matters, not that a peer is gone
                 self._settle(group)
-        return RuntimeError(self.verdict)
+        is_repeated, self._has_refused = self._has_refused, True
+        cure = "\nThis process group shards no more models; make a new one by torch.distributed.new_group()"
+        return RuntimeError(f"{self.verdict}{cure if is_repeated else ''}")
 
     def _settle(self, group: dist.ProcessGroup) -> None:
         end = time.monotonic() + _LONG_S
