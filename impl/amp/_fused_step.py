@@ -31,6 +31,7 @@ from impl.kernels import StepNumbers, TensorList, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
 from impl.optim._shards import Norms, Sharding, are_sharded, local_part, shardings_of
+from impl.optim._step_checks import check_step
 
 _Optimizer = torch.optim.Optimizer
 
@@ -258,6 +259,7 @@ def _joint_norm_and_found_inf(
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(norms, checked)
     if step.scale is not None and not global_found_inf:
+        check_step(step.optimizer)
         raise AssertionError("No inf checks were recorded for this optimizer.")
     if numbers is not None and (norm is not numbers.scaled_norm or global_found_inf is not local_found_inf):
         numbers = None

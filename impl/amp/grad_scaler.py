@@ -31,6 +31,7 @@ from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_opti
 from impl.kernels import to_device
 from impl.optim._refusals import check_has_param_groups
 from impl.optim._shards import Norms
+from impl.optim._step_checks import check_step
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -625,6 +626,7 @@ class GradScaler:
             if stage is OptState.READY:
                 del self._per_optimizer_states[id(optimizer)]
                 check_results.checked, check_results.local_found_inf = previous
+            check_step(optimizer)
             raise AssertionError("No inf checks were recorded for this optimizer.")
         return self._maybe_opt_step(optimizer, state, *args, **kwargs)
 

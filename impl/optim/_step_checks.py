@@ -42,6 +42,12 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
     register_checking_hook(hook)
 
 
+def check_step(optimizer: Optimizer) -> None:
+    """Run all registered checks, for a caller that raises before it calls the optimizer's step."""
+    for check in _checks:
+        check(optimizer)
+
+
 def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks other than checks run before the optimizer's step."""
     hooks = {*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conformance.strategies.user_optimizers import CountingOnDevices
+from impl.amp import GradScaler
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.optim._fused_updates import has_fused_update
 
@@ -29,6 +30,16 @@ def test_checks_of_sharding_leave_fused_updates_possible() -> None:
     assert not has_fused_update(plain)
     hook.remove()
     assert has_fused_update(plain)
+
+
+@pytest.mark.parametrize("method", ["step", "fused_step"])
+def test_scaler_names_cause_of_missing_gradients(method: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler("cpu")
+    fully_shard(model)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError, match="steps weight, bias as they were before sharding"):
+        getattr(scaler, method)(optimizer)
 
 
 def test_unsynchronised_gradients_leave_fused_updates_possible() -> None:
