@@ -276,7 +276,7 @@ def transformed(site: Site, how: str) -> dict[str, Any]:
     return {"made": result.detach(), "held": held(model)}
 
 
-def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
+def written_after_evaluation(site: Site, how: str, is_listed_before: bool = True) -> list[torch.Tensor]:
     """Evaluate before and after a write to the parameters: a sharded model, then the same model without sharding."""
     outputs: list[torch.Tensor] = []
     for shards in (True, False):
@@ -287,6 +287,8 @@ def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
         batch = batch_of(site, 0)
         with torch.no_grad():
             outputs.append(model(batch))
+            if not is_listed_before:
+                params = list(model.parameters())
             targets = [torch.zeros_like(param) for param in params]
             if how == "foreach":
                 torch._foreach_lerp_(params, targets, 0.5)
@@ -295,6 +297,26 @@ def written_after_evaluation(site: Site, how: str) -> list[torch.Tensor]:
                     param.data.copy_(target)
             outputs.append(model(batch))
     return outputs
+
+
+def optimizer_made_after_evaluation(site: Site) -> list[torch.Tensor]:
+    """Train two steps with an optimizer made after an evaluation: a sharded model, then one without sharding."""
+    weights: list[torch.Tensor] = []
+    for shards in (True, False):
+        model = blocks(2).to(site.rank.device)
+        if shards:
+            site.shard_children(model, reshard_after_forward=False)
+        batch = torch.ones_like(batch_of(site, 0))  # equal on all ranks
+        with torch.no_grad():
+            model(batch)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            weights.append(model(batch))
+    return weights
 
 
 class _Headed(nn.Module):

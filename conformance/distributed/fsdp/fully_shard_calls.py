@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_cases import Sharding, held, registered, sharded, units_of
+from conformance.distributed.fsdp.fully_shard_cases import (
+    Sharding,
+    held,
+    registered,
+    reshard_all,
+    sharded,
+    units_of,
+)
 from conformance.distributed.fsdp.lab import tried
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, loss_of
 from conformance.distributed.fsdp.module_trees import call as call_model
@@ -53,7 +60,10 @@ def play(
 
     def run() -> dict[str, Any]:
         scene = CallScene(rank, loaded, sharded(rank, loaded, model, sharding), tree)
-        return {"seen": [scene.make(call) for call in calls], "held": held(model)}
+        observed = [scene.make(call) for call in calls]
+        if scene.is_evaluated:
+            reshard_all(model)
+        return {"seen": observed, "held": held(model)}
 
     return observe(run)
 
@@ -76,6 +86,8 @@ class CallScene:
         self.reported: list[Any] = []
         self.event: Callable[[], Any] = lambda: None
         self._forwards = 0
+        # Deviation fully_shard.written_after_evaluation: units may stay unsharded after an evaluation.
+        self.is_evaluated = False
         for unit in self.units:
             unit.register_forward_pre_hook(_meet)
             unit.register_forward_hook(_meet_in_backward)
@@ -84,13 +96,14 @@ class CallScene:
         dist.barrier()
         self.reported.clear()
         result = tried(lambda: self._made(call))
+        self.is_evaluated = call.name == "look" or (self.is_evaluated and call.name != "forward")
         return {
             "call": str(call),
             "made": result,
             "reported": sorted(self.reported, key=str),  # the order of gathers and reductions may vary
             "keeps the event": self.event() is not None,
             # After a failed call, it is undefined which parameters are registered, until the state is reset.
-            "registered": {} if call.name in _FAILING else registered(self.model),
+            "registered": {} if call.name in _FAILING or self.is_evaluated else registered(self.model),
         }
 
     def _made(self, call: UnitCall) -> Any:

@@ -117,20 +117,22 @@ class _ShardedProgress(Progress):
     def _look(self, model: nn.Module, kind: str) -> None:
         super()._look(model, kind)
         if self._reshards_after_evaluations:
-            _reshard_all(model)
+            reshard_all(model)
 
     def _write(self, model: nn.Module) -> None:
         # Deviation fully_shard.written_after_evaluation: torch's forward reads values kept after an evaluation.
-        _reshard_all(model)
+        reshard_all(model)
         super()._write(model)
 
     def _forward(self, model: nn.Module) -> Any:
         output = super()._forward(model)
-        self.seen["registered"].append(registered(model))
+        # Deviation fully_shard.written_after_evaluation: units may stay unsharded after an evaluation.
+        if torch.is_grad_enabled():
+            self.seen["registered"].append(registered(model))
         return output
 
 
-def _reshard_all(model: nn.Module) -> None:
+def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()

@@ -371,3 +371,24 @@ def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str) 
         torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
         we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
     )
+
+
+@clause("distributed.fsdp.fully_shard.written_after_evaluation")
+@pytest.mark.deviation("fully_shard.optimizer_made_after_evaluation")
+def test_optimizer_made_after_evaluation_trains(sites: Sites) -> None:
+    sites.deviate(
+        cases.optimizer_made_after_evaluation,
+        we_do=each(lambda outputs: does_as(outputs[1], outputs[0])),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.written_after_evaluation")
+@pytest.mark.deviation("fully_shard.written_after_evaluation")
+def test_training_keeps_writes_to_parameters_listed_after_evaluation(sites: Sites) -> None:
+    sites.deviate(
+        cases.written_after_evaluation,
+        how="data",
+        is_listed_before=False,
+        we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
+        may_agree=True,
+    )

@@ -260,8 +260,12 @@ class Root:
         self._leave_forward()
         if self._forwards == 0 and not torch.is_grad_enabled():
             self._end_step()  # no backward will end it
-            for evaluated in self.units:
-                evaluated.gather_again_if_kept()
+
+    def reshard_after_evaluation(self) -> None:
+        """Reshard the units after the outermost forward without gradients."""
+        if self.is_idle() and not torch.is_grad_enabled():
+            for unit in self.units:
+                unit.reshard_after_evaluation()
 
     def abandon_forward(self) -> None:
         if not self.is_in_backward:

@@ -155,6 +155,7 @@ class Unit(UnitParams[Group_co]):
             self.check_unchanged()
             for unit in units:
                 unit._end_use(awaits_backward=bool(entries))
+            self.root.reshard_after_evaluation()
             return outputs
 
     def _end_use(self, *, awaits_backward: bool) -> None:
@@ -208,13 +209,15 @@ class Unit(UnitParams[Group_co]):
             if not self.awaits_backward:
                 self.reshard()
 
-    def gather_again_if_kept(self) -> None:
-        """Make the next forward gather again, unless a backward reads the parameters first or the user keeps them.
+    def reshard_after_evaluation(self) -> None:
+        """Reshard, unless a backward reads the parameters first or the user keeps them.
 
-        A write to `.data` of a shard, or by a foreach operator to DTensors, increments no version counter.
+        Otherwise a later write to shards might go unnoticed, since a write to `.data`, or by a foreach operator to
+        DTensors, increments no version counter. And parameters that the user lists would be unsharded: what is written
+        to them is lost, and an optimizer made of them steps nothing.
         """
-        if self._gathered is not None:
-            self._gathered.may_be_stale = not (self.awaits_backward or self._gathered.is_kept_by_user)
+        if self._gathered is not None and not (self.awaits_backward or self._gathered.is_kept_by_user):
+            self.reshard()
 
     def _prefetch_for_forward(self) -> None:
         if self.config.forward_prefetch:

@@ -29,9 +29,7 @@ class GatherState:
     dtypes: list[torch.dtype]  # dtype of each group
     event: torch.Event | None  # end of the all-gathers, None once COMPUTE has waited for it
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
-    # Kept after an evaluation, after which writes to shards may go unnoticed.
-    may_be_stale: bool = False
-    is_kept_by_user: bool = False  # the user reshards the unit before such writes
+    is_kept_by_user: bool = False  # the user reshards the unit before writing to its parameters
 
 
 class UnitParams(Generic[Group_co]):
@@ -93,7 +91,7 @@ class UnitParams(Generic[Group_co]):
         """
         if not self.param_groups:
             return
-        if not self.is_unsharded or (self._gathered is not None and self._gathered.may_be_stale):
+        if not self.is_unsharded:
             if self.root.is_idle():  # a running forward or backward has already waited
                 make_gather_wait_for_compute(self.root.streams)
             self.gather()
@@ -123,7 +121,7 @@ class UnitParams(Generic[Group_co]):
             self._wait_for_writes(dtypes)
         gathered, is_kept = self._gathered, False
         if gathered is not None:
-            is_kept = gathered.dtypes == dtypes and not gathered.may_be_stale
+            is_kept = gathered.dtypes == dtypes
             if is_kept and not any(changed) and self._shards_are_as_gathered(gathered):
                 return
             self.reshard()
