@@ -30,7 +30,7 @@ from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerSt
 from impl.kernels import StepNumbers, TensorList, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
-from impl.optim._shards import Norms, Sharding, are_sharded, local_part, shardings_of
+from impl.optim._shards import Norms, Sharding, local_part, shardings_of
 from impl.optim._step_checks import check_step
 
 _Optimizer = torch.optim.Optimizer
@@ -87,10 +87,7 @@ class _Step:
     @functools.cached_property
     def shardings(self) -> dict[int, Sharding]:
         """Sharding of each parameter, by `id`. Empty if no parameter is sharded."""
-        if not are_sharded(self.params):
-            return {}
-        shardings = dict(zip(map(id, self.params), shardings_of(self.params), strict=True))
-        return shardings if any(sharding != Sharding() for sharding in shardings.values()) else {}
+        return dict(zip(map(id, self.params), shardings_of(self.params), strict=False))
 
     @property
     def norm_device(self) -> torch.device:

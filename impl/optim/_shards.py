@@ -49,19 +49,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return local.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
 
 
-def are_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a tensor may be sharded."""
-    return bool(_registered) or not PLAIN_TYPES.issuperset(map(type, tensors))
-
-
 def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
-    """Return how each tensor is sharded.
+    """Return how each tensor is sharded, or an empty list if none is.
 
     Raises:
         NotImplementedError: a DTensor is partial; or a tensor is the shard of several parameters, which are sharded
             over different groups.
         ValueError: the meshes of DTensors have different ranks, which are not all ranks of the default group.
     """
+    if not _registered and PLAIN_TYPES.issuperset(map(type, tensors)):
+        return []
     narrow = _narrow_meshes(tensors)
     known: dict[tuple[int, tuple[Any, ...]], Sharding] = {}
     shardings: list[Sharding] = []
@@ -74,7 +71,7 @@ def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
         if key not in known:
             known[key] = _dtensor_sharding(dtensor.device_mesh, dtensor.placements, narrow)
         shardings.append(known[key])
-    return shardings
+    return shardings if {*shardings} != {Sharding()} else []
 
 
 def _registered_sharding(tensor: Tensor) -> Sharding:

@@ -45,7 +45,7 @@ class ShardedTensors:
         Collectives: those of `combine_norms`. Partial DTensors are reduced first.
         """
         tensors = [_without_partial(tensor) for tensor in self.tensors] if self.has_partial else self.tensors
-        shardings = shardings_of(tensors)
+        shardings = shardings_of(tensors) or [Sharding()] * len(tensors)
         if (
             len(set(shardings)) == 1
             and not self.has_partial
