@@ -184,13 +184,15 @@ def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
 def _ordinary_last(params: list[Tensor]) -> list[Batch]:
     others: list[Batch] = []
     ordinary: list[Tensor] = []
-    # The operator takes DTensors of one mesh, and combines their flags over the mesh.
+    # The operator takes DTensors of one mesh, and combines the flags so far over the mesh. So the widest mesh is last.
     by_mesh: dict[Any, list[Tensor]] = {}
     for param in params:
         grad = _dense_grad(param)
         by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    meshes = sorted(by_mesh, key=lambda mesh: 0 if mesh is None else mesh.size())
+    lists = [by_mesh[mesh] for mesh in meshes]
     # Like torch, pass gradients of one device and dtype to the operator together, so that it raises for the same ones.
-    for device, dtype, grads in itertools.chain.from_iterable(map(_by_device_and_dtype, by_mesh.values())):
+    for device, dtype, grads in itertools.chain.from_iterable(map(_by_device_and_dtype, lists)):
         if _are_ordinary(grads, {dtype}):
             ordinary += grads
         else:

@@ -105,7 +105,8 @@ def _narrow_meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
     meshes = list(dict.fromkeys(by_id.values()))
     if len(meshes) < 2:
         return []
-    ranks = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
+    # Each rank of a root mesh has its own slice, such as mesh["tp"], and the others repeat its elements.
+    ranks = {mesh: frozenset(mesh._get_root_mesh().mesh.flatten().tolist()) for mesh in meshes}
     everyone = frozenset().union(*ranks.values())
     narrow = [mesh for mesh in meshes if ranks[mesh] != everyone]
     if narrow and len(everyone) != dist.get_world_size():
