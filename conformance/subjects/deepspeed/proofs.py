@@ -61,16 +61,6 @@ def a_factor_of_shape_1() -> Sides:
 
 
 @PROOFS.keep
-def dtensors_among_plain_tensors() -> Sides:
-    """Another operator rejects the mixture, after a warning."""
-    mixed = [
-        parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Replicate()])),
-        parameter(torch.ones(2)),
-    ]
-    return both(lambda clip: clip(mixed, 1.0))
-
-
-@PROOFS.keep
 def sparse_gradients() -> Sides:
     """The gradients of a sparse embedding are clipped. torch rejects them."""
     sparse = torch.sparse_coo_tensor([[0, 2]], [[1.0], [2.0]], (3, 1), check_invariants=True).coalesce()

@@ -22,13 +22,6 @@ def norm_of_dtensors() -> Sides:
 
 
 @PROOFS.keep
-def dtensors_among_plain_tensors() -> Sides:
-    """A DTensor and a plain tensor are clipped together, one gradient at a time. torch rejects them."""
-    mixed = [parameter(distribute_tensor(torch.ones(4), mesh_of_one(), [Shard(0)])), parameter(torch.ones(2))]
-    return both(lambda clip: clip(mixed, 1.0, foreach=False))
-
-
-@PROOFS.keep
 def an_empty_generator() -> Sides:
     """An empty or exhausted generator is clipped silently. torch warns."""
     return both(lambda clip: warnings_of(lambda: clip((tensor for tensor in ()), 1.0)))
