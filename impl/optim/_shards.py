@@ -28,6 +28,9 @@ class Sharding(NamedTuple):
     mesh: DeviceMesh | None = None
 
 
+UNSHARDED = Sharding()
+
+
 def register_sharding(parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] | None) -> None:
     """Record that `parameter` is one rank's shard of a parameter that is sharded over these groups.
 
@@ -59,19 +62,25 @@ def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
     """
     if not _registered and PLAIN_TYPES.issuperset(map(type, tensors)):
         return []
-    narrow = _narrow_meshes(tensors)
-    known: dict[tuple[int, tuple[Any, ...]], Sharding] = {}
-    shardings: list[Sharding] = []
+    # Placements are compared by type, which is many times as fast as by value.
+    keys: list[tuple[Any, ...] | None] = []
+    dtensors: dict[tuple[Any, ...], Any] = {}
     for tensor in tensors:
-        if not is_distributed(tensor):
-            shardings.append(_registered_sharding(tensor))
-            continue
-        dtensor: Any = tensor
-        key = id(dtensor.device_mesh), dtensor.placements
-        if key not in known:
-            known[key] = _dtensor_sharding(dtensor.device_mesh, dtensor.placements, narrow)
-        shardings.append(known[key])
-    return shardings if {*shardings} != {Sharding()} else []
+        spec = getattr(tensor, "_spec", None)
+        key = None if spec is None else (id(spec.mesh), *map(type, spec.placements))
+        keys.append(key)
+        if key is not None and key not in dtensors:
+            dtensors[key] = tensor
+    narrow = _narrow_meshes([dtensor.device_mesh for dtensor in dtensors.values()])
+    known = {
+        key: _dtensor_sharding(dtensor.device_mesh, dtensor.placements, narrow)
+        for key, dtensor in dtensors.items()
+    }
+    shardings = [
+        _registered_sharding(tensor) if key is None else known[key]
+        for key, tensor in zip(keys, tensors, strict=True)
+    ]
+    return shardings if any(sharding is not UNSHARDED for sharding in shardings) else []
 
 
 def _registered_sharding(tensor: Tensor) -> Sharding:
@@ -81,7 +90,7 @@ def _registered_sharding(tensor: Tensor) -> Sharding:
             "a flat parameter has elements of parameters with and without tensor parallelism; wrap the module with "
             "use_orig_params=True, or call unscale_, clip_grad_norm_, step and update instead"
         )
-    return Sharding(groups)
+    return Sharding(groups) if groups else UNSHARDED
 
 
 def _dtensor_sharding(
@@ -95,14 +104,13 @@ def _dtensor_sharding(
         for dim, placement in enumerate(placements)
         if is_member and not placement.is_replicate() and mesh.size(dim) > 1
     )
-    return Sharding(groups, mesh if mesh in narrow else None)
+    is_narrow = mesh in narrow
+    return Sharding(groups, mesh if is_narrow else None) if groups or is_narrow else UNSHARDED
 
 
-def _narrow_meshes(tensors: Iterable[Tensor]) -> list[DeviceMesh]:
+def _narrow_meshes(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:
     """Return the meshes that lack ranks of other meshes, if the meshes have different ranks."""
-    dtensors: Iterable[Any] = filter(is_distributed, tensors)
-    by_id = {id(dtensor.device_mesh): dtensor.device_mesh for dtensor in dtensors}
-    meshes = list(dict.fromkeys(by_id.values()))
+    meshes = list(dict.fromkeys(meshes))
     if len(meshes) < 2:
         return []
     # Each rank of a root mesh has its own slice, such as mesh["tp"], and the others repeat its elements.
@@ -168,7 +176,7 @@ class Norms:
     @property
     def replicated(self) -> Tensor:
         """Norm of the gradients that each rank holds all of."""
-        return self.by_sharding[Sharding()]
+        return self.by_sharding[UNSHARDED]
 
     @property
     def are_sharded(self) -> bool:
@@ -198,14 +206,14 @@ class Norms:
         columns = all_gather_numbers(torch.stack([number.to(torch.float64) for number in numbers]), among)
         flags, *norms_of_ranks = columns.unbind(1)
         norms = dict(self.by_sharding)
-        full = [norms[Sharding()].to(torch.float64)]
+        full = [norms[UNSHARDED].to(torch.float64)]
         for sharding, group_norms in zip(shardings, norms_of_ranks, strict=True):
             del norms[sharding]
             [group_ranks] = ranks[sharding]
             # Indexing with a list of ranks would synchronise with the device.
             norm_of_ranks = group_norms.unbind()
             full.append(_joint(torch.stack([norm_of_ranks[rank] for rank in group_ranks]), self.order))
-        norms[Sharding()] = _joint(torch.stack(full), self.order)
+        norms[UNSHARDED] = _joint(torch.stack(full), self.order)
         return replace(self, by_sharding=norms), flags.amax()
 
 

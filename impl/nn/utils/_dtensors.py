@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl import kernels
 from impl.kernels import PLAIN_TYPES, TensorList, are_on, dtypes_of, to_device
 from impl.kernels.norm import result_dtype
-from impl.optim._shards import Sharding, combine_norms, is_distributed, shardings_of
+from impl.optim._shards import UNSHARDED, Sharding, combine_norms, is_distributed, shardings_of
 
 _ADDED = ("sum", "avg")  # reductions of partial DTensors that scaling commutes with
 
@@ -45,9 +45,9 @@ class ShardedTensors:
         Collectives: those of `combine_norms`. Partial DTensors are reduced first.
         """
         tensors = [_without_partial(tensor) for tensor in self.tensors] if self.has_partial else self.tensors
-        shardings = shardings_of(tensors) or [Sharding()] * len(tensors)
+        shardings = shardings_of(tensors) or [UNSHARDED] * len(tensors)
         if (
-            len(set(shardings)) == 1
+            all(sharding is shardings[0] for sharding in shardings)
             and not self.has_partial
             and all(map(Tensor.numel, self.local.representatives))
         ):
@@ -90,17 +90,21 @@ def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
     dtensor_type = _module().DTensor
     if not {dtensor_type, *PLAIN_TYPES} >= {*map(type, tensors)}:
         return None
-    dtensors = [tensor for tensor in tensors if type(tensor) is dtensor_type]
-    meshes = list(dict.fromkeys(dtensor.device_mesh for dtensor in dtensors))
-    is_uniform = len(meshes) == 1 and len(dtensors) == len(tensors)
-    partial = [
-        placement for dtensor in dtensors for placement in dtensor.placements if placement.is_partial()
-    ]
+    specs = [tensor._spec for tensor in tensors if type(tensor) is dtensor_type]
+    meshes = list(dict.fromkeys({id(spec.mesh): spec.mesh for spec in specs}.values()))
+    is_uniform = len(meshes) == 1 and len(specs) == len(tensors)
+    # Most lists have no partial placement, so look at one placement of each type first.
+    by_type = {type(placement): placement for spec in specs for placement in spec.placements}
+    partial: list[Any] = []
+    if any(placement.is_partial() for placement in by_type.values()):
+        partial = [placement for spec in specs for placement in spec.placements if placement.is_partial()]
     if all(mesh.get_coordinate() is None for mesh in meshes) or (is_uniform and partial):
         return None
     if any(placement.reduce_op not in _ADDED for placement in partial):
         return None
-    local = TensorList([_local(tensor) for tensor in tensors])
+    local = TensorList(
+        [tensor._local_tensor if type(tensor) is dtensor_type else tensor for tensor in tensors]
+    )
     return ShardedTensors(tensors, local, meshes[0] if is_uniform else None, bool(partial))
 
 
