@@ -23,7 +23,7 @@ from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
 from impl.optim._refusals import check_has_param_groups
-from impl.optim._shards import Norms, all_gather_numbers, over_one_group, shardings_of
+from impl.optim._shards import UNSHARDED, Norms, Sharding, shardings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -189,8 +189,8 @@ class ShardedGradScaler(GradScaler):
         """
         check_has_param_groups(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        numbers = 1 + len(over_one_group(shardings_of(params))) if has_fused_update(optimizer) else None
-        with self._report_failure_to_peers(optimizer, numbers):
+        shardings = shardings_of(params) if has_fused_update(optimizer) else None
+        with self._report_failure_to_peers(optimizer, shardings):
             return super().fused_step(
                 optimizer, max_norm, norm_type, low_precision_params=low_precision_params, update=update
             )
@@ -253,36 +253,44 @@ class ShardedGradScaler(GradScaler):
         return torch.device(self._device)
 
     @contextlib.contextmanager
-    def _report_failure_to_peers(self, optimizer: _Optimizer, numbers: int | None = None) -> Generator[None]:
+    def _report_failure_to_peers(
+        self, optimizer: _Optimizer, shardings: Sequence[Sharding] | None = None
+    ) -> Generator[None]:
         """Context manager that reports to the peers if the check that they wait for fails inside.
 
         Args:
-            numbers: length of the report in an all-gather; None: a single number in an all-reduce.
+            shardings: shardings of the parameters whose norms the peers combine; None: they all-reduce one number.
         """
         if not self._enabled:
             yield
             return
         self._check_group()
         stage = stage_of(self._per_optimizer_states, optimizer)
-        self._pending_check = stage is OptState.READY or (numbers is not None and stage is OptState.UNSCALED)
+        self._pending_check = stage is OptState.READY or (
+            shardings is not None and stage is OptState.UNSCALED
+        )
         try:
             yield
         except Exception:
             if self._pending_check:
-                self._report_failure(numbers)
+                self._report_failure(shardings)
             raise
         finally:
             self._pending_check = False
 
-    def _report_failure(self, numbers: int | None) -> None:
+    def _report_failure(self, shardings: Sequence[Sharding] | None) -> None:
         device = self._collective_device()
-        if numbers is None:
-            check_result = torch.full((), _NOT_CHECKED, device=device)
+        check_result = torch.full((), _NOT_CHECKED, device=device)
+        if shardings is None:
             dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
-        else:
-            all_gather_numbers(
-                torch.full((numbers,), _NOT_CHECKED, dtype=torch.float64, device=device), self._group
-            )
+            return
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        norms, _ = Norms(2.0, dict.fromkeys([UNSHARDED, *shardings], zero)).gathered(
+            self._group, check_result
+        )
+        if not check_result.is_cpu:
+            # Peers do not read the report on an accelerator, and continue.
+            norms.joint()
 
     def _check_group(self) -> None:
         if self.process_group is _Group.NOT_PICKLED:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from conformance.judge.outcome import observe
 from conformance.ranks import Rank
 from impl.amp import GradScaler
 from impl.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -44,3 +45,16 @@ def scale_after_inf_on_some_ranks(rank: Rank, *, mesh_of_all_is_first: bool) -> 
     taken = scaler.step_was_taken(optimizer)
     scaler.update()
     return taken, scaler.get_scale()
+
+
+def step_that_fails_on_rank_0(rank: Rank) -> tuple[str, float]:
+    """Step a parameter that is sharded along two dimensions. Return the error of this rank, and the elements' sum."""
+    mesh = init_device_mesh(rank.device.type, (2, 2))
+    values = distribute_tensor(torch.ones(4, 4, device=rank.device), mesh, [Shard(0), Shard(1)])
+    parameter = nn.Parameter(values)
+    parameter.grad = torch.ones_like(parameter)
+    scaler = ShardedGradScaler(rank.device.type, init_scale=8.0)
+    scaler.scale(torch.ones((), device=rank.device))
+    max_norm = math.nan if rank.rank == 0 else 1.0
+    error = observe(scaler.fused_step, torch.optim.SGD([parameter], 0.5), max_norm).raised
+    return str(error), cast("DTensor", parameter).full_tensor().sum().item()

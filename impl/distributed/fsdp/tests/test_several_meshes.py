@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
+from conformance.simulator import NAME, Unavailable, ensure_built
 
 CASES = "impl.distributed.fsdp.tests.mesh_cases"
 
@@ -26,3 +28,18 @@ def test_inf_on_some_ranks_skips_step_on_all(
     """Otherwise parameters on all ranks would be stepped on some of them."""
     case = f"{CASES}:scale_after_inf_on_some_ranks"
     assert ranks(4, "cpu").run(case, mesh_of_all_is_first=mesh_of_all_is_first) == [(False, 4.0)] * 4
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("on", ["cpu", NAME])
+def test_failure_on_one_rank_leaves_no_peer_waiting(ranks: Callable[..., RankPool], on: str) -> None:
+    """Ranks of an accelerator do not read the report, and skip the step without an error."""
+    if on == NAME:
+        try:
+            ensure_built()
+        except Unavailable as error:
+            unavailable(str(error))
+    (error, total), *peers = ranks(4, on).run(f"{CASES}:step_that_fails_on_rank_0")
+    assert "max_norm is nan" in error
+    assert [total, *(total for _, total in peers)] == [16.0] * 4
+    assert all("another rank" in error if on == "cpu" else error == "None" for error, _ in peers)
