@@ -36,7 +36,7 @@ class PlacedGradient:
     """A gradient as its full value and its placement.
 
     `shard_dim` is its sharded dimension on a mesh with one dimension, or None if every rank has a copy. `placements`
-    are its placements on other meshes. `mesh_shape` is the shape of a mesh that only this gradient may be on.
+    are its placements on other meshes. `mesh_shape` is the shape of its own mesh, if it has one.
     """
 
     value: torch.Tensor

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from conformance import simulator
 from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
-from conformance.distributed.fsdp.fully_shard_cases import described, held, registered
+from conformance.distributed.fsdp.fully_shard_cases import described, held, registered, reshard_all
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
 
@@ -277,7 +277,12 @@ def transformed(site: Site, how: str) -> dict[str, Any]:
 
 
 def written_after_evaluation(site: Site, how: str, is_listed_before: bool = True) -> list[torch.Tensor]:
-    """Evaluate before and after a write to the parameters: a sharded model, then the same model without sharding."""
+    """Evaluate before and after a write to the parameters: a sharded model, then the same model without sharding.
+
+    Args:
+        is_listed_before: the parameters are listed before the first evaluation. Otherwise they are listed after it, and
+            the units are resharded after the write.
+    """
     outputs: list[torch.Tensor] = []
     for shards in (True, False):
         model = blocks(2).to(site.rank.device)
@@ -295,6 +300,8 @@ def written_after_evaluation(site: Site, how: str, is_listed_before: bool = True
             else:
                 for param, target in zip(params, targets, strict=True):
                     param.data.copy_(target)
+            if not is_listed_before:
+                reshard_all(model)
             outputs.append(model(batch))
     return outputs
 
