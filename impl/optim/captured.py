@@ -200,8 +200,8 @@ def capture(
         graph: on an accelerator, replay fused updates from a graph while parameters, gradients and states keep their
             addresses. Call `zero_grad(set_to_none=False)` so that gradients do. Other steps are eager, and `explain`
             has the reason. Needs CUDA, or torch's generic graphs (2.13). A changed learning rate is read as float32.
-            After a change of any other number at least one step is eager. No effect on the CPU. It has not run on a GPU
-            yet. None keeps the current setting, at first False.
+            After a change of any other number at least one step is eager. No effect on the CPU. None keeps the current
+            setting, at first False.
     Returns:
         The same optimizer. A copied or unpickled one is a plain optimizer: capture it again. (With a subclass whose
             `__getstate__` returns all attributes it is captured.)

@@ -75,7 +75,12 @@ class _Entry:
 
 
 def note_sharded_reads(outer: Wrapper, inner: Iterable[Wrapper], error: BaseException) -> None:
-    """Note on the error of a forward which sharded parameters of wrappers inside `outer` a function was called with."""
+    """Add a note to the error of a forward in which a function was called with sharded parameters.
+
+    Args:
+        outer: wrapper whose forward raised.
+        inner: wrappers inside it.
+    """
     if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
         return
     # A forward of the inner wrapper shows other tensors, so a parameter itself is always a shard.
