@@ -23,7 +23,7 @@ from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
 from impl.optim._refusals import check_has_param_groups
-from impl.optim._shards import UNSHARDED, Norms, Sharding, shardings_of
+from impl.optim._shards import UNSHARDED, Norms, shardings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -188,9 +188,7 @@ class ShardedGradScaler(GradScaler):
             sharded over several groups. If the optimizer has no fused update, the all-reduce of `unscale_` comes first.
         """
         check_has_param_groups(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        shardings = shardings_of(params) if has_fused_update(optimizer) else None
-        with self._report_failure_to_peers(optimizer, shardings):
+        with self._report_failure_to_peers(optimizer, combines_norms=has_fused_update(optimizer)):
             return super().fused_step(
                 optimizer, max_norm, norm_type, low_precision_params=low_precision_params, update=update
             )
@@ -204,7 +202,7 @@ class ShardedGradScaler(GradScaler):
         self._pending_check = False
         device = norms.replicated.device
         norms, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
-        # A rank whose check failed takes part in the first all-gather only.
+        # On the CPU this raises if a rank's check failed. Such a rank takes part in the first all-gather only.
         found_inf = self._checked_result(check_result.float())
         norm, _ = norms.joint()
         return norm, found_inf
@@ -254,38 +252,37 @@ class ShardedGradScaler(GradScaler):
 
     @contextlib.contextmanager
     def _report_failure_to_peers(
-        self, optimizer: _Optimizer, shardings: Sequence[Sharding] | None = None
+        self, optimizer: _Optimizer, *, combines_norms: bool = False
     ) -> Generator[None]:
         """Context manager that reports to the peers if the check that they wait for fails inside.
 
         Args:
-            shardings: shardings of the parameters whose norms the peers combine; None: they all-reduce one number.
+            combines_norms: the peers combine norms. Otherwise they all-reduce one number.
         """
         if not self._enabled:
             yield
             return
         self._check_group()
         stage = stage_of(self._per_optimizer_states, optimizer)
-        self._pending_check = stage is OptState.READY or (
-            shardings is not None and stage is OptState.UNSCALED
-        )
+        self._pending_check = stage is OptState.READY or (combines_norms and stage is OptState.UNSCALED)
         try:
             yield
         except Exception:
             if self._pending_check:
-                self._report_failure(shardings)
+                self._report_failure(optimizer, combines_norms)
             raise
         finally:
             self._pending_check = False
 
-    def _report_failure(self, shardings: Sequence[Sharding] | None) -> None:
+    def _report_failure(self, optimizer: _Optimizer, combines_norms: bool) -> None:
         device = self._collective_device()
         check_result = torch.full((), _NOT_CHECKED, device=device)
-        if shardings is None:
+        if not combines_norms:
             dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
             return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        norms, _ = Norms(2.0, dict.fromkeys([UNSHARDED, *shardings], zero)).gathered(
+        norms, _ = Norms(2.0, dict.fromkeys([UNSHARDED, *shardings_of(params)], zero)).gathered(
             self._group, check_result
         )
         if not check_result.is_cpu:
