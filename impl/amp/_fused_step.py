@@ -30,7 +30,7 @@ from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerSt
 from impl.kernels import StepNumbers, TensorList, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
-from impl.optim._shards import Norms, Sharding, local_part, shardings_of
+from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, shardings_of
 from impl.optim._step_checks import check_step
 
 _Optimizer = torch.optim.Optimizer
@@ -233,19 +233,19 @@ def _joint_norm_and_found_inf(
         params_and_grads: lists of parameters, and of this process's local gradients.
     """
     if step.shardings:
-        lists: dict[Sharding, list[Tensor]] = {Sharding(): []}
+        lists: dict[Sharding, list[Tensor]] = {UNSHARDED: []}
         lists |= {sharding: [] for sharding in step.shardings.values()}
         for params, grads in params_and_grads:
             for param, grad in zip(params, grads.tensors, strict=True):
                 lists[step.shardings[id(param)]].append(grad)
         grads_by_sharding = {sharding: TensorList(grads) for sharding, grads in lists.items()}
     else:
-        grads_by_sharding = {Sharding(): concat([grads for _, grads in params_and_grads])}
+        grads_by_sharding = {UNSHARDED: concat([grads for _, grads in params_and_grads])}
     local_found_inf: Found = {}
-    numbers = None if step.shardings else _step_numbers(step, grads_by_sharding[Sharding()])
+    numbers = None if step.shardings else _step_numbers(step, grads_by_sharding[UNSHARDED])
     if numbers is not None:
         local_found_inf[step.norm_device] = numbers.found_inf
-        by_sharding = {Sharding(): numbers.scaled_norm}
+        by_sharding = {UNSHARDED: numbers.scaled_norm}
     else:
         by_sharding = {
             sharding: _norm(step, grads, local_found_inf) for sharding, grads in grads_by_sharding.items()
@@ -276,7 +276,7 @@ def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
     norms: list[Tensor] = []
     has_empty = grads.layout is None and not all(map(Tensor.numel, grads.tensors))
     nonempty = TensorList([grad for grad in grads.tensors if grad.numel()]) if has_empty else grads
-    for device, batch in _by_device(nonempty).items():
+    for device, batch in nonempty.by_device().items():
         norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype)
         if device in local_found_inf:
             flag = torch.maximum(local_found_inf[device], flag)
@@ -289,16 +289,6 @@ def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
         return torch.full((), math.inf if norm_type < 0 else 0.0, device=norm_device)
     # Norms of order 0 are counts, so add them.
     return norms[0] if len(norms) == 1 else kernels.total_norm(TensorList(norms), norm_type or 1.0)
-
-
-def _by_device(grads: TensorList) -> dict[torch.device, TensorList]:
-    tensors = grads.tensors
-    if grads.layout is not None or (tensors and kernels.are_on(tensors[0].device, tensors)):
-        return {tensors[0].device: grads}
-    batches: dict[torch.device, list[Tensor]] = {}
-    for grad in tensors:
-        batches.setdefault(grad.device, []).append(grad)
-    return {device: TensorList(batch) for device, batch in batches.items()}
 
 
 def combine_found_inf(found_inf_per_device: Found, device: torch.device) -> Tensor:

@@ -63,7 +63,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
         if not all(map(Tensor.is_contiguous, grads)):
             _check_no_overlap(grads)
         if not are_on(device := grads[0].device, grads):
-            return _by_device(grads)
+            return [*TensorList(grads).by_device().items()]
         layout = None if any(map(Tensor.is_inference, grads)) else keep_layout(grads)
         return [(device, TensorList(grads, layout))]
     _check_no_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
@@ -197,7 +197,7 @@ def _ordinary_last(params: list[Tensor]) -> list[Batch]:
             ordinary += grads
         else:
             others.append((device, TensorList(grads)))
-    return others + _by_device(ordinary)
+    return [*others, *TensorList(ordinary).by_device().items()]
 
 
 def _dense_grad(param: Tensor) -> Tensor:
@@ -225,13 +225,6 @@ def _check_no_overlap(grads: list[Tensor]) -> None:
     for grad in grads:
         if not grad.is_contiguous() and overlaps_itself(grad):
             raise RuntimeError(OVERLAP)
-
-
-def _by_device(grads: list[Tensor]) -> list[Batch]:
-    batches: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        batches.setdefault(grad.device, []).append(grad)
-    return [(device, TensorList(batch)) for device, batch in batches.items()]
 
 
 def _by_device_and_dtype(grads: list[Tensor]) -> list[tuple[torch.device, torch.dtype, list[Tensor]]]:

@@ -109,7 +109,7 @@ def _dtensor_sharding(
 
 
 def _narrow_meshes(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:
-    """Return the meshes that lack ranks of other meshes, if the meshes have different ranks."""
+    """Return the meshes that lack ranks of other meshes."""
     meshes = list(dict.fromkeys(meshes))
     if len(meshes) < 2:
         return []
@@ -125,14 +125,16 @@ def _narrow_meshes(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:
     return narrow
 
 
-def combine_norms(norms: Mapping[Sharding, Tensor], order: float, flag: Tensor | None = None) -> Tensor:
-    """Return the norm of all tensors, with each element counted once, and in a second number the largest `flag`.
+def combine_norms(
+    norms: Mapping[Sharding, Tensor], order: float, flag: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norm of all tensors, with each element counted once, and the largest `flag`. Both equal on every rank.
 
     Args:
         norms: f64, 0-dim norms of this rank's elements, by sharding. All ranks have the same order of shardings.
-        flag: f64, 0-dim.
+        flag: f64, 0-dim, or None if there is nothing to combine.
     Returns:
-        f64 of shape (1,), or (2,) with a flag, equal on every rank.
+        f64, 0-dim.
     Collectives: one all-gather of a few numbers for each group. One more over the default group if some ranks are not
         in a mesh.
     """
@@ -143,13 +145,13 @@ def combine_norms(norms: Mapping[Sharding, Tensor], order: float, flag: Tensor |
         numbers = torch.stack([*(joint[sharding] for sharding in shardings), *flags])
         columns = all_gather_numbers(numbers, group).unbind(1)
         joint.update(
-            {sharding: _joint(column, order) for sharding, column in zip(shardings, columns, strict=False)}
+            {sharding: _norm_of(column, order) for sharding, column in zip(shardings, columns, strict=False)}
         )
         flags = [column.amax() for column in columns[len(shardings) :]]
     narrow = list(dict.fromkeys(sharding.mesh for sharding in norms if sharding.mesh is not None))
     if narrow:
         by_mesh = [
-            _joint(torch.stack([joint.pop(sharding) for sharding in norms if sharding.mesh == mesh]), order)
+            _joint([joint.pop(sharding) for sharding in norms if sharding.mesh == mesh], order)
             for mesh in narrow
         ]
         rows = all_gather_numbers(torch.stack([*by_mesh, *flags]), None).unbind()
@@ -157,10 +159,14 @@ def combine_norms(norms: Mapping[Sharding, Tensor], order: float, flag: Tensor |
             # All members of a mesh know its norm.
             joint[Sharding(mesh=mesh)] = rows[int(mesh.mesh.flatten()[0])][column]
         flags = [torch.stack([row[-1] for row in rows]).amax() for _ in flags]
-    return torch.stack([_joint(torch.stack([*joint.values()]), order), *flags])
+    return _joint([*joint.values()], order), flags[0] if flags else None
 
 
-def _joint(norms: Tensor, order: float) -> Tensor:
+def _joint(norms: Sequence[Tensor], order: float) -> Tensor:
+    return norms[0] if len(norms) == 1 else _norm_of(torch.stack([*norms]), order)
+
+
+def _norm_of(norms: Tensor, order: float) -> Tensor:
     # Norms of order 0 are counts, so add them.
     return kernels.total_norm(TensorList([norms.contiguous()]), order or 1.0)
 
@@ -188,20 +194,22 @@ class Norms:
         Collectives: those of `combine_norms`.
         """
         norms = {sharding: norm.to(torch.float64) for sharding, norm in self.by_sharding.items()}
-        norm, *flags = combine_norms(norms, self.order, flag).unbind()
-        return norm.to(self.dtype), flags[0] if flags else None
+        norm, flag = combine_norms(norms, self.order, flag)
+        return norm.to(self.dtype), flag
 
     def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Norms, Tensor]:
         """Combine the norms of shards over one group. Return all norms, and the largest `flag` of all ranks, as f64.
 
         Raises:
             RuntimeError: a rank that holds shards is not in `among`.
-        Collectives: one all-gather in `among` of `1 + len(over_one_group(shardings))` numbers.
+        Collectives: one all-gather in `among`, of one number and one more for each sharding over one group.
         """
         ranks = {
             sharding: [_ranks_in(among, group) for group in sharding.groups] for sharding in self.by_sharding
         }
-        shardings = over_one_group(self.by_sharding)
+        shardings = [
+            sharding for sharding in self.by_sharding if len(sharding.groups) == 1 and not sharding.mesh
+        ]
         numbers = [flag, *(self.by_sharding[sharding] for sharding in shardings)]
         columns = all_gather_numbers(torch.stack([number.to(torch.float64) for number in numbers]), among)
         flags, *norms_of_ranks = columns.unbind(1)
@@ -212,16 +220,9 @@ class Norms:
             [group_ranks] = ranks[sharding]
             # Indexing with a list of ranks would synchronise with the device.
             norm_of_ranks = group_norms.unbind()
-            full.append(_joint(torch.stack([norm_of_ranks[rank] for rank in group_ranks]), self.order))
-        norms[UNSHARDED] = _joint(torch.stack(full), self.order)
+            full.append(_joint([norm_of_ranks[rank] for rank in group_ranks], self.order))
+        norms[UNSHARDED] = _joint(full, self.order)
         return replace(self, by_sharding=norms), flags.amax()
-
-
-def over_one_group(shardings: Iterable[Sharding]) -> list[Sharding]:
-    """Return the shardings over one group, without repetitions."""
-    return [
-        sharding for sharding in dict.fromkeys(shardings) if len(sharding.groups) == 1 and not sharding.mesh
-    ]
 
 
 def all_gather_numbers(numbers: Tensor, among: dist.ProcessGroup | None) -> Tensor:

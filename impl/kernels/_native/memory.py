@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C._dynamo import guards  # does not import Dynamo
 
-from impl.kernels._lists import PLAIN_TYPES, dtypes_of
+from impl.kernels._lists import PLAIN_TYPES, are_on, dtypes_of
 from impl.kernels._native import CODES, Column, List, library
 from impl.kernels._storage_order import are_dense
 
@@ -99,7 +100,7 @@ class TensorList:
     """Tensors for one operation, or a few in succession that move none, because addresses are only looked up once.
 
     Args:
-        tensors: dense tensors on one device.
+        tensors: dense tensors on one device, unless `by_device` is to split them.
         layout: layout of plain non-empty tensors, which was queried or confirmed by guards. None: not uniform, or not
             known.
     """
@@ -117,6 +118,15 @@ class TensorList:
     def representatives(self) -> Sequence[Tensor]:
         """The first tensor if the layout is known, which makes the list uniform, else all tensors."""
         return self.tensors if self.layout is None else self.tensors[:1]
+
+    def by_device(self) -> dict[torch.device, TensorList]:
+        """Split a list whose tensors may be on several devices, in order of first appearance."""
+        if self.tensors and (self.layout is not None or are_on(self.tensors[0].device, self.tensors)):
+            return {self.tensors[0].device: self}
+        batches: dict[torch.device, list[Tensor]] = {}
+        for tensor in self.tensors:
+            batches.setdefault(tensor.device, []).append(tensor)
+        return {device: TensorList(batch) for device, batch in batches.items()}
 
 
 def list_layout(tensors: Sequence[Tensor]) -> ListLayout | None:

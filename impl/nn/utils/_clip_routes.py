@@ -219,7 +219,7 @@ def route_for(tensors: list[Tensor], foreach: bool | None) -> Route:
     if (layout := recognize_layout(tensors)) is not None:
         return Kernels(tensors, {tensors[0].device: TensorList(tensors, layout)}, foreach)
     if not PLAIN_TYPES.issuperset(map(type, tensors)):
-        # Whether a subclass can be mixed with plain tensors is decided by its own implementation.
+        # DTensors may be mixed with plain tensors. Any other subclass decides that by its own implementation.
         return _local_shards(tensors, foreach) or TorchOperators(tensors, foreach)
     if (on_one_device := _ordinary_on_one_device(tensors, foreach)) is not None:
         return Kernels(tensors, {tensors[0].device: on_one_device}, foreach)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl import kernels
-from impl.kernels import PLAIN_TYPES, TensorList, are_on, dtypes_of, to_device
+from impl.kernels import PLAIN_TYPES, TensorList, dtypes_of, to_device
 from impl.kernels.norm import result_dtype
-from impl.optim._shards import UNSHARDED, Sharding, combine_norms, is_distributed, shardings_of
+from impl.optim._shards import UNSHARDED, Sharding, combine_norms, is_distributed, local_part, shardings_of
 
 _ADDED = ("sum", "avg")  # reductions of partial DTensors that scaling commutes with
 
@@ -56,23 +56,18 @@ class ShardedTensors:
             lists: dict[Sharding, list[Tensor]] = {}
             for sharding, tensor in zip(shardings, tensors, strict=True):
                 batch = lists.setdefault(sharding, [])
-                if (local := _local(tensor)).numel():
+                if (local := local_part(tensor)).numel():
                     batch.append(local)
             batches = {sharding: TensorList(batch) for sharding, batch in lists.items()}
         norms = {sharding: self._norm(batch, norm_type) for sharding, batch in batches.items()}
-        norm = combine_norms(norms, norm_type)[0].to(result_dtype(dtypes_of(self.local.representatives)))
+        joint, _ = combine_norms(norms, norm_type)
+        norm = joint.to(result_dtype(dtypes_of(self.local.representatives)))
         return norm if self.mesh is None else _replicated(norm, self.mesh)
 
     def _norm(self, tensors: TensorList, norm_type: float) -> Tensor:
         """Return the norm of local tensors in f64, because ranks with different dtypes exchange it."""
         device = self.local.tensors[0].device
-        if tensors is self.local and are_on(device, tensors.tensors):
-            batches = [tensors]
-        else:
-            by_device: dict[torch.device, list[Tensor]] = {}
-            for tensor in tensors.tensors:
-                by_device.setdefault(tensor.device, []).append(tensor)
-            batches = [*map(TensorList, by_device.values())]
+        batches = tensors.by_device().values()
         norms = [kernels.total_norm(batch, norm_type).to(torch.float64) for batch in batches]
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=device)
@@ -120,10 +115,6 @@ def local_value(value: Tensor) -> Tensor | None:
         dtensor = dtensor.redistribute(placements=[_module().Replicate()] * dtensor.device_mesh.ndim)
     local: Any = dtensor._local_tensor
     return local if type(local) is Tensor else local.wait()  # AsyncCollectiveTensor
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
 def _without_partial(tensor: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
-from impl.optim._shards import Sharding, combine_norms
+from impl.optim._shards import UNSHARDED, Sharding, combine_norms
 
 _EXCHANGED = torch.float64
 
@@ -28,7 +28,7 @@ def joint_norm(
         full_grads: full tensors, which every rank has.
     Collectives: those of `combine_norms`.
     """
-    grads_by_sharding: dict[Sharding, list[Tensor]] = {Sharding(): [*full_grads]}
+    grads_by_sharding: dict[Sharding, list[Tensor]] = {UNSHARDED: [*full_grads]}
     for unit in units:
         for group in unit.param_groups:
             for groups, grads in group.gradients_by_groups():
@@ -38,7 +38,10 @@ def joint_norm(
         for sharding, grads in grads_by_sharding.items()
         if grads or sharding.groups
     }
-    return combine_norms(norms, norm_type)[0] if norms else torch.zeros((), dtype=_EXCHANGED, device=device)
+    if not norms:
+        return torch.zeros((), dtype=_EXCHANGED, device=device)
+    joint, _ = combine_norms(norms, norm_type)
+    return joint
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
