@@ -11,16 +11,29 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 _checks: set[Callable[[Optimizer], None]] = set()
 _hooks: set[Callable[..., Any]] = set()  # global pre-hooks that leave fused updates possible
 
 
-def register_checking_hook(hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a pre-hook of every optimizer's step that neither reads nor changes gradients."""
-    _hooks.add(hook)
-    return register_optimizer_step_pre_hook(hook)
+class CheckingHook:
+    """Pre-hook of every optimizer's step that neither reads nor changes gradients, and acts only while it is on.
+
+    Dynamo traces the call, but a hook that is on breaks the graph if Dynamo does not trace `hook`.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.is_on = False
+        self._hook = hook
+
+    def register(self) -> None:
+        """Run before the steps of all optimizers from now on."""
+        if self not in _hooks:
+            _hooks.add(self)
+            register_optimizer_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        return self._hook(optimizer, args, kwargs) if self.is_on else None
 
 
 def register_step_check(check: Callable[[Optimizer], None]) -> None:
@@ -39,7 +52,8 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
             check(optimizer)
 
     _checks.add(check)
-    register_checking_hook(hook)
+    _hooks.add(hook)
+    register_optimizer_step_pre_hook(hook)
 
 
 def check_step(optimizer: Optimizer) -> None:

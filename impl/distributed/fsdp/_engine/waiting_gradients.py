@@ -8,39 +8,44 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from impl.distributed.fsdp._params.param_group import ParamGroup, describe_names
 from impl.kernels import dynamo_disable
-from impl.optim._step_checks import register_checking_hook
+from impl.optim._step_checks import CheckingHook
 
 
 class _Detection:
-    """Check of the steps of all optimizers, which is active only while gradients are unsynchronised."""
+    """Check of the steps of all optimizers, which acts only while gradients are unsynchronised."""
 
     def __init__(self) -> None:
         self.is_on = True
+        self._hook = CheckingHook(self._before_step)
         # Names of the units, by their groups of parameters.
-        self._waiting: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
+        self._waiting: dict[weakref.ref[ParamGroup], str] = {}
         # The same, of iterations that the user has not finalized.
-        self._open: weakref.WeakKeyDictionary[ParamGroup, str] = weakref.WeakKeyDictionary()
-        self._hook: RemovableHandle | None = None
+        self._open: dict[weakref.ref[ParamGroup], str] = {}
 
     def record(self, groups: Iterable[ParamGroup], unit: str, is_open: bool) -> None:
         for group in groups:
             may_be_unsynchronized = not group.syncs or group.reduction.defers_all_reduce
             is_waiting = may_be_unsynchronized and bool(group.gradients.unsynchronized())
+            ref = weakref.ref(group, self._forget)
             for units, is_in in ((self._open, is_open), (self._waiting, is_waiting)):
                 if is_in:
-                    units[group] = unit
+                    units[ref] = unit
                 else:
-                    units.pop(group, None)
-        has_any = bool(self._waiting or self._open)
-        if has_any and self._hook is None:
-            self._hook = register_checking_hook(self._before_step)
-        elif not has_any and self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+                    units.pop(ref, None)
+        self._update_hook()
+
+    def _forget(self, group: weakref.ref[ParamGroup]) -> None:
+        self._waiting.pop(group, None)
+        self._open.pop(group, None)
+        self._update_hook()
+
+    def _update_hook(self) -> None:
+        self._hook.is_on = bool(self._waiting or self._open)
+        if self._hook.is_on:
+            self._hook.register()
 
     @dynamo_disable
     def _before_step(
@@ -95,12 +100,15 @@ def _unsynchronized(group: ParamGroup) -> _NamedParams:
 
 
 def _stepped_names(
-    units: Mapping[ParamGroup, str], params_of: Callable[[ParamGroup], _NamedParams], stepped: Collection[int]
+    units: Mapping[weakref.ref[ParamGroup], str],
+    params_of: Callable[[ParamGroup], _NamedParams],
+    stepped: Collection[int],
 ) -> str:
     """Return the names of the parameters of `params_of` that an optimizer steps, or "" if there are none."""
     names = sorted(
         f"{name} of '{unit}'"
-        for group, unit in list(units.items())
+        for ref, unit in list(units.items())
+        if (group := ref()) is not None
         for name, parameter in params_of(group)
         if id(parameter) in stepped
     )

@@ -50,13 +50,16 @@ def test_unsynchronised_gradients_leave_fused_updates_possible() -> None:
     assert has_fused_update(plain)
     with pytest.raises(RuntimeError, match="wait to be synchronised"):
         torch.optim.SGD(model.parameters()).step()
-    # End the check of this model, which breaks the graphs of compiled steps.
-    model.set_requires_gradient_sync(True)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_checks_of_sharding_leave_compiled_steps_recognised(waits: bool) -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    model.set_requires_gradient_sync(not waits)
     model(torch.ones(1, 2)).sum().backward()
-
-
-def test_checks_of_sharding_leave_compiled_steps_recognised() -> None:
-    fully_shard(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    # The check of unsynchronised gradients ends with their model.
+    del model
+    gc.collect()
     torch._dynamo.reset()
     with FakeTensorMode():
         param = nn.Parameter(torch.ones(2, device="cuda"))
