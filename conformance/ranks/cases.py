@@ -5,7 +5,10 @@ A library is sent as its spec, and a gradient as its full value and its placemen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +106,34 @@ def clip_over_meshes(
         return before, norm, full_gradients()
 
     return observe(clipped)
+
+
+def use_norm(rank: Rank, *, library: str, gradients: Sequence[PlacedGradient], use: str) -> Outcome:
+    """Clip gradients on a mesh of all ranks, and use the norm as one of `USES_OF_NORMS` does. The value is the result."""
+    parameters = [_parameter(gradient.on(rank.mesh(rank.world_size))) for gradient in gradients]
+    norm = load_library(library).find("nn.utils.clip_grad_norm_")(parameters, 1.0)
+    return observe(lambda: _unshard(USES_OF_NORMS[use](norm)))
+
+
+def _save_and_load(norm: torch.Tensor) -> Any:
+    buffer = io.BytesIO()
+    torch.save(norm, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@torch.compile(backend="aot_eager", fullgraph=True)
+def _double(norm: torch.Tensor) -> torch.Tensor:
+    return norm * 2
+
+
+USES_OF_NORMS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "formatted": "{:.3f}".format,
+    "copied": copy.deepcopy,
+    "pickled": lambda norm: pickle.loads(pickle.dumps(norm)),
+    "saved": _save_and_load,
+    "compiled": _double,
+}
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor | None:

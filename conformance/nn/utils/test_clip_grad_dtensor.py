@@ -346,6 +346,33 @@ def mixed_gradients(draw: st.DrawFn) -> list[PlacedGradient]:
     ]
 
 
+FIVE = [PlacedGradient(torch.tensor([3.0, 4.0]), 0)]  # of norm 5
+
+
+def use_norm(pool: RankPool, library: Library, use: str) -> list[Outcome]:
+    return pool.run("conformance.ranks.cases:use_norm", library=library.spec, gradients=FIVE, use=use)
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_formatted")
+@pytest.mark.deviation("clip_grad.dtensor_norm_formatted")
+def test_norm_of_dtensors_can_be_formatted(deviation: DeviationJudge, rank_pool: RankPool) -> None:
+    deviation.judge(
+        lambda library: use_norm(rank_pool, library, "formatted"),
+        torch_does=lambda outcomes: all(
+            getattr(outcome.raised, "kind", None) is TypeError for outcome in outcomes
+        ),
+        we_do=lambda outcomes: [outcome.value for outcome in outcomes] == ["5.000"] * len(outcomes),
+    )
+
+
+@clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_kept")
+@pytest.mark.parametrize("use", ["copied", "pickled", "saved", "compiled"])
+def test_norm_of_dtensors_can_be(reference: Library, subject: Library, rank_pool: RankPool, use: str) -> None:
+    expected, actual = (use_norm(rank_pool, library, use) for library in (reference, subject))
+    assert_ranks_agree_with(expected, actual, EXACT)
+    assert all(outcome.raised is None for outcome in actual)
+
+
 @clause("nn.utils.clip_grad.clip_grad_norm_.mixed_meshes")
 @pytest.mark.deviation("clip_grad.mixed_meshes")
 @pytest.mark.parametrize("foreach", [None, False], ids=str)

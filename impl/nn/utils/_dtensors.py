@@ -129,12 +129,15 @@ def _without_partial(tensor: Any) -> Any:
 
 
 def _replicated(value: Tensor, mesh: DeviceMesh) -> Any:
-    """Return a replicated DTensor of a tensor that is equal on every rank."""
+    """Return a replicated DTensor of a norm that is equal on every rank."""
+    from impl.nn.utils._dtensor_norm import DTensorNorm  # noqa: PLC0415  slow to import
+
     module = _module()
     meta = module._dtensor_spec.TensorMeta(value.shape, value.stride(), value.dtype)
     spec = module._dtensor_spec.DTensorSpec(mesh, (module.Replicate(),) * mesh.ndim, tensor_meta=meta)
     # `DTensor.from_local` would do the same, but is differentiable and takes ten times as long.
-    return module.DTensor(value, spec, requires_grad=False)
+    norm: Any = DTensorNorm
+    return norm(value, spec, requires_grad=False)
 
 
 def _module() -> Any:

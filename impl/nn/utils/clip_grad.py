@@ -108,8 +108,7 @@ def clip_grad_norm_(
         foreach: as in `get_total_norm`.
 
     Returns:
-        0-dim norm before clipping, with device and dtype as in `get_total_norm`. A DTensor cannot be formatted, because
-        only `torch.Tensor` itself takes a format such as `.3f`: use `f"{norm.item():.3f}"`, or `norm.full_tensor()`.
+        0-dim norm before clipping, as in `get_total_norm`. `f"{norm:.3f}"` works for DTensors too (torch raises).
 
     Raises:
         RuntimeError: the norm is nan or inf and `error_if_nonfinite` is set; or elements of a gradient share memory.
