@@ -346,11 +346,13 @@ def mixed_gradients(draw: st.DrawFn) -> list[PlacedGradient]:
     ]
 
 
-FIVE = [PlacedGradient(torch.tensor([3.0, 4.0]), 0)]  # of norm 5
+WITH_NORM_FIVE = [PlacedGradient(torch.tensor([3.0, 4.0]), 0)]
 
 
 def use_norm(pool: RankPool, library: Library, use: str) -> list[Outcome]:
-    return pool.run("conformance.ranks.cases:use_norm", library=library.spec, gradients=FIVE, use=use)
+    return pool.run(
+        "conformance.ranks.cases:use_norm", library=library.spec, gradients=WITH_NORM_FIVE, use=use
+    )
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_formatted")

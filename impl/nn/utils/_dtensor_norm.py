@@ -1,4 +1,4 @@
-"""The type of the norm of DTensors. Imported only where a DTensor exists, since torch.distributed.tensor loads slowly."""
+"""The type of the norm of DTensors, in a module of its own because torch.distributed.tensor loads slowly."""
 
 from __future__ import annotations
 
