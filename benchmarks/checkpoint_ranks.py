@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict as helpers
 
 from benchmarks import process_memory
 from benchmarks.common import member
-from benchmarks.fsdp_ranks import Block, Transformer, fully_sharded
+from benchmarks.fsdp_ranks import Transformer, TransformerBlock, fully_sharded
 from impl.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -39,7 +39,7 @@ def _stepped(subject: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def _wrapped(subject: str) -> nn.Module:
     return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
         Transformer(),
-        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block}),
+        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({TransformerBlock}),
         device_id=torch.device("cpu"),
     )
 

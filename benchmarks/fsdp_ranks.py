@@ -18,7 +18,7 @@ WIDTH, HEADS, LAYERS, WORDS = 512, 8, 6, 4096  # 21 million parameters
 TOKENS, SEQUENCES = 64, 2
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before_attention = nn.LayerNorm(WIDTH)
@@ -39,7 +39,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def stepping(model: nn.Module) -> tuple[Callable[[], None], Tensor]:
 def _sharded(subject: str, use_orig_params: bool) -> nn.Module:
     return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
         Transformer(),
-        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block}),
+        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({TransformerBlock}),
         device_id=torch.device("cpu"),
         use_orig_params=use_orig_params,
     )

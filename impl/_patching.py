@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable
 
-Pair = tuple[object, object]  # torch's object, our object
+Replacement = tuple[object, object]  # torch's object, our object
 
 # All patch sets share one lock, because they change global names of the process.
 _lock = threading.RLock()
@@ -25,7 +25,7 @@ class PatchSet:
 
     def __init__(
         self,
-        find: Callable[[], Iterable[Pair]],
+        find: Callable[[], Iterable[Replacement]],
         along: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         within: str = "torch",
         sparing: tuple[str, ...] = (),
@@ -33,7 +33,7 @@ class PatchSet:
         self._find, self._along, self._within, self._sparing = find, along, within, sparing
         self._is_pinned = False  # whether `install` was called, and `uninstall` not since
         self._open_blocks = 0  # number of open `installed` blocks in all threads
-        self._active_pairs: list[Pair] = []  # replacements in effect
+        self._active_pairs: list[Replacement] = []  # replacements in effect
         self._along_stack = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -72,7 +72,7 @@ class PatchSet:
             self._active_pairs.clear()
             self._along_stack.close()
 
-    def _swap(self, pairs: list[Pair]) -> None:
+    def _swap(self, pairs: list[Replacement]) -> None:
         """Rebind every module-level name that holds the first object of a pair to the second one."""
         new_by_id = {id(old): new for old, new in pairs}
         for module_name, module in list(sys.modules.items()):

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
 
 
 @dataclass(frozen=True)
-class Block:
+class CodeBlock:
     language: str
     mark: str  # words beside the language
     text: str
@@ -46,12 +46,12 @@ class Block:
         return named[1] if named and not self.mark else ""
 
 
-def blocks_of(page: Path) -> list[Block]:
+def blocks_of(page: Path) -> list[CodeBlock]:
     fences = re.findall(r"^```(\w*) ?(.*)\n((?:.*\n)*?)```$", page.read_text(), re.MULTILINE)
-    return [Block(*parts) for parts in fences]
+    return [CodeBlock(*parts) for parts in fences]
 
 
-def commands_in(block: Block) -> list[str]:
+def commands_in(block: CodeBlock) -> list[str]:
     """Return the block's commands; a backslash continues a line."""
     lines = block.text.replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -113,7 +113,7 @@ WITH_COMMANDS = [
 def test_commands_give_the_output_of_the_page(page: Path, tmp_path: Path) -> None:
     save_files(page, tmp_path)
     blocks = blocks_of(page)
-    for block, below in zip(blocks, [*blocks[1:], Block("", "", "")], strict=True):
+    for block, below in zip(blocks, [*blocks[1:], CodeBlock("", "", "")], strict=True):
         if block.mark != "run":
             continue
         output = ""

@@ -36,7 +36,7 @@ def test_decorated_function_matches_torch(compare: Compare, device: str, dtype: 
 def test_decorated_method_that_raises_and_recurses(subject: Library, device: str) -> None:
     region = subject.amp.autocast(device)
 
-    class Model:
+    class DecoratedModel:
         @region
         def forward(self, depth: int) -> list[bool]:
             if depth == 0:
@@ -46,9 +46,9 @@ def test_decorated_method_that_raises_and_recurses(subject: Library, device: str
             return [torch.is_autocast_enabled(device)]
 
     before = state()
-    assert Model().forward(1) == [True]
+    assert DecoratedModel().forward(1) == [True]
     with pytest.raises(Planned):
-        Model().forward(0)
+        DecoratedModel().forward(0)
     # An instance of torch's class stores one saved state, which recursion overwrites.
     torch.set_autocast_enabled(device, before["enabled"][device])
 

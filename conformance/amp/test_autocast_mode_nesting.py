@@ -15,7 +15,7 @@ from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.strategies.regions import LOW, Planned, Region, operands, programs, state
+from conformance.strategies.regions import LOW, Planned, RegionProgram, operands, programs, state
 
 
 @clause("amp.autocast_mode.autocast.enabled")
@@ -33,7 +33,7 @@ def test_disabled_region_inside(subject: Library, device: str, dtype: torch.dtyp
         assert (low @ b).dtype == dtype
 
 
-def trace_of(library: Library, program: Region) -> Outcome:
+def trace_of(library: Library, program: RegionProgram) -> Outcome:
     """Return the state at each point of the program, and before and after it."""
     points: list[dict[str, Any]] = [state()]
 
@@ -48,7 +48,7 @@ def trace_of(library: Library, program: Region) -> Outcome:
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
 @given(program=programs)
-def test_any_program_of_regions(subject: Library, reference: Library, program: Region) -> None:
+def test_any_program_of_regions(subject: Library, reference: Library, program: RegionProgram) -> None:
     expected = trace_of(reference, program)
     assert expected.value[0] == expected.value[-1], "the reference itself does not restore its state"
     assert_same_outcome(expected, trace_of(subject, program))

@@ -20,7 +20,7 @@ class _Training:
         self._rank, self._options = rank, StateDictOptions(full_state_dict=full)
         self.model = FullyShardedDataParallel(
             tiny.layers(),
-            auto_wrap_policy=ModuleWrapPolicy({tiny.Pair}),
+            auto_wrap_policy=ModuleWrapPolicy({tiny.MLP}),
             use_orig_params=use_orig_params,
             device_id=torch.device("cpu"),
         )

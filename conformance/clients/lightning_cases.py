@@ -36,7 +36,7 @@ def _arguments(rank: Rank, strategy: Any) -> dict[str, Any]:
 @lightning_on_the_cpu()
 def fabric(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
     """Train in bfloat16, with clipping and two batches a step. Save half way and load after further steps."""
-    strategy = FabricOnTheCPU(auto_wrap_policy={tiny.Pair}, state_dict_type=state_dict_type)
+    strategy = FabricOnTheCPU(auto_wrap_policy={tiny.MLP}, state_dict_type=state_dict_type)
     fabric = lightning.Fabric(**_arguments(rank, strategy))
     fabric.launch()
     model = fabric.setup_module(tiny.layers())
@@ -93,7 +93,7 @@ def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
 
     def trained(steps: int, checkpoint: str | None = None) -> dict[str, Any]:
         module = Module()
-        strategy = TrainerOnTheCPU(auto_wrap_policy={tiny.Pair}, state_dict_type=state_dict_type)
+        strategy = TrainerOnTheCPU(auto_wrap_policy={tiny.MLP}, state_dict_type=state_dict_type)
         saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         trainer = lightning.Trainer(

@@ -64,7 +64,7 @@ def scaled(rank: Rank, *, optimizer: str, capture_of: str = "", fused: bool = Fa
 def sharded(rank: Rank, *, optimizer: str, use_orig_params: bool) -> dict[str, Any]:
     model = FullyShardedDataParallel(
         tiny.layers(),
-        auto_wrap_policy=ModuleWrapPolicy({tiny.Pair}),
+        auto_wrap_policy=ModuleWrapPolicy({tiny.MLP}),
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )

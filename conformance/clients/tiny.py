@@ -42,14 +42,14 @@ def lora() -> Any:
 
 
 def layers() -> torch.nn.Sequential:
-    """A model of two inner units, `Pair`s."""
+    """A model of two inner units, `MLP`s."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        torch.nn.Embedding(_VOCABULARY, 16), Pair(), Pair(), torch.nn.Linear(16, _VOCABULARY)
+        torch.nn.Embedding(_VOCABULARY, 16), MLP(), MLP(), torch.nn.Linear(16, _VOCABULARY)
     )
 
 
-class Pair(torch.nn.Sequential):
+class MLP(torch.nn.Sequential):
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import SEED, member
-from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, Block, Transformer
+from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, Transformer, TransformerBlock
 from benchmarks.timing import Effort, Workload, paired
 from conformance.gpu.bandwidth import limit_threads
 from conformance.gpu.fake_group import WORLD_SIZE, fake_group
@@ -29,7 +29,7 @@ _TOKENS = {"cuda": (SEQUENCES, TOKENS), "cpu": (1, 8)}
 def _fsdp(subject: str, device: torch.device) -> nn.Module:
     return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
         Transformer(),
-        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({Block}),
+        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({TransformerBlock}),
         device_id=device,
         use_orig_params=True,
     )

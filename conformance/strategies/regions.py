@@ -23,14 +23,14 @@ class Planned(Exception):
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionProgram:
     device_type: str = "cpu"
     dtype: torch.dtype | None = None
     enabled: bool = True
     cache_enabled: bool | None = None
     as_decorator: bool = False
     raises: bool = False  # raises when the inner regions have run
-    inner: tuple[Region, ...] = ()
+    inner: tuple[RegionProgram, ...] = ()
 
     def run(self, library: Library, note: Any) -> None:
         """Run this region's program. Call `note()` at every point between the steps."""
@@ -85,7 +85,7 @@ def operands(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _leaves = st.builds(
-    Region,
+    RegionProgram,
     device_type=st.sampled_from(DEVICE_TYPES),
     dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32, torch.float64]),
     enabled=st.booleans(),
@@ -95,9 +95,9 @@ _leaves = st.builds(
 )
 
 
-def _with_inner(regions: st.SearchStrategy[Region]) -> st.SearchStrategy[Region]:
+def _with_inner(regions: st.SearchStrategy[RegionProgram]) -> st.SearchStrategy[RegionProgram]:
     return st.builds(
-        lambda leaf, inner: Region(**{**leaf.__dict__, "inner": tuple(inner)}),
+        lambda leaf, inner: RegionProgram(**{**leaf.__dict__, "inner": tuple(inner)}),
         _leaves,
         st.lists(regions, max_size=3),
     )

@@ -21,7 +21,7 @@ class Shape:
 
 
 # B = windows in a batch, T = bytes in a window, D = width, H = heads
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads, self.dropout = shape.heads, shape.dropout
@@ -53,7 +53,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(BYTES, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(GPTBlock(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:

@@ -12,7 +12,7 @@ from conformance.distributed.fsdp.lab import Lab
 WIDTH, BLOCKS, STEPS = 4, 2, 3
 
 
-class Block(nn.Module):
+class FeedForwardBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -46,7 +46,7 @@ def _name_of(target: Any) -> str:
 def graphs_of_steps(lab: Lab, *, use_orig_params: bool) -> list[list[list[str]]]:
     """Train a compiled sharded model. Return the graphs that each step compiled."""
     torch._dynamo.reset()
-    blocks = (lab.wrap(Block(), use_orig_params=use_orig_params) for _ in range(BLOCKS))
+    blocks = (lab.wrap(FeedForwardBlock(), use_orig_params=use_orig_params) for _ in range(BLOCKS))
     model = lab.wrap(nn.Sequential(*blocks), use_orig_params=use_orig_params)
     backend, compiled = Noted(), []
     model.compile(backend=backend)
@@ -61,6 +61,6 @@ def graph_of_a_block() -> list[str]:
     """Return the operations in the graph of one unsharded block."""
     backend = Noted()
     torch._dynamo.reset()
-    torch.compile(Block(), backend=backend)(torch.ones(2, WIDTH, requires_grad=True))
+    torch.compile(FeedForwardBlock(), backend=backend)(torch.ones(2, WIDTH, requires_grad=True))
     [graph] = backend.graphs
     return graph

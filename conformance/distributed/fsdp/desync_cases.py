@@ -36,7 +36,7 @@ _TELLING_S = 15.0  # time for the other ranks to raise too
 _PAUSE_S = 1.5
 
 
-class Block(nn.Sequential):
+class Bottleneck(nn.Sequential):
     def __init__(self, hidden: int) -> None:
         super().__init__(nn.Linear(_WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, _WIDTH))
 
@@ -44,7 +44,7 @@ class Block(nn.Sequential):
 class Blocks(nn.Module):
     def __init__(self, hidden: Sequence[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for width in hidden)
+        self.blocks = nn.ModuleList(Bottleneck(width) for width in hidden)
         self.head = nn.Linear(_WIDTH, 2)
         self.order: Sequence[int] = range(len(hidden))
 
@@ -270,7 +270,7 @@ def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
 
 def synchronise(rank: Rank, *, library: str) -> None:
     """Wrap two blocks with `sync_module_states`, in the opposite order on one rank."""
-    blocks = [Block(8), Block(16)]
+    blocks = [Bottleneck(8), Bottleneck(16)]
     try:
         for block in reversed(blocks) if rank.rank == ASTRAY else blocks:
             load_library(library).find(FSDP)(block, device_id=torch.device("cpu"), sync_module_states=True)
@@ -341,7 +341,7 @@ def _sharded(
 
 
 def _wrapped(library: Library, model: Blocks, group: dist.ProcessGroup | None = None, **options: Any) -> Any:
-    policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({Block})
+    policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({Bottleneck})
     return library.find(FSDP)(
         model, process_group=group, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
     )

@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.lab import tried
 _HELPERS = "distributed.checkpoint.state_dict"
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.norm, self.inner = nn.LayerNorm(width), nn.Linear(width, width)
@@ -34,7 +34,7 @@ class Block(nn.Module):
 def blocks(number: int = 3) -> Any:
     with torch.random.fork_rng([]):
         torch.manual_seed(4)
-        return nn.Sequential(*(Block() for _ in range(number))).double()
+        return nn.Sequential(*(ResidualBlock() for _ in range(number))).double()
 
 
 def batch_of(site: Site, number: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ class Released(Halved):
         return super().fsdp_post_all_gather(gathered, *args, **kwargs)
 
 
-class Kept(Released):
+class NotReleased(Released):
     answer = False
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_beside_cases import Block, batch_of, blocks
+from conformance.distributed.fsdp.fully_shard_beside_cases import ResidualBlock, batch_of, blocks
 from conformance.distributed.fsdp.fully_shard_cases import held, layout_of, registered
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import tried
@@ -31,7 +31,7 @@ def cast_between(site: Site, stays_unsharded: bool) -> dict[str, Any]:
 
 def plain_in_its_place(site: Site, trained: bool) -> Any:
     """Return the output or the error of a forward after a plain parameter replaced a sharded one."""
-    model = site.shard(Block().double())
+    model = site.shard(ResidualBlock().double())
     if trained:
         model(batch_of(site, 0)).sum().backward()
     model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=site.rank.device))
@@ -231,7 +231,7 @@ class _WithAuxiliary(nn.Module):
         return self.head(hidden), self.auxiliary(hidden)
 
 
-class _TrainsInside(Block):
+class _TrainsInside(ResidualBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.norm(x.detach()).sum().backward()
         raise ValueError("the user's own")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from conformance.distributed.fsdp.lab import Lab
 from conformance.training.config import small_config
 from conformance.training.corpus import load_corpus, windows
-from conformance.training.gpt import BYTES, GPT, Block
+from conformance.training.gpt import BYTES, GPT, GPTBlock
 
 CONFIG = small_config("bf16")
 PARTS = 2  # parts of a batch in the unsharded run
@@ -52,7 +52,7 @@ def go_on(lab: Lab, *, use_orig_params: bool, steps: tuple[int, int], folder: st
 
 
 def _shard(lab: Lab, use_orig_params: bool, strategy: str = "FULL_SHARD") -> torch.optim.Optimizer:
-    lab.model = lab.wrap(_model(), strategy=strategy, units=[Block], use_orig_params=use_orig_params)
+    lab.model = lab.wrap(_model(), strategy=strategy, units=[GPTBlock], use_orig_params=use_orig_params)
     return _optimizer(lab.model)
 
 

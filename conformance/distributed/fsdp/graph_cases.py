@@ -40,7 +40,7 @@ class Parted(nn.Module):
         return self.first(x) if forks else self.second(x)
 
 
-class Normed(nn.Module):
+class PartlyRead(nn.Module):
     """Model whose inner unit has a weight that backward reads and one that it does not read."""
 
     def __init__(self) -> None:

@@ -289,9 +289,9 @@ class ModuleTree:
     seed: int = 0
     head: str = "trained"  # values: trained, frozen, none
 
-    def build(self, seed_shift: int = 0) -> Model:
+    def build(self, seed_shift: int = 0) -> TreeModel:
         """Build the model. The values depend only on the seed of the tree and on `seed_shift`."""
-        model = Model(self).to(self.dtype)
+        model = TreeModel(self).to(self.dtype)
         generator = seeding.generator(self.seed + 1000 * seed_shift)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -316,7 +316,7 @@ class Batch:
         return Batch(self.x.detach().to(device).requires_grad_(), self.ids.to(device))
 
 
-class Model(nn.Module):
+class TreeModel(nn.Module):
     def __init__(self, tree: ModuleTree) -> None:
         super().__init__()
         self.tree = tree

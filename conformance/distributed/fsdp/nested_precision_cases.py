@@ -26,7 +26,7 @@ class Nesting:
     inner_strategy: str = "FULL_SHARD"
 
 
-class Affine(nn.Linear):
+class CastingLinear(nn.Linear):
     """Linear layer that computes in the dtype of its weight, or in `computes_in` if that is set."""
 
     computes_in: torch.dtype | None = None
@@ -37,7 +37,11 @@ class Affine(nn.Linear):
 
 
 def built() -> nn.Sequential:
-    return filled(nn.Sequential(Affine(3, 4), nn.Sequential(Affine(4, 5), Affine(5, 3)), Affine(3, 2)))
+    return filled(
+        nn.Sequential(
+            CastingLinear(3, 4), nn.Sequential(CastingLinear(4, 5), CastingLinear(5, 3)), CastingLinear(3, 2)
+        )
+    )
 
 
 def trained_in_parts(lab: Lab, *, nesting: Nesting, use_orig_params: bool) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]
     replicas = [built() for _ in range(world_size)]
     for replica in replicas:
         for name, module in replica.named_modules():
-            if isinstance(module, Affine):
+            if isinstance(module, CastingLinear):
                 precision = nesting.inner if name.startswith("1.") else nesting.outer
                 module.computes_in = precision.get("param_dtype")
     results = [_run(replica, rank) for rank, replica in enumerate(replicas)]

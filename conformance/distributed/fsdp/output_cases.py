@@ -65,7 +65,7 @@ class _Attentive(nn.Module):
         return x + self.out(attention @ value), attention
 
 
-class Model(nn.Module):
+class ForkedModel(nn.Module):
     """Model that uses one output of an inner unit, uses both, or lets no gradient through."""
 
     def __init__(self, uses: str) -> None:
@@ -84,7 +84,7 @@ class Model(nn.Module):
         return self.last(first.detach() if self.uses == "detached" else first)
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
 
@@ -92,7 +92,7 @@ class Pair(NamedTuple):
 # Pairs of functions: one makes a module's output from its input and result, and one makes a tensor of that output.
 _Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
 KINDS: dict[str, tuple[_Makes, _Takes]] = {
-    "a named tuple": (lambda _, y: Pair(y, y * 2), lambda output: output.first + output.second),
+    "a named tuple": (lambda _, y: TensorPair(y, y * 2), lambda output: output.first + output.second),
     "an ordered dict": (
         lambda _, y: OrderedDict(one=y, other=y * 2),
         lambda output: output["one"] + output["other"],
@@ -133,7 +133,7 @@ class _Handing(nn.Module):
         return self.makes(x, self.inner(x))
 
 
-class Returning(nn.Module):
+class ReturningUnits(nn.Module):
     """Model in which the `inner` or the `outermost` unit returns one of `KINDS`."""
 
     def __init__(self, kind: str, by: str) -> None:
@@ -157,7 +157,7 @@ def trained(
 
     `by` names the unit that returns one of `KINDS`.
     """
-    model = Returning(uses, by) if by else Model(uses)
+    model = ReturningUnits(uses, by) if by else ForkedModel(uses)
     arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
     if uses == "compiled":
         torch._dynamo.reset()

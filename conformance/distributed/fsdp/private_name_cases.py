@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.lab import Lab, filled
 LEARNING_RATE = 0.1
 
 
-class Model(nn.Module):
+class ThreeUnits(nn.Module):
     """Model of units with and without parameters."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ def read(lab: Lab, *, path: str, name: str, use_orig_params: bool) -> list[Any]:
 
     If the path leads to a method, read the attribute of each object that the method yields.
     """
-    plain = filled(Model())
+    plain = filled(ThreeUnits())
     units, ignored = [nn.Linear, nn.Tanh], [plain.last]
     model = lab.wrap(plain, units=units, use_orig_params=use_orig_params, ignored_modules=ignored)
     attributes = []
@@ -58,7 +58,7 @@ def upcast(
     lab: Lab, *, mixed_precision: Mapping[str, Any] | None, frozen: bool, **wrapping: Any
 ) -> dict[str, Any]:
     """Train a bfloat16 model that is cast to float32 after wrapping, as accelerate's `prepare_model` does."""
-    plain = filled(Model()).to(torch.bfloat16)
+    plain = filled(ThreeUnits()).to(torch.bfloat16)
     if frozen:
         plain.first.weight.requires_grad_(False)
     precision = None if mixed_precision is None else lab.api.MixedPrecision(**mixed_precision)

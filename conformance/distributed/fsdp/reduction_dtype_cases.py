@@ -166,7 +166,7 @@ def _gradients(site: Site, model: Any, schedule: str) -> list[Tensor]:
     return [full_value(param.grad).cpu() for param in model.parameters() if param.requires_grad]
 
 
-class Pair(nn.Module):
+class TwoGradDtypes(nn.Module):
     """Two parameters of bfloat16 in one unit. Gradients of the first one have `grad_dtype` float32."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Pair(nn.Module):
 
 def of_grad_dtype(site: Site, schedule: str) -> tuple[Tensor, Tensor]:
     """Return the gradients of both parameters."""
-    model: Any = Pair().to(site.rank.device)
+    model: Any = TwoGradDtypes().to(site.rank.device)
     site.shard(model)
     count = _count(schedule)
     for number, grad in enumerate(coefficients(site.rank.rank)[:count]):
@@ -192,7 +192,7 @@ def of_grad_dtype(site: Site, schedule: str) -> tuple[Tensor, Tensor]:
 
 def of_kept_grad_dtype(site: Site, changes: str) -> list[str]:
     """Return the dtypes of gradients after the parameters were cast or assigned."""
-    model: Any = Pair().to(site.rank.device)
+    model: Any = TwoGradDtypes().to(site.rank.device)
     site.shard(model)
     if changes == "cast":
         model.half()
@@ -207,7 +207,7 @@ def of_unused_with_any_dtype(
     site: Site, reduce_dtype: torch.dtype | None
 ) -> tuple[str | None, Tensor | None]:
     """Reduce unused parameters of which one has `grad_dtype=None`. Return the error, or the first one's gradient."""
-    model: Any = Pair().to(site.rank.device)
+    model: Any = TwoGradDtypes().to(site.rank.device)
     model.second.weight.grad_dtype = None
     site.shard(model, mp_policy=site.fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     model.set_reduce_scatter_unused_params(True)

@@ -28,7 +28,7 @@ _WIDTH, _HIDDEN, _ROWS = 6, 8, 2
 _MOMENTUM = 0.9
 
 
-class Block(nn.Module):
+class ParallelBlock(nn.Module):
     """Block with two weights that tensor parallelism shards, and a norm that each rank has in full."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Parallel:
 def plain_model(seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(Block(), Block(), nn.Linear(_WIDTH, 3)).double()
+        return nn.Sequential(ParallelBlock(), ParallelBlock(), nn.Linear(_WIDTH, 3)).double()
 
 
 def batch_of(step: int, number: int) -> Tensor:

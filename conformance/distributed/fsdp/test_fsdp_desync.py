@@ -264,8 +264,8 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
     reported = _seen_in(fault_of(subject, "synchronise", grace_s=GRACE_S)).raised
     assert len(reported) == 2, reported
     for text in reported.values():
-        assert "'Block.0.weight' of shape (8, 4)" in text, text
-        assert "'Block.0.weight' of shape (16, 4)" in text, text
+        assert "'Bottleneck.0.weight' of shape (8, 4)" in text, text
+        assert "'Bottleneck.0.weight' of shape (16, 4)" in text, text
 
 
 @clause("distributed.fsdp.fsdp_desync.waits_elsewhere")

@@ -71,6 +71,6 @@ def test_training_goes_on(twins: Twins, does: Does, makes: Any, wrapping: Wrappi
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_in_between")
 @each_strategy
 def test_step_of_parameters_unread_by_backward_is_harmless(twins: Twins, strategy: str) -> None:
-    does, makes = graph_cases.stepped_what_is_not_read, graph_cases.Normed
+    does, makes = graph_cases.stepped_what_is_not_read, graph_cases.PartlyRead
     outcomes = twins.of_subject(written, does=does, strategy=strategy, use_orig_params=True, makes=makes)
     assert as_without_sharding(does, twins.world_size, makes)(outcomes), outcomes

@@ -221,7 +221,8 @@ def test_refuses_what_is_gathered_without_padding(sites: Sites) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_gathered_tensors_are_released_on_request(sites: Sites) -> None:
     releasing, keeping = (
-        values_of(sites.of_subject(extension_cases.released, kind=kind)) for kind in ("Released", "Kept")
+        values_of(sites.of_subject(extension_cases.released, kind=kind))
+        for kind in ("Released", "NotReleased")
     )
     for outcome, reference in zip(releasing, keeping, strict=True):
         assert outcome.pop("allocated") == [[False, False]] * 2
@@ -230,7 +231,7 @@ def test_gathered_tensors_are_released_on_request(sites: Sites) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.released_gather_outputs")
-@pytest.mark.parametrize("kind", ["Released", "Kept", "NoAnswer", "ReleasedAlone"])
+@pytest.mark.parametrize("kind", ["Released", "NotReleased", "NoAnswer", "ReleasedAlone"])
 @pytest.mark.world_sizes(fewest=2)
 def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: str) -> None:
     raises = [outcome.raised is not None for outcome in sites.of_subject(extension_cases.released, kind=kind)]

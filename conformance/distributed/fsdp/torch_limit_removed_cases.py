@@ -116,7 +116,7 @@ class Described(nn.Module):
         return self.last(self.describing(x).square())
 
 
-class Kept:
+class OutputRecord:
     """Object that is passed from unit to unit and keeps the output of each."""
 
     def __init__(self) -> None:
@@ -128,7 +128,9 @@ class Keeping(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
 
-    def forward(self, inputs: tuple[torch.Tensor, Kept | None]) -> tuple[torch.Tensor, Kept | None]:
+    def forward(
+        self, inputs: tuple[torch.Tensor, OutputRecord | None]
+    ) -> tuple[torch.Tensor, OutputRecord | None]:
         x, record = inputs
         x = self.layer(x).tanh()
         if record is not None:
@@ -239,7 +241,7 @@ def states_without_elements(lab: Lab) -> dict[str, Any]:
 
 def one_step_of_many_units(lab: Lab, *, keeps: bool) -> None:
     model = lab.wrap(nn.Sequential(*(Keeping() for _ in range(4))), units=[Keeping])
-    output, _ = model((torch.ones(2, 3), Kept() if keeps else None))
+    output, _ = model((torch.ones(2, 3), OutputRecord() if keeps else None))
     output.sum().backward()
 
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from conformance.distributed.fsdp.fsdp_cases import gathered_gradients
-from conformance.distributed.fsdp.fully_shard_beside_cases import Block, blocks
+from conformance.distributed.fsdp.fully_shard_beside_cases import ResidualBlock, blocks
 from conformance.distributed.fsdp.fully_shard_cases import full_value
 from conformance.distributed.fsdp.fully_shard_construct_cases import Site
 from conformance.distributed.fsdp.lab import Lab, tried
@@ -112,7 +112,9 @@ def through_flat(
 ) -> list[dict[str, Any]]:
     """Return the results of a wrapped model, and of the same model without sharding."""
     device = lab.rank.device
-    model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[Block], use_orig_params=use_orig_params)
+    model = lab.wrap(
+        blocks(2).to(device), strategy=strategy, units=[ResidualBlock], use_orig_params=use_orig_params
+    )
     results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
     results["gradients"] = gathered_gradients(lab.library, model)
     return [results, without_sharding(device, name, differentiable)]
@@ -145,7 +147,7 @@ def linearized(site: Site, reshards: bool) -> list[list[Tensor]]:
 def linearized_flat(lab: Lab, *, strategy: str) -> list[list[Tensor]]:
     """Return results of linearize for a wrapped model, and for the same model without sharding."""
     device = lab.rank.device
-    model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[Block], use_orig_params=True)
+    model = lab.wrap(blocks(2).to(device), strategy=strategy, units=[ResidualBlock], use_orig_params=True)
     expected = _linearized_twice(blocks(2).to(device), device)
     return [_linearized_twice(model, device), [*expected[:3], expected[1]]]
 

@@ -81,7 +81,7 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.gated = Gate.apply if config.fused else gated
@@ -108,7 +108,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width)
         self.output = nn.Linear(config.width, config.vocabulary, bias=False)
 

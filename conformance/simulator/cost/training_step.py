@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from conformance.simulator.cost.llama import Block, Llama, LlamaConfig, loss
+from conformance.simulator.cost.llama import Llama, LlamaBlock, LlamaConfig, loss
 from conformance.simulator.cost.trace import Trace, tracing
 from conformance.simulator.device import NAME
 
@@ -48,7 +48,7 @@ def fully_sharded(library: ModuleType, model: Llama, ranks: int) -> nn.Module:
 def flat_sharded(library: ModuleType, model: Llama, ranks: int, **options: Any) -> nn.Module:
     return library.FullyShardedDataParallel(
         model,
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
+        auto_wrap_policy=library.wrap.ModuleWrapPolicy({LlamaBlock}),
         mixed_precision=library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         device_id=torch.device(_DEVICE),
         use_orig_params=True,

@@ -15,7 +15,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 from impl.distributed.fsdp._engine.phase import FORWARDS
-from impl.distributed.fsdp._engine.streams import Event
+from impl.distributed.fsdp._engine.streams import DeviceEvent
 from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fully_shard.cures import add_cure, check_loaded_params, note_unsharded_values
 from impl.distributed.fsdp._fully_shard.finalization import finalize, set_manual_finalization
@@ -458,7 +458,7 @@ class FSDPModule(_BaseForTypeCheckers):
             if stream is not None and group.params[0].replicates:
                 raise ValueError("stream cannot be set when using native HSDP")
 
-    def set_post_optim_event(self, event: Event) -> None:
+    def set_post_optim_event(self, event: DeviceEvent) -> None:
         """Make the gathers of the next forward wait only for `event`, which was recorded after an optimizer's step.
 
         Without an event they wait for all work on the current stream before that forward.

@@ -24,7 +24,7 @@ from impl.optim._graphed_update import GraphedSettings
 from impl.optim._graphs import capture_graph, graphs_for
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import FUSED, CapturedTwins, Side
-from impl.optim.tests.test_captured import SCRIPTS, Event, play
+from impl.optim.tests.test_captured import SCRIPTS, TrainingEvent, play
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -44,7 +44,7 @@ def schedule(request: pytest.FixtureRequest, device: str) -> Generator[None]:
         assert simulator.take_hazards() == []
 
 
-def settled(count: int = 4) -> list[Event]:
+def settled(count: int = 4) -> list[TrainingEvent]:
     """Steps of which the second captures a graph, unless one is there."""
     return [(on.settled_iteration, {"seed": seed}) for seed in range(count)]
 
@@ -71,7 +71,7 @@ def replaying(kind: str, device: str, **options: Any) -> Side:
     return side
 
 
-def run(side: Side, events: list[Event]) -> None:
+def run(side: Side, events: list[TrainingEvent]) -> None:
     for event, kwargs in events:
         event(side, **kwargs)
 
@@ -338,7 +338,7 @@ def change_betas_in_place(side: Side) -> None:
     side.optimizer.param_groups[0]["betas"][0] = 0.1
 
 
-GUARDS: dict[str, tuple[Event, str]] = {
+GUARDS: dict[str, tuple[TrainingEvent, str]] = {
     "betas": ((on.set_values, {"betas": (0.5, 0.6)}), "the group's betas changed"),
     "betas in place": ((change_betas_in_place, {}), "the group's betas changed"),
     "weight decay": ((on.set_values, {"weight_decay": 0.5}), "the group's weight_decay changed"),

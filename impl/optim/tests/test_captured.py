@@ -17,21 +17,21 @@ from impl.optim import capture, explain, release
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import EAGER, FUSED, KINDS, LISTED, CapturedTwins, Side
 
-Event = tuple[Callable[..., Any], dict[str, Any]]
+TrainingEvent = tuple[Callable[..., Any], dict[str, Any]]
 
 pytestmark = pytest.mark.deadline(120)
 
 
-def steps(count: int, **kwargs: Any) -> list[Event]:
+def steps(count: int, **kwargs: Any) -> list[TrainingEvent]:
     return [(on.iteration, {"seed": seed, **kwargs}) for seed in range(count)]
 
 
-def after(event: Callable[..., Any], **kwargs: Any) -> list[Event]:
+def after(event: Callable[..., Any], **kwargs: Any) -> list[TrainingEvent]:
     """The event, once the step is replayed, and steps after it that are replayed too."""
     return [*steps(3), (event, kwargs), *steps(3)]
 
 
-SCRIPTS: dict[str, list[Event]] = {
+SCRIPTS: dict[str, list[TrainingEvent]] = {
     "steps": steps(4),
     "gradients kept": [*steps(2), (on.add_to_gradients, {}), (on.step, {}), (on.step, {})],
     "gradients zeroed": [*steps(2), (on.zero_grad, {"set_to_none": False}), (on.step, {}), (on.step, {})],
@@ -93,7 +93,7 @@ SCRIPTS: dict[str, list[Event]] = {
 }
 
 
-def play(twins: CapturedTwins, events: list[Event]) -> None:
+def play(twins: CapturedTwins, events: list[TrainingEvent]) -> None:
     for event, kwargs in events:
         twins.do(event, **kwargs)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from impl.optim import capture, explain, release
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_twins import EAGER, KINDS, CapturedTwins, Side
-from impl.optim.tests.test_captured import Event, play, steps
+from impl.optim.tests.test_captured import TrainingEvent, play, steps
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -33,7 +33,7 @@ def test_explain_names_implementation(kind: str) -> None:
     assert reported.builds == (0 if kind in EAGER else 2 if makes_momentum else 1)
 
 
-REASONS: dict[str, tuple[Event, str]] = {
+REASONS: dict[str, tuple[TrainingEvent, str]] = {
     "nothing": ((on.zero_grad, {}), "it is the first step"),
     "a missing gradient": ((on.give_gradients, {"missing": (0,)}), "the gradient of parameter 0 is None"),
     "another group": ((on.add_group, {}), "a group was added"),

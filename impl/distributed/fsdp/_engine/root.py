@@ -18,7 +18,7 @@ from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.missed_backwards import check_gradients, note_backward, note_forward
 from impl.distributed.fsdp._engine.order import Order
 from impl.distributed.fsdp._engine.streams import (
-    Event,
+    DeviceEvent,
     StreamRole,
     Streams,
     block_host_until_shards_read,
@@ -48,7 +48,7 @@ class StepSettings:
     is_last_backward: bool = True  # COMPUTE waits for its gradients
     is_finalized_by_user: bool = False  # the user ends the iteration, instead of its last backward
     # Event that GATHER waits for in the next forward, instead of COMPUTE.
-    post_optim_event: Event | None = None
+    post_optim_event: DeviceEvent | None = None
 
 
 class Root:

@@ -63,7 +63,7 @@ class StreamRole(Enum):
     ALL_REDUCE = "all_reduce"
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A `torch.Event`, or a user's event of a device module's class."""
 
     def wait(self) -> object:
@@ -84,7 +84,7 @@ class Streams(Protocol):
         """Return an event for all work on the role's stream so far."""
         ...
 
-    def wait(self, role: StreamRole, event: Event | None) -> None:
+    def wait(self, role: StreamRole, event: DeviceEvent | None) -> None:
         """Make later work on the role's stream run after the event."""
 
     def block(self, event: torch.Event | None) -> None:
@@ -104,7 +104,7 @@ class OneStream:
     def record(self, role: StreamRole) -> None:
         del role
 
-    def wait(self, role: StreamRole, event: Event | None) -> None: ...
+    def wait(self, role: StreamRole, event: DeviceEvent | None) -> None: ...
 
     def block(self, event: torch.Event | None) -> None: ...
 
@@ -126,7 +126,7 @@ class DeviceStreams:
         event.record(self._stream(role))
         return event
 
-    def wait(self, role: StreamRole, event: Event | None) -> None:
+    def wait(self, role: StreamRole, event: DeviceEvent | None) -> None:
         if type(event) is torch.Event:
             event.wait(self._stream(role))
         # A user's event of a device module's class only takes the module's own streams.

@@ -172,7 +172,10 @@ def refused(rank: Rank, *, path: Path, width: int = 5, by_scaler: bool = False) 
 def kept_otherwise(rank: Rank, *, path: Path) -> Any:
     """Return the saved and loaded states with unusual names, numpy's numbers, and a tensor."""
     run, other = CheckpointedRun(rank), CheckpointedRun(rank, seed=1)
-    run.others["tensor"], other.others["tensor"] = Kept(rank, torch.arange(3)), Kept(rank, None)
+    run.others["tensor"], other.others["tensor"] = (
+        StatefulValue(rank, torch.arange(3)),
+        StatefulValue(rank, None),
+    )
     for saved_run, milestones in ((run, [1, 3]), (other, [2])):
         saved_run.others["steps"] = torch.optim.lr_scheduler.MultiStepLR(saved_run.optimizer, milestones)
     run.train(range(1))
@@ -185,7 +188,7 @@ def kept_otherwise(rank: Rank, *, path: Path) -> Any:
     return run.state(), other.state(), type(other.optimizer.param_groups[0]["lr"]).__name__
 
 
-class Kept:
+class StatefulValue:
     """Stateful object that returns any state, or raises an error on the last rank."""
 
     def __init__(self, rank: Rank, state: Any) -> None:
@@ -209,7 +212,7 @@ def refused_to_save(rank: Rank, *, path: Path, kind: str) -> str | None:
     run.train(range(1))
     values = {"an error": KeyError("injected"), "an object": [path], "a function": {"key": print}}
     if kind in values:
-        run.others["mine"] = Kept(rank, values[kind])
+        run.others["mine"] = StatefulValue(rank, values[kind])
     elif kind == "a group":
         run.optimizer.param_groups[0]["of"] = Path("somewhere")
     else:
