@@ -137,13 +137,14 @@ def test_nonfinite_parameters_names_them(
             groups = [{"params": layers[:1]}, {"params": layers[1:]}]
             harness.optimizer = torch.optim.SGD(groups, lr=0.125)
         (harness.scaler.unscale_ if unscale else harness.scaler.step)(harness.optimizer)
-        return harness.scaler.nonfinite_parameters(harness.optimizer)
+        return [tuple(entry) for entry in harness.scaler.nonfinite_parameters(harness.optimizer)]
 
     def names_them(outcome: Any) -> bool:
         if named:
-            return outcome == [f"layer.{index}.weight" for index in bad]
+            return outcome == [(f"layer.{index}.weight", 0, 1) for index in bad]
         return len(outcome) == len(bad) and all(
-            f"({index + 2},)" in name for index, name in zip(bad, outcome, strict=True)
+            f"({index + 2},)" in name and (rank, elements) == (0, 1)
+            for index, (name, rank, elements) in zip(bad, outcome, strict=True)
         )
 
     deviation.judge(probe, torch_does=lambda outcome: outcome == LACKING, we_do=names_them)

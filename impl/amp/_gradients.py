@@ -9,9 +9,10 @@ All or nothing
 import itertools
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from impl import kernels
@@ -27,6 +28,26 @@ from impl.kernels import (
     overlaps_itself,
     recognize_layout,
 )
+
+
+class NonfiniteGradient(NamedTuple):
+    """A gradient, or one rank's part of it, that holds inf or nan. `print` shows it in one line."""
+
+    name: str
+    rank: int  # rank of the default group, which holds the elements
+    elements: int  # number of elements that are inf or nan
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.elements} element{'' if self.elements == 1 else 's'} on rank {self.rank}"
+
+
+class _Report(NamedTuple):
+    """Report of a rank about its own gradients."""
+
+    nonfinite: Sequence[tuple[int, NonfiniteGradient]]  # index of the parameter, and its gradient
+    found_inf: bool  # whether the last check found inf or nan
+    failure: str | None = None
+
 
 # Gradients on one device, which are changed together.
 Batch = tuple[torch.device, TensorList]
@@ -108,31 +129,66 @@ def nonfinite_parameters(
     optimizer: torch.optim.Optimizer,
     low_precision_params: Sequence[Tensor],
     local_found_inf: dict[torch.device, Tensor],
-) -> list[str]:
-    """Return the names of the parameters whose gradients hold inf or nan. For a sharded one, check this rank's shard.
+    groups: Sequence[dist.ProcessGroup | None],
+) -> list[NonfiniteGradient]:
+    """Return the gradients that hold inf or nan, on this rank and on all ranks of `groups`, sorted by parameter.
 
     Args:
         optimizer: owns the parameters.
         low_precision_params: copies of the parameters that have the gradients, or empty.
         local_found_inf: flags of the last check of these gradients.
+        groups: groups over which ranks exchange reports. Each rank passes on the reports of earlier groups.
 
     Raises:
-        RuntimeError: the last check found inf or nan, but no gradient holds any now.
-    Sync: one for each device. Collectives: none.
+        RuntimeError: the last check found inf or nan, but no gradient holds any now; or another rank raised.
+    Sync: one for each device. Collectives: one `all_gather_object` for each group.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    with grads_from_copies(params, low_precision_params):
-        names = _nonfinite_names(optimizer)
-    if not names and any(flag.item() for flag in local_found_inf.values()):
+    rank = _rank_in(groups)
+    failure: Exception | None = None
+    try:
+        report = _report_of_rank(optimizer, low_precision_params, local_found_inf, rank)
+    except Exception as error:
+        # Peers wait for this rank, so raise after the exchange.
+        failure, report = error, _Report([], False, f"{type(error).__name__}: {error}")
+    reports = {rank: report}
+    for group in groups:
+        by_rank: list[dict[int, _Report]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(by_rank, reports, group=group)
+        reports = {rank: report for known in by_rank for rank, report in known.items()}
+    if failure is not None:
+        raise failure
+    for rank, report in reports.items():
+        if report.failure is not None:
+            raise RuntimeError(f"rank {rank} cannot name its gradients with inf or nan: {report.failure}")
+    nonfinite = [entry for report in reports.values() for entry in report.nonfinite]
+    if not nonfinite and any(report.found_inf for report in reports.values()):
         raise RuntimeError(
             "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
             "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
             "zero_grad(), backward() or clipping"
         )
-    return names
+    return [gradient for _, gradient in sorted(nonfinite, key=lambda entry: (entry[0], entry[1].rank))]
 
 
-def _nonfinite_names(optimizer: torch.optim.Optimizer) -> list[str]:
+def _rank_in(groups: Sequence[dist.ProcessGroup | None]) -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return next((group.rank() for group in groups if group is not None), 0)
+
+
+def _report_of_rank(
+    optimizer: torch.optim.Optimizer,
+    low_precision_params: Sequence[Tensor],
+    local_found_inf: dict[torch.device, Tensor],
+    rank: int,
+) -> _Report:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with grads_from_copies(params, low_precision_params):
+        nonfinite = _nonfinite_gradients(optimizer, rank)
+    return _Report(nonfinite, any(flag.item() for flag in local_found_inf.values()))
+
+
+def _nonfinite_gradients(optimizer: torch.optim.Optimizer, rank: int) -> list[tuple[int, NonfiniteGradient]]:
     names: dict[torch.device, list[tuple[int, str]]] = {}
     grads: dict[torch.device, list[Tensor]] = {}
     for index, (name, param) in enumerate(_named_params(optimizer)):
@@ -140,14 +196,15 @@ def _nonfinite_names(optimizer: torch.optim.Optimizer) -> list[str]:
             values = _values(param.grad)
             names.setdefault(values.device, []).append((index, name))
             grads.setdefault(values.device, []).append(values)
-    nonfinite: list[tuple[int, str]] = []
+    nonfinite: list[tuple[int, NonfiniteGradient]] = []
     for device, batch in grads.items():
+        counts = kernels.nonfinite_counts(batch).tolist()
         nonfinite += [
-            entry
-            for entry, is_nonfinite in zip(names[device], kernels.nonfinite_mask(batch).tolist(), strict=True)
-            if is_nonfinite
+            (index, NonfiniteGradient(name, rank, count))
+            for (index, name), count in zip(names[device], counts, strict=True)
+            if count
         ]
-    return [name for _, name in sorted(nonfinite)]
+    return nonfinite
 
 
 def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:

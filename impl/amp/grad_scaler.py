@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from impl import kernels
 from impl.amp import _fused_step, _gradients, _loss_scale
 from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
+from impl.amp._gradients import NonfiniteGradient
 from impl.amp._loss_scale import SMALLEST_SCALE, MinScaleMonitor
 from impl.amp._opt_state import (
     CheckResults,
@@ -30,7 +32,7 @@ from impl.amp._opt_state import (
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
 from impl.kernels import to_device
 from impl.optim._refusals import check_has_param_groups
-from impl.optim._shards import Norms
+from impl.optim._shards import Norms, member_groups
 from impl.optim._step_checks import check_step
 
 __all__ = ["GradScaler", "OptState"]
@@ -360,18 +362,23 @@ class GradScaler:
         """
         return self._check_results.of(optimizer).step_was_taken() if self._enabled else True
 
-    def nonfinite_parameters(self, optimizer: _Optimizer) -> list[str]:
-        """Return the names of the parameters whose gradients hold inf or nan.
+    def nonfinite_parameters(self, optimizer: _Optimizer) -> list[NonfiniteGradient]:
+        """Return the parameters whose gradients hold inf or nan, with the rank and the number of such elements.
 
-        Call it after `unscale_` or `step`, before the gradients are cleared or clipped.
+        Call it after `unscale_` or `step`, before the gradients are cleared or clipped. If parameters are sharded, call
+        it on all their ranks, for example after `step_was_taken` returned False. It returns the same on each of them.
 
         Returns:
-            Names in the optimizer's order, from `param_names` if the optimizer was made from `named_parameters()`, else
-            group, index and shape. For a DTensor only this rank's shard is checked.
+            One `name`, `rank` and number of `elements` for each parameter and rank with such elements, in the
+            optimizer's order. Names are from `param_names` if the optimizer was made from `named_parameters()`, else
+            group, index and shape. A plain `GradScaler` reports plain parameters for this process only.
         Raises:
             TypeError: `optimizer` has no `param_groups`.
-            RuntimeError: the last check found inf or nan, but those gradients no longer exist.
+            ValueError: the meshes of DTensors have different ranks, which are not all ranks of the default group.
+            RuntimeError: the last check found inf or nan, but those gradients no longer exist; or another rank raised.
         Sync: one for each device. The gradients are read again, so that training without this call costs nothing.
+        Collectives: one `all_gather_object` for each process group that parameters are sharded or replicated over (FSDP
+            and DTensors), or one over the default group if some ranks are not in a mesh. None for plain parameters.
 
         >>> layer = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.5)
@@ -379,12 +386,15 @@ class GradScaler:
         >>> scaler.scale(layer(torch.tensor([1.0, torch.inf])).sum()).backward()
         >>> scaler.unscale_(optimizer)
         >>> scaler.nonfinite_parameters(optimizer)
-        ['weight']
+        [NonfiniteGradient(name='weight', rank=0, elements=1)]
         """
         check_has_param_groups(optimizer)
         check_results = self._check_results.of(optimizer)
         return _gradients.nonfinite_parameters(
-            optimizer, check_results.low_precision_params, check_results.local_found_inf or {}
+            optimizer,
+            check_results.low_precision_params,
+            check_results.local_found_inf or {},
+            self._reporting_groups([param for group in optimizer.param_groups for param in group["params"]]),
         )
 
     def get_scale(self) -> float:
@@ -566,6 +576,10 @@ class GradScaler:
         if norms.are_sharded:
             return _fused_step.agree_over_shards(norms, found_inf_per_device)
         return norms.replicated, self._reduce_found_inf(found_inf_per_device)
+
+    def _reporting_groups(self, params: Sequence[Tensor]) -> list[dist.ProcessGroup | None]:
+        """Return the groups over which ranks report which gradients are not finite."""
+        return member_groups(params)
 
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device:
         """Return the device on which norms and flags of `params` are combined."""

@@ -20,7 +20,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `clamp_` | 8 | 1 |
 | `update_scale_` | 20 in all | 1 |
 | `fused_step_` with AdamW | 28 on the CPU and by Triton, 36 elsewhere | 1; else torch's, and one to scale copies |
-| `nonfinite_mask` | about 6, on demand | 3 a tensor |
+| `nonfinite_counts` | about 8, on demand | 4 a tensor |
 """
 
 from impl.kernels._by_dtype import foreach_slices
@@ -48,7 +48,7 @@ from impl.kernels.norm import total_norm
 from impl.kernels.rules import RULES, AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import clip_, clip_coefficient, scale_
 from impl.kernels.scale_update import update_scale_
-from impl.kernels.unscale import inverse, nonfinite_mask, unscale_, unscale_by_
+from impl.kernels.unscale import inverse, nonfinite_counts, unscale_, unscale_by_
 
 __all__ = [
     "KERNEL_DTYPES",
@@ -88,8 +88,8 @@ __all__ = [
     "list_layout",
     "match_layout",
     "no_grad_fast",
+    "nonfinite_counts",
     "nonfinite_flag",
-    "nonfinite_mask",
     "overlaps_itself",
     "recognize_layout",
     "scale_",

@@ -87,14 +87,14 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 @no_grad_fast
-def nonfinite_mask(tensors: Sequence[Tensor]) -> Tensor:
-    """Return which tensors hold inf or nan.
+def nonfinite_counts(tensors: Sequence[Tensor]) -> Tensor:
+    """Return how many elements of each tensor are inf or nan.
 
     Args:
         tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
 
     Returns:
-        bool [len(tensors)] on that device, True where a tensor holds inf or nan.
+        i64 [len(tensors)] on that device.
     Sync: none. Collectives: none.
     """
-    return torch.stack([t.isfinite().all() for t in tensors]).logical_not_()
+    return torch.stack([t.isfinite().logical_not_().sum() for t in tensors])

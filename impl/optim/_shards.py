@@ -31,12 +31,26 @@ class Sharding(NamedTuple):
 UNSHARDED = Sharding()
 
 
-def register_sharding(parameter: Tensor, groups: tuple[dist.ProcessGroup, ...] | None) -> None:
+class _Registered(NamedTuple):
+    """Arguments of `register_sharding`."""
+
+    sharding: tuple[dist.ProcessGroup, ...] | None
+    members: tuple[dist.ProcessGroup, ...]
+
+
+def register_sharding(
+    parameter: Tensor,
+    groups: tuple[dist.ProcessGroup, ...] | None,
+    members: tuple[dist.ProcessGroup, ...],
+) -> None:
     """Record that `parameter` is one rank's shard of a parameter that is sharded over these groups.
 
-    None: it is the shard of several parameters, which are sharded over different groups.
+    Args:
+        parameter: no DTensor.
+        groups: None: it is the shard of several parameters, which are sharded over different groups.
+        members: all groups whose ranks hold its shards, or repeat them.
     """
-    _registered[parameter] = groups
+    _registered[parameter] = _Registered(groups, members)
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -84,7 +98,10 @@ def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
 
 
 def _registered_sharding(tensor: Tensor) -> Sharding:
-    groups = _registered.get(tensor, ()) if _registered else ()
+    registered: _Registered | None = _registered.get(tensor) if _registered else None
+    if registered is None:
+        return UNSHARDED
+    groups = registered.sharding
     if groups is None:
         raise NotImplementedError(
             "a flat parameter has elements of parameters with and without tensor parallelism; wrap the module with "
@@ -123,6 +140,31 @@ def _narrow_meshes(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh]:
             f"{dist.get_world_size()} ranks of the default group; call the function for each mesh"
         )
     return narrow
+
+
+def member_groups(params: Iterable[Tensor]) -> list[dist.ProcessGroup | None]:
+    """Return groups over which every rank reaches all ranks that hold a part of these parameters, if used in turn.
+
+    None is the default group. The list is empty if the parameters are plain tensors. Ranks that share a group have the
+    same order of groups.
+
+    Raises:
+        ValueError: the meshes of DTensors have different ranks, which are not all ranks of the default group.
+    """
+    groups: dict[dist.ProcessGroup | None, None] = {}
+    meshes: dict[DeviceMesh, None] = {}
+    for param in params:
+        if is_distributed(param):
+            dtensor: Any = param
+            meshes[dtensor.device_mesh] = None
+        elif param in _registered:
+            groups |= dict.fromkeys(_registered[param].members)
+    if _narrow_meshes(meshes):
+        return [None]
+    for mesh in meshes:
+        if mesh.get_coordinate() is not None:
+            groups |= {mesh.get_group(dim): None for dim in range(mesh.ndim) if mesh.size(dim) > 1}
+    return [*groups]
 
 
 def combine_norms(

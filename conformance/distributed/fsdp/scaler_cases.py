@@ -160,7 +160,7 @@ class Player:
         return (
             float(harness.scaler.found_inf(harness.optimizer)),
             harness.scaler.step_was_taken(harness.optimizer),
-            harness.scaler.nonfinite_parameters(harness.optimizer),
+            [tuple(entry) for entry in harness.scaler.nonfinite_parameters(harness.optimizer)],
         )
 
 

@@ -48,7 +48,8 @@ class ShardedGradScaler(GradScaler):
     in the same order. A rank whose gradients are empty, or that has none, takes part too. Float16 gradients are
     unscaled here, because a model sharded in float16 has no others.
 
-    `found_inf` and `step_was_taken` hold for all ranks. `nonfinite_parameters` names parameters of this rank.
+    `found_inf` and `step_was_taken` hold for all ranks. `nonfinite_parameters` names parameters of all ranks, by one
+    `all_gather_object` over `process_group`.
 
     If a check fails on one rank (in `unscale_` or `step`, by any exception but an interrupt), the rank reports it to
     its peers, then raises. Peers whose scale is on the CPU raise too. On an accelerator, where that would cost a
@@ -209,6 +210,12 @@ class ShardedGradScaler(GradScaler):
 
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device:
         return self._collective_device() if self._enabled else super()._norm_device(params)
+
+    def _reporting_groups(self, params: Sequence[Tensor]) -> list[ProcessGroup | None]:
+        if not self._enabled:
+            return super()._reporting_groups(params)
+        self._check_group()
+        return [self._group]
 
     def _reduce_found_inf(
         self, found_inf_per_device: dict[torch.device, Tensor]

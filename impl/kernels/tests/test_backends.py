@@ -254,7 +254,7 @@ def test_every_position_of_a_bad_element_is_seen(backend, bad):
         grads[victim][place] = bad
         assert by(backend, unscaled_by, grads, 0.5, 0.0)[1] == 1.0, (backend, victim, place)
         with kernels.backend("torch"):
-            assert kernels.nonfinite_mask(grads).tolist() == [i == victim for i in range(4)]
+            assert kernels.nonfinite_counts(grads).tolist() == [int(i == victim) for i in range(4)]
 
 
 def exact_norm(tensors, p: float) -> float:
@@ -500,7 +500,7 @@ def test_shared_code_never_reads_on_host(backend):
         norm = kernels.total_norm(TensorList(grads), 2.0)
         kernels.scale_(TensorList(grads), norm)
         kernels.clamp_(TensorList(grads), -1.0, 1.0)
-        kernels.nonfinite_mask(grads)
+        kernels.nonfinite_counts(grads)
         kernels.update_scale_(
             guarded([2.0]), guarded([0], dtype=torch.int32), guarded([0.0]), 2.0, 0.5, 3, 1.0
         )

@@ -309,7 +309,7 @@ def a_group_of_the_device_alone(device: torch.device) -> Any:
     """Holds parameters whose gradients lie on the host; as nccl does where states are offloaded."""
     group = dist.new_group(backend=f"{device.type}:{BACKENDS[device]}")
     param = torch.nn.Parameter(torch.ones(3))
-    register_sharding(param, (group,))
+    register_sharding(param, (group,), (group,))
     reported = []
     for scaler in (
         GradScaler(device.type, enabled=False),

@@ -41,6 +41,12 @@ class Groups:
         return self.shard.rank() if self.shard is not None else 0
 
     @property
+    def members(self) -> tuple[dist.ProcessGroup, ...]:
+        """All groups whose ranks hold a part of the parameters."""
+        data = (group for group in (self.shard, self.replicate) if group is not None)
+        return (*data, *self.parallel)
+
+    @property
     def are_hybrid(self) -> bool:
         """Whether parameters are sharded over some ranks and replicated over others."""
         return self.shard is not None and self.replicate is not None
