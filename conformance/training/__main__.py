@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from conformance.training import plot
+from conformance.training.certify import Certificate, NotComparable, certify
 from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig, full_config, small_config
 from conformance.training.judge import TrainingResult, as_json, judge
 from conformance.training.trainer import OtherRun, TrainingRun
@@ -26,6 +27,8 @@ from conformance.training.trainer import OtherRun, TrainingRun
 def main(words: list[str] | None = None) -> int:
     options = _parse(words)
     console = Console()
+    if options.certify:
+        return _certify(options.certify, console)
     out = Path(options.out)
     folder = None if options.gate else out
     try:
@@ -70,6 +73,8 @@ def _parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="report/training", help="folder for checkpoints, plots and data")
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--record", action="store_true", help="write a certificate of each run in --out")
+    parser.add_argument("--certify", nargs=2, metavar="FOLDER", help="only compare two certificates")
     parser.add_argument("--gate", action="store_true", help="small, fp16 and bf16, no checkpoints")
     parser.add_argument("--json", metavar="FILE", help="default: training.json in --out")
     return parser.parse_args(words)
@@ -126,7 +131,24 @@ def _judge(
             note = f"{run.losses[-1]:.2f} bits a byte, {len(run.skipped)} skipped"
             progress.update(tasks[name], completed=len(run.losses), note=note)
 
-        return [judge(options.subject, config, folder, options.save_every, show) for config in configs]
+        return [
+            judge(options.subject, config, folder, options.save_every, show, options.record)
+            for config in configs
+        ]
+
+
+def _certify(folders: list[str], console: Console) -> int:
+    """Compare two runs. Return 0 if they agree, 1 if they differ, 2 if they cannot be compared."""
+    try:
+        verdict = certify(*map(Certificate.read, folders))
+    except NotComparable as error:
+        console.print(f"[red]{escape(str(error))}[/]", soft_wrap=True, highlight=False)
+        return 2
+    for sentence in verdict.says:
+        console.print(escape(sentence), soft_wrap=True, highlight=False)
+    outcome = "[green]same[/]" if verdict.agrees else "[red]different[/]"
+    console.print(f"{outcome}: {verdict.compared}")
+    return 0 if verdict.agrees else 1
 
 
 def _tell(results: list[TrainingResult], console: Console) -> int:

@@ -62,10 +62,9 @@ class TrainingConfig:
         return self.learning_rate * min(1.0, (step + 1) / (self.warmup + 1))
 
     def neighbours(self) -> tuple[TrainingConfig, TrainingConfig]:
-        """Return the same config from weights that are the next larger and the next smaller numbers."""
-        return dataclasses.replace(self, rounded_towards=math.inf), dataclasses.replace(
-            self, rounded_towards=-math.inf
-        )
+        """Return the same config from weights that are the next smaller and the next larger numbers."""
+        below, above = (dataclasses.replace(self, rounded_towards=limit) for limit in (-math.inf, math.inf))
+        return below, above
 
 
 def small_config(dtype: str, **changes: object) -> TrainingConfig:

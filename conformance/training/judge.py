@@ -66,10 +66,12 @@ def judge(
     folder: Path | None = None,
     save_every: int = 10,
     on_step: Callable[[str, TrainingRun], None] | None = None,
+    has_certificates: bool = False,
 ) -> TrainingResult:
     """Run `config` with torch and with `subject`. Runs with checkpoints in `folder` continue from them.
 
-    `on_step` is called after each step with the run's name and the run.
+    `on_step` is called after each step with the run's name and the run. With `has_certificates`, each run writes one
+    in a folder of its own in `folder`.
     """
     started = time.perf_counter()
     corpus = load_corpus()
@@ -82,9 +84,11 @@ def judge(
         role: str, parts: Parts, config: TrainingConfig, trained_by: type[Trainer] = Trainer
     ) -> TrainingRun:
         name = f"{role} {parts.name} {config.dtype} {config.optimizer}"
-        saved = folder / f"{name.replace(' ', '-')}.checkpoint" if folder else None
+        file = name.replace(" ", "-")
+        saved = folder / f"{file}.checkpoint" if folder else None
         reported = on_step and (lambda run: on_step(name, run))
-        return train(parts, config, corpus, saved, save_every, reported, trained_by)
+        certificate = folder / f"{file}.certificate" if folder and has_certificates else None
+        return train(parts, config, corpus, saved, save_every, reported, trained_by, certificate)
 
     if len(result.lacking) == len(_PARTS):
         return result
@@ -93,9 +97,8 @@ def judge(
     for way in _ways(library, config):
         if not way.is_bitwise and bound is None:
             torchs = parts_of(load_library("torch"))
-            bound = Bound.between(
-                reference, *(run("beside", torchs, neighbour) for neighbour in config.neighbours())
-            )
+            below, above = config.neighbours()
+            bound = Bound.between(reference, run("below", torchs, below), run("above", torchs, above))
         held_to = None if way.is_bitwise else bound
         try:
             with library.kernels.backend(way.backend) if way.backend else contextlib.nullcontext():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from conformance.training import checkpoint
+from conformance.training.certificate import Recorder
 from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig
 from conformance.training.corpus import Corpus, windows
 from conformance.training.gpt import GPT
@@ -73,6 +74,7 @@ class Trainer:
         )
         self.position = 0  # training windows drawn so far
         self.run = TrainingRun()
+        self.recorder: Recorder | None = None
 
     @property
     def steps_done(self) -> int:
@@ -88,8 +90,10 @@ class Trainer:
         if step == config.inject_inf_at and last.grad is not None:
             last.grad.view(-1)[0] = math.inf
         before = last.detach().clone()
+        self._record("backward", loss=loss)
         norm = self.update()
         self.optimizer.zero_grad()
+        self._record("step")
         # AdamW changes every weight in every step that it takes, so one parameter shows whether the step was skipped.
         if torch.equal(before, last):
             run.skipped.append(step)
@@ -104,6 +108,17 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm
+
+    def record_in(self, folder: Path) -> None:
+        """Write a certificate of the coming steps."""
+        self.recorder = Recorder(
+            folder,
+            self.model,
+            self.optimizer,
+            self.scaler,
+            precision=DTYPES[self.config.dtype],
+            first_step=self.steps_done,
+        )
 
     @torch.no_grad()
     def held_out_bits(self) -> float:
@@ -165,6 +180,10 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return self.parts.autocast(self._device_type, dtype=DTYPES[self.config.dtype])
 
+    def _record(self, phase: str, **values: torch.Tensor) -> None:
+        if self.recorder:
+            self.recorder.record(phase, **values)
+
     def _accumulate(self) -> torch.Tensor:
         """Add one batch's gradients; its part of the step's loss, detached."""
         config = self.config
@@ -213,14 +232,21 @@ def train(
     save_every: int = 10,
     on_step: Callable[[TrainingRun], None] | None = None,
     trained_by: type[Trainer] = Trainer,
+    certificate: Path | None = None,
 ) -> TrainingRun:
-    """Run `config` to its end; with `saved`, go on from the checkpoint there, if any, and keep it up to date."""
+    """Run `config` to its end.
+
+    With `saved`, continue from the checkpoint there, if any, and keep it up to date. `certificate` is the folder of the
+    run's certificate, if it gets one.
+    """
     started = time.perf_counter()
     with _repeatable(config):
         trainer = trained_by(parts, config, corpus)
         state = checkpoint.load(saved, config.device) if saved else None
         if state:
             trainer.load_state_dict(state)
+        if certificate:
+            trainer.record_in(certificate)
         seconds_before = trainer.run.seconds
         while trainer.steps_done < config.steps:
             trainer.advance()

@@ -1,0 +1,193 @@
+"""Certificates agree where runs agree, for any number of ranks, and name the first difference where they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance.judge.library import load_library
+from conformance.judge.sandbox import seeding
+from conformance.ranks import RankPool
+from conformance.training.__main__ import main
+from conformance.training.certificate import Recorder, summarize
+from conformance.training.certify import Certificate, NotComparable, Verdict, certify
+from conformance.training.config import small_config
+from conformance.training.corpus import load_corpus
+from conformance.training.gpt import Shape
+from conformance.training.judge import parts_of
+from conformance.training.trainer import train
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+CONFIG = small_config(
+    "fp16",
+    shape=Shape(layers=1, heads=2, width=16, context=16, dropout=0.1),
+    steps=6,
+    evaluate_every=6,
+    held_out_windows=1,
+)
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    dim=st.integers(0, 2),
+    ranks=st.integers(1, 4),
+)
+def test_hashes_and_sketches_of_shards_add_up(
+    shape: list[int], dtype: torch.dtype, dim: int, ranks: int
+) -> None:
+    generator = seeding.generator(5)
+    tensor = torch.randint(-9, 9, shape, generator=generator).to(dtype)
+    digest, sketch, _ = summarize(tensor, shape)
+    indices = [torch.arange(size) for size in shape]
+    parts = tensor.chunk(ranks, dim) if dim < len(shape) else [tensor]
+    start, total, sums = 0, 0, [0.0] * len(sketch)
+    for part in parts:
+        if dim < len(shape):
+            indices[dim] = torch.arange(start, start := start + part.shape[dim])
+        part_digest, part_sketch, _ = summarize(part, shape, indices)
+        total += part_digest
+        sums = [a + b for a, b in zip(sums, part_sketch, strict=True)]
+    assert total % 2**64 == digest
+    assert sums == sketch
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.view(torch.int32)[0].add_(1),
+        lambda tensor: tensor[5].mul_(-1),
+        lambda tensor: tensor.copy_(tensor[[1, 0, *range(2, len(tensor))]]),
+        lambda tensor: tensor[3].fill_(torch.nan),
+    ],
+    ids=["one bit", "sign of a zero", "two elements swapped", "a nan"],
+)
+def test_any_change_changes_the_hash(change: Callable[[torch.Tensor], object]) -> None:
+    tensor = torch.arange(100, dtype=torch.float32)
+    tensor[5] = 0
+    before = summarize(tensor, tensor.shape)[0]
+    change(tensor)
+    assert summarize(tensor, tensor.shape)[0] != before
+
+
+def test_sketch_estimates_norm_of_difference() -> None:
+    generator = seeding.generator(6)
+    for size in (3, 100, 10_000):
+        a, b = (torch.randn(size, generator=generator) for _ in range(2))
+        estimates = [torch.tensor(summarize(tensor, [size])[1]) for tensor in (a, b)]
+        ratio = float((estimates[0] - estimates[1]).norm() / (a - b).norm())
+        assert 0.4 < ratio < 2.5
+
+
+@pytest.fixture
+def recorded(ranks: Callable[..., RankPool], tmp_path: Path) -> Callable[..., Certificate]:
+    """Train on a number of ranks, and read the certificate."""
+
+    def run(world_size: int, sharding: str | None, **options: object) -> Certificate:
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        ranks(world_size, "cpu").run(
+            "conformance.training.certificate_cases:train", folder=str(folder), sharding=sharding, **options
+        )
+        return Certificate.read(folder)
+
+    return run
+
+
+def test_shardings_of_one_world_give_one_certificate(recorded: Callable[..., Certificate]) -> None:
+    verdict = certify(recorded(2, "fully_shard"), recorded(2, "FullyShardedDataParallel"))
+    assert verdict == Verdict("6 records of 3 steps, 0 to 2", [])
+
+
+def test_other_world_size_differs_by_order_of_sums_only(recorded: Callable[..., Certificate]) -> None:
+    verdict = certify(recorded(1, "fully_shard"), recorded(2, "fully_shard"))
+    first, cause, *others = verdict.says
+    assert first.startswith("step 0, backward: gradient of 0.weight differs, by about ")
+    assert cause.startswith("a different order of sums may explain it: ")
+    assert others[1].startswith("world_size is 1 in ")
+
+
+@pytest.mark.parametrize("sharding", ["fully_shard", "FullyShardedDataParallel"])
+def test_mistake_of_one_rank_is_named(recorded: Callable[..., Certificate], sharding: str) -> None:
+    verdict = certify(recorded(2, sharding), recorded(2, sharding, mistake=(1, 1)))
+    first, cause, *_ = verdict.says
+    # FullyShardedDataParallel gathers the weight, so that each rank records all of it.
+    ranks = "1" if sharding == "fully_shard" else "0, 1"
+    assert first.startswith(f"step 1, step: parameter 0.weight differs on rank {ranks}, by about ")
+    assert cause.startswith("a different order of sums does not explain it")
+
+
+def test_replicas_that_part_are_named(recorded: Callable[..., Certificate]) -> None:
+    with pytest.raises(
+        NotComparable, match=r"step 0, backward: ranks 0 and 1 have different copies of gradient"
+    ):
+        recorded(2, None)
+
+
+def test_resumed_run_gives_certificate_of_uninterrupted_run(tmp_path: Path) -> None:
+    parts, corpus = parts_of(load_library("torch")), load_corpus()
+    train(parts, CONFIG, corpus, certificate=tmp_path / "whole")
+    saved, resumed = tmp_path / "saved", tmp_path / "resumed"
+    train(parts, dataclasses.replace(CONFIG, steps=4), corpus, saved, save_every=4, certificate=resumed)
+    # Steps after the checkpoint are recorded, lost with the process, and repeated.
+    lost = {"step": 4, "phase": "step", "tensors": {}, "of_rank": {}, "scaler": {}}
+    with (resumed / "rank-0.jsonl").open("a") as file:
+        file.write(json.dumps(lost) + "\n")
+    train(parts, CONFIG, corpus, saved, certificate=resumed)
+    whole = Certificate.read(tmp_path / "whole")
+    assert certify(whole, Certificate.read(resumed)) == Verdict("12 records of 6 steps, 0 to 5", [])
+    assert len(whole.points) == 12
+
+
+def step_recorded(folder: Path, scale: float = 1.0, **options: object) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    recorder = Recorder(folder, model, optimizer, **options)
+    (model(torch.ones(1, 3)).sum() * scale).backward()
+    optimizer.step()
+    recorder.record("step")
+
+
+@pytest.mark.parametrize(
+    ("scale", "code", "says"),
+    [
+        (1.0, 0, "same: 1 records of 1 steps, 0 to 0"),
+        (1 + 2e-7, 1, "a different order of sums may explain it"),
+        (2.0, 1, "a different order of sums does not explain it"),
+        (torch.inf, 1, "has 0 and 6 nonfinite elements"),
+    ],
+)
+def test_command_compares_certificates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scale: float, code: int, says: str
+) -> None:
+    step_recorded(tmp_path / "a")
+    step_recorded(tmp_path / "b", scale)
+    assert main(["--certify", str(tmp_path / "a"), str(tmp_path / "b")]) == code
+    assert says in capsys.readouterr().out
+
+
+def test_command_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step_recorded(tmp_path / "a")
+    step_recorded(tmp_path / "b", first_step=1)
+    for other, says in (("b", "no phase of a step in common"), ("c", "has no certificate")):
+        assert main(["--certify", str(tmp_path / "a"), str(tmp_path / other)]) == 2
+        assert says in capsys.readouterr().out
+
+
+def test_runs_of_a_comparison_can_be_recorded_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--subject", "torch", "--dtype", "fp16", "--out", str(tmp_path), "--record"]
+    assert main([*arguments, "--steps", "12"]) in (0, 1)
+    reference, *others = sorted(tmp_path.glob("*.certificate"))
+    assert [len(Certificate.read(folder).points) for folder in (reference, *others)] == [24] * (
+        1 + len(others)
+    )
+    assert "checkpoint is of another run" not in capsys.readouterr().out
