@@ -1,6 +1,6 @@
-"""Published packages that implement part of torch's API with arithmetic of their own, each judged by a few lines here.
+"""Published packages that implement part of torch's API themselves, and the few lines that judge each of them.
 
-    pip install --no-deps -r conformance/subjects/requirements.txt
+    pip install --no-deps --no-build-isolation -r conformance/subjects/requirements.txt
     python -m pytest conformance --subject conformance.subjects.torchtitan -n auto
     python -m conformance.subjects            judge all of them, and update the table of docs/judging.md
 

@@ -1,10 +1,11 @@
-"""Judge the published packages that lie here, show the proofs of what they break, and note the outcome.
+"""Judge the published packages of this folder, run their proofs, and update the table of docs/judging.md.
 
-    python -m conformance.subjects                       all, into report/subjects and the table of docs/judging.md
-    python -m conformance.subjects torchtitan --check    one, without noting
+    python -m conformance.subjects                       all installed packages
+    python -m conformance.subjects torchtitan --check    one package, without updating the table
 
-Exit code 1 is red: also what is not installed, though named or checked; else that stays noted as it was. A page,
-index.html, has all clauses side by side.
+Reports go to report/subjects. Its index.html compares the packages clause by clause. Rows of packages that are not
+installed stay as they are. Exit code 1: a package or a proof is red, or a package that is named, or with --check any
+package, is not installed.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("report/subjects"), help="where each report.json goes"
     )
-    parser.add_argument("--check", action="store_true", help="note nothing")
+    parser.add_argument("--check", action="store_true", help="do not update the table")
     options = parser.parse_args(words)
     if unknown := set(options.names) - set(SUBJECTS):
         parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
@@ -135,7 +136,7 @@ def _share_that_holds(outcomes: Sequence[str]) -> str:
 
 
 def noted(page: str, rows: Mapping[str, str]) -> str:
-    """Return the page with the packages' lines replaced by these."""
+    """Return the page with the rows of these packages replaced."""
     for name, line in rows.items():
         link = re.escape(f"(../conformance/subjects/{name}/proofs.py)")
         page = re.sub(rf"^\|.*{link} \|$", line.replace("\\", r"\\"), page, flags=re.MULTILINE)
