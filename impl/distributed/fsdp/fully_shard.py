@@ -28,34 +28,29 @@ from impl.distributed.fsdp._fully_shard.group_settings import (
     use_separate_scatter_groups,
 )
 from impl.distributed.fsdp._fully_shard.init import (
-    backward_mesh_of,
     check_mesh,
     check_module,
     check_not_sharded,
     check_reshard_after_forward,
     group_by_mesh,
-    groups_from_mesh,
     managed_modules,
     managed_params,
     mesh_of_all,
     move_to_device,
     on_whole_mesh,
     outermost_modules,
+    param_group_of,
     split_already_sharded,
 )
 from impl.distributed.fsdp._fully_shard.module_state import ModuleState, owner_of, state_of
 from impl.distributed.fsdp._fully_shard.reduction_handle import GradientReductionHandle
-from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
-from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.managed import mark_modules
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    offloads,
-    resolve_policy,
 )
 from impl.distributed.fsdp._params.whole_mesh import data_dims_of
 from impl.kernels import dynamo_disable
@@ -161,28 +156,10 @@ def fully_shard(  # noqa: PLR0913  torch's eight arguments
     if data is not None:
         managed = on_whole_mesh(managed, data)
     move_to_device(managed, owners, device)
-    param_groups: list[DTensorGroup] = []
-    for placements in group_by_mesh(managed, shard_placement_fn, mesh, data, mp_policy):
-        own = placements[0].mesh
-        reshards = check_reshard_after_forward(reshard_after_forward, own.size(own.ndim - 1), data)
-        backward_mesh = backward_mesh_of(own, reshards)
-        groups = groups_from_mesh(own, backward_mesh, data)
-        rank, world = groups.shard_rank, groups.shard_size
-        params = [
-            ShardedParam(
-                param.managed,
-                own,
-                param.dim,
-                rank,
-                world,
-                param.stepped_dtype,
-                offloads=offloads(offload_policy),
-            )
-            for param in placements
-        ]
-        precision = placements[0].precision
-        options = GroupOptions(precision, reshards, policy=resolve_policy(mp_policy, precision))
-        param_groups.append(DTensorGroup(params, groups, options, device, offload_policy, backward_mesh))
+    param_groups = [
+        param_group_of(placements, reshard_after_forward, data, device, mp_policy, offload_policy)
+        for placements in group_by_mesh(managed, shard_placement_fn, mesh, data, mp_policy)
+    ]
     unit: Unit[DTensorGroup] = Unit(modules[0], param_groups, Config())
     state = ModuleState(modules, unit, mp_policy, device)
     for param, sharded_param in shared:

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.distributed.fsdp._comm.groups import (
-    HYBRID,
-    effective_strategy,
-    groups_for,
-    process_groups_for,
-)
+from impl.distributed.fsdp._comm.groups import HYBRID, effective_strategy, groups_for, process_groups_for
 from impl.distributed.fsdp._engine.clip import joint_norm, scale_grads
 from impl.distributed.fsdp._engine.phase import FORWARDS, SHOWN, Phase, TrainingState, not_idle
 from impl.distributed.fsdp._engine.root import Root
@@ -195,13 +190,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         self._device_mesh = device_mesh
         self._use_full_prec_in_eval = config.full_precision_in_eval
         self.compute_device = materialize_and_move(
-            module,
-            self._ignored,
-            device_id,
-            device_type,
-            param_init_fn,
-            self.rank,
-            FullyShardedDataParallel,
+            module, self._ignored, device_id, device_type, param_init_fn, self.rank, FullyShardedDataParallel
         )
         managed = managed_params_of(module, self._ignored, materialized(_left_to_ancestor))
         self._groups = process_groups_for(
@@ -321,14 +310,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
         Collectives: an all-gather of each unit; with gradients an all-reduce and another one. All ranks must enter.
         """
         options = FullParamsOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        wrappers = [
-            wrapper
-            for wrapper in FullyShardedDataParallel.fsdp_modules(module)
-            if recurse or wrapper is module
-        ]
         with contextlib.ExitStack() as stack:
-            for wrapper in wrappers:
-                stack.enter_context(wrapper._summoned(options))
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+                if recurse or wrapper is module:
+                    stack.enter_context(wrapper._summoned(options))
             yield
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
@@ -344,9 +329,7 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager in which backwards do not average gradients.
-
-        The next backward averages all of them together.
+        """Context manager in which backwards do not average gradients. The next backward averages all of them together.
 
         Inside, `.grad` is this rank's own gradient of the unsharded parameters, which needs memory.
 

@@ -17,13 +17,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._fully_shard.module_state import owner_of, state_of
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, accumulation_dtype, has_grad_dtype
+from impl.distributed.fsdp._layout.group_options import GroupOptions
+from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, sharded_param_of
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
 from impl.distributed.fsdp._params.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ParamPrecision,
+    offloads,
     precision_by,
+    resolve_policy,
 )
 from impl.distributed.fsdp._params.tensor_parallel import local_parameter, parallel_layout
 from impl.distributed.fsdp._params.whole_mesh import DataDims
@@ -318,6 +323,31 @@ def group_by_mesh(
         key = (*own.get_all_groups(), precision)
         groups.setdefault(key, []).append(ParamPlacement(param, own, dim, precision))
     return [same for placements in groups.values() for same in _by_dtype(placements)]
+
+
+def param_group_of(  # noqa: PLR0913  the arguments of fully_shard
+    placements: Sequence[ParamPlacement],
+    reshard_after_forward: bool | int | None,
+    data: DataDims | None,
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+) -> DTensorGroup:
+    """Shard the parameters, which have one mesh and the same dtypes, as one group.
+
+    Collectives: those of `backward_mesh_of`.
+    """
+    mesh, precision = placements[0].mesh, placements[0].precision
+    reshards = check_reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1), data)
+    backward_mesh = backward_mesh_of(mesh, reshards)
+    groups = groups_from_mesh(mesh, backward_mesh, data)
+    rank, world, is_offloaded = groups.shard_rank, groups.shard_size, offloads(offload_policy)
+    params = [
+        ShardedParam(param.managed, mesh, param.dim, rank, world, param.stepped_dtype, offloads=is_offloaded)
+        for param in placements
+    ]
+    options = GroupOptions(precision, reshards, policy=resolve_policy(mp_policy, precision))
+    return DTensorGroup(params, groups, options, device, offload_policy, backward_mesh)
 
 
 def _by_dtype(placements: list[ParamPlacement]) -> list[list[ParamPlacement]]:
