@@ -19,7 +19,7 @@ from conformance.distributed.fsdp.optim_state_cases import (
     plain,
     step,
 )
-from conformance.distributed.fsdp.state_dict_cases import Received
+from conformance.distributed.fsdp.state_dict_memory_cases import Received
 
 _OLDER_FULL, _FULL = StateDictMethod("full"), StateDictMethod("FULL", offloads=False)
 

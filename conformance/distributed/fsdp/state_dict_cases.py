@@ -17,8 +17,6 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.fsdp_cases import FSDP, Setup, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.lab import Lab, named, tried
@@ -486,36 +484,3 @@ def saved_while_unsharded(lab: Lab, *, form: Form) -> Any:
     set_form(lab.library, lab.model, form)
     with lab.fsdp.summon_full_params(lab.model, writeback=False):
         return tried(lambda: list(lab.model.state_dict()))
-
-
-# -- amount of communication
-
-
-class Received(TorchDispatchMode):
-    """Mode that counts the bytes of tensors that collectives leave on this rank.
-
-    Objects by which ranks agree are not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
-            is_exchange = func.__name__.startswith("alltoall")
-            self.bytes += sum(
-                tensor.nbytes for tensor in received if is_exchange or tensor.is_floating_point()
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def traffic(lab: Lab) -> dict[str, int]:
-    """Return the bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
-    set_form(lab.library, lab.model, Form("SHARDED"))
-    with Received() as saving:
-        state_dict = lab.model.state_dict()
-    with Received() as loading:
-        lab.model.load_state_dict(state_dict)
-    return {"saving": saving.bytes, "loading": loading.bytes}

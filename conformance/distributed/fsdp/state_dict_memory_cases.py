@@ -1,4 +1,4 @@
-"""Cases of state dicts and memory: the peak while saving or loading, devices of saved tensors, and their lifetime."""
+"""Cases of state dicts and memory: peak and traffic of saving and loading, devices of saved tensors, lifetime."""
 
 from __future__ import annotations
 
@@ -111,3 +111,33 @@ def outlived(lab: Lab, *, form: Form) -> list[str]:
     del state_dict
     gc.collect()
     return [key for key, ref in held.items() if ref() is not None]
+
+
+class Received(TorchDispatchMode):
+    """Mode that counts the bytes of tensors that collectives leave on this rank.
+
+    Objects by which ranks agree are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
+            is_exchange = func.__name__.startswith("alltoall")
+            self.bytes += sum(
+                tensor.nbytes for tensor in received if is_exchange or tensor.is_floating_point()
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(lab: Lab) -> dict[str, int]:
+    """Return the bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
+    set_form(lab.library, lab.model, Form("SHARDED"))
+    with Received() as saving:
+        state_dict = lab.model.state_dict()
+    with Received() as loading:
+        lab.model.load_state_dict(state_dict)
+    return {"saving": saving.bytes, "loading": loading.bytes}

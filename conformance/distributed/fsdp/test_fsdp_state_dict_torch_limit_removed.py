@@ -419,7 +419,7 @@ def test_sharded_state_dicts_move_what_is_held(cpu_twins: Twins, setup: Setup) -
     elements = sum(p.numel() for p in plain) / cpu_twins.world_size + sum(p[0].numel() for p in plain)
     share = int(elements * torch.float32.itemsize)
     cpu_twins.deviate(
-        cases.traffic,
+        memory_cases.traffic,
         setup,
         torch_does=each(lambda value: min(value["saving"], value["loading"]) > share),
         we_do=each(lambda value: all(0 < moved <= share for moved in (value["saving"], value["loading"]))),

@@ -11,72 +11,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.distributed.fsdp.call_judging import (
+    BACKWARD,
+    FORWARD,
+    LOOK,
+    STEP,
+    TRAIN,
+    assert_leaves,
+    draw_program,
+    outcomes_of,
+    played,
+    reported,
+    setting,
+)
 from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks, share_of_examples
-from conformance.distributed.fsdp.traffic import are_at_most, gathers_before_barriers, kind
+from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.traffic import gathers_before_barriers, kind
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
-from conformance.ranks.collective_traces import Collective
-from conformance.strategies.full_sharding import programs
 
 FULL = pytest.mark.profile("full")
-Trace = Sequence[Collective]
-LEAVES = Sharding()
-FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
-TRAIN = (FORWARD, BACKWARD, STEP)
 FLOAT32 = replace(TREE, dtype=torch.float32)
-
-
-def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
-    return UnitCall(method, unit, arguments)
-
-
-def outcomes_of(
-    twins: Twins, library: Library, calls: Sequence[UnitCall], *, sharding: Sharding = LEAVES, **how: Any
-) -> RankOutcomes:
-    return run_on_ranks(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
-
-
-def played(
-    twins: Twins,
-    calls: Sequence[UnitCall],
-    *,
-    names_groups: bool = False,
-    gathers_again: bool = True,
-    **how: Any,
-) -> tuple[list[Trace], list[Trace]]:
-    """Compare the calls. They must send at most as much as torch's. Return the traces of both libraries' ranks.
-
-    Args:
-        names_groups: whether new ranks run the calls, because groups are named by their members, only once each.
-        gathers_again: whether units that stay unsharded after an evaluation may be gathered again in the next forward.
-    """
-    outcomes, traces = [], []
-    for library in (twins.reference, twins.subject):
-        if names_groups:
-            twins.pool.kill()
-        outcomes.append(outcomes_of(twins, library, calls, **how))
-        traces.append([list(trace) for trace in twins.pool.traces])
-    assert_ranks_agree(*outcomes)
-    values_of(outcomes[1])
-    if not are_at_most(traces[1], traces[0]) and gathers_again:
-        # Deviation fully_shard.written_after_evaluation: units kept after an evaluation may be gathered again.
-        outcomes_of(twins, twins.reference, _resharded_after_evaluations(calls), **how)
-        traces[0] = [list(trace) for trace in twins.pool.traces]
-    assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
-    return traces[0], traces[1]
-
-
-def _resharded_after_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:
-    reshards = [setting("reshard", unit) for unit in range(ROOT + 1)]
-    return [step for call in calls for step in ([call, *reshards] if call == LOOK else [call])]
-
-
-def reported(trace: Trace) -> list[str]:
-    return [str(call) for call in trace]
 
 
 @clause("distributed.fsdp.fully_shard.unshard")
@@ -316,26 +274,6 @@ def test_reduction_settings_of_replicas_take_effect(twins: Twins) -> None:
     played(twins, calls, sharding=Sharding(ranks="replicas"))
 
 
-def assert_leaves(
-    twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = LEAVES
-) -> None:
-    """Judge a deviation by other calls on torch's side.
-
-    The result of the first call and the final state of the ranks must equal those of torch's ranks after `like`.
-    """
-
-    def probe(library: Library, calls: Sequence[UnitCall] = calls) -> list[Any]:
-        return [
-            outcome
-            if outcome.raised is not None
-            else replace(outcome, value=[outcome.value["seen"][0]["made"], outcome.value["held"]])
-            for outcome in outcomes_of(twins, library, calls, sharding=sharding)
-        ]
-
-    expected = probe(twins.reference, like)
-    twins.judge(probe, we_do=lambda result: does_as(expected, result))
-
-
 @clause("distributed.fsdp.fully_shard.gathered_in_vain")
 @pytest.mark.deviation("fully_shard.gathered_in_vain")
 @pytest.mark.world_sizes(fewest=2)
@@ -476,12 +414,6 @@ def test_units_kept_by_the_user_are_gathered_once_for_evaluations(twins: Twins) 
     unshards = [setting("unshard", unit) for unit in range(ROOT + 1)]
     calls = (*unshards, LOOK, LOOK, LOOK, *TRAIN)
     played(twins, calls, sharding=Sharding(reshard_after_forward=False), gathers_again=False)
-
-
-def draw_program(twins: Twins, data: st.DataObject) -> tuple[Sharding, list[UnitCall]]:
-    # On a single rank, torch divides twice: test_divide_factor_applies_once_on_single_rank.
-    factors = (1.0, 2.0, 3.0) if twins.world_size > 1 else (1.0,)
-    return data.draw(programs(twins.reference.distributed.fsdp.FSDPModule, factors))
 
 
 @clause("distributed.fsdp.fully_shard.any_order")

@@ -10,18 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp import finalization_cases as cases
+from conformance.distributed.fsdp.call_judging import LOOK, TRAIN, draw_program, outcomes_of, played, setting
 from conformance.distributed.fsdp.fully_shard_calls import UnitCall
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.fully_shard_judging import Sites
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.test_fully_shard_calls import (
-    LOOK,
-    TRAIN,
-    draw_program,
-    outcomes_of,
-    played,
-    setting,
-)
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as

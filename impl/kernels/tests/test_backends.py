@@ -2,12 +2,6 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impl import kernels
-from impl.kernels import TensorList, _dispatch
-from impl.kernels._table import CHUNK, chunk_table
+from impl.kernels import TensorList
+from impl.kernels._table import CHUNK
 from impl.kernels.tests.calls import (
     VIEWS,
     CallResult,
@@ -422,25 +416,6 @@ def test_default_device_does_not_matter(backend):
         assert by(backend, norm_elsewhere_by_default, tensors) == pytest.approx(norm, rel=1e-6)
 
 
-@many
-@given(
-    st.lists(st.sampled_from(EDGES) | st.integers(0, 4 * CHUNK), min_size=1, max_size=6),
-    st.sampled_from(DTYPES),
-)
-def test_chunks_cover_every_element_once(sizes, dtype):
-    tensors = [torch.empty(n, dtype=dtype) for n in sizes]
-    table = chunk_table(TensorList(tensors))
-    assert table is not None
-    assert table.chunks == len(table.rows)
-    width = tensors[0].element_size()
-    covered = sorted((address, address + count * width) for address, count, _, _ in table.rows.tolist())
-    want = sorted((t.data_ptr() + at * width, t.data_ptr() + min(at + CHUNK, t.numel()) * width)
-                  for t in tensors for at in range(0, t.numel(), CHUNK))  # fmt: skip
-    assert covered == want
-    assert table.dtype is dtype
-    assert all(aligned == (address % 16 == 0) for address, _, _, aligned in table.rows.tolist())
-
-
 @pytest.mark.parametrize("chunks", [1, 8191, 8192, 8193, 30_000])
 def test_partials_of_many_chunks_are_combined_by_one_program(chunks):
     partials = torch.rand(chunks, generator=torch.Generator().manual_seed(chunks), dtype=torch.float64)
@@ -452,15 +427,6 @@ def test_partials_of_many_chunks_are_combined_by_one_program(chunks):
     for p in combined:
         assert math.isnan(the_interpreter().call(norm_of_partials, partials, p)[0])
     assert the_interpreter().call(norm_of_partials, partials.nan_to_num(math.inf), 2.0) == (math.inf, 1.0)
-
-
-def test_tensors_that_share_memory_take_no_table():
-    buffer = torch.ones(100)
-    assert chunk_table(TensorList([buffer[:60], buffer[40:]])) is None
-    assert chunk_table(TensorList([buffer, buffer])) is None
-    assert chunk_table(TensorList([buffer[::2]])) is None
-    assert chunk_table(TensorList([buffer[:1].expand(5)])) is None
-    assert chunk_table(TensorList([buffer[:50], buffer[50:]])) is not None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -505,72 +471,3 @@ def test_shared_code_never_reads_on_host(backend):
             guarded([2.0]), guarded([0], dtype=torch.int32), guarded([0.0]), 2.0, 0.5, 3, 1.0
         )
     assert [g.as_subclass(torch.Tensor).tolist() for g in grads] == [[pytest.approx(0.9354143), 1.0], [1.0]]
-
-
-@pytest.mark.parametrize("p", [2.0, math.inf])
-def test_compiled_code_takes_torchs_operators(p):
-    def norm_of(tensors):
-        return kernels.total_norm(TensorList(tensors), p)
-
-    compiled = torch.compile(norm_of, fullgraph=True, backend="eager")
-    tensors = [torch.randn(5), torch.randn(3)]
-    assert torch.equal(compiled(tensors), torch.nn.utils.get_total_norm(tensors, p))
-
-
-def test_unknown_backend_raises():
-    with pytest.raises(ValueError, match="no kernel backend 'fast'"), kernels.backend("fast"):
-        pass
-
-
-def test_failing_triton_falls_back_to_torch_with_one_warning():
-    """Triton fails at its first launch, like on a machine without a C compiler. A meta tensor has no memory."""
-    pytest.importorskip("triton")
-    tensor = SimpleNamespace(device=torch.device("meta"), is_cuda=True, is_cpu=False)
-    _dispatch._warn_without_triton.cache_clear()
-    with pytest.warns(
-        UserWarning, match="Triton cannot launch a kernel on meta .*; it needs a driver"
-    ) as warned:
-        assert [_dispatch._fastest("auto", tensor) for _ in range(3)] == ["torch"] * 3
-    assert len(warned) == 1
-    with pytest.raises(RuntimeError, match="'triton' but Triton cannot launch a kernel on meta"):
-        _dispatch._fastest("triton", tensor)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("Failed to find C compiler"), FileNotFoundError("gcc")])
-def test_failure_text_names_error_of_first_launch(monkeypatch, error):
-    def launch_scale(*_):
-        raise error
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setitem(sys.modules, "impl.kernels._triton.scale", SimpleNamespace(launch_scale=launch_scale))
-    why_not = _dispatch._failure_of_a_launch.__wrapped__(torch.device("cpu"))
-    assert f"({type(error).__name__}: {error})" in why_not
-
-
-def test_out_of_memory_launch_is_retried(monkeypatch):
-    failing = Mock(side_effect=[RuntimeError("Triton Error [CUDA]: out of memory"), True])
-    monkeypatch.setitem(sys.modules, "impl.kernels._triton.scale", SimpleNamespace(launch_scale=failing))
-    monkeypatch.setattr(_dispatch, "_failure_of_a_launch", cache(_dispatch._failure_of_a_launch.__wrapped__))
-    monkeypatch.setattr(_dispatch, "_has_triton", lambda: True)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        _dispatch._reason_against_triton(torch.device("meta"))
-    assert _dispatch._reason_against_triton(torch.device("meta")) is None
-
-
-def test_triton_on_the_cpu_wants_the_interpreter(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), kernels.backend("triton"):
-        kernels.scale_(TensorList([torch.ones(2)]), torch.tensor(2.0))
-
-
-def test_environment_variable_sets_backend():
-    program = (
-        "import torch; from impl.kernels import TensorList; from impl.kernels._dispatch import dispatch_for as of; "
-        "print(of(TensorList([torch.ones(1)])).backend)"
-    )
-    for name, backend in (("torch", "torch"), ("cpu_blocked", "cpu_blocked"), ("auto", "cpu_blocked")):
-        done = subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, "TANDEM_KERNELS": name}, text=True,
-            capture_output=True, timeout=120, check=True, cwd=Path(__file__).parents[3],
-        )  # fmt: skip
-        assert done.stdout.strip() == backend

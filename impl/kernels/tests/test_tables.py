@@ -20,6 +20,34 @@ _SIZES = st.sampled_from([0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1]) | st.integers(0
 
 
 @settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(_SIZES, min_size=1, max_size=6), dtype=st.sampled_from((*_DTYPES, torch.float64)))
+def test_chunks_cover_every_element_once(sizes: list[int], dtype: torch.dtype) -> None:
+    tensors = [torch.empty(size, dtype=dtype) for size in sizes]
+    table = chunk_table(TensorList(tensors))
+    assert table is not None
+    assert table.chunks == len(table.rows)
+    width = tensors[0].element_size()
+    covered = sorted((address, address + count * width) for address, count, _, _ in table.rows.tolist())
+    expected = sorted(
+        (tensor.data_ptr() + start * width, tensor.data_ptr() + min(start + CHUNK, tensor.numel()) * width)
+        for tensor in tensors
+        for start in range(0, tensor.numel(), CHUNK)
+    )
+    assert covered == expected
+    assert table.dtype is dtype
+    assert all(aligned == (address % 16 == 0) for address, _, _, aligned in table.rows.tolist())
+
+
+def test_tensors_that_share_memory_take_no_table() -> None:
+    buffer = torch.ones(100)
+    assert chunk_table(TensorList([buffer[:60], buffer[40:]])) is None
+    assert chunk_table(TensorList([buffer, buffer])) is None
+    assert chunk_table(TensorList([buffer[::2]])) is None
+    assert chunk_table(TensorList([buffer[:1].expand(5)])) is None
+    assert chunk_table(TensorList([buffer[:50], buffer[50:]])) is not None
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(_SIZES, min_size=1, max_size=4),
     dtypes=st.lists(st.sampled_from(_DTYPES), min_size=2, max_size=5),

@@ -8,8 +8,10 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from impl.optim import capture, explain, release
+from impl.optim._graphs import capture_graph, graphs_for
 from impl.optim.tests import captured_twins as on
 from impl.optim.tests.captured_graphs import (
     DTYPES,
@@ -84,3 +86,22 @@ def test_nothing_grows(device: str) -> None:
     sizes = [objects_after(10) for _ in range(6)]
     assert reported(side).captures == 2 + 2 + 60
     assert max(sizes[3:]) <= max(sizes[:3])
+
+
+def test_graph_survives_graph_of_user(device: str) -> None:
+    """A graph of the user's full step contains the operators instead of our graph."""
+    twins = CapturedTwins("SGD fused momentum", device=device, graph=True)
+    play(twins, settled())
+    graphs = graphs_for(torch.device(device))
+    assert graphs is not None
+    user_graphs = [
+        capture_graph(graphs, functools.partial(on.step, side)) for side in (twins.plain, twins.captured)
+    ]
+    assert reported(twins.captured).reason == "the user is capturing the step in another graph"
+    for _ in range(2):
+        for graph in user_graphs:
+            graph.replay()
+        assert on.snapshot(twins.plain.params) == on.snapshot(twins.captured.params)
+    play(twins, settled(1))
+    assert reported(twins.captured).replayed
+    assert reported(twins.captured).captures == 1

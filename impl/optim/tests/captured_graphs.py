@@ -6,7 +6,6 @@ On the simulated one each test has a schedule of its own, and may show no hazard
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import zlib
 from collections.abc import Callable, Generator
@@ -410,25 +409,6 @@ def test_steps_that_must_be_seen_are_eager(device: str) -> None:
         play(twins, settled())
     assert reported(twins.captured).reason.startswith("a TorchDispatchMode is active, ")
     step_until_replayed(twins)
-
-
-def test_graph_survives_graph_of_user(device: str) -> None:
-    """A graph of the user's full step contains the operators instead of our graph."""
-    twins = CapturedTwins("SGD fused momentum", device=device, graph=True)
-    play(twins, settled())
-    graphs = graphs_for(torch.device(device))
-    assert graphs is not None
-    user_graphs = [
-        capture_graph(graphs, functools.partial(on.step, side)) for side in (twins.plain, twins.captured)
-    ]
-    assert reported(twins.captured).reason == "the user is capturing the step in another graph"
-    for _ in range(2):
-        for graph in user_graphs:
-            graph.replay()
-        assert on.snapshot(twins.plain.params) == on.snapshot(twins.captured.params)
-    play(twins, settled(1))
-    assert reported(twins.captured).replayed
-    assert reported(twins.captured).captures == 1
 
 
 # Changes without a new capture
