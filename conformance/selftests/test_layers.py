@@ -97,6 +97,10 @@ EXCEPTIONS = {
         "impl.distributed.fsdp._comm.desync.entered_collectives",
         "asks torch for a name known at run time",
     ): "the dtype that another rank names",
+    (
+        "impl.nn.utils._dtensors",
+        "imports impl.nn.utils._dtensor_norm in a function",
+    ): "DTensor takes half a second to import, and a DTensor exists by then",
     ("impl.kernels._dispatch", "imports impl.kernels._triton.scale in a function"): _OPTIONAL,
     ("impl.kernels.checked_norm", "imports impl.kernels._triton.norm in a function"): _OPTIONAL,
     ("impl.kernels.clamp", "imports impl.kernels._triton.clamp in a function"): _OPTIONAL,
