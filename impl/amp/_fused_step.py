@@ -29,7 +29,7 @@ from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
 from impl.kernels import StepNumbers, TensorList, concat, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
-from impl.optim._fused_updates import NoFusedUpdate, step_by, updates_of
+from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, shardings_of
 from impl.optim._step_checks import check_step
 
@@ -126,18 +126,19 @@ def fused_step(
                 grads_of = [(update.params, update.grads) for update in updates]
                 norm, local_found_inf, global_found_inf, numbers = _joint_norm_and_found_inf(step, grads_of)
                 if numbers is not None:
-                    step_by(optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken)
-                    return FusedStepResult(numbers.norm, local_found_inf, global_found_inf, None)
+                    served = step_by(optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken)
+                    return FusedStepResult(numbers.norm, local_found_inf, global_found_inf, None, served)
                 inv_scale = kernels.inverse(scale) if scale is not None and known_found_inf is None else None
                 if inv_scale is not None and options.norm_type != 0:
                     norm = (norm * to_device(inv_scale, norm.device)).to(norm.dtype)
                 flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
                 found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
+                served: list[Served] = []
                 if not found_inf:
                     factor = _grad_factor(options, norm, inv_scale)
-                    step_by(optimizer, updates, factor, flag if found_inf is None else None)
+                    served = step_by(optimizer, updates, factor, flag if found_inf is None else None)
                 taken = None if found_inf is None else not found_inf
-                return FusedStepResult(norm, local_found_inf, global_found_inf, taken)
+                return FusedStepResult(norm, local_found_inf, global_found_inf, taken, served)
         except NoFusedUpdate as error:
             has_peers = bool(step.shardings) or (scaler._has_peers and scale is not None)
             if has_peers and error.is_of_this_rank:
@@ -146,10 +147,11 @@ def fused_step(
                     f"no fused step of this optimizer on this rank, since {error}; call unscale_, clip_grad_norm_, "
                     "step and update instead, on all ranks"
                 ) from None
-        return _step_by_optimizer(step)
+            served = served_by_optimizer(params, error)
+        return _step_by_optimizer(step, served)
 
 
-def _step_by_optimizer(step: _Step) -> FusedStepResult:
+def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult:
     """Unscale and clip the gradients in place, then call `optimizer.step()`."""
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
     with _upcast_grads(step.params, options.low_precision_params):
@@ -174,10 +176,10 @@ def _step_by_optimizer(step: _Step) -> FusedStepResult:
             for batch in kernels.foreach_slices(copies):
                 torch._foreach_copy_(copies[batch], step.params[batch])
     if step.scale is None:
-        return FusedStepResult(norm, {}, {}, taken)
+        return FusedStepResult(norm, {}, {}, taken, served)
     check_results = scaler._check_results.of(optimizer)
     local_found_inf = check_results.local_found_inf or {}
-    return FusedStepResult(norm, local_found_inf, scaler._found_inf_per_device(optimizer), taken)
+    return FusedStepResult(norm, local_found_inf, scaler._found_inf_per_device(optimizer), taken, served)
 
 
 def _dense_values(grad: Tensor) -> list[Tensor]:

@@ -191,7 +191,7 @@ def _report_of_rank(
 def _nonfinite_gradients(optimizer: torch.optim.Optimizer, rank: int) -> list[tuple[int, NonfiniteGradient]]:
     names: dict[torch.device, list[tuple[int, str]]] = {}
     grads: dict[torch.device, list[Tensor]] = {}
-    for index, (name, param) in enumerate(_named_params(optimizer)):
+    for index, (name, param) in enumerate(named_params(optimizer)):
         if param.grad is not None:
             values = _values(param.grad)
             names.setdefault(values.device, []).append((index, name))
@@ -212,7 +212,8 @@ def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return next((grad for param in params if (grad := getattr(param, "grad", None)) is not None), None)
 
 
-def _named_params(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+def named_params(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """Return the optimizer's parameters with the names that it knows, or else with group, index and shape."""
     named: list[tuple[str, Tensor]] = []
     for g, group in enumerate(optimizer.param_groups):
         names: Any = group.get("param_names")

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from impl.optim._fused_updates import Served
+
 Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 for inf or nan
 
 
@@ -79,6 +81,7 @@ class FusedStepResult:
     local_found_inf: Found  # flags of this process's gradients
     global_found_inf: Found  # flags of all processes, which decide
     taken: bool | None  # unknown to the host if None
+    served: Sequence[Served]  # empty if the host has skipped all updates
 
 
 @dataclass(slots=True)
@@ -91,11 +94,13 @@ class CheckResults:
     taken: bool | None = None  # the last step's outcome, unknown to the host if None
     # Copies that hold the checked gradients of parameters without a gradient.
     low_precision_params: Sequence[Tensor] = ()
+    served: Sequence[Served] = ()  # backends of the last fused step that the host did not skip
 
     def record_fused_step(self, result: FusedStepResult, low_precision_params: Sequence[Tensor]) -> None:
         self.checked = self.stepped = result.global_found_inf
         self.local_found_inf, self.taken = result.local_found_inf, result.taken
         self.low_precision_params = low_precision_params
+        self.served = result.served or self.served
 
     def last_check(self) -> Found:
         """Return the flags of the last check, or raise if there was none."""

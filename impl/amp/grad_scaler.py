@@ -16,6 +16,7 @@ from impl import kernels
 from impl.amp import _fused_step, _gradients, _loss_scale
 from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
+from impl.amp._explanation import FusedStepExplanation, explanation_of
 from impl.amp._gradients import NonfiniteGradient
 from impl.amp._loss_scale import SMALLEST_SCALE, MinScaleMonitor
 from impl.amp._opt_state import (
@@ -69,7 +70,8 @@ class GradScaler:
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and its warning, float16 and bfloat16 losses are scaled
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
-        gradients raise. New: `fused_step`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
+        gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`,
+        `nonfinite_parameters`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -240,8 +242,8 @@ class GradScaler:
 
         It gives the same result as `unscale_`, `clip_grad_norm_`, `step` and `update`. Adam, AdamW, SGD and Adagrad of
         `torch.optim` take a fused update, and `.grad` stays scaled and unclipped. For other optimizers `.grad` is
-        unscaled and clipped in place, then `optimizer.step()` is called. `docs/fused-step.md` has the details and
-        exceptions.
+        unscaled and clipped in place, then `optimizer.step()` is called. `explain` says which, and
+        `docs/fused-step.md` has the details and exceptions.
 
         Args:
             optimizer: the norm is taken over all its gradients. Off the CPU, its hooks and schedulers see a step even
@@ -278,7 +280,9 @@ class GradScaler:
         check_has_param_groups(optimizer)
         options = _fused_step.FusedStepOptions(float(max_norm), float(norm_type), tuple(low_precision_params))
         if not self._enabled:
-            return _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None).norm
+            step_result = _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None)
+            self._check_results.of(optimizer).served = step_result.served
+            return step_result.norm
         scale, _ = self._init_and_get_scale("fused_step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
         stepped = next_stage(stage, "step")
@@ -361,6 +365,36 @@ class GradScaler:
         Sync: one, or none if `step` has synchronised already.
         """
         return self._check_results.of(optimizer).step_was_taken() if self._enabled else True
+
+    def explain(self, optimizer: _Optimizer) -> FusedStepExplanation:
+        """Return which backend has updated each parameter in the last `fused_step`, and the reason for a slower one.
+
+        `print` shows one line for each reason. Steps that the host has skipped are ignored.
+
+        Returns:
+            `parameters`: name, backend and reason of each parameter of this rank, in the optimizer's order. `is_fused`:
+            whether no parameter was left to `optimizer.step()`.
+        Raises:
+            TypeError: `optimizer` has no `param_groups`.
+            RuntimeError: this scaler has taken no fused step of the optimizer yet.
+        Sync: none. Collectives: none.
+
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.RMSprop(layer.named_parameters(), lr=0.5)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(layer(torch.ones(2)).sum()).backward()
+        >>> norm = scaler.fused_step(optimizer)
+        >>> print(scaler.explain(optimizer))
+        optimizer: weight, bias, because RMSprop has no fused update
+        """
+        check_has_param_groups(optimizer)
+        served = self._check_results.of(optimizer).served
+        if not served:
+            raise RuntimeError(
+                "this scaler has taken no fused step of this optimizer; call fused_step(optimizer) before "
+                "explain(optimizer)"
+            )
+        return explanation_of(optimizer, served)
 
     def nonfinite_parameters(self, optimizer: _Optimizer) -> list[NonfiniteGradient]:
         """Return the parameters whose gradients hold inf or nan, with the rank and the number of such elements.

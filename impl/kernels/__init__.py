@@ -43,7 +43,7 @@ from impl.kernels._spans import is_profiled, span
 from impl.kernels._storage_order import OVERLAP, match_layout, overlaps_itself
 from impl.kernels.checked_norm import StepNumbers, checked_norm, nonfinite_flag, step_numbers
 from impl.kernels.clamp import clamp_
-from impl.kernels.fused_step import fused_step_
+from impl.kernels.fused_step import UpdateBackend, fused_step_
 from impl.kernels.norm import total_norm
 from impl.kernels.rules import RULES, AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import clip_, clip_coefficient, scale_
@@ -65,6 +65,7 @@ __all__ = [
     "SGDRule",
     "StepNumbers",
     "TensorList",
+    "UpdateBackend",
     "are_on",
     "backend",
     "checked_norm",

@@ -65,6 +65,7 @@ class Dispatch(NamedTuple):
     backend: _Chosen
     dtypes: set[torch.dtype]  # dtypes of the tensors
     is_eager: bool  # whether addresses, and on the CPU values, may be read
+    reason: str = ""  # reason for "torch"
 
 
 def requested_backend() -> str:
@@ -81,26 +82,32 @@ def dispatch_for(tensors: TensorList) -> Dispatch:
     representatives = tensors.representatives
     dtypes = {t.dtype for t in representatives}
     if not is_eager(representatives):
-        return Dispatch("torch", dtypes, is_eager=False)
+        return Dispatch("torch", dtypes, False, "tensor subclasses, or traced or transformed code")
     requested = _requested.get()
-    if requested == "torch" or not dtypes <= KERNEL_DTYPES:
-        return Dispatch("torch", dtypes, is_eager=True)
-    return Dispatch(_fastest(requested, representatives[0]), dtypes, is_eager=True)
+    if requested == "torch":
+        return Dispatch("torch", dtypes, True, "the backend 'torch' was requested")
+    if not dtypes <= KERNEL_DTYPES:
+        return Dispatch("torch", dtypes, True, "a dtype that no kernel supports")
+    chosen, reason = _fastest(requested, representatives[0])
+    return Dispatch(chosen, dtypes, True, reason)
 
 
-def _fastest(requested: str, tensor: Tensor) -> _Chosen:
+def _fastest(requested: str, tensor: Tensor) -> tuple[_Chosen, str]:
+    """Return the fastest backend that was requested, and the reason if it is "torch"."""
     if requested == "triton" or (tensor.is_cuda and requested != "cpu_blocked" and _has_triton()):
         # A captured graph would outlive the table of addresses that a Triton launch reads.
         if is_capturing(tensor.device):
-            return "torch"
+            return "torch", "a graph is captured"
         reason = _reason_against_triton(tensor.device)
         if reason is None:
-            return "triton"
+            return "triton", ""
         if requested == "triton":
             raise RuntimeError(f"the kernel backend is 'triton' but {reason}, or ask for 'auto'")
         _warn_without_triton(reason)
-        return "torch"
-    return "cpu_blocked" if tensor.is_cpu else "torch"
+        return "torch", reason
+    if tensor.is_cpu:
+        return "cpu_blocked", ""
+    return "torch", "no kernel runs on this type of device without a request for 'triton'"
 
 
 def cpu_library(tensors: TensorList | None = None) -> NativeLibrary | None:

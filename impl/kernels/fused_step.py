@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,22 @@ from impl.kernels._storage_order import match_layout
 from impl.kernels.rules import Rule
 
 
+class UpdateBackend(NamedTuple):
+    """The backend that has done an update, and the reason for a slower one than the fastest of the device."""
+
+    name: Literal["triton", "native", "cpu_blocked", "torch"]
+    reason: str = ""
+
+
+_TRITON, _NATIVE = UpdateBackend("triton"), UpdateBackend("native")
+_NO_LIBRARY = UpdateBackend("cpu_blocked", "the CPU library was not built, or not requested")
+_NOT_IN_LIBRARY = UpdateBackend(
+    "cpu_blocked", "the CPU library does not support the memory layout or the dtypes"
+)
+_NOT_IN_TRITON = "Triton's kernels do not support the memory layout, or float64 parameters"
+_UNKNOWN_FLAG = "only the device knows whether the step is taken"
+
+
 @no_grad_fast
 def fused_step_(
     rule: Rule,
@@ -32,7 +49,7 @@ def fused_step_(
     grads: TensorList,
     factor: Tensor,
     found_inf: Tensor | None = None,
-) -> None:
+) -> UpdateBackend:
     """Update parameters and states by `rule` from gradients times `factor`.
 
     Args:
@@ -46,6 +63,8 @@ def fused_step_(
         found_inf: f32, 0-dim, on the same device. If it is 1.0, nothing is changed. None means that it is known to be
             0.0.
 
+    Returns:
+        The backend that has done the update.
     Sync: none. Collectives: none.
     """
     dispatch = dispatch_for(TensorList([parameters.params[0], *grads.representatives]))
@@ -53,16 +72,21 @@ def fused_step_(
         from impl.kernels._triton.fused_step import launch_fused_step  # noqa: PLC0415  optional, and slow to import
 
         if launch_fused_step(rule, parameters, grads, factor, found_inf):
-            return
+            return _TRITON
     if dispatch.backend == "cpu_blocked" and found_inf is None:
         library = cpu_library()
-        if library is None or not fused_step(library, rule, parameters.memory, grads, factor):
-            _step_cpu_blocked(rule, parameters, grads.tensors, factor)
-    elif changes_in_turn(parameters.written(), dispatch):
+        if library is not None and fused_step(library, rule, parameters.memory, grads, factor):
+            return _NATIVE
+        _step_cpu_blocked(rule, parameters, grads.tensors, factor)
+        return _NO_LIBRARY if library is None else _NOT_IN_LIBRARY
+    if changes_in_turn(parameters.written(), dispatch):
         for index, grad in enumerate(grads.tensors):
             _step_by_torch(rule, parameters.at(index), [grad], factor, found_inf)
     else:
         _step_by_torch(rule, parameters, grads.tensors, factor, found_inf)
+    if dispatch.backend == "torch":
+        return UpdateBackend("torch", dispatch.reason)
+    return UpdateBackend("torch", _NOT_IN_TRITON if dispatch.backend == "triton" else _UNKNOWN_FLAG)
 
 
 def _step_by_torch(

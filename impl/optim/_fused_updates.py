@@ -6,13 +6,13 @@ settings `foreach`, `fused` and `capturable` do not matter.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +28,7 @@ from impl.kernels import (
     Parameters,
     Rule,
     TensorList,
+    UpdateBackend,
     fused_step_,
     list_layout,
     match_layout,
@@ -48,10 +49,21 @@ _RULE_OF: dict[type[Optimizer], type[Rule]] = {cls: rule for rule in RULES for c
 class NoFusedUpdate(Exception):
     """Raised if an optimizer, or one of its tensors, has no fused update. The message is the reason."""
 
-    def __init__(self, reason: str, is_of_this_rank: bool = True) -> None:
+    def __init__(
+        self, reason: str, is_of_this_rank: bool = True, by_param: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__(reason)
+        self.by_param = by_param or {}  # reasons by `id` of a parameter, if they are in parameters
         # Whether the reason is in this rank's shards, so that other ranks may have a fused update.
         self.is_of_this_rank = is_of_this_rank
+
+
+class Served(NamedTuple):
+    """Parameters that one backend has updated."""
+
+    params: Sequence[Tensor]  # the optimizer's own tensors
+    backend: str  # name of an `UpdateBackend`, or "optimizer" for its `step`
+    reason: str  # reason for a slower backend, or ""
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Update:
 
     def apply(
         self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None, taken: Tensor | None
-    ) -> None:
+    ) -> UpdateBackend | None:
         """Step with gradients times `factor`, unless `found_inf` is 1.0. None means that it is known to be 0.0.
 
         Args:
@@ -76,6 +88,8 @@ class Update:
             factor, found_inf: on any device.
             taken: 1 - `found_inf`, if the caller has it: f32, 0-dim, on the parameters' device.
 
+        Returns:
+            The backend, or None if the host has found out that the step is skipped.
         Sync: one in the first step of momentum with `dampening`, if only the device knows whether it is taken.
         """
         factor = to_device(factor, self.bucket.device)
@@ -84,7 +98,7 @@ class Update:
         if self.unfilled and not is_flag_enough:
             assert found_inf is not None
             if found_inf.item():
-                return
+                return None
             found_inf = None
         # Without dampening, momentum of zeros becomes the gradient, or stays zeros if the step is skipped.
         settings = self.rule.settings_of(self.group)
@@ -93,12 +107,13 @@ class Update:
         rule = self.rule(**settings)
         counters = self.bucket.counters
         counters.advance(taken)
-        fused_step_(rule, self.parameters, self.grads, factor, found_inf)
+        backend = fused_step_(rule, self.parameters, self.grads, factor, found_inf)
         if found_inf is not None and taken is None:
             counters.undo_advance(found_inf)
         if self.unfilled:
             for param, momentum in zip(self.params, self.parameters.states[0], strict=True):
                 optimizer.state[param][self.rule.LATE_STATE] = momentum
+        return backend
 
 
 def has_fused_update(optimizer: Optimizer) -> bool:
@@ -148,14 +163,21 @@ def step_by(
     factor: Tensor,
     found_inf: Tensor | None,
     taken: Tensor | None = None,
-) -> None:
-    """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step."""
+) -> list[Served]:
+    """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step.
+
+    Returns:
+        The backend of each update. An update that the host has skipped is left out.
+    """
+    served: list[Served] = []
 
     def update_group(group: dict[str, Any], *lists: list[object]) -> object:
         """Apply the group's updates instead of `_init_group`, and leave `step` nothing to do."""
         for update in updates:
             if update.group is group:
-                update.apply(optimizer, factor, found_inf, taken)
+                backend = update.apply(optimizer, factor, found_inf, taken)
+                if backend is not None:
+                    served.append(Served(update.params, *backend))
         return _RULE_OF[type(optimizer)].NOTHING_LEFT
 
     attributes: Any = optimizer
@@ -168,6 +190,16 @@ def step_by(
             del attributes._init_group
         else:
             attributes._init_group = previous
+    return served
+
+
+def served_by_optimizer(params: Sequence[Tensor], error: NoFusedUpdate) -> list[Served]:
+    """Return that `optimizer.step()` updates all parameters, each with its own reason or else the first one."""
+    params = [param for param in params if param.grad is not None]
+    if not error.by_param:
+        return [Served(params, "optimizer", str(error))]
+    others = f"another parameter has no fused update: {error}"
+    return [Served([param], "optimizer", error.by_param.get(id(param), others)) for param in params]
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
@@ -288,8 +320,10 @@ _lists_of: WeakKeyDictionary[Optimizer, _Lists] = WeakKeyDictionary()
 def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
     """Move step counters to the device and dtype of fused updates. Return whether one was moved."""
     steps: list[Any] = bucket.counters.steps
-    if not all(isinstance(step, Tensor) for step in steps):
-        raise NoFusedUpdate("a step counter is a number, not a tensor")
+    _check_params(
+        (param, None if isinstance(step, Tensor) else "its step counter is a number, not a tensor")
+        for param, step in zip(bucket.params, steps, strict=False)
+    )
     misplaced = [
         param
         for param, step in zip(bucket.params, bucket.counters.steps, strict=False)
@@ -304,10 +338,24 @@ def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
 def _local_gradients(bucket: Bucket) -> list[Tensor]:
     if type(bucket.params[0]) in PLAIN_TYPES and PLAIN_TYPES.issuperset(map(type, bucket.grads)):
         return [*bucket.grads]
-    for param, grad in zip(bucket.params, bucket.grads, strict=True):
-        if getattr(param, "placements", None) != getattr(grad, "placements", None):
-            raise NoFusedUpdate("a gradient is sharded differently from its parameter")
+    _check_params(
+        (param, _objection_to_placements(param, grad))
+        for param, grad in zip(bucket.params, bucket.grads, strict=True)
+    )
     return [local_part(grad) for grad in bucket.grads]
+
+
+def _objection_to_placements(param: Tensor, grad: Tensor) -> str | None:
+    if getattr(param, "placements", None) != getattr(grad, "placements", None):
+        return "its gradient is sharded differently"
+    return None
+
+
+def _check_params(objections: Iterable[tuple[Tensor, str | None]]) -> None:
+    """Raise NoFusedUpdate with all objections, if there is one to a parameter."""
+    by_param = {id(param): objection for param, objection in objections if objection is not None}
+    if by_param:
+        raise NoFusedUpdate(next(iter(by_param.values())), by_param=by_param)
 
 
 def _low_precision_params(params: Sequence[Tensor], copies: Mapping[int, Tensor]) -> list[Tensor]:
@@ -327,32 +375,39 @@ def _prepare(
         bucket.counters.steps,
         copies,
     )
-    for index, param in enumerate(parameters.params):
-        param_and_states = [param, *(state[index] for state in parameters.states)]
-        _check_memory(param_and_states, grads[index], copies[index] if copies else None)
+    _check_params(
+        (
+            param,
+            _objection_to_memory(
+                [parameters.params[index], *(state[index] for state in parameters.states)],
+                grads[index],
+                copies[index] if copies else None,
+            ),
+        )
+        for index, param in enumerate(params)
+    )
     return parameters
 
 
-def _check_memory(param_and_states: list[Tensor], grad: Tensor, copy: Tensor | None) -> None:
-    """Raise for tensors that the update's kernels, which use addresses, would read or write wrongly."""
+def _objection_to_memory(param_and_states: list[Tensor], grad: Tensor, copy: Tensor | None) -> str | None:
+    """Return why the update's kernels, which use addresses, would read or write a tensor wrongly, or None."""
     param = param_and_states[0]
     for tensor in (*param_and_states, grad, *([] if copy is None else [copy])):
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            raise NoFusedUpdate(f"it holds a {type(tensor).__name__} with layout {tensor.layout}")
+            return f"it holds a {type(tensor).__name__} with layout {tensor.layout}"
         if tensor.device != param.device:
-            raise NoFusedUpdate(f"a tensor on {tensor.device} belongs to a parameter on {param.device}")
+            return f"a tensor on {tensor.device} belongs to a parameter on {param.device}"
         if tensor.dtype not in KERNEL_DTYPES:
-            raise NoFusedUpdate(f"it holds a tensor of {tensor.dtype}")
+            return f"it holds a tensor of {tensor.dtype}"
         if tensor is not grad and tensor.is_neg():
-            raise NoFusedUpdate("it holds a view with its negative bit set")
+            return "it holds a view with its negative bit set"
         if tensor.shape != param.shape:
-            raise NoFusedUpdate(
-                f"a tensor of shape {tuple(tensor.shape)} belongs to a parameter of {tuple(param.shape)}"
-            )
+            return f"a tensor of shape {tuple(tensor.shape)} belongs to a parameter of {tuple(param.shape)}"
     if not torch.ops.aten.is_non_overlapping_and_dense(param):
-        raise NoFusedUpdate("a parameter has gaps, or elements that share memory")
+        return "a parameter has gaps, or elements that share memory"
     for tensor in (*param_and_states[1:], *([] if copy is None else [copy])):
         if tensor.stride() != param.stride() and not (tensor.is_contiguous() and param.is_contiguous()):
-            raise NoFusedUpdate("a state has another memory layout than its parameter")
+            return "a state has another memory layout than its parameter"
     if any(tensor.dtype is not param.dtype for tensor in param_and_states):
-        raise NoFusedUpdate("a state has another dtype than its parameter")
+        return "a state has another dtype than its parameter"
+    return None

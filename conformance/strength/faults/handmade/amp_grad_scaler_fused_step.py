@@ -67,6 +67,28 @@ def other_gradients(optimizer: Any, change: Callable[[torch.Tensor], torch.Tenso
             parameter.grad = grad
 
 
+# --- explanation
+
+
+def _explained_as_fused(whole: type) -> type:
+    def explain(original: Any, self: Any, optimizer: Any) -> Any:
+        explanation = original(self, optimizer)
+        first = next(entry for entry in explanation.parameters if entry[1] != "none")
+        alike = [(name, "native", first[2]) for name, *_ in explanation.parameters]
+        return mock.Mock(parameters=tuple(alike), is_fused=True)
+
+    return in_method("explain", explain)(whole) if hasattr(whole, "explain") else subclass(whole, {})
+
+
+register_fault(
+    "fused_step.explained_as_fused",
+    "amp.GradScaler",
+    says="explain reports a fused update of all parameters",
+    part="amp.GradScaler.step",
+    wants="explain",
+)(_explained_as_fused)
+
+
 # --- norm and clipping
 
 
