@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl.distributed.fsdp._engine.phase import FORWARDS
 from impl.distributed.fsdp._engine.streams import DeviceEvent
 from impl.distributed.fsdp._engine.unit import Unit
-from impl.distributed.fsdp._fully_shard.cures import add_cure, check_loaded_params, note_unsharded_values
+from impl.distributed.fsdp._fully_shard.cures import add_cure
 from impl.distributed.fsdp._fully_shard.finalization import finalize, set_manual_finalization
 from impl.distributed.fsdp._fully_shard.group_settings import (
     check_all_sharded,
@@ -533,23 +533,6 @@ class FSDPModule(_BaseForTypeCheckers):
             self._state.abandon_forward()
             add_cure(self, error)
             raise
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load DTensors with the module's own method. Its errors get a note on how to load unsharded tensors.
-
-        Raises:
-            RuntimeError: raised by torch. A note names the unsharded tensors.
-            TypeError: unsharded tensors were assigned with `assign=True`. The parameters stay sharded.
-        """
-        try:
-            result = super().load_state_dict(*args, **kwargs)
-        except RuntimeError as error:
-            state_dict = kwargs.get("state_dict", args[0] if args else None)
-            if isinstance(state_dict, Mapping):
-                note_unsharded_values(self, state_dict, error)
-            raise
-        check_loaded_params(self, self._groups(recurse=True))
-        return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients. First end a failed backward, in which modules have parameters that are not stepped."""

@@ -3,53 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from impl.distributed.fsdp._fully_shard.module_state import state_of
-from impl.distributed.fsdp._layout.per_param import DTensorGroup
+from impl.distributed.fsdp._fully_shard.module_state import MIXED_TENSORS, state_of
 from impl.distributed.fsdp._params.param_group import describe_names
-
-_MIXED = "mixed torch.Tensor and DTensor"
-_LOAD_UNSHARDED = (
-    "load unsharded tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-    "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them"
-)
-
-
-def note_unsharded_values(module: nn.Module, state_dict: Mapping[str, Any], error: Exception) -> None:
-    """Name the unsharded values for sharded parameters in a note on the error of a load."""
-    names = [
-        name
-        for name, param in module.named_parameters(remove_duplicate=False)
-        if isinstance(param, DTensor) and _is_unsharded(state_dict.get(name))
-    ]
-    if names:
-        error.add_note(
-            f"{describe_names(names)}: unsharded in the state dict, but sharded in the model; {_LOAD_UNSHARDED}"
-        )
-
-
-def _is_unsharded(value: object) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor)
-
-
-def check_loaded_params(module: nn.Module, groups: Iterable[DTensorGroup]) -> None:
-    """Register sharded parameters again if a load has assigned unsharded ones.
-
-    Raises:
-        TypeError: the load has assigned unsharded tensors.
-    """
-    names = {id(param): name for name, param in module.named_parameters(remove_duplicate=False)}
-    unsharded = [param for group in groups for param in group.replace_unsharded()]
-    if unsharded:
-        described = describe_names([names.get(id(param), "a parameter") for param in unsharded])
-        raise TypeError(
-            f"{described}: sharded, but the state dict has unsharded tensors to assign; {_LOAD_UNSHARDED}"
-        )
 
 
 def add_cure(module: nn.Module, error: BaseException) -> None:
@@ -64,7 +23,7 @@ def add_cure(module: nn.Module, error: BaseException) -> None:
             f"buffers on the meta device: {describe_names(on_meta)}; call to_empty(device=...) of their modules and "
             "fill them, as reset_parameters() does"
         )
-    elif inner and _MIXED in text and not _is_raised_inside(inner, error):
+    elif inner and MIXED_TENSORS in text and not _is_raised_inside(inner, error):
         has_attention = any(isinstance(child, nn.MultiheadAttention) for child in module.modules())
         example = ", like MultiheadAttention those of out_proj" if has_attention else ""
         error.add_note(

@@ -17,12 +17,19 @@ from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext, che
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.nested import Inputs, cast_floats, cast_inputs, move_inputs, tensors_in
+from impl.distributed.fsdp._params.param_group import describe_names
 from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import dynamo_disable
 
 _STATE = "_tandem_fsdp_state"  # attribute of a module
+MIXED_TENSORS = "mixed torch.Tensor and DTensor"  # text in errors of DTensors
+_LOAD_UNSHARDED = (
+    "The state dict has unsharded tensors for sharded parameters. Load them by "
+    "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+    "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them."
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class ModuleState:
         # Only the root's state has one, after its first forward.
         self.own_root: Root | None = None
         self._inner: Sequence[ModuleState] = ()  # states of the root's inner units
+        # Prefix and error texts of the last load of each module with parameters of the unit.
+        self._loads: dict[nn.Module, tuple[str, list[str]]] = {}
         for module in modules:
             vars(module)[_STATE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -71,6 +80,7 @@ class ModuleState:
         for owner in owners:
             owner.register_state_dict_pre_hook(self._before_save)
             owner.register_load_state_dict_pre_hook(self._before_load)
+            owner.register_load_state_dict_post_hook(self._after_load)
 
     def share_with(
         self, param: ShardedParam, locations: tuple[ParamLocation, ...], sharer: ModuleState
@@ -98,12 +108,31 @@ class ModuleState:
         self.reshard()
 
     def _before_load(
-        self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+        self,
+        owner: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        _strict: bool,
+        _missing_keys: list[str],
+        _unexpected_keys: list[str],
+        errors: list[str],
     ) -> None:
         self.reshard()
+        self._loads[owner] = prefix, errors
         assigned = metadata.get("assign_to_params_buffers", False)
         for group in self.groups:
             group.record_load(owner, state_dict, prefix, assigned=assigned)
+
+    def _after_load(self, owner: nn.Module, _: object) -> None:
+        """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""
+        prefix, errors = self._loads.pop(owner)
+        attributes = [name for group in self.groups for name in group.restore_sharded(owner)]
+        if attributes:
+            names = describe_names([prefix + attribute for attribute in attributes])
+            errors.append(f"{names}: sharded in the model, but unsharded in the state dict to assign.")
+        if _LOAD_UNSHARDED not in errors and (attributes or any(MIXED_TENSORS in text for text in errors)):
+            errors.insert(0, _LOAD_UNSHARDED)
 
     def reshard(self) -> None:
         """Register the shards in the modules. Keep gathered parameters that were not used yet."""

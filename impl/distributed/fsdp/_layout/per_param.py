@@ -176,17 +176,22 @@ class DTensorGroup:
             "parameter.copy_(value) under torch.no_grad()"
         )
 
-    def replace_unsharded(self) -> list[nn.Parameter]:
-        """Register the sharded parameters again if the user has assigned unsharded ones, and return these."""
-        tensors, unsharded = list(self._own_tensors()), list[nn.Parameter]()
-        for index, tensor in self._registration.replacements_of(tensors):
-            if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
-                unsharded.append(tensor)
-            elif isinstance(tensor, nn.Parameter):
-                tensors[index] = tensor
-        if unsharded:
-            self._registration.register(tensors)
-        return unsharded
+    def restore_sharded(self, module: nn.Module) -> list[str]:
+        """Register sharded parameters again that a load has replaced in `module` by unsharded ones.
+
+        Return the attributes that had them.
+        """
+        pairs = zip(self.params, self._own_tensors(), strict=True)
+        places = [
+            (place, own) for param, own in pairs for place in param.info.locations if place.module is module
+        ]
+        attributes: list[str] = []
+        for place, own in places:
+            now = getattr(module, place.attribute, None)
+            if now is not own and isinstance(now, nn.Parameter) and not isinstance(now, DTensor):
+                setattr(module, place.attribute, own)
+                attributes.append(place.attribute)
+        return attributes
 
     def _own_tensors(self) -> Sequence[nn.Parameter]:
         """Return the tensors that modules have now unless the user replaced them."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -31,16 +32,26 @@ def test_complex_flat_parameter_is_named() -> None:
     assert note.startswith("weight has torch.complex64; pass it in ignored_states")
 
 
-def test_load_of_unsharded_tensors_names_function_that_shards_them() -> None:
-    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2, bias=False)))
-    with pytest.raises(RuntimeError, match="got mixed torch") as caught:
-        model.load_state_dict({name: torch.ones(param.shape) for name, param in model.named_parameters()})
-    (note,) = caught.value.__notes__
-    assert note.startswith("0.weight, 0.bias, 1.weight: unsharded in the state dict")
-    assert "set_model_state_dict(" in note
+@pytest.mark.parametrize("is_outer_sharded", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_load_of_unsharded_tensors_names_function_that_shards_them(
+    is_outer_sharded: bool, assign: bool
+) -> None:
+    model = nn.Sequential(fully_shard(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    if is_outer_sharded:
+        fully_shard(model)
+    whole = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
+    before = [param for param in model.parameters() if isinstance(param, DTensor)]
+    with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for") as caught:
+        model.load_state_dict(whole, assign=assign)
+    text = str(caught.value)
+    assert text.count("set_model_state_dict(") == 1
+    assert ("got mixed torch" in text) is not assign
+    assert [name in text for name in whole] == [True, True, is_outer_sharded, is_outer_sharded]
+    assert [param for param in model.parameters() if isinstance(param, DTensor)] == before
     with pytest.raises(RuntimeError, match="Missing key") as caught:
-        model.load_state_dict({})
-    assert not hasattr(caught.value, "__notes__")
+        model.load_state_dict({}, assign=assign)
+    assert "set_model_state_dict(" not in str(caught.value)
 
 
 def test_forward_with_buffer_on_meta_names_buffer() -> None:

@@ -114,16 +114,6 @@ def test_no_sync_of_the_modules_own_class_is_kept() -> None:
     assert fully_shard(Own(2, 2)).no_sync() == "own"
 
 
-def test_load_state_dict_passes_other_arguments_on() -> None:
-    class Own(nn.Linear):
-        def load_state_dict(self, path: str = "default") -> str:  # type: ignore[override]
-            return path
-
-    model: Any = fully_shard(Own(2, 2))
-    assert model.load_state_dict() == "default"
-    assert model.load_state_dict(path="other") == "other"
-
-
 def test_partial_gradients_that_were_zeroed_are_complete_again() -> None:
     options = {"use_orig_params": True, "device_id": torch.device("cpu")}
     layers = _TwoLayers()
