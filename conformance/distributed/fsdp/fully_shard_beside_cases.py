@@ -276,46 +276,69 @@ def transformed(site: Site, how: str) -> dict[str, Any]:
     return {"made": result.detach(), "held": held(model)}
 
 
-def written_after_evaluation(site: Site, how: str, is_listed_before: bool = True) -> list[torch.Tensor]:
+class _Generating(nn.Sequential):
+    """Model with a method that disables gradients."""
+
+    @torch.no_grad()
+    def generate(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.forward(batch)
+
+
+def _generating(site: Site, shards: bool) -> Any:
+    """Return a model, sharded as two units that stay unsharded after forward, or not sharded."""
+    model: Any = _Generating(*blocks(2)).to(site.rank.device)
+    if shards:
+        site.shard(model[0], reshard_after_forward=False)
+        site.shard(model, reshard_after_forward=False)
+        site.fsdp.register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def _evaluate(model: Any, batch: torch.Tensor, method: str) -> torch.Tensor:
+    if method == "generate":
+        return model.generate(batch)
+    with torch.no_grad():
+        return model(batch)
+
+
+def written_after_evaluation(
+    site: Site, how: str, method: str = "forward", is_listed_before: bool = True
+) -> list[torch.Tensor]:
     """Evaluate before and after a write to the parameters: a sharded model, then the same model without sharding.
 
     Args:
+        method: `generate` disables gradients itself.
         is_listed_before: the parameters are listed before the first evaluation. Otherwise they are listed after it, and
             the units are resharded after the write.
     """
     outputs: list[torch.Tensor] = []
     for shards in (True, False):
-        model = blocks(2).to(site.rank.device)
-        if shards:
-            site.shard_children(model, reshard_after_forward=False)
+        model = _generating(site, shards)
         params = list(model.parameters())
         batch = batch_of(site, 0)
+        outputs.append(_evaluate(model, batch, method))
+        if not is_listed_before:
+            params = list(model.parameters())
         with torch.no_grad():
-            outputs.append(model(batch))
-            if not is_listed_before:
-                params = list(model.parameters())
             targets = [torch.zeros_like(param) for param in params]
             if how == "foreach":
                 torch._foreach_lerp_(params, targets, 0.5)
             else:
                 for param, target in zip(params, targets, strict=True):
                     param.data.copy_(target)
-            if not is_listed_before:
-                reshard_all(model)
-            outputs.append(model(batch))
+        if not is_listed_before:
+            reshard_all(model)
+        outputs.append(_evaluate(model, batch, method))
     return outputs
 
 
-def optimizer_made_after_evaluation(site: Site) -> list[torch.Tensor]:
+def optimizer_made_after_evaluation(site: Site, method: str) -> list[torch.Tensor]:
     """Train two steps with an optimizer made after an evaluation: a sharded model, then one without sharding."""
     weights: list[torch.Tensor] = []
     for shards in (True, False):
-        model = blocks(2).to(site.rank.device)
-        if shards:
-            site.shard_children(model, reshard_after_forward=False)
+        model = _generating(site, shards)
         batch = torch.ones_like(batch_of(site, 0))  # equal on all ranks
-        with torch.no_grad():
-            model(batch)
+        _evaluate(model, batch, method)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
             model(batch).square().mean().backward()
@@ -324,6 +347,21 @@ def optimizer_made_after_evaluation(site: Site) -> list[torch.Tensor]:
         with torch.no_grad():
             weights.append(model(batch))
     return weights
+
+
+def unsharded_through_evaluation(site: Site, **options: bool) -> list[dict[str, str]]:
+    """Return what the root registers after it was unsharded, after an evaluation and after a write and another one."""
+    model = site.shard(blocks(2).to(site.rank.device), **options)
+    written = next(model.parameters())
+    observed: list[dict[str, str]] = []
+    model.unshard()
+    observed.append(registered(model))
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch_of(site, 0))
+            observed.append(registered(model))
+            written.mul_(2)
+    return observed
 
 
 class _Headed(nn.Module):

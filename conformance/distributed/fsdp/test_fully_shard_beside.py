@@ -363,11 +363,13 @@ def test_states_are_put_together(sites: Sites, flat: bool, offloads: bool) -> No
 
 @clause("distributed.fsdp.fully_shard.written_after_evaluation")
 @pytest.mark.deviation("fully_shard.written_after_evaluation")
+@pytest.mark.parametrize("method", ["forward", "generate"])
 @pytest.mark.parametrize("how", ["foreach", "data"])
-def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str) -> None:
+def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str, method: str) -> None:
     sites.deviate(
         cases.written_after_evaluation,
         how=how,
+        method=method,
         torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
         we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
     )
@@ -375,20 +377,30 @@ def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str) 
 
 @clause("distributed.fsdp.fully_shard.written_after_evaluation")
 @pytest.mark.deviation("fully_shard.optimizer_made_after_evaluation")
-def test_optimizer_made_after_evaluation_trains(sites: Sites) -> None:
+@pytest.mark.parametrize("method", ["forward", "generate"])
+def test_optimizer_made_after_evaluation_trains(sites: Sites, method: str) -> None:
     sites.deviate(
         cases.optimizer_made_after_evaluation,
+        method=method,
         we_do=each(lambda outputs: does_as(outputs[1], outputs[0])),
     )
 
 
 @clause("distributed.fsdp.fully_shard.written_after_evaluation")
 @pytest.mark.deviation("fully_shard.written_after_evaluation")
-def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(sites: Sites) -> None:
+@pytest.mark.parametrize("method", ["forward", "generate"])
+def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(sites: Sites, method: str) -> None:
     sites.deviate(
         cases.written_after_evaluation,
         how="data",
+        method=method,
         is_listed_before=False,
         torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
         we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
     )
+
+
+@clause("distributed.fsdp.fully_shard.unshard")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
+def test_unsharded_root_outlives_evaluation(sites: Sites, options: dict[str, bool]) -> None:
+    sites.agree(cases.unsharded_through_evaluation, **options)

@@ -262,9 +262,9 @@ class FSDPModule(_BaseForTypeCheckers):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module, and of the earlier calls whose parameters it shares.
 
-        Evaluations without gradients gather a unit again, because writes to `parameter.data`, or by `torch._foreach`
-        operators to DTensors, cannot be detected. The exception is a unit that stays unsharded
-        (`reshard_after_forward=False`) and was gathered by this method. Call `reshard` before such writes to it.
+        A unit that stays unsharded after forward is resharded after an evaluation, because writes to `parameter.data`,
+        or by `torch._foreach` operators to DTensors, cannot be detected. The exception is a unit that was gathered by
+        this method. Call `reshard` before such writes to it.
 
         Sync: over gloo the host waits, also with `async_op`, until all ranks have reached a gather that never followed
             its predecessor before; torch's call returns at once.

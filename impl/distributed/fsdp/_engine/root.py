@@ -262,8 +262,13 @@ class Root:
             self._end_step()  # no backward will end it
 
     def reshard_after_evaluation(self) -> None:
-        """Reshard the units after the outermost forward without gradients."""
-        if self.is_idle() and not torch.is_grad_enabled():
+        """Reshard the units after an outermost forward that was called without gradients, or that left no backward.
+
+        A method of the model may disable gradients itself.
+        """
+        if not self.is_idle():
+            return
+        if not (torch.is_grad_enabled() and any(unit.awaits_backward for unit in self.units)):
             for unit in self.units:
                 unit.reshard_after_evaluation()
 

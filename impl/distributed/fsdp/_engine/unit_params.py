@@ -29,7 +29,10 @@ class GatherState:
     dtypes: list[torch.dtype]  # dtype of each group
     event: torch.Event | None  # end of the all-gathers, None once COMPUTE has waited for it
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
-    is_kept_by_user: bool = False  # the user reshards the unit before writing to its parameters
+    # The user has gathered the unit, and reshards it before writing to its parameters.
+    is_kept_by_user: bool = False
+    # An evaluation begins while the unit is kept for a backward. A write since then may be unnoticed.
+    may_be_stale: bool = False
 
 
 class UnitParams(Generic[Group_co]):
@@ -83,12 +86,8 @@ class UnitParams(Generic[Group_co]):
         module = self._module()
         return module is not None and not module.training
 
-    def gather_on_request(self, *, is_kept: bool) -> None:
-        """Gather the parameters on the user's request, if they are not unsharded.
-
-        Args:
-            is_kept: only the user reshards them.
-        """
+    def gather_on_request(self) -> None:
+        """Gather the parameters on the user's request, if they are not unsharded."""
         if not self.param_groups:
             return
         if not self.is_unsharded:
@@ -96,7 +95,7 @@ class UnitParams(Generic[Group_co]):
                 make_gather_wait_for_compute(self.root.streams)
             self.gather()
         if self._gathered is not None:
-            self._gathered.is_kept_by_user = is_kept
+            self._gathered.is_kept_by_user = True
 
     def prefetch(self) -> None:
         """Gather the parameters for a forward or backward that comes next, if they are sharded."""
@@ -119,9 +118,10 @@ class UnitParams(Generic[Group_co]):
         dtypes = [self._dtype_now(group) for group in self.param_groups]
         if root.is_in_backward:
             self._wait_for_writes(dtypes)
-        gathered, is_kept = self._gathered, False
+        gathered, is_kept, is_kept_by_user = self._gathered, False, False
         if gathered is not None:
-            is_kept = gathered.dtypes == dtypes
+            is_kept_by_user = gathered.is_kept_by_user
+            is_kept = gathered.dtypes == dtypes and not gathered.may_be_stale
             if is_kept and not any(changed) and self._shards_are_as_gathered(gathered):
                 return
             self.reshard()
@@ -129,7 +129,8 @@ class UnitParams(Generic[Group_co]):
         with span("FSDP::all_gather", self.name, root.streams.on(StreamRole.GATHER)):
             for group, dtype in zip(self.param_groups, dtypes, strict=True):
                 gather(group, dtype, self.name, is_kept=is_kept)
-        self._gathered = GatherState(dtypes, root.streams.record(StreamRole.GATHER))
+        event = root.streams.record(StreamRole.GATHER)
+        self._gathered = GatherState(dtypes, event, is_kept_by_user=is_kept_by_user)
 
     def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
         """Make GATHER wait for COMPUTE if shards were written to since they were last gathered, in the forward.

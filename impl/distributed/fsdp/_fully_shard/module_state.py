@@ -156,9 +156,7 @@ class ModuleState:
         """All-gather this unit and the units whose parameters it shares."""
         for state in (self, *self.param_owners):
             state.ensure_shared()
-            options = [group.options for group in state.groups]
-            is_kept = all(option.reshards_after_forward is False for option in options)
-            state.unit.gather_on_request(is_kept=is_kept)
+            state.unit.gather_on_request()
 
     def show_unsharded(self) -> None:
         """Register the parameters that the user requested to gather."""
