@@ -46,6 +46,7 @@ def as_without_sharding(
 @each_wrapping
 @any_of(
     written_cases.exchanged_in_place,
+    written_cases.exchanged_after_forward,
     written_cases.exchanged_by_memory,
     written_cases.from_a_vector,
     written_cases.memory_while_unsharded,

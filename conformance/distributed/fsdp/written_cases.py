@@ -84,6 +84,15 @@ def exchanged_in_place(trainer: WritingTrainer) -> list[torch.Tensor]:
     return [*outputs, trainer.output()]
 
 
+def exchanged_after_forward(trainer: WritingTrainer) -> list[torch.Tensor]:
+    """Exchange the values in place for an evaluation, after a forward without a backward. Then run a backward."""
+    trainer.loss(0)
+    outputs = exchanged_in_place(trainer)
+    trainer.backward(1)
+    trainer.step()
+    return [*outputs, trainer.output()]
+
+
 def exchanged_by_memory(trainer: WritingTrainer) -> list[torch.Tensor]:
     """Assign other memory to `.data`, evaluate, and assign the former memory."""
     parameters = list(trainer.model.parameters())

@@ -209,6 +209,14 @@ class Unit(UnitParams[Group_co]):
             if not self.awaits_backward:
                 self.reshard()
 
+    def gather_for_evaluation(self) -> None:
+        """Make the evaluation that begins gather parameters that are kept for a backward, unless the user keeps them.
+
+        A forward whose backward never comes keeps them, too.
+        """
+        if self._gathered is not None and self.awaits_backward and not self._gathered.is_kept_by_user:
+            self._gathered.may_be_stale = True
+
     def reshard_after_evaluation(self) -> None:
         """Reshard, unless a backward reads the parameters first or the user keeps them.
 
