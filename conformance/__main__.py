@@ -3,10 +3,11 @@
     tandem-judge your.package                         everything that it exposes, in the profile quick
     tandem-judge your.package nn.utils.clip_grad      one area, one clause, or all clauses that begin so
     tandem-judge your.package 'conformance/…::test'   one test, as the replay commands of a report name it
+    tandem-judge your.package --since old/report.json also what broke, was fixed or is new
     python -m conformance your.package                the same as the first
 
 The package is imported as usual, or from the current folder. Exit codes: 0 green, 1 red, 2 invalid input (a bad option,
-a bad claims file, or a package that cannot be imported).
+a bad claims file, or a package that cannot be imported). With --since, 1 means that something broke.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +28,7 @@ from conformance.cli.running import Stop
 from conformance.cli.terminal import print_broken, print_verdict, progress_on
 from conformance.judge.clauses import HERE
 from conformance.report import conclude
+from conformance.report.baseline import compare, exit_code_since, read_report, sentences
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -47,11 +50,15 @@ def _judge(parsed: argparse.Namespace, out: Path, is_replay: bool) -> int:
         if is_replay:
             console.print(tail(out), markup=False, highlight=False, soft_wrap=True)
         print_broken(console, report)
-        return conclude(
+        changes = compare(parsed.earlier, report) if parsed.earlier else None
+        lines = sentences(changes, most=20) if changes else []
+        report["baseline"] = asdict(changes) if changes else None
+        code = conclude(
             report,
             out,
-            lambda report: print_verdict(console, report, None if is_replay else out),
+            lambda report: print_verdict(console, report, None if is_replay else out, lines),
         )
+        return exit_code_since(changes, report) if changes else code
 
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
@@ -63,10 +70,18 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("what", nargs="*", help="clauses, beginnings of clauses, or tests (default: all)")
     options.add_judging(parser)
+    parser.add_argument(
+        "--since",
+        type=options.file,
+        metavar="REPORT.JSON",
+        help="an earlier report; fail only for what broke",
+    )
     parser.add_argument("-n", type=options.workers, default="auto", help="processes (default: one per core)")
-    parsed = parser.parse_args(words)
+    parsed = parser.parse_intermixed_args(words)
     try:
         chosen_tests(parsed.what, parsed.subject)
+        # The run may overwrite the earlier report.
+        parsed.earlier = read_report(Path(parsed.since)) if parsed.since else None
     except ValueError as error:
         parser.error(str(error))
     return parsed

@@ -89,7 +89,7 @@ def of_gate(describes: str | None) -> argparse.ArgumentParser:
 
 
 def subject(text: str) -> str:
-    """Check the name of a package, which may have a fault (`torch+clip_grad.no_clip`)."""
+    """Check the name of a package, which may have a fault (`torch+clip_grad.dtensor_local_norm`)."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\+\S+)?", text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not the name of a package, such as impl, torch or your.package"

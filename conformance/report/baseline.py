@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.judge.judgement import RED
+from conformance.judge.results import BAD_INPUT
 
 _REQUIRED = ("verdict", "subject", "profile", "began", "environment", "clauses", "tests")
 
@@ -99,6 +100,16 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
         slower=[pace for pace in paces if pace.now[0] > pace.was[2]],
         faster=[pace for pace in paces if pace.now[2] < pace.was[0]],
     )
+
+
+def exit_code_since(comparison: BaselineComparison, report: dict[str, Any]) -> int:
+    """Return the exit code of a run that only has to be as good as the earlier one.
+
+    It is 2 if the input is invalid, 1 if something broke or the run ended early, else 0.
+    """
+    if report.get("bad_input"):
+        return BAD_INPUT
+    return int(bool(comparison.broke or report.get("ended_early")))
 
 
 def sentences(comparison: BaselineComparison, most: int = 3) -> list[str]:

@@ -17,7 +17,7 @@ pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml 
 from conformance.cli import gate
 from conformance.judge.judgement import RED
 from conformance.report import write_page
-from conformance.report.baseline import BaselineComparison, compare, read_report, sentences
+from conformance.report.baseline import BaselineComparison, compare, exit_code_since, read_report, sentences
 from conformance.report.matrix import SEVERITY
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
 from conformance.strength.faults.kill_matrix import Kill, Kills, write_kills
@@ -61,6 +61,22 @@ def test_each_test_is_reported_once_and_only_if_it_changed(then: dict[str, str],
 
     expected = {name: kind_of(name) for name in then.keys() | now.keys()}
     assert kinds == {name: kind for name, kind in expected.items() if kind}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "more", "code"),
+    [
+        ("failed", "failed", {}, 0),
+        ("passed", "known", {}, 0),
+        ("passed", "failed", {}, 1),
+        ("passed", "hang", {}, 1),
+        ("passed", "passed", {"ended_early": ["stopped"]}, 1),
+        ("passed", "passed", {"bad_input": ["no package"]}, 2),
+    ],
+)
+def test_exit_code_since_earlier_run(then: str, now: str, more: dict[str, Any], code: int) -> None:
+    old, new = (a_report(judged(outcome, nodeid="a")) for outcome in (then, now))
+    assert exit_code_since(compare(old, new), new | more) == code
 
 
 def test_changes_are_reported_by_clause_and_own_tests_by_name() -> None:

@@ -131,6 +131,12 @@ def test_wheel_judges_from_any_folder(programs: Path, folder: Path) -> None:
     assert "1 failed" in again.stdout
     assert json.loads((folder / "report" / "report.json").read_text()) == report
 
+    since = run(
+        programs / "tandem-judge", "their.scaling", "--since", "report/report.json", *words[1:], cwd=folder
+    )
+    assert (since.returncode, "RED" in since.stdout) == (0, True), since.stdout + since.stderr
+    assert "compared with the baseline (their.scaling" in since.stdout
+
 
 def outcomes(folder: Path) -> dict[str, str]:
     tests = json.loads((folder / "report.json").read_text())["tests"]
