@@ -116,6 +116,12 @@ def _step_was_taken(device: str) -> Call:
     return lambda: scaler.step_was_taken(optimizer)
 
 
+def _explain(device: str) -> Call:
+    data, scaler = _data(device), scaler_of("impl", device)
+    scaler.fused_step(data.optimizer)
+    return lambda: str(scaler.explain(data.optimizer))
+
+
 def _settings_of_scaler(device: str) -> Call:
     state = scaler_of("impl", device).state_dict()
 
@@ -296,6 +302,7 @@ CASES = [
     WaitCase("four calls, one tensor", (*_methods(_SCALER, *_OF_FOUR_CALLS), *_CLIP), _four_calls(_OPERATORS)),
     WaitCase("four calls, infinity norm", _CLIP, _four_calls(_KERNELS, torch.inf)),
     WaitCase("step_was_taken", _methods(_SCALER, "step_was_taken"), _step_was_taken),
+    WaitCase("explain", _methods(_SCALER, "explain"), _explain),
     WaitCase("GradScaler's settings", (_SCALER, *_methods(_SCALER, *_OF_SETTINGS)), _settings_of_scaler),
     WaitCase(
         "norm, then clip", ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_"), _norm_then_clip
