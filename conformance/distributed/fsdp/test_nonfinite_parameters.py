@@ -44,10 +44,12 @@ def test_every_rank_names_parameters_of_all_ranks(
 @pytest.mark.world_sizes(fewest=2)
 def test_plain_parameters_are_named_for_all_ranks_of_sharded_scaler(twins: Twins) -> None:
     """A plain GradScaler, which knows no other ranks, names those of its own rank."""
-    for scaler, is_joint in ((SCALER, True), ("amp.GradScaler", False)):
-        reports = twins.values(cases.entries, scaler=scaler, layout="plain", bad_ranks=(1,), how="unscale_")
+    for scaler, more in ((SCALER, {}), (SCALER, {"has_group": True}), ("amp.GradScaler", {})):
+        reports = twins.values(
+            cases.entries, scaler=scaler, layout="plain", bad_ranks=(1,), how="unscale_", **more
+        )
         for report in reports:
-            assert report[1] == by_parameter(reports if is_joint else [report])
+            assert report[1] == by_parameter(reports if scaler == SCALER else [report])
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.nonfinite_parameters.error_on_every_rank")
