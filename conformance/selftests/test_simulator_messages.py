@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -228,6 +231,29 @@ def test_pipelines_of_torch_have_one_result(tmp_path: Path) -> None:
     assert "in its own order, exit status 0, 24 tensors saved" in report, report
     assert "0 of 5 schedules change the result; 0 hazards" in report, report
     assert status == 0
+
+
+_SAME_SCHEDULE = """
+import sys
+from conformance.simulator import enable
+from conformance.simulator.script import Script, import_shared, run
+
+enable(devices=2)
+script = Script(sys.argv[1], ("ScheduleInterleaved1F1B",), ranks=2)
+import_shared(script)
+print(len({tuple(course.digests) for course in run(script, [0] * 12, jobs=4)}), "courses")
+"""
+
+
+@pytest.mark.profile("full")
+def test_pipeline_takes_one_course_for_one_seed(tmp_path: Path) -> None:
+    """The thread of a backward frees tensors late. The more processes share the cores, the later it does so."""
+    words = (sys.executable, "-c", _SAME_SCHEDULE, str(PIPELINES))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False, timeout=480
+    )
+    assert ended.stdout == "1 courses\n", ended.stdout + ended.stderr
 
 
 def test_activations_overwritten_before_they_are_sent_are_found(tmp_path: Path) -> None:

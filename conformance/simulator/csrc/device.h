@@ -99,6 +99,10 @@ using OpenedBy = std::shared_ptr<PyObject>;  // a frame
 OpenedBy opened_by_caller();                  // the frame of the generator that is running; null if it is a function
 bool has_ended(const OpenedBy& frame);        // whether the generator has ended, by return or exception
 
+// -- backwards.cpp: the threads of autograd, which run the backwards of the devices
+void be_host();  // from here on this thread is the one that starts backwards
+void meet_backwards(int device);  // of a thread that uses the device: wait for what a backward left to free
+
 // -- threads.cpp: the runtime's lock, and the device and streams that are a thread's current ones
 class Lock {  // nobody waits for it, or holds it, with the interpreter's lock
  public:

@@ -475,6 +475,7 @@ void watch_for_held_up_host() {
 }
 
 void set_schedule(uint64_t seed, int rank) {
+  be_host();
   Lock lock;
   auto& r = runtime();
   constexpr uint64_t kFixed = 4;

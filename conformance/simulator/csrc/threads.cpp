@@ -11,13 +11,16 @@ using Mutex = std::recursive_mutex;
 static int devices = 1;
 static thread_local c10::DeviceIndex thread_device = 0;
 static thread_local std::map<int, int64_t> thread_streams;
+static thread_local int thread_locks = 0;
 
 Lock::Lock() {
   if (Py_IsInitialized() && PyGILState_Check()) thread_ = PyEval_SaveThread();
+  if (thread_locks++ == 0) meet_backwards(thread_device);
   only<Mutex>().lock();
 }
 Lock::~Lock() {
   only<Mutex>().unlock();
+  thread_locks--;
   if (thread_ != nullptr) PyEval_RestoreThread(thread_);
 }
 void nap(std::chrono::microseconds time) {
