@@ -46,7 +46,7 @@ def played(
 
     Args:
         names_groups: whether new ranks run the calls, because groups are named by their members, only once each.
-        gathers_again: whether units that stay unsharded after an evaluation may be gathered again in the next forward.
+        gathers_again: whether an evaluation may gather units that are unsharded, and whether what follows it may too.
     """
     outcomes, traces = [], []
     for library in (twins.reference, twins.subject):
@@ -57,16 +57,16 @@ def played(
     assert_ranks_agree(*outcomes)
     values_of(outcomes[1])
     if not are_at_most(traces[1], traces[0]) and gathers_again:
-        # Deviation fully_shard.written_after_evaluation: units kept after an evaluation may be gathered again.
-        outcomes_of(twins, twins.reference, _resharded_after_evaluations(calls), **how)
+        # Deviation fully_shard.written_after_evaluation: units kept through an evaluation may be gathered again.
+        outcomes_of(twins, twins.reference, _resharded_around_evaluations(calls), **how)
         traces[0] = [list(trace) for trace in twins.pool.traces]
     assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
     return traces[0], traces[1]
 
 
-def _resharded_after_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:
+def _resharded_around_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:
     reshards = [setting("reshard", unit) for unit in range(ROOT + 1)]
-    return [step for call in calls for step in ([call, *reshards] if call == LOOK else [call])]
+    return [step for call in calls for step in ([*reshards, call, *reshards] if call == LOOK else [call])]
 
 
 def reported(trace: Trace) -> list[str]:

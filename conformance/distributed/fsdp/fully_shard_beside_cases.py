@@ -349,6 +349,36 @@ def optimizer_made_after_evaluation(site: Site, method: str) -> list[torch.Tenso
     return weights
 
 
+def exchanged_for_evaluation(site: Site, trains: str) -> list[torch.Tensor]:
+    """Evaluate exchanged weights while parameters are unsharded, and train: a sharded model, then one without sharding.
+
+    Args:
+        trains: "backward" calls the forward before the evaluation. "forward" drops that forward and calls another one.
+            "accumulation" calls both, and units stay unsharded after the first backward.
+    """
+    outputs: list[torch.Tensor] = []
+    for shards in (True, False):
+        model = _generating(site, shards)
+        params, batch = list(model.parameters()), torch.ones_like(batch_of(site, 0))  # equal on all ranks
+        if shards and trains == "accumulation":
+            model.set_reshard_after_backward(False)
+        loss = model(batch).square().mean()
+        if trains == "accumulation":
+            loss.backward()
+        former = [param.detach().clone() for param in params]
+        for param in params:
+            param.data.mul_(0.5)
+        outputs.append(_evaluate(model, batch, "forward"))
+        for param, values in zip(params, former, strict=True):
+            param.data.copy_(values)
+        if trains != "backward":
+            loss = model(batch).square().mean()
+        loss.backward()
+        torch.optim.SGD(params, 0.1).step()
+        outputs.append(_evaluate(model, batch, "forward"))
+    return outputs
+
+
 def unsharded_through_evaluation(site: Site, **options: bool) -> list[dict[str, str]]:
     """Return what the root registers after it was unsharded, after an evaluation and after a write and another one."""
     model = site.shard(blocks(2).to(site.rank.device), **options)

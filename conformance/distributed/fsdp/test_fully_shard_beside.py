@@ -400,6 +400,18 @@ def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(sites: Sit
     )
 
 
+@clause("distributed.fsdp.fully_shard.written_after_evaluation")
+@pytest.mark.deviation("fully_shard.written_after_evaluation")
+@pytest.mark.parametrize("trains", ["backward", "forward", "accumulation"])
+def test_training_goes_on_with_weights_exchanged_for_evaluation(sites: Sites, trains: str) -> None:
+    sites.deviate(
+        cases.exchanged_for_evaluation,
+        trains=trains,
+        torch_does=each(lambda outputs: not torch.equal(outputs[0].values, outputs[2].values)),
+        we_do=each(lambda outputs: does_as(outputs[:2], outputs[2:])),
+    )
+
+
 @clause("distributed.fsdp.fully_shard.unshard")
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
 def test_unsharded_root_outlives_evaluation(sites: Sites, options: dict[str, bool]) -> None:

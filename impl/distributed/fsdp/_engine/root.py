@@ -155,7 +155,7 @@ class Root:
             for group in unit.param_groups:
                 group.gradients.check_optimizers()
             if not torch.is_grad_enabled():
-                unit.gather_for_evaluation()
+                unit.gather_again_if_used()
         self._end_step()
         if self.order.is_long or not any(unit.awaits_backward for unit in self.units):
             self.order.next_iteration()

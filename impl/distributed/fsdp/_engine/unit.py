@@ -209,22 +209,24 @@ class Unit(UnitParams[Group_co]):
             if not self.awaits_backward:
                 self.reshard()
 
-    def gather_for_evaluation(self) -> None:
-        """Make the evaluation that begins gather parameters that are kept for a backward, unless the user keeps them.
+    def gather_again_if_used(self) -> None:
+        """Make the next use of parameters that are unsharded gather them, unless the user keeps them.
 
-        A forward whose backward never comes keeps them, too.
+        Called before an evaluation and after one, because in between the user may exchange the weights for it.
         """
-        if self._gathered is not None and self.awaits_backward and not self._gathered.is_kept_by_user:
+        if self._gathered is not None and not self._gathered.is_kept_by_user:
             self._gathered.may_be_stale = True
 
     def reshard_after_evaluation(self) -> None:
-        """Reshard, unless a backward reads the parameters first or the user keeps them.
+        """Reshard, unless the user keeps the parameters. If a backward reads them first, it gathers them again.
 
         Otherwise a later write to shards might go unnoticed, since a write to `.data`, or by a foreach operator to
         DTensors, increments no version counter. And parameters that the user lists would be unsharded: what is written
         to them is lost, and an optimizer made of them steps nothing.
         """
-        if self._gathered is not None and not (self.awaits_backward or self._gathered.is_kept_by_user):
+        if self.awaits_backward:
+            self.gather_again_if_used()
+        elif self._gathered is not None and not self._gathered.is_kept_by_user:
             self.reshard()
 
     def _prefetch_for_forward(self) -> None:

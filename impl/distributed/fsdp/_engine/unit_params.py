@@ -31,7 +31,7 @@ class GatherState:
     was_prefetched: bool = False  # no forward or backward has used the parameters yet
     # The user has gathered the unit, and reshards it before writing to its parameters.
     is_kept_by_user: bool = False
-    # An evaluation begins while the unit is kept for a backward. A write since then may be unnoticed.
+    # An evaluation began or ended while the unit was unsharded. A write since the gather may be unnoticed.
     may_be_stale: bool = False
 
 
