@@ -126,7 +126,8 @@ class ModuleState:
 
     def _after_load(self, owner: nn.Module, _: object) -> None:
         """Name the unsharded tensors that a load has assigned, and the cure. Keep the sharded parameters."""
-        prefix, errors = self._loads.pop(owner)
+        # A module whose own `_load_from_state_dict` does not call torch's has run no hook before.
+        prefix, errors = self._loads.pop(owner, ("", []))
         attributes = [name for group in self.groups for name in group.restore_sharded(owner)]
         if attributes:
             names = describe_names([prefix + attribute for attribute in attributes])

@@ -54,6 +54,18 @@ def test_load_of_unsharded_tensors_names_function_that_shards_them(
     assert "set_model_state_dict(" not in str(caught.value)
 
 
+def test_module_that_loads_its_parameters_itself_is_loaded() -> None:
+    class Own(nn.Linear):
+        def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+            with torch.no_grad():
+                self.weight.copy_(state_dict[f"{prefix}weight"])
+
+    model = fully_shard(nn.Sequential(Own(2, 2)))
+    doubled = {name: value * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(doubled)
+    assert torch.equal(model.state_dict()["0.weight"].to_local(), doubled["0.weight"].to_local())
+
+
 def test_forward_with_buffer_on_meta_names_buffer() -> None:
     with torch.device("meta"):
         inner = nn.BatchNorm1d(2)
