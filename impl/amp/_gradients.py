@@ -45,7 +45,7 @@ class _Report(NamedTuple):
     """Report of a rank about its own gradients."""
 
     nonfinite: Sequence[tuple[int, NonfiniteGradient]]  # index of the parameter, and its gradient
-    found_inf: bool  # whether the last check found inf or nan
+    has_lost_inf: bool  # the last check found inf or nan, now gone
     failure: str | None = None
 
 
@@ -141,7 +141,8 @@ def nonfinite_parameters(
 
     Raises:
         RuntimeError: the last check found inf or nan, but no gradient holds any now; or another rank raised.
-    Sync: one for each device. Collectives: one `all_gather_object` for each group.
+    Sync: one for each device, and another if no gradient on this rank holds inf or nan. Collectives: one
+        `all_gather_object` for each group, which waits for its ranks.
     """
     rank = _rank_in(groups)
     failure: Exception | None = None
@@ -161,7 +162,7 @@ def nonfinite_parameters(
         if report.failure is not None:
             raise RuntimeError(f"rank {rank} cannot name its gradients with inf or nan: {report.failure}")
     nonfinite = [entry for report in reports.values() for entry in report.nonfinite]
-    if not nonfinite and any(report.found_inf for report in reports.values()):
+    if not nonfinite and any(report.has_lost_inf for report in reports.values()):
         raise RuntimeError(
             "the last check of this optimizer found inf or nan, but none of its gradients holds any now: they were "
             "cleared or overwritten; call nonfinite_parameters(optimizer) after unscale_() or step() and before "
@@ -185,7 +186,7 @@ def _report_of_rank(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     with grads_from_copies(params, low_precision_params):
         nonfinite = _nonfinite_gradients(optimizer, rank)
-    return _Report(nonfinite, any(flag.item() for flag in local_found_inf.values()))
+    return _Report(nonfinite, not nonfinite and any(flag.item() for flag in local_found_inf.values()))
 
 
 def _nonfinite_gradients(optimizer: torch.optim.Optimizer, rank: int) -> list[tuple[int, NonfiniteGradient]]:

@@ -410,7 +410,8 @@ class GradScaler:
             TypeError: `optimizer` has no `param_groups`.
             ValueError: the meshes of DTensors have different ranks, which are not all ranks of the default group.
             RuntimeError: the last check found inf or nan, but those gradients no longer exist; or another rank raised.
-        Sync: one for each device. The gradients are read again, so that training without this call costs nothing.
+        Sync: one for each device, and another if no gradient on this rank holds inf or nan. The gradients are read
+            again, so that training without this call costs nothing.
         Collectives: one `all_gather_object` for each process group that parameters are sharded or replicated over (FSDP
             and DTensors), or one over the default group if some ranks are not in a mesh. None for plain parameters.
 
