@@ -54,13 +54,18 @@ class Recorder:
 
         Args:
             folder: one for each run. It may be shared by the ranks.
-            model: plain, FullyShardedDataParallel or `fully_shard`. Its optimizers' parameters are named by it.
+            model: plain, FullyShardedDataParallel or `fully_shard`, also compiled or with such modules inside. Its
+                optimizers' parameters are named by it.
             scaler: anything with a `state_dict` of numbers.
             precision: lowest dtype in which the run computes, such as autocast's. A comparison uses it to decide
                 whether rounding explains a difference. Default: the dtype of each tensor.
             first_step: number of the first step. A resumed run keeps the records of earlier steps in `folder`.
         """
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._model = _unwrapped(model)
+        # FullyShardedDataParallel of torch or another library, if the model or a module in it is one.
+        self._sharded: Any = next(
+            (m for m in self._model.modules() if hasattr(m, "summon_full_params")), None
+        )
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._scaler = scaler
         self._first_step = first_step
@@ -73,12 +78,12 @@ class Recorder:
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
             # Gradients of flat parameters have no names.
-            "has_gradients": getattr(self._model, "_use_orig_params", True),
+            "has_gradients": getattr(self._sharded, "_use_orig_params", True),
         }
         self._file = Path(folder) / f"rank-{self._rank}.jsonl"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         earlier = self._file.read_text().splitlines()[1:] if first_step and self._file.exists() else []
-        older = [line for line in earlier if json.loads(line)["step"] < first_step]
+        older = [line for line in earlier if line.endswith("}") and json.loads(line)["step"] < first_step]
         self._file.write_text("".join(f"{line}\n" for line in [json.dumps(header), *older]))
 
     def record(self, phase: str, **values: Tensor) -> None:
@@ -101,14 +106,13 @@ class Recorder:
             "phase": phase,
             "tensors": tensors,
             "of_rank": {name: _described(value) for name, value in own.items()},
-            "scaler": self._scaler.state_dict() if self._scaler else {},
+            "scaler": {} if self._scaler is None else self._scaler.state_dict(),
         }
         with self._file.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        is_fsdp = hasattr(self._model, "summon_full_params")
-        with _unsharded(self._model) if is_fsdp else contextlib.nullcontext():
+        with contextlib.nullcontext() if self._sharded is None else self._unsharded():
             for name, parameter in self._model.named_parameters():
                 yield f"parameter {_clean(name)}", parameter
                 if parameter.grad is not None:
@@ -118,26 +122,33 @@ class Recorder:
         names = {parameter: _clean(name) for name, parameter in self._model.named_parameters()}
         for number, optimizer in enumerate(self._optimizers):
             of = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
-            states = _fsdp_states(self._model, optimizer) if is_fsdp else _states(optimizer, names)
+            states = _states(optimizer, names) if self._sharded is None else self._unsharded_states(optimizer)
             for name, state in states:
                 for key, value in state.items():
                     if isinstance(value, int | float | Tensor):
                         yield f"{key} of {name}{of}", torch.as_tensor(value)
+
+    def _unsharded(self) -> contextlib.AbstractContextManager[Any]:
+        has_gradients = self._sharded._use_orig_params
+        return type(self._sharded).summon_full_params(self._model, writeback=False, with_grads=has_gradients)
+
+    def _unsharded_states(self, optimizer: Optimizer) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Return the states of FullyShardedDataParallel, on rank 0."""
+        return type(self._sharded).optim_state_dict(self._model, optimizer)["state"].items()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module in DistributedDataParallel and torch.compile."""
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+        model = inner
+    return model
 
 
 def _states(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(listed):
         yield names.get(parameter, f"parameter {number}"), optimizer.state.get(parameter, {})
-
-
-def _fsdp_states(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the unsharded states of FullyShardedDataParallel, on rank 0."""
-    yield from type(model).optim_state_dict(model, optimizer)["state"].items()
-
-
-def _unsharded(model: Any) -> contextlib.AbstractContextManager[Any]:
-    return type(model).summon_full_params(model, writeback=False, with_grads=model._use_orig_params)
 
 
 def _random_states() -> dict[str, Tensor]:
@@ -205,10 +216,13 @@ def summarize(
     """
     if tensor.device.type not in ("cpu", "cuda"):
         tensor = tensor.cpu()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
         shape = [*shape, 2]
-        indices = indices and [*indices, torch.arange(2)]
+        indices = None if indices is None else [*indices, torch.arange(2)]
     flat = tensor.contiguous().flatten()
     positions = _positions(list(shape), indices, flat.device)
     digest, nonfinite = 0, 0

@@ -70,7 +70,7 @@ class Certificate:
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank-")))
         if not files:
             raise NotComparable(f"{folder} has no certificate: expected files rank-0.jsonl and so on")
-        lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        lines = [[*map(json.loads, _complete_lines(file))] for file in files]
         header = lines[0][0]
         if len(files) != header["world_size"]:
             raise NotComparable(
@@ -82,26 +82,33 @@ class Certificate:
         return cls(folder, header, points)
 
 
+def _complete_lines(file: Path) -> list[str]:
+    text = file.read_text()
+    if not text.endswith("\n"):
+        raise NotComparable(f"{file} is cut off, so its process has probably ended early")
+    return text.splitlines()
+
+
 def _point(folder: Path, key: tuple[int, str], records: list[Mapping[str, Any]]) -> Point:
-    names = dict.fromkeys(name for record in records for name in record["tensors"])
-    tensors = {
-        name: _whole(
-            f"{folder}, step {key[0]}, {key[1]}",
-            name,
-            {
-                rank: record["tensors"][name]
-                for rank, record in enumerate(records)
-                if name in record["tensors"]
-            },
-        )
-        for name in names
-    }
-    of_rank = {
-        f"{name} of rank {rank}": _whole("", name, {rank: entry})
-        for rank, record in enumerate(records)
-        for name, entry in record["of_rank"].items()
-    }
-    return Point(tensors, of_rank, records[0]["scaler"])
+    where = f"{folder}, step {key[0]}, {key[1]}"
+    by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
+    own: dict[str, Whole] = {}
+    for rank, record in enumerate(records):
+        for name, entry in record["tensors"].items():
+            by_name.setdefault(name, {})[rank] = entry
+        for name, entry in record["of_rank"].items():
+            own[f"{name} of rank {rank}"] = _whole(where, name, {rank: entry})
+    for name in [name for name, entries in by_name.items() if _is_buffer_of_rank(name, entries)]:
+        for rank, entry in by_name.pop(name).items():
+            own[f"{name} of rank {rank}"] = _whole(where, name, {rank: entry})
+    tensors = {name: _whole(where, name, entries) for name, entries in by_name.items()}
+    return Point(tensors, own, records[0]["scaler"])
+
+
+def _is_buffer_of_rank(name: str, entries: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether ranks have different values of a buffer, such as the statistics of their own data."""
+    is_plain = all(entry["part"] is None for entry in entries.values())
+    return name.startswith("buffer ") and is_plain and len({entry["hash"] for entry in entries.values()}) > 1
 
 
 def _whole(where: str, name: str, entries: Mapping[int, Mapping[str, Any]]) -> Whole:
@@ -191,8 +198,8 @@ def _differences(first: Certificate, second: Certificate, key: tuple[int, str]) 
     if own and first.header["world_size"] == second.header["world_size"]:
         yield f"{at}: {', '.join(own[:5])} differ"
     if a.scaler != b.scaler:
-        changed = [name for name in a.scaler if a.scaler[name] != b.scaler.get(name)]
-        values = (f"{name} is {a.scaler[name]} and {b.scaler.get(name)}" for name in changed)
+        pairs = {name: (a.scaler.get(name), b.scaler.get(name)) for name in {**a.scaler, **b.scaler}}
+        values = (f"{name} is {left} and {right}" for name, (left, right) in pairs.items() if left != right)
         yield f"{at}: states of the scaler differ: {', '.join(values)}"
 
 
@@ -230,11 +237,15 @@ def _roundings(first: Certificate, second: Certificate, a: Whole, b: Whole) -> t
     dtypes = {a.dtype, b.dtype}
     if a.name.startswith("gradient of "):  # updates compute in the dtypes of their tensors
         dtypes |= {first.header["precision"], second.header["precision"]} - {None}
-    floating = [dtype for dtype in dtypes if getattr(torch, dtype).is_floating_point]
+    floating = [dtype for dtype in dtypes if _is_inexact(getattr(torch, dtype))]
     if (a.shape, a.dtype) != (b.shape, b.dtype) or not floating:
         return math.inf, a.dtype, a.name
     precision = max(floating, key=_eps)
     return a.distance(b) / _eps(precision), precision, a.name
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from conformance.judge.library import load_library
@@ -40,6 +40,7 @@ CONFIG = small_config(
     dim=st.integers(0, 2),
     ranks=st.integers(1, 4),
 )
+@example(shape=[], dtype=torch.complex64, dim=0, ranks=1)
 def test_hashes_and_sketches_of_shards_add_up(
     shape: list[int], dtype: torch.dtype, dim: int, ranks: int
 ) -> None:
@@ -86,6 +87,11 @@ def test_sketch_estimates_norm_of_difference() -> None:
         assert 0.4 < ratio < 2.5
 
 
+def test_sparse_tensor_has_hash_of_dense_one() -> None:
+    tensor = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    assert summarize(tensor.to_sparse(), [2, 2]) == summarize(tensor, [2, 2])
+
+
 @pytest.fixture
 def recorded(ranks: Callable[..., RankPool], tmp_path: Path) -> Callable[..., Certificate]:
     """Train on a number of ranks, and read the certificate."""
@@ -103,6 +109,23 @@ def recorded(ranks: Callable[..., RankPool], tmp_path: Path) -> Callable[..., Ce
 def test_shardings_of_one_world_give_one_certificate(recorded: Callable[..., Certificate]) -> None:
     verdict = certify(recorded(2, "fully_shard"), recorded(2, "FullyShardedDataParallel"))
     assert verdict == Verdict("6 records of 3 steps, 0 to 2", [])
+
+
+@pytest.mark.parametrize("wrapping", ["compiled", "inner"])
+def test_wrapping_leaves_certificate_unchanged(recorded: Callable[..., Certificate], wrapping: str) -> None:
+    runs = [
+        recorded(2, sharding, wrapping=wrapping) for sharding in ("fully_shard", "FullyShardedDataParallel")
+    ]
+    assert [certify(recorded(2, "fully_shard"), run).says for run in runs] == [[], []]
+    gradients = [name for name in runs[1].points[0, "backward"].tensors if name.startswith("gradient of ")]
+    assert len(gradients) == 4
+
+
+def test_statistics_of_ranks_are_compared_by_rank(recorded: Callable[..., Certificate]) -> None:
+    first, second = (recorded(2, "fully_shard", normalizes=True, steps=steps) for steps in (2, 3))
+    assert "buffer 1.running_mean of rank 1" in first.points[0, "backward"].of_rank
+    assert "buffer 1.num_batches_tracked" in first.points[0, "backward"].tensors
+    assert certify(first, second) == Verdict("4 records of 2 steps, 0 to 1", [])
 
 
 def test_other_world_size_differs_by_order_of_sums_only(recorded: Callable[..., Certificate]) -> None:
@@ -136,21 +159,23 @@ def test_resumed_run_gives_certificate_of_uninterrupted_run(tmp_path: Path) -> N
     saved, resumed = tmp_path / "saved", tmp_path / "resumed"
     train(parts, dataclasses.replace(CONFIG, steps=4), corpus, saved, save_every=4, certificate=resumed)
     # Steps after the checkpoint are recorded, lost with the process, and repeated.
-    lost = {"step": 4, "phase": "step", "tensors": {}, "of_rank": {}, "scaler": {}}
+    lost = json.dumps({"step": 4, "phase": "step", "tensors": {}, "of_rank": {}, "scaler": {}})
     with (resumed / "rank-0.jsonl").open("a") as file:
-        file.write(json.dumps(lost) + "\n")
+        file.write(f"{lost}\n{lost[:20]}")
     train(parts, CONFIG, corpus, saved, certificate=resumed)
     whole = Certificate.read(tmp_path / "whole")
     assert certify(whole, Certificate.read(resumed)) == Verdict("12 records of 6 steps, 0 to 5", [])
     assert len(whole.points) == 12
 
 
-def step_recorded(folder: Path, scale: float = 1.0, **options: object) -> None:
+def step_recorded(
+    folder: Path, scale: float = 1.0, dtype: torch.dtype = torch.float32, **options: object
+) -> None:
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Linear(3, 2, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     recorder = Recorder(folder, model, optimizer, **options)
-    (model(torch.ones(1, 3)).sum() * scale).backward()
+    (model(torch.ones(1, 3, dtype=dtype)).sum().abs() * scale).backward()
     optimizer.step()
     recorder.record("step")
 
@@ -173,10 +198,31 @@ def test_command_compares_certificates(
     assert says in capsys.readouterr().out
 
 
+def test_complex_numbers_are_rounded_like_their_parts(tmp_path: Path) -> None:
+    for folder, scale in (("a", 1.0), ("b", 1 + 2e-7)):
+        step_recorded(tmp_path / folder, scale, torch.complex64)
+    _, cause, *_ = certify(*(Certificate.read(tmp_path / folder) for folder in "ab")).says
+    assert cause.startswith("a different order of sums may explain it: ")
+
+
+def test_scaler_of_one_run_only_is_named(tmp_path: Path) -> None:
+    step_recorded(tmp_path / "a")
+    step_recorded(tmp_path / "b", scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+    first, *_ = certify(*(Certificate.read(tmp_path / folder) for folder in "ab")).says
+    assert "scale is None and 2.0" in first
+
+
 def test_command_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step_recorded(tmp_path / "a")
     step_recorded(tmp_path / "b", first_step=1)
-    for other, says in (("b", "no phase of a step in common"), ("c", "has no certificate")):
+    step_recorded(tmp_path / "d")
+    cut_off = tmp_path / "d" / "rank-0.jsonl"
+    cut_off.write_text(cut_off.read_text()[:-30])
+    for other, says in (
+        ("b", "no phase of a step in common"),
+        ("c", "has no certificate"),
+        ("d", "is cut off"),
+    ):
         assert main(["--certify", str(tmp_path / "a"), str(tmp_path / other)]) == 2
         assert says in capsys.readouterr().out
 
