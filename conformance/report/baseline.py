@@ -83,12 +83,16 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
         began=old["began"],
         verdict=old["verdict"],
         differs=_differs(old, new),
-        broke=_by_clause((b for a, b in both if _is_red(b) and not _is_red(a)), own=_own_test)
+        broke=_by_clause((b for a, b in both if _breaks(a, b)), own=_own_test)
         + _changed_phases(old, new, broke=True),
         fixed=_by_clause((b for a, b in both if _is_red(a) and not _is_red(b)), own=_own_test)
         + _changed_phases(old, new, broke=False),
         changed=_by_clause(
-            (b for a, b in both if a["outcome"] != b["outcome"] and not _is_red(a) and not _is_red(b)),
+            (
+                b
+                for a, b in both
+                if a["outcome"] != b["outcome"] and not (_is_red(a) or _is_red(b) or _breaks(a, b))
+            ),
             lambda test: f"{then[test['nodeid']]['outcome']}, now {test['outcome']}",
         ),
         new=_by_clause(
@@ -139,6 +143,12 @@ def sentences(comparison: BaselineComparison, most: int = 3) -> list[str]:
 
 def _is_red(test: dict[str, Any]) -> bool:
     return test["outcome"] in RED
+
+
+def _breaks(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether a test became red, or passed with a name that the subject lacks now."""
+    has_lost_name = (then["outcome"], now["outcome"]) == ("passed", "not provided")
+    return has_lost_name or (_is_red(now) and not _is_red(then))
 
 
 def _own_test(test: dict[str, Any]) -> str:

@@ -54,6 +54,8 @@ def test_each_test_is_reported_once_and_only_if_it_changed(then: dict[str, str],
             return "gone"
         if name not in then:
             return "new"
+        if (then[name], now[name]) == ("passed", "not provided"):
+            return "broke"
         was_red, is_red = then[name] in RED, now[name] in RED
         if was_red != is_red:
             return "broke" if is_red else "fixed"
@@ -70,6 +72,8 @@ def test_each_test_is_reported_once_and_only_if_it_changed(then: dict[str, str],
         ("passed", "known", {}, 0),
         ("passed", "failed", {}, 1),
         ("passed", "hang", {}, 1),
+        ("passed", "not provided", {}, 1),
+        ("unavailable", "not provided", {}, 0),
         ("passed", "passed", {"ended_early": ["stopped"]}, 1),
         ("passed", "passed", {"bad_input": ["no package"]}, 2),
     ],
