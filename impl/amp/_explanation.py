@@ -10,6 +10,7 @@ import torch
 
 from impl.amp._gradients import named_params
 from impl.optim._fused_updates import Served
+from impl.optim._refusals import describe_names
 
 
 class ParameterExplanation(NamedTuple):
@@ -38,14 +39,9 @@ class FusedStepExplanation:
         for name, backend, reason in self.parameters:
             names.setdefault((backend, reason), []).append(name)
         return "\n".join(
-            f"{backend}: {_describe(alike)}{f', because {reason}' if reason else ''}"
+            f"{backend}: {describe_names(alike, 3)}{f', because {reason}' if reason else ''}"
             for (backend, reason), alike in names.items()
         )
-
-
-def _describe(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def explanation_of(optimizer: torch.optim.Optimizer, served: Sequence[Served]) -> FusedStepExplanation:

@@ -70,8 +70,7 @@ class GradScaler:
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and its warning, float16 and bfloat16 losses are scaled
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
-        gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`,
-        `nonfinite_parameters`.
+        gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)

@@ -1,4 +1,6 @@
-"""Checks that an argument is an optimizer, and the name of an optimizer in messages."""
+"""Checks that an argument is an optimizer, and names in messages."""
+
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
@@ -23,6 +25,12 @@ def optimizer_name(cls: type[Optimizer]) -> str:
     """Return the class name, with its module unless the class is torch's."""
     is_torchs = f"{cls.__module__}.".startswith("torch.optim.")
     return cls.__name__ if is_torchs else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def describe_names(names: Sequence[str], most: int = 4) -> str:
+    """Return the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def _describe(argument: object) -> str:

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from impl.distributed.fsdp._params.param_group import describe_names
 from impl.distributed.fsdp._params.user_warnings import warn_user
+from impl.optim._refusals import describe_names
 from impl.optim._step_checks import register_step_check
 
 

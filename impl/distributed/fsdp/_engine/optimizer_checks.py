@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from impl.distributed.fsdp._layout.sharded_param import name_of_sharded
-from impl.distributed.fsdp._params.param_group import describe_names
 from impl.distributed.fsdp._params.param_registration import owner_of_replaced
+from impl.optim._refusals import describe_names
 from impl.optim._step_checks import register_step_check
 
 _checked: WeakSet[Optimizer] = WeakSet()  # optimizers that stepped since parameters were sharded

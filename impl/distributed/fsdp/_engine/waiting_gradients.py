@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from impl.distributed.fsdp._params.param_group import ParamGroup, describe_names
+from impl.distributed.fsdp._params.param_group import ParamGroup
 from impl.kernels import dynamo_disable
+from impl.optim._refusals import describe_names
 from impl.optim._step_checks import CheckingHook
 
 

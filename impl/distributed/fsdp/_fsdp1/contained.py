@@ -19,7 +19,7 @@ from impl.distributed.fsdp._engine.unit import Unit
 from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import clean_name
-from impl.distributed.fsdp._params.param_group import describe_names
+from impl.optim._refusals import describe_names
 
 
 def watch_contained(unit: Unit[FlatParamGroup], prepare: Callable[[], object]) -> list[RemovableHandle]:

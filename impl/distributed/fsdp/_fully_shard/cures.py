@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from impl.distributed.fsdp._fully_shard.module_state import MIXED_TENSORS, state_of
-from impl.distributed.fsdp._params.param_group import describe_names
+from impl.optim._refusals import describe_names
 
 
 def add_cure(module: nn.Module, error: BaseException) -> None:

@@ -17,11 +17,11 @@ from impl.distributed.fsdp._fully_shard.reduction_handle import CommContext, che
 from impl.distributed.fsdp._layout.per_param import DTensorGroup
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam
 from impl.distributed.fsdp._params.nested import Inputs, cast_floats, cast_inputs, move_inputs, tensors_in
-from impl.distributed.fsdp._params.param_group import describe_names
 from impl.distributed.fsdp._params.param_registration import ParamLocation
 from impl.distributed.fsdp._params.policies import MixedPrecisionPolicy
 from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import dynamo_disable
+from impl.optim._refusals import describe_names
 
 _STATE = "_tandem_fsdp_state"  # attribute of a module
 MIXED_TENSORS = "mixed torch.Tensor and DTensor"  # text in errors of DTensors

@@ -26,11 +26,12 @@ from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_vi
 from impl.distributed.fsdp._layout.substitutes import Substitute, unsharded_substitute
 from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._params.autograd import runs_backward
-from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes, describe_names
+from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes
 from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLocation, ParamRegistration
 from impl.distributed.fsdp._params.policies import OffloadPolicy, ParamPrecision, offloads, pins
 from impl.distributed.fsdp._params.user_warnings import warn_user
 from impl.kernels import to_device
+from impl.optim._refusals import describe_names
 
 
 class DTensorGroup:

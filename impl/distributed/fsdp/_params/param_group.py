@@ -21,6 +21,7 @@ from impl.distributed.fsdp._params.autograd import outside_transforms
 from impl.distributed.fsdp._params.param_registration import ParamInfo
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import no_grad_fast
+from impl.optim._refusals import describe_names
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
 # Returns memory for a reduction, and the layout's views of it. Called with the number of elements, dtype and `ViewsOf`.
@@ -230,12 +231,6 @@ def sharding_groups(group: ParamGroup) -> list[tuple[dist.ProcessGroup, ...]]:
     """Return for each parameter the groups whose ranks have different elements of it."""
     shard = () if group.groups.shard is None else (group.groups.shard,)
     return [(*shard, *(info.parallel.sharding_groups if info.parallel else ())) for info in group.param_infos]
-
-
-def describe_names(names: Sequence[str], most: int = 4) -> str:
-    """Return the first `most` names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def partial_gradients(names: Sequence[str], cure: str) -> RuntimeError:
