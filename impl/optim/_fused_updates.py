@@ -339,16 +339,15 @@ def _local_gradients(bucket: Bucket) -> list[Tensor]:
     if type(bucket.params[0]) in PLAIN_TYPES and PLAIN_TYPES.issuperset(map(type, bucket.grads)):
         return [*bucket.grads]
     _check_params(
-        (param, _objection_to_placements(param, grad))
+        (
+            param,
+            None
+            if getattr(param, "placements", None) == getattr(grad, "placements", None)
+            else "its gradient is sharded differently",
+        )
         for param, grad in zip(bucket.params, bucket.grads, strict=True)
     )
     return [local_part(grad) for grad in bucket.grads]
-
-
-def _objection_to_placements(param: Tensor, grad: Tensor) -> str | None:
-    if getattr(param, "placements", None) != getattr(grad, "placements", None):
-        return "its gradient is sharded differently"
-    return None
 
 
 def _check_params(objections: Iterable[tuple[Tensor, str | None]]) -> None:

@@ -28,9 +28,7 @@ class CheckingHook:
 
     def register(self) -> None:
         """Run before the steps of all optimizers from now on."""
-        if self not in _hooks:
-            _hooks.add(self)
-            register_optimizer_step_pre_hook(self)
+        _register(self)
 
     def __call__(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return self._hook(optimizer, args, kwargs) if self.is_on else None
@@ -52,8 +50,13 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
             check(optimizer)
 
     _checks.add(check)
-    _hooks.add(hook)
-    register_optimizer_step_pre_hook(hook)
+    _register(hook)
+
+
+def _register(hook: Callable[..., Any]) -> None:
+    if hook not in _hooks:
+        _hooks.add(hook)
+        register_optimizer_step_pre_hook(hook)
 
 
 def check_step(optimizer: Optimizer) -> None:

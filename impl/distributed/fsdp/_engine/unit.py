@@ -210,9 +210,9 @@ class Unit(UnitParams[Group_co]):
                 self.reshard()
 
     def gather_again_if_used(self) -> None:
-        """Make the next use of parameters that are unsharded gather them, unless the user keeps them.
+        """Make the next use gather the parameters again if they are unsharded, unless the user keeps them so.
 
-        Called before an evaluation and after one, because in between the user may exchange the weights for it.
+        Called before and after an evaluation, because the user may exchange the weights for it.
         """
         if self._gathered is not None and not self._gathered.is_kept_by_user:
             self._gathered.may_be_stale = True
@@ -224,9 +224,11 @@ class Unit(UnitParams[Group_co]):
         DTensors, increments no version counter. And parameters that the user lists would be unsharded: what is written
         to them is lost, and an optimizer made of them steps nothing.
         """
+        if self._gathered is None or self._gathered.is_kept_by_user:
+            return
         if self.awaits_backward:
-            self.gather_again_if_used()
-        elif self._gathered is not None and not self._gathered.is_kept_by_user:
+            self._gathered.may_be_stale = True
+        else:
             self.reshard()
 
     def _prefetch_for_forward(self) -> None:

@@ -118,9 +118,8 @@ class UnitParams(Generic[Group_co]):
         dtypes = [self._dtype_now(group) for group in self.param_groups]
         if root.is_in_backward:
             self._wait_for_writes(dtypes)
-        gathered, is_kept, is_kept_by_user = self._gathered, False, False
+        gathered, is_kept = self._gathered, False
         if gathered is not None:
-            is_kept_by_user = gathered.is_kept_by_user
             is_kept = gathered.dtypes == dtypes and not gathered.may_be_stale
             if is_kept and not any(changed) and self._shards_are_as_gathered(gathered):
                 return
@@ -130,6 +129,7 @@ class UnitParams(Generic[Group_co]):
             for group, dtype in zip(self.param_groups, dtypes, strict=True):
                 gather(group, dtype, self.name, is_kept=is_kept)
         event = root.streams.record(StreamRole.GATHER)
+        is_kept_by_user = gathered is not None and gathered.is_kept_by_user
         self._gathered = GatherState(dtypes, event, is_kept_by_user=is_kept_by_user)
 
     def _wait_for_writes(self, dtypes: Sequence[torch.dtype]) -> None:
