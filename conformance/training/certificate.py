@@ -1,4 +1,4 @@
-"""Certificates of training runs: hashes of everything that a step changes, which other runs can be compared with.
+"""Certificates of training runs: hashes of everything that a step changes, for comparison with other runs.
 
 Each rank writes a file of JSON lines. A hash is a sum over elements, each mixed with its index in the unsharded tensor.
 The hashes of shards therefore add up to that of the tensor, for any number of ranks and without communication. There is
@@ -27,13 +27,13 @@ _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Recorder:
+class RunRecorder:
     """Writes the certificate of a run. Every rank makes one and calls `record` at the same points.
 
     >>> import tempfile, torch
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> recorder = Recorder(tempfile.mkdtemp(), model, optimizer)
+    >>> recorder = RunRecorder(tempfile.mkdtemp(), model, optimizer)
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> recorder.record("backward")
     >>> optimizer.step()
@@ -54,8 +54,8 @@ class Recorder:
 
         Args:
             folder: one for each run. It may be shared by the ranks.
-            model: plain, FullyShardedDataParallel or `fully_shard`, also compiled or with such modules inside. Its
-                optimizers' parameters are named by it.
+            model: plain, FullyShardedDataParallel or `fully_shard`, also compiled or with such modules inside. It names
+                the parameters of the optimizers.
             scaler: anything with a `state_dict` of numbers.
             precision: lowest dtype in which the run computes, such as autocast's. A comparison uses it to decide
                 whether rounding explains a difference. Default: the dtype of each tensor.
@@ -71,7 +71,7 @@ class Recorder:
         self._first_step = first_step
         self._steps: dict[str, int] = {}
         in_group = dist.is_initialized()
-        self._rank = dist.get_rank() if in_group else 0
+        rank = dist.get_rank() if in_group else 0
         header = {
             "world_size": dist.get_world_size() if in_group else 1,
             "precision": precision and str(precision).removeprefix("torch."),
@@ -80,7 +80,7 @@ class Recorder:
             # Gradients of flat parameters have no names.
             "has_gradients": getattr(self._sharded, "_use_orig_params", True),
         }
-        self._file = Path(folder) / f"rank-{self._rank}.jsonl"
+        self._file = Path(folder) / f"rank-{rank}.jsonl"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         earlier = self._file.read_text().splitlines()[1:] if first_step and self._file.exists() else []
         older = [line for line in earlier if line.endswith("}") and json.loads(line)["step"] < first_step]
@@ -165,7 +165,7 @@ def _clean(name: str) -> str:
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:
-    """Return what a record says about a tensor: of its local part, if it is a DTensor."""
+    """Return the entry of a tensor in a record. For a DTensor it describes the local part."""
     tensor = tensor.detach()
     shape = list(tensor.shape)
     indices: list[Tensor] | None = None
@@ -188,7 +188,7 @@ def _described(tensor: Tensor) -> dict[str, Any]:
 
 
 def _indices(tensor: DTensor) -> list[Tensor]:
-    """Return the indices of the rows, columns and so on that this rank has, in the unsharded tensor."""
+    """Return for each dimension which indices of the unsharded tensor this rank has."""
     indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -212,7 +212,7 @@ def summarize(
 
     Args:
         shape: of the unsharded tensor.
-        indices: by dimension, where the rows, columns and so on of a part are in it. None: everywhere.
+        indices: for each dimension, which indices of the unsharded tensor the part has. None: all of them.
     """
     if tensor.device.type not in ("cpu", "cuda"):
         tensor = tensor.cpu()
@@ -255,7 +255,7 @@ def _positions(
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Return well-mixed 64-bit numbers of integers. Products wrap around."""
+    """Return a 64-bit hash of each integer. Products wrap around."""
     values = values * -7046029254386353131  # odd, about 2**64 divided by the golden ratio
     values = (values ^ _shifted(values, 30)) * -4658895280553007687
     values = (values ^ _shifted(values, 27)) * -7723592293110705685

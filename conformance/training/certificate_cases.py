@@ -11,7 +11,7 @@ from torch import nn
 
 from conformance.judge.library import load_library
 from conformance.ranks import Rank
-from conformance.training.certificate import Recorder
+from conformance.training.certificate import RunRecorder
 
 BATCH = 8
 
@@ -51,7 +51,7 @@ def train(
         model = WRAPPINGS[wrapping](model, lambda module: shard(module, **options))
     # AdamW has two states, which FullyShardedDataParallel.optim_state_dict of torch mixes up.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    recorder = Recorder(folder, model, optimizer)
+    recorder = RunRecorder(folder, model, optimizer)
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
         inputs = torch.randn(BATCH, 13, generator=generator).chunk(rank.world_size)[rank.rank]

@@ -45,7 +45,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Point:
+class PhaseRecord:
     """Records of one phase of one step. The order of tensors is that of the recorder."""
 
     tensors: Mapping[str, Whole]
@@ -57,7 +57,7 @@ class Point:
 class Certificate:
     folder: Path
     header: Mapping[str, Any]
-    points: Mapping[tuple[int, str], Point]
+    points: Mapping[tuple[int, str], PhaseRecord]
 
     @classmethod
     def read(cls, folder: str | Path) -> Certificate:
@@ -89,7 +89,7 @@ def _complete_lines(file: Path) -> list[str]:
     return text.splitlines()
 
 
-def _point(folder: Path, key: tuple[int, str], records: list[Mapping[str, Any]]) -> Point:
+def _point(folder: Path, key: tuple[int, str], records: list[Mapping[str, Any]]) -> PhaseRecord:
     where = f"{folder}, step {key[0]}, {key[1]}"
     by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
     own: dict[str, Whole] = {}
@@ -102,7 +102,7 @@ def _point(folder: Path, key: tuple[int, str], records: list[Mapping[str, Any]])
         for rank, entry in by_name.pop(name).items():
             own[f"{name} of rank {rank}"] = _whole(where, name, {rank: entry})
     tensors = {name: _whole(where, name, entries) for name, entries in by_name.items()}
-    return Point(tensors, own, records[0]["scaler"])
+    return PhaseRecord(tensors, own, records[0]["scaler"])
 
 
 def _is_buffer_of_rank(name: str, entries: Mapping[int, Mapping[str, Any]]) -> bool:
@@ -222,7 +222,7 @@ def _difference(a: Whole, b: Whole, same_ranks: bool) -> str:
 
 
 def _cause(first: Certificate, second: Certificate, pairs: list[tuple[Whole, Whole]]) -> str:
-    """Return whether rounding may be the cause: sums in another order, or the same numbers stored differently."""
+    """Return a sentence that says whether the rounding of sums in another order may be the cause."""
     for a, b in pairs:
         if a.nonfinite != b.nonfinite:
             return f"rounding does not explain it: {a.name} has {a.nonfinite} and {b.nonfinite} nonfinite elements"
@@ -262,7 +262,7 @@ def _settings(first: Certificate, second: Certificate) -> Iterator[str]:
 def _later(
     first: Certificate, second: Certificate, common: list[tuple[int, str]], key: tuple[int, str]
 ) -> Iterator[str]:
-    """Say how far apart the parameters are at the end, if not at once."""
+    """Yield a sentence about the distance of the parameters at the end, unless the first difference is there."""
     last = common[-1]
     if last == key:
         return

@@ -16,22 +16,15 @@ from conformance.judge.library import load_library
 from conformance.judge.sandbox import seeding
 from conformance.ranks import RankPool
 from conformance.training.__main__ import main
-from conformance.training.certificate import Recorder, summarize
+from conformance.training.certificate import RunRecorder, summarize
 from conformance.training.certify import Certificate, NotComparable, Verdict, certify
-from conformance.training.config import small_config
 from conformance.training.corpus import load_corpus
-from conformance.training.gpt import Shape
 from conformance.training.judge import parts_of
+from conformance.training.test_training import CONFIG as TRAINING
 from conformance.training.trainer import train
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
-CONFIG = small_config(
-    "fp16",
-    shape=Shape(layers=1, heads=2, width=16, context=16, dropout=0.1),
-    steps=6,
-    evaluate_every=6,
-    held_out_windows=1,
-)
+CONFIG = dataclasses.replace(TRAINING, steps=6, evaluate_every=6, held_out_windows=1)
 
 
 @given(
@@ -146,7 +139,7 @@ def test_mistake_of_one_rank_is_named(recorded: Callable[..., Certificate], shar
     assert cause.startswith("a different order of sums does not explain it")
 
 
-def test_replicas_that_part_are_named(recorded: Callable[..., Certificate]) -> None:
+def test_replicas_that_differ_are_named(recorded: Callable[..., Certificate]) -> None:
     with pytest.raises(
         NotComparable, match=r"step 0, backward: ranks 0 and 1 have different copies of gradient"
     ):
@@ -174,7 +167,7 @@ def step_recorded(
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    recorder = Recorder(folder, model, optimizer, **options)
+    recorder = RunRecorder(folder, model, optimizer, **options)
     (model(torch.ones(1, 3, dtype=dtype)).sum().abs() * scale).backward()
     optimizer.step()
     recorder.record("step")
@@ -227,7 +220,7 @@ def test_command_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.C
         assert says in capsys.readouterr().out
 
 
-def test_runs_of_a_comparison_can_be_recorded_and_resumed(
+def test_all_runs_of_a_comparison_get_certificates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--subject", "torch", "--dtype", "fp16", "--out", str(tmp_path), "--record"]

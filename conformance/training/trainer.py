@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from conformance.training import checkpoint
-from conformance.training.certificate import Recorder
+from conformance.training.certificate import RunRecorder
 from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig
 from conformance.training.corpus import Corpus, windows
 from conformance.training.gpt import GPT
@@ -74,7 +74,7 @@ class Trainer:
         )
         self.position = 0  # training windows drawn so far
         self.run = TrainingRun()
-        self.recorder: Recorder | None = None
+        self.recorder: RunRecorder | None = None
 
     @property
     def steps_done(self) -> int:
@@ -111,7 +111,7 @@ class Trainer:
 
     def record_in(self, folder: Path) -> None:
         """Write a certificate of the coming steps."""
-        self.recorder = Recorder(
+        self.recorder = RunRecorder(
             folder,
             self.model,
             self.optimizer,
