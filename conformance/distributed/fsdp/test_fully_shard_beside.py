@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import fully_shard_beside_cases as cases
+from conformance.distributed.fsdp import fully_shard_evaluation_cases as evaluation_cases
 from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
 from conformance.distributed.fsdp.fully_shard_beside_cases import blocks
 from conformance.distributed.fsdp.fully_shard_judging import Sites
@@ -367,7 +368,7 @@ def test_states_are_put_together(sites: Sites, flat: bool, offloads: bool) -> No
 @pytest.mark.parametrize("how", ["foreach", "data"])
 def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str, method: str) -> None:
     sites.deviate(
-        cases.written_after_evaluation,
+        evaluation_cases.written_after_evaluation,
         how=how,
         method=method,
         torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
@@ -380,7 +381,7 @@ def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str, 
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_optimizer_made_after_evaluation_trains(sites: Sites, method: str) -> None:
     sites.deviate(
-        cases.optimizer_made_after_evaluation,
+        evaluation_cases.optimizer_made_after_evaluation,
         method=method,
         we_do=each(lambda outputs: does_as(outputs[1], outputs[0])),
     )
@@ -391,7 +392,7 @@ def test_optimizer_made_after_evaluation_trains(sites: Sites, method: str) -> No
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(sites: Sites, method: str) -> None:
     sites.deviate(
-        cases.written_after_evaluation,
+        evaluation_cases.written_after_evaluation,
         how="data",
         method=method,
         is_listed_before=False,
@@ -405,7 +406,7 @@ def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(sites: Sit
 @pytest.mark.parametrize("trains", ["backward", "forward", "accumulation"])
 def test_training_goes_on_with_weights_exchanged_for_evaluation(sites: Sites, trains: str) -> None:
     sites.deviate(
-        cases.exchanged_for_evaluation,
+        evaluation_cases.exchanged_for_evaluation,
         trains=trains,
         torch_does=each(lambda outputs: not torch.equal(outputs[0].values, outputs[2].values)),
         we_do=each(lambda outputs: does_as(outputs[:2], outputs[2:])),
@@ -415,4 +416,4 @@ def test_training_goes_on_with_weights_exchanged_for_evaluation(sites: Sites, tr
 @clause("distributed.fsdp.fully_shard.unshard")
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
 def test_unsharded_root_outlives_evaluation(sites: Sites, options: dict[str, bool]) -> None:
-    sites.agree(cases.unsharded_through_evaluation, **options)
+    sites.agree(evaluation_cases.unsharded_through_evaluation, **options)
