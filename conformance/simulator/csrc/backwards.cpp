@@ -1,8 +1,8 @@
 // Threads of autograd, which run the backwards of the devices.
 //
-// Such a thread wakes the caller of a backward before it lets go of the last node, and with it of tensors. The clock would
-// decide whether they are freed before what the caller does next. So the caller's next call to the device comes after
-// a backward of nothing, which the thread runs when it has let go.
+// Such a thread wakes the caller of a backward before it releases the last node and its tensors. Timing would decide whether
+// they are freed before the caller's next operation. So the caller's next call to the device first runs an empty backward,
+// which the thread starts only after it has released them.
 #include "device.h"
 
 #include <c10/util/thread_name.h>
