@@ -221,9 +221,7 @@ def _show_progress(text: str) -> None:
 
 def _header(subject: str, effort: Effort, elsewhere: dict[str, dict[str, float]]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in _machine().items())
-    title = (
-        f"{subject + ' ÷ torch, lower is better':64} ratio  95% interval    {subject:>9}      torch  pairs"
-    )
+    title = f"{subject + ' ÷ torch, lower is better':64} ratio  95% interval    {subject:>9}      torch  pairs  of a copy"
     title += f"  elsewhere ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{machine}\nup to {effort.pairs} pairs a case\n{title}"
 
@@ -235,10 +233,10 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['name']:64} measured"
     interval = f"{row['low']:.3f} to {row['high']:.3f}"
     times = f"{_time(row['subject_s']):>9}  {_time(row['reference_s']):>9}"
+    share = f"{row['share_of_copy']:.0%}" if row.get("share_of_copy") else ""
     others = ", ".join(f"{ratio:.3f}" for ratio in row.get("elsewhere", {}).values())
-    return (
-        f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}  {others}".rstrip()
-    )
+    line = f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}  {share:>9}"
+    return f"{line}  {others}".rstrip()
 
 
 def _print_summary(rows: list[dict[str, Any]]) -> None:

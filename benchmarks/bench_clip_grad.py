@@ -46,13 +46,14 @@ def total_norm(subject: str, shapes: str, dtype: str, norm_type: float, device: 
     return Workload(call, effect=lambda: [call()])
 
 
-class RatioClipGradNorm(comparison.Ratio):
+class RatioClipGradNorm(comparison.MemoryBound):
     title = "clip_grad_norm_"
     # Version 1 clipped to 1.0, and nothing was left to clip after the first calls.
     version = "2"
     area = "Clipping"
     params = [list(SHAPES), DTYPES, ["clipped"], GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
+    passes = 3  # read for the norm, scaled in place
     workload = staticmethod(clip_grad_norm)
 
     def setup_cache(self):
@@ -61,11 +62,12 @@ class RatioClipGradNorm(comparison.Ratio):
     setup_cache.timeout = 1_800
 
 
-class RatioClipGradNormUnclipped(comparison.Ratio):
+class RatioClipGradNormUnclipped(comparison.MemoryBound):
     title = "clip_grad_norm_ with nothing to clip"
     area = "Clipping"
     params = [HEADLINES, DTYPES, ["unclipped"], ["kept"], DEVICES]
     param_names = ["shapes", "dtype", "outcome", "gradients", "device"]
+    passes = 1
     workload = staticmethod(clip_grad_norm)
 
     def setup_cache(self):
@@ -74,11 +76,12 @@ class RatioClipGradNormUnclipped(comparison.Ratio):
     setup_cache.timeout = 1_800
 
 
-class RatioClipGradValue(comparison.Ratio):
+class RatioClipGradValue(comparison.MemoryBound):
     title = "clip_grad_value_"
     area = "Clipping"
     params = [HEADLINES, DTYPES, DEVICES]
     param_names = ["shapes", "dtype", "device"]
+    passes = 2
     workload = staticmethod(clip_grad_value)
 
     def setup_cache(self):
@@ -87,11 +90,12 @@ class RatioClipGradValue(comparison.Ratio):
     setup_cache.timeout = 1_800
 
 
-class RatioTotalNorm(comparison.Ratio):
+class RatioTotalNorm(comparison.MemoryBound):
     title = "get_total_norm"
     area = "Clipping"
     params = [HEADLINES, DTYPES, [1.0, 2.0, float("inf")], DEVICES]
     param_names = ["shapes", "dtype", "norm_type", "device"]
+    passes = 1
     workload = staticmethod(total_norm)
 
     def setup_cache(self):

@@ -46,11 +46,13 @@ def fused_amp_step(
     return Workload(call, prepare, effect)
 
 
-class RatioFusedAmpStep(comparison.Ratio):
+class RatioFusedAmpStep(comparison.MemoryBound):
     title = "Fused AMP step"
     area = "Fused AMP step"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
+    # Gradients are read twice. Parameters and two moments are read and written.
+    passes = 8
     workload = staticmethod(fused_amp_step)
 
     def setup_cache(self):

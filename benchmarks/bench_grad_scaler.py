@@ -42,11 +42,12 @@ def update(subject: str, device: str) -> Workload:
     return Workload(scaler.update, prepare=lambda: scaler.unscale_(data.optimizer))
 
 
-class RatioUnscale(comparison.Ratio):
+class RatioUnscale(comparison.MemoryBound):
     title = "GradScaler.unscale_"
     area = "GradScaler"
     params = [list(SHAPES), DTYPES, GRADIENTS, DEVICES]
     param_names = ["shapes", "dtype", "gradients", "device"]
+    passes = 2
     workload = staticmethod(unscale)
 
     def setup_cache(self):

@@ -1,14 +1,29 @@
 """Base classes of the benchmarks: the ratio of impl to torch, and absolute times. asv finds subclasses by name."""
 
 import abc
+import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.timing import FULL, Effort, Paired, Workload, paired
+import torch
+
+from benchmarks.common import shapes_of
+from benchmarks.timing import FULL, Effort, Paired, Workload, by_turns, paired
+
+
+def _name_methods(kind: Any) -> None:
+    """Copy the methods into the class with readable names, because asv reads the names from the functions."""
+    for name, method in inspect.getmembers(kind, lambda member: hasattr(member, "label")):
+        own = types.FunctionType(
+            method.__code__, method.__globals__, name, method.__defaults__, method.__closure__
+        )
+        vars(own).update(vars(method), pretty_name=f"{getattr(kind, 'title', kind.__name__)}: {method.label}")
+        setattr(kind, name, own)
 
 
 class Ratio(abc.ABC):
@@ -64,6 +79,36 @@ class Ratio(abc.ABC):
         }
 
 
+class MemoryBound(Ratio):
+    """A ratio whose call is limited by memory. The call is also compared with a plain copy of the list.
+
+    A copy reads and writes each byte once and does nothing else, so its bandwidth is the floor of the time.
+    """
+
+    passes: int  # reads plus writes of each element of the list
+
+    @classmethod
+    def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
+        values = dict(zip(cls.param_names, case, strict=True))
+        works = [cls.workload(owner, *case) for owner in (subject, "torch")]
+        copy = _copy_of(values["shapes"], values.get("dtype", "float32"), values["device"])
+        to_torch, to_copy = by_turns(works[0], [works[1], copy], values["device"], effort)
+        return dataclasses.replace(to_torch, share_of_copy=cls.passes / 2 / to_copy.ratio)
+
+    def track_share_of_copy(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float | None:
+        return measured[case].share_of_copy
+
+    track_share_of_copy.unit = "of a copy's bandwidth (higher is better)"
+    track_share_of_copy.label = "share of a copy's bandwidth"
+
+
+def _copy_of(shapes: str, dtype: str, device: str) -> Workload:
+    """Return a plain copy of as many bytes as the tensors of a list have."""
+    elements = sum(map(math.prod, shapes_of(shapes)))
+    source = torch.ones(elements, dtype=getattr(torch, dtype), device=device)
+    return Workload(functools.partial(torch.empty_like(source).copy_, source))
+
+
 class Absolute(abc.ABC):
     """Seconds of one call. The subject is the first of `params`."""
 
@@ -98,16 +143,6 @@ class Absolute(abc.ABC):
     time_call.label = "one call"
 
 
-def _name_methods(kind: Any) -> None:
-    """Copy the methods into the class with readable names, because asv reads the names from the functions."""
-    for name, method in inspect.getmembers(kind, lambda member: hasattr(member, "label")):
-        own = types.FunctionType(
-            method.__code__, method.__globals__, name, method.__defaults__, method.__closure__
-        )
-        vars(own).update(vars(method), pretty_name=f"{getattr(kind, 'title', kind.__name__)}: {method.label}")
-        setattr(kind, name, own)
-
-
 def _or_error(measure: Callable[[], Paired]) -> Paired | Exception:
     try:
         return measure()
@@ -125,6 +160,4 @@ def _remembered(benchmark: type[Absolute], case: tuple[Any, ...]) -> Workload:
 def _synchronizer(case: tuple[Any, ...]) -> Callable[[], object]:
     if "cuda" not in case:
         return lambda: None
-    import torch  # noqa: PLC0415 (only needed for a CUDA device)
-
     return torch.cuda.synchronize

@@ -19,7 +19,7 @@ _HASH_LENGTH = 8  # hash length of asv's file names
 _RESULT, _PARAMS, _VERSION = 0, 1, 2  # positions in asv's rows
 # Columns with one value per row, the two times among them. The other columns have one value per case.
 _ROW_COLUMNS = (_PARAMS, _VERSION, 3, 4)
-_RATIO, _NOISE, _BYTES = "track_ratio_vs_torch", "track_noise", "track_bytes"
+_RATIO, _NOISE, _SHARE, _BYTES = "track_ratio_vs_torch", "track_noise", "track_share_of_copy", "track_bytes"
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class RatioPoint:
     value: float  # impl ÷ torch, lower is better
     # Median deviation of the pairs' ratios as a share of the ratio. It is nan if unknown, and 0 for counted bytes.
     noise: float
+    # Bandwidth ÷ that of a plain copy. None if memory does not limit the case.
+    share_of_copy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,10 @@ def _read(file: Path) -> Point:
     content = json.loads(file.read_text())
     values: dict[str, float] = {}
     noises: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for benchmark, row in content["results"].items():
         _, kind, method = benchmark.rsplit(".", 2)
-        target = {_RATIO: values, _NOISE: noises}.get(method)
+        target = {_RATIO: values, _NOISE: noises, _SHARE: shares}.get(method)
         if target is not None:
             target |= {f"{kind}[{case}]": value for case, value in _cells(row)}
         elif method == _BYTES:
@@ -148,7 +151,10 @@ def _read(file: Path) -> Point:
         commit=content["commit_hash"],
         date_ms=content["date"],
         traits=content["params"],
-        ratios={name: RatioPoint(value, noises.get(name, math.nan)) for name, value in values.items()},
+        ratios={
+            name: RatioPoint(value, noises.get(name, math.nan), shares.get(name))
+            for name, value in values.items()
+        },
     )
 
 

@@ -72,6 +72,10 @@ class LatestRatio:
         return "" if self.was is None else f"{100 * (self.now.value / self.was - 1):+.0f}%".replace("-", "−")
 
     @property
+    def share_of_copy(self) -> str:
+        return "" if self.now.share_of_copy is None else f"{self.now.share_of_copy:.0%}"
+
+    @property
     def spark(self) -> str:
         first, *_, last = (*self.course, self.course[-1])
         return drawing.sparkline(

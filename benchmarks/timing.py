@@ -73,6 +73,8 @@ class Paired:
     subject_s: float
     reference_s: float
     pairs: int
+    # Bandwidth of the subject ÷ that of a plain copy. None if memory does not limit the call.
+    share_of_copy: float | None = None
 
 
 def paired(subject: Workload, reference: Workload, device: str = "cpu", effort: Effort = FULL) -> Paired:

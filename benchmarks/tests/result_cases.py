@@ -19,17 +19,18 @@ def measured(name: str, ratio: float) -> dict[str, Any]:
     return {"name": name, "outcome": "measured", "ratio": ratio}
 
 
-def results(ratios: dict[str, float], noise: float = 0.1) -> dict[str, Any]:
+def results(ratios: dict[str, float], noise: float = 0.1, share_of_copy: float = 0.5) -> dict[str, Any]:
     """Return the results of a run with one benchmark and two sizes."""
     name = "bench_clip.RatioClip"
     cases = {(repr(size),): ratio for size, ratio in ratios.items()}
     described = {
         f"{name}.{method}": {"params": [["'few'", "'many'"]], "version": "1"}
-        for method in ("track_ratio_vs_torch", "track_noise")
+        for method in ("track_ratio_vs_torch", "track_noise", "track_share_of_copy")
     }
     values: asv_format.Measured = {
         f"{name}.track_ratio_vs_torch": {case: {"result": ratio} for case, ratio in cases.items()},
         f"{name}.track_noise": {case: {"result": noise} for case in cases},
+        f"{name}.track_share_of_copy": {case: {"result": share_of_copy} for case in cases},
     }
     return asv_format.results(described, values, MACHINE, {"python": "3.11", "torch": "2.13.0"}, 7)
 

@@ -14,8 +14,7 @@ from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, so
 from benchmarks.decision import LIMIT
 from benchmarks.timing import QUICK, Workload, by_turns, median_interval, paired, summary
 
-benchmark_cases.load_all()
-RATIOS = comparison.Ratio.__subclasses__()
+RATIOS = [kind for kind in benchmark_cases.load_all() if issubclass(kind, comparison.Ratio)]
 (FSDP_STEP,) = (kind for kind in RATIOS if kind.__name__ == "RatioFsdpStep")
 
 
@@ -123,6 +122,28 @@ def test_timing_by_turns_gives_a_ratio_to_each_reference(monkeypatch):
     results = by_turns(works[0], works[1:], effort=QUICK)
     assert [(result.ratio, result.pairs) for result in results] == [(0.5, QUICK.pairs), (0.25, QUICK.pairs)]
     assert order[-6:] == [0.5, 1.0, 2.0, 2.0, 1.0, 0.5]
+
+
+def test_share_of_copy_counts_each_pass_as_half_a_copy(monkeypatch):
+    """A call of four passes in the time of a copy, which has two, reaches twice the bandwidth of the copy."""
+    monkeypatch.setattr(timing, "HostStopwatch", FakeStopwatch)
+    monkeypatch.setattr(comparison, "_copy_of", lambda *_: Workload(lambda: 2.0))
+
+    class FourPasses(comparison.MemoryBound):
+        params, param_names, passes = [["1x1k"], ["cpu"]], ["shapes", "device"], 4
+
+        @staticmethod
+        def workload(subject, *case):
+            return Workload(lambda: {"impl": 2.0, "torch": 4.0}[subject])
+
+    result = FourPasses.measure(("1x1k", "cpu"), QUICK)
+    assert (result.ratio, result.share_of_copy) == (0.5, 2.0)
+
+
+def test_plain_copy_has_the_bytes_of_the_list():
+    copied = comparison._copy_of("16x1k", "bfloat16", "cpu").call()
+    assert (copied.numel(), copied.dtype) == (16_000, torch.bfloat16)
+    assert copied.min() == copied.max() == 1
 
 
 @pytest.mark.parametrize("wrong", ["value", "missing"])

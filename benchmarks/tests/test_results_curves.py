@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,12 @@ def test_slower_case_is_listed_with_its_first_slower_commit(page: str) -> None:
     table = re.sub(r"<svg.*?</svg>", "", page[page.index("Slower than torch, or") :], flags=re.DOTALL)
     text = " ".join(re.sub(r"<[^>]+>", " ", table).split())
     assert "many 1.200 ±5% 1.200 +0% slower than torch since 99999999 of 5 Jan: Change" in text
+
+
+def test_memory_bound_case_shows_the_share_of_a_copy() -> None:
+    ratios = {"few": history.RatioPoint(0.5, 0.05, share_of_copy=0.873)}
+    page = landing.page(landing.machines([replace(POINTS[0], ratios=ratios)], LABELS))
+    assert '<td class="number quiet copy">87%</td>' in page
 
 
 def test_case_has_a_sparkline_in_its_row(page: str) -> None:

@@ -28,7 +28,7 @@ def test_added_point_reads_back_equal(tmp_path: Path) -> None:
     ]
     (point,) = history.points(tmp_path)
     assert (point.machine, point.commit, point.date_ms) == ("m", "a" * 40, 1_000)
-    assert point.ratios == {"RatioClip[few]": history.RatioPoint(0.5, 0.1)}
+    assert point.ratios == {"RatioClip[few]": history.RatioPoint(0.5, 0.1, share_of_copy=0.5)}
 
 
 def test_memory_is_read_as_a_ratio(tmp_path: Path) -> None:
