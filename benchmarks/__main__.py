@@ -221,7 +221,8 @@ def _show_progress(text: str) -> None:
 
 def _header(subject: str, effort: Effort, elsewhere: dict[str, dict[str, float]]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in _machine().items())
-    title = f"{subject + ' ÷ torch, lower is better':64} ratio  95% interval    {subject:>9}      torch  pairs  of a copy"
+    title = f"{subject + ' ÷ torch, lower is better':64} ratio  95% interval    {subject:>9}      torch"
+    title += "  pairs  of a copy"
     title += f"  elsewhere ({', '.join(elsewhere)})" if elsewhere else ""
     return f"{machine}\nup to {effort.pairs} pairs a case\n{title}"
 
