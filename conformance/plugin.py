@@ -8,6 +8,7 @@ import datetime
 import gc
 import signal
 from collections.abc import Generator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import hypothesis
@@ -15,12 +16,13 @@ import pytest
 import torch
 
 from conformance.cli.options import PROFILES
-from conformance.judge.clauses import AREAS, HERE, all_clauses, clause_of
+from conformance.judge import accounting
+from conformance.judge.clauses import AREAS, all_clauses, clause_of
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.errors import Hang, raise_stopped_by_user
 from conformance.judge.files import claims_file, reference_limits
-from conformance.judge.files.claims import NotClaimed, claimed_extensions, exposes
+from conformance.judge.files.claims import claimed_extensions, exposes, provided_names
 from conformance.judge.files.expectations import Expectations, without_shrinking
 from conformance.judge.files.rows import all_deviations, all_reference_limits
 from conformance.judge.judgement import unavailable
@@ -30,9 +32,9 @@ from conformance.judge.sandbox import global_state, seeding, trial
 from conformance.judge.sandbox.deadlines import MOST_RESTARTS, Deadlines
 from conformance.judge.sandbox.environment import is_usable, quieten_triton
 from conformance.judge.sandbox.notes import Notes
+from conformance.selection import Selection, folder_of
 
 _EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
-_SELFTESTS = HERE / "selftests"
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
 
 
@@ -106,6 +108,10 @@ def pytest_configure(config: pytest.Config) -> None:
     notes = Notes.of_run(config)
     deadlines = None if config.getoption("dist", "no") != "no" else Deadlines(config, notes)
     info = _load_subject(config, deadlines)
+    if not hasattr(config, "workerinput"):
+        known = accounting.known_before(config.option.subject, info)
+        notes.keep("known", {name: asdict(result) for name, result in known.items()})
+    config.pluginmanager.register(Selection(config, notes), "conformance-selection")
     _expectations(config).keep(config)
     config.pluginmanager.register(reference_limits, "conformance-reference-limits")
     if deadlines is not None:
@@ -133,7 +139,12 @@ def _load_subject(config: pytest.Config, deadlines: Deadlines | None) -> trial.S
         is_worker = hasattr(config, "workerinput")
         with deadlines.for_import():
             complaints = trial.load(spec)
-            return trial.SubjectInfo(None) if is_worker else trial.subject_info(spec, complaints, devices)
+            if is_worker:
+                return trial.SubjectInfo(None)
+            info = trial.subject_info(spec, complaints, devices)
+        with contextlib.suppress(Hang), deadlines.for_import():
+            info = replace(info, provided=provided_names(spec))
+        return info
     except (trial.CannotBeJudged, Hang) as error:
         pytest.exit(str(error), returncode=BAD_INPUT)
 
@@ -168,15 +179,6 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
         seeding.set_run_seed(config.option.seed)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    selected: list[pytest.Item] = []
-    deselected: list[pytest.Item] = []
-    for item in items:
-        (selected if _is_selected(config, item) else deselected).append(item)
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = selected
-
-
 def pytest_collection_finish() -> None:
     # Imported objects stay, so collections that tests and pytest request need not visit them. Without the unfreezing at
     # exit, extensions report leaks.
@@ -185,21 +187,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that names no clause or an unknown one, and skip a test that does not apply.
-
-    A test of an extension that the subject does not claim ends before any fixture is created.
-    """
-    clause_id, spec = clause_of(item), item.config.option.subject
-    clause = all_clauses().get(clause_id)
+    """Fail a test that names no clause, or an unknown clause, deviation or limit."""
+    clause_id = clause_of(item)
     if not clause_id:
-        if _folder(item) in AREAS:
+        if folder_of(item) in AREAS:
             pytest.fail(f"{item.nodeid} judges a subject but names no clause; mark it with @clause(id)")
-    elif clause is None:
+    elif clause_id not in all_clauses():
         pytest.fail(f"{item.nodeid} names the clause {clause_id!r}, which no TOML file has")
-    elif not clause.holds_here:
-        unavailable(f"its clause does not hold for torch {torch.__version__}")
-    elif clause.level == "extension" and clause_id not in claimed_extensions(spec):
-        raise NotClaimed(f"{spec} does not claim the extension {clause_id}")
     row = item.get_closest_marker("deviation")
     if row is not None and row.args[0] not in all_deviations():
         pytest.fail(f"{item.nodeid} names the deviation {row.args[0]!r}, which deviations.toml lacks")
@@ -215,13 +209,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         return (yield)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore the suite's selftests, which judge no subject, unless they are named on the command line."""
-    named = (Path(config.invocation_params.dir, word.partition("::")[0]) for word in config.args)
-    is_own = collection_path == _SELFTESTS
-    return True if is_own and not any(path.is_relative_to(_SELFTESTS) for path in named) else None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     """End a test before it runs if the subject has none of the names of its clause.
@@ -232,37 +219,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
         names, library = all_clauses()[clause_id].names, load_library(pyfuncitem.config.option.subject)
         if names and not any(exposes(library, name) for name in names):
             raise NotProvided(library.spec, names[0])
-
-
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
-
-
-def _is_selected(config: pytest.Config, item: pytest.Item) -> bool:
-    smallest = item.get_closest_marker("profile")
-    in_profile = smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(config.option.profile)
-    return (
-        in_profile
-        and _has_chosen_clause(item, config.option.clauses)
-        and _applies_to(item, package_of(config.option.subject))
-    )
-
-
-def _has_chosen_clause(item: pytest.Item, chosen: str) -> bool:
-    clause = all_clauses().get(clause_of(item))
-    return not chosen or (clause is not None and clause.is_asked_by(chosen.split(",")))
-
-
-def _applies_to(item: pytest.Item, package: str) -> bool:
-    """Return whether a test applies to the subject. Tests of this repository only run with `impl`.
-
-    Tests that train with a subject, also through other libraries, run with torch as well, to compare.
-    """
-    if not item.path.is_relative_to(HERE.parent):  # a test of another project
-        return True
-    folder = _folder(item)
-    trains = folder in ("clients", "training") and package == "torch"
-    return package == "impl" or trains or folder in (*AREAS, "test_surface.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

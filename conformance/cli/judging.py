@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from conformance.cli.options import PROFILES
 from conformance.cli.running import Stop, run
 from conformance.cli.terminal import PhaseProgress
 from conformance.judge import heading
+from conformance.judge.accounting import account
 from conformance.judge.clauses import AREAS, HERE, all_clauses
 from conformance.judge.files.claims_file import set_claims_file, similar
 from conformance.judge.judgement import RED
@@ -153,12 +155,14 @@ def _settings() -> list[str]:
 def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
     """Return a report from the judgements that were logged before judging ended early."""
     last = {entry["nodeid"]: entry for entry in _Lines(log).new() if "nodeid" in entry}
+    not_run = account({entry["clause"] for entry in last.values()}, {}, all_clauses(), why)
     return heading.heading(options, began) | {
         "verdict": "red",
         "devices": [],
         "expectations": [],
         "bad_input": [],
         "tests": list(last.values()),
+        "not_run": [asdict(result) for result in not_run],
         "ended_early": [why],
     }
 

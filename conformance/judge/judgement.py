@@ -6,10 +6,9 @@ Outcomes:
     unavailable                  this machine lacks a device, ranks or a compiler
     known                        the subject does what torch does, where Tandem deviates
     reference cannot run here    an entry of `reference_limits.toml` was confirmed
-    not claimed                  the test is about an extension that the subject does not claim
     stale                        torch no longer behaves as an entry says, or an expectation no longer holds
     expected                     the test failed, as the subject's claims file says
-Failed, hang, crash and stale are red.
+Failed, hang, crash and stale are red. Clauses without tests have outcomes as well (`conformance.judge.accounting`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import pytest
 from conformance.judge import clauses
 from conformance.judge.deviations import StaleDeviation
 from conformance.judge.errors import describe
-from conformance.judge.files.claims import NotClaimed, claimed_extensions, is_claimed
+from conformance.judge.files.claims import claimed_extensions, is_claimed
 from conformance.judge.files.expectations import CAN_BE_EXPECTED, Expectations, expected_failure_text
 from conformance.judge.files.reference_limits import ReferenceCannot
 from conformance.judge.files.rows import all_reference_limits
@@ -127,8 +126,6 @@ def _classify(item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.Test
             report.longrepr = (str(item.path), None, f"not provided: {missing}")
             return "not provided", f"{subject.spec} does not provide {missing}"
         return "failed", f"not provided, though claimed: {missing}"
-    if isinstance(error, NotClaimed):
-        return "not claimed", str(error)
     if isinstance(error, ReferenceCannot):
         return "reference cannot run here", str(error)
     if report.outcome == "skipped":

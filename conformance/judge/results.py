@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import pytest
 
 from conformance.judge import clauses
+from conformance.judge.accounting import NOT_RUN, NotRun, account
 from conformance.judge.files.expectations import ExpectationResult, Expectations, TestRecord
 from conformance.judge.heading import heading, replay_command
 from conformance.judge.judgement import RED, Judgement, if_expected, judgement_of
@@ -63,6 +64,7 @@ class Recorder:
         self._subject = subject
         self._expectations: list[ExpectationResult] = []  # evaluated at the end
         self._judgements: dict[str, Judgement] = {}
+        self._not_run: list[NotRun] = []  # clauses of the selection without tests, known at the end
         self._began = time.time()
         self._ended_early: list[str] = []
         self._log: TextIO | None = None
@@ -110,7 +112,7 @@ class Recorder:
         if not noted:
             self._notes.note(incident)
         stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]
-        clause = self._notes.clauses().get(crashitem, "")
+        clause = self._notes.kept("clauses").get(crashitem, "")
         result = (incident.outcome, f"{incident.reason}\n{stack}".strip())
         outcome, reason = if_expected(self._config, crashitem, clause, result, report)
         judgement = Judgement(
@@ -135,11 +137,13 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        is_complete = session.exitstatus in (0, 1)
+        self._not_run = [NotRun(**fields) for fields in self._notes.kept("not-run")]
+        has_no_tests = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and bool(self._not_run)
+        is_complete = session.exitstatus in (0, 1) or has_no_tests
         self._ended_early = [str(why) for why in (session.shouldstop, session.shouldfail) if why]
         if not is_complete and not self._ended_early:
             self._ended_early = [f"pytest ended with code {int(session.exitstatus)}"]
-        if self._judgements and is_complete:
+        if is_complete and (self._judgements or self._not_run):
             self._evaluate_expectations(is_complete=not self._ended_early)
             # pytest's status does not know of subjects that provide nothing and of stale expectations.
             session.exitstatus = BAD_INPUT if self._bad_input() else int(self._verdict() == "red")
@@ -170,7 +174,10 @@ class Recorder:
     def _verdict(self) -> str:
         if self._bad_input():
             return "red"
-        return verdict(self._judgements.values(), self._subject.claims)
+        return verdict(self._results(), self._subject.claims)
+
+    def _results(self) -> list[Judgement | NotRun]:
+        return [*self._judgements.values(), *self._not_run]
 
     def _bad_input(self) -> list[str]:
         """Return what the user has to fix before judging, including requested devices that tests did not find."""
@@ -188,20 +195,31 @@ class Recorder:
         judgements = sorted(self._judgements.values(), key=lambda judgement: judgement.nodeid)
         return heading(self._config.option, self._began) | {
             "verdict": self._verdict(),
-            "provides_nothing": provides_nothing(self._judgements.values(), self._subject.claims),
+            "provides_nothing": provides_nothing(self._results(), self._subject.claims),
             "bad_input": self._bad_input(),
             "ended_early": self._ended_early,
             "is_narrowed": _is_narrowed(self._config),
             "devices": sorted({judgement.device for judgement in judgements} - {""}),
             "expectations": [result.as_dict() for result in self._expectations],
             "tests": [asdict(judgement) for judgement in judgements],
+            "not_run": [asdict(result) for result in self._account()],
         }
+
+    def _account(self) -> list[NotRun]:
+        """Return the outcome of each clause of the catalogue that no test ran of."""
+        why = f"the run ended early: {'; '.join(self._ended_early) or 'its tests have no result'}"
+        return account(
+            {judgement.clause for judgement in self._judgements.values()},
+            {result.clause: result for result in self._not_run},
+            set(self._notes.kept("clauses").values()),
+            why,
+        )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: Any) -> Generator[None]:
         """Write the verdict last, so that it is at the bottom of the terminal."""
         yield
-        if self._judgements:
+        if self._judgements or self._not_run:
             self._write_verdict(terminalreporter)
 
     def _write_verdict(self, terminalreporter: Any) -> None:
@@ -211,7 +229,12 @@ class Recorder:
         judged = [judgement for judgement in judgements if judgement.clause]
         tested = {judgement.clause for judgement in judged}
         write(f"subject {self._config.option.subject}: {len(tested)} clauses in {len(judged)} tests")
-        write(f"  {', '.join(_by_level(judged))}")
+        write(f"  {', '.join(_by_level(tested))}")
+        accounted = sorted(Counter(result.outcome for result in self._account()).items())
+        counts = ", ".join(
+            f"{count} {'not selected' if outcome == NOT_RUN else outcome}" for outcome, count in accounted
+        )
+        write(f"  accounted, not run: {counts or 'none'}")
         for outcome in sorted({judgement.outcome for judgement in judgements}):
             write(f"  {outcome}: {sum(judgement.outcome == outcome for judgement in judgements)}")
         for broken in broken_clauses([asdict(judgement) for judgement in judgements]):
@@ -228,14 +251,11 @@ class Recorder:
         write(f"verdict: {colour}", green=colour == "green", red=colour == "red", bold=True)
 
 
-def _by_level(judged: Sequence[Judgement]) -> Iterator[str]:
-    """Yield how many clauses of each level were tested, and how many of them the subject does not claim."""
-    not_claimed = {judgement.clause for judgement in judged if judgement.outcome == "not claimed"}
-    tested = {judgement.clause for judgement in judged} & clauses.all_clauses().keys()
-    counts = Counter(clauses.all_clauses()[clause_id].level for clause_id in tested)
-    for level in clauses.LEVELS:
-        yield f"{counts[level]} {level}"
-    yield f"{len(not_claimed)} not claimed"
+def _by_level(tested: Collection[str]) -> Iterator[str]:
+    """Yield how many clauses of each level were tested."""
+    known = clauses.all_clauses()
+    counts = Counter(known[clause_id].level for clause_id in tested if clause_id in known)
+    yield from (f"{counts[level]} {level}" for level in clauses.LEVELS)
 
 
 def _is_narrowed(config: pytest.Config) -> bool:
@@ -246,20 +266,20 @@ def _is_narrowed(config: pytest.Config) -> bool:
     return any(chosen) or not all(path.is_dir() for path in paths)
 
 
-def verdict(judgements: Collection[Judgement], claimed: frozenset[str] | None) -> str:
+def verdict(results: Collection[Judgement | NotRun], claimed: frozenset[str] | None) -> str:
     """Return `red` if any outcome is red or the subject provides no judged name, else `green`.
 
     Args:
         claimed: the subject's claims, or None if they are unknown.
     """
-    is_red = any(judgement.is_red for judgement in judgements)
-    return "red" if is_red or provides_nothing(judgements, claimed) else "green"
+    is_red = any(result.is_red for result in results)
+    return "red" if is_red or provides_nothing(results, claimed) else "green"
 
 
-def provides_nothing(judgements: Iterable[Judgement], claimed: frozenset[str] | None) -> bool:
+def provides_nothing(results: Iterable[Judgement | NotRun], claimed: frozenset[str] | None) -> bool:
     """Return whether the subject has none of the names that were judged, in the whole suite or in the selected part."""
-    outcomes = {judgement.outcome for judgement in judgements if judgement.clause}
-    return claimed == frozenset() or outcomes - {"not claimed", "unavailable"} == {"not provided"}
+    outcomes = {result.outcome for result in results if result.clause}
+    return claimed == frozenset() or outcomes - {"not claimed", "unavailable", NOT_RUN} == {"not provided"}
 
 
 @dataclass

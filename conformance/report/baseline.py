@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.judge.accounting import NOT_RUN
 from conformance.judge.judgement import RED
 from conformance.judge.results import BAD_INPUT
 
@@ -74,8 +75,7 @@ def read_report(file: Path) -> dict[str, Any]:
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
     """Compare two reports test by test, and return the differences by clause."""
-    then = {test["nodeid"]: test for test in old["tests"]}
-    now = {test["nodeid"]: test for test in new["tests"]}
+    then, now = _tests(old, new), _tests(new, old)
     both = [(then[nodeid], test) for nodeid, test in now.items() if nodeid in then]
     paces = list(_paces(old, new))
     return BaselineComparison(
@@ -104,6 +104,14 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
         slower=[pace for pace in paces if pace.now[0] > pace.was[2]],
         faster=[pace for pace in paces if pace.now[2] < pace.was[0]],
     )
+
+
+def _tests(report: dict[str, Any], other: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the tests by id, with those that only `other` has if `report` knew the outcome without running them."""
+    known = {result["clause"]: result for result in report.get("not_run", []) if result["outcome"] != NOT_RUN}
+    others = (test for test in other["tests"] if test["clause"] in known)
+    unscheduled = {test["nodeid"]: {**test, **known[test["clause"]], "replay": ""} for test in others}
+    return unscheduled | {test["nodeid"]: test for test in report["tests"]}
 
 
 def exit_code_since(comparison: BaselineComparison, report: dict[str, Any]) -> int:

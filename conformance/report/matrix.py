@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance.judge.accounting import NOT_RUN, NotRun
 from conformance.judge.judgement import RED
 
 # Outcomes from worst to best. A cell shows the worst of its tests.
@@ -17,7 +18,7 @@ SEVERITY = (
     "failed",
     "stale",
     "expected",
-    "uncovered",
+    NOT_RUN,
     "not provided",
     "not claimed",
     "unavailable",
@@ -32,7 +33,7 @@ SIGNS = {
     "failed": "✗",
     "stale": "≠",
     "expected": "!",
-    "uncovered": "?",
+    NOT_RUN: "?",
     "not provided": "∅",
     "not claimed": "○",
     "unavailable": "–",
@@ -46,7 +47,7 @@ MEANINGS = {
     "failed": "the subject differs from torch",
     "stale": "torch no longer does what a deviation or limit says, or an expected failure passes",
     "expected": "the test failed, as the subject's claims file says",
-    "uncovered": "no test of the clause was in this run, because of the profile or the selection",
+    NOT_RUN: "no test of the clause was in this run, because of the profile, the selection or an early end",
     "not provided": "the subject lacks the name and does not claim it",
     "not claimed": "an extension beyond torch that the subject does not claim",
     "unavailable": "this machine lacks a device, ranks or a compiler",
@@ -122,10 +123,12 @@ class Cell:
 class Row:
     clause: dict[str, Any]
     cells: dict[Axis, Cell]
+    untested: NotRun  # outcome and reason if there are no cells
 
     @property
     def outcome(self) -> str:
-        return min((cell.outcome for cell in self.cells.values()), key=SEVERITY.index, default="uncovered")
+        outcomes = (cell.outcome for cell in self.cells.values())
+        return min(outcomes, key=SEVERITY.index, default=self.untested.outcome)
 
     @property
     def short_id(self) -> str:
@@ -153,12 +156,16 @@ class Area:
     @property
     def is_judged(self) -> bool:
         """Whether the subject provides any name of the area and tests of it ran."""
-        return any(row.outcome not in ("not provided", "not claimed", "uncovered") for row in self.rows)
+        return any(row.cells and row.outcome not in ("not provided", "not claimed") for row in self.rows)
 
     @property
     def counts(self) -> list[tuple[str, int]]:
-        """Number of clauses with each outcome, the worst first."""
-        return ranked(row.outcome for row in self.rows)
+        """Number of tested clauses with each outcome, the worst first."""
+        return ranked(row.outcome for row in self.rows if row.cells)
+
+    @property
+    def untested(self) -> list[Row]:
+        return [row for row in self.rows if not row.cells]
 
 
 def ranked(outcomes: Iterable[str]) -> list[tuple[str, int]]:
@@ -171,12 +178,22 @@ def matrix(report: dict[str, Any]) -> list[Area]:
     by_clause: dict[str, list[dict[str, Any]]] = {}
     for test in report["tests"]:
         by_clause.setdefault(test["clause"], []).append(test)
+    accounts = not_run_by_clause(report)
     areas: dict[str, list[Row]] = {}
     for clause in report["clauses"]:
-        row = Row(clause, _cells(by_clause.get(clause["id"], [])))
+        row = Row(clause, _cells(by_clause.get(clause["id"], [])), accounts[clause["id"]])
         areas.setdefault(clause["area"], []).append(row)
     tables = [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
     return sorted(tables, key=lambda area: (not area.is_red, not area.is_judged))
+
+
+def not_run_by_clause(report: dict[str, Any]) -> Mapping[str, NotRun]:
+    """Return the account of each clause without tests. Reports of earlier versions have no reasons."""
+    accounts = {result["clause"]: NotRun(**result) for result in report.get("not_run", [])}
+    return {
+        name: accounts.get(name, NotRun(name, NOT_RUN, "no test of it was selected"))
+        for name in (clause["id"] for clause in report["clauses"])
+    }
 
 
 def _cells(tests: Sequence[dict[str, Any]]) -> dict[Axis, Cell]:

@@ -39,7 +39,8 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             counts=ranked(test["outcome"] for test in report["tests"] if test["clause"]),
             outcomes=_outcomes(areas),
             clause_outcomes=[
-                outcome for outcome, _ in ranked(row.outcome for area in areas for row in area.rows)
+                outcome
+                for outcome, _ in ranked(row.outcome for area in areas for row in area.rows if row.cells)
             ],
             own_counts=ranked(test["outcome"] for test in report["tests"] if not test["clause"]),
             red=_red(report),

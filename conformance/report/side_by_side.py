@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conformance.judge.accounting import NOT_RUN, NotRun
 from conformance.judge.judgement import RED
-from conformance.report.matrix import MEANINGS, SEVERITY, ranked
+from conformance.report.matrix import MEANINGS, SEVERITY, not_run_by_clause, ranked
 from conformance.report.page import environment
 from conformance.report.text import legible
 from conformance.report.verdict import parts
+
+_NO_CLAUSE = "the catalogue of this report has no such clause"
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,11 @@ class ComparedCell:
 
     tests: list[dict[str, Any]]
     replay: str  # replay command of the first red test, else of the clause
+    untested: NotRun  # outcome and reason if there are no tests
 
     @property
     def outcome(self) -> str:
-        return ranked(test["outcome"] for test in self.tests)[0][0] if self.tests else "uncovered"
+        return ranked(test["outcome"] for test in self.tests)[0][0] if self.tests else self.untested.outcome
 
     @property
     def held_tests(self) -> int:
@@ -32,7 +36,7 @@ class ComparedCell:
     @property
     def why(self) -> str:
         worst = [test for test in self.tests if test["outcome"] == self.outcome]
-        return worst[0]["reason"] if worst else "no test of this clause was in this run"
+        return worst[0]["reason"] if worst else self.untested.reason
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,8 @@ class ComparedArea:
 
     def held_clauses(self, column: int) -> str:
         """Return the number of clauses that hold in a report, and of those that its run tested."""
-        outcomes = [row.cells[column].outcome for row in self.rows]
-        tested = [outcome for outcome in outcomes if outcome != "uncovered"]
-        held = sum(outcome in ("passed", "known") for outcome in tested)
+        tested = [row.cells[column] for row in self.rows if row.cells[column].tests]
+        held = sum(cell.outcome in ("passed", "known") for cell in tested)
         return f"{held} / {len(tested)}" if tested else "not tested"
 
 
@@ -92,11 +95,12 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[ComparedArea]:
     """
     clauses = {clause["id"]: clause for report in reports for clause in report["clauses"]}
     tests_by_report = [_by_clause(report) for report in reports]
+    accounts_by_report = [not_run_by_clause(report) for report in reports]
     areas: dict[str, list[ComparedRow]] = {}
     for name, clause in clauses.items():
         cells = [
-            _cell(name, tests.get(name, []), report)
-            for tests, report in zip(tests_by_report, reports, strict=True)
+            _cell(name, tests.get(name, []), report, accounts.get(name, NotRun(name, NOT_RUN, _NO_CLAUSE)))
+            for tests, accounts, report in zip(tests_by_report, accounts_by_report, reports, strict=True)
         ]
         areas.setdefault(clause["area"], []).append(ComparedRow(clause, cells))
     compared = [ComparedArea(name, rows) for name, rows in sorted(areas.items())]
@@ -110,6 +114,7 @@ def _by_clause(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return by_clause
 
 
-def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any]) -> ComparedCell:
+def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any], untested: NotRun) -> ComparedCell:
     red = [test["replay"] for test in tests if test["outcome"] in RED and test["replay"]]
-    return ComparedCell(tests, red[0] if red else report.get("replay", "").replace(" WHAT ", f" {clause} "))
+    replay = red[0] if red else report.get("replay", "").replace(" WHAT ", f" {clause} ")
+    return ComparedCell(tests, replay, untested)

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.judge.accounting import NOT_RUN
 from conformance.judge.judgement import RED
 from conformance.judge.results import BAD_INPUT
-from conformance.report.matrix import SEVERITY, ranked
+from conformance.report.matrix import SEVERITY, not_run_by_clause, ranked
 from conformance.report.speed import MISSING, REGRESSION, is_faster, is_slower
 
 _WORDS = {
@@ -17,6 +18,7 @@ _WORDS = {
     "known": "hold like torch",
     "reference cannot run here": "fail for torch too",
     "expected": "fail as expected",
+    NOT_RUN: "not selected",
 }
 
 
@@ -66,19 +68,22 @@ def _judging(report: dict[str, Any]) -> VerdictPart:
     broken = sum(outcome in RED for outcome in worst.values())
     others = ranked(outcome for outcome in worst.values() if outcome not in RED)
     counts = [f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(others)]
-    if not_tested := len(report["clauses"]) - len(worst):
-        counts.append(f"{not_tested} not tested")
     says = f"{broken} of {total} broken" if broken else total
     says += f": {', '.join(counts)}" if counts else ""
+    accounts = not_run_by_clause(report)
+    if untested := ranked(result.outcome for name, result in accounts.items() if name not in worst):
+        outcomes = ", ".join(
+            f"{count} {_WORDS.get(outcome, outcome)}" for outcome, count in reversed(untested)
+        )
+        says += f"; {sum(count for _, count in untested)} accounted, not run: {outcomes}"
     own = sum(test["outcome"] in RED for test in report["tests"] if not test["clause"])
     says += f"; {own} {_plural('test', own)} of the suite itself red" if own else ""
     return VerdictPart("judging", "failed" if why else "passed", says, why)
 
 
 def _nothing_provided(report: dict[str, Any]) -> str:
-    names = [
-        test["reason"].rpartition(" ")[2] for test in report["tests"] if test["outcome"] == "not provided"
-    ]
+    results = [*report["tests"], *report.get("not_run", [])]
+    names = [result["reason"].rpartition(" ")[2] for result in results if result["outcome"] == "not provided"]
     example = f", such as {names[0]}" if names else ""
     return (
         f"{report['subject']} provides none of the names that are judged{example}; expose them at torch's public "

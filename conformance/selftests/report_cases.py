@@ -91,6 +91,7 @@ def a_report(*tests: dict[str, Any], **more: Any) -> dict[str, Any]:
         "clauses": [CLAUSE],
         "deviations": [],
         "tests": list(tests),
+        "not_run": [],
         "ended_early": [],
         "speed": {},
         "training": {},

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from conformance.cli import gate
 from conformance.cli.judging import _JudgingBar, _Lines, _salvaged
 from conformance.cli.options import of_gate
 from conformance.cli.running import Stop
+from conformance.judge.accounting import NotRun
+from conformance.judge.clauses import all_clauses
 from conformance.judge.judgement import Judgement
 from conformance.judge.results import verdict
 from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.report.verdict import parts, reasons
-from conformance.selftests.report_cases import a_report, judged, trained
+from conformance.selftests.report_cases import CLAUSE, a_report, judged, trained
 
 ROOT = Path(__file__).parents[2]
 # Collect few tests for a gate that is stopped, because importing them takes longer than running twenty.
@@ -44,7 +47,7 @@ def test_red_outcomes_are_reasons(outcome: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", ["passed", "known", "unavailable", "not provided", "not claimed", "reference cannot run here"]
+    "outcome", ["passed", "known", "unavailable", "not provided", "reference cannot run here"]
 )
 def test_other_outcomes_are_none(outcome: str) -> None:
     assert reasons(a_report(judged(outcome))) == []
@@ -65,13 +68,13 @@ def test_subject_without_names_is_red() -> None:
 
 
 def test_subject_without_names_of_selected_part_is_red() -> None:
-    lacking = judged("not provided", reason="impl does not provide amp.GradScaler")
-    tests = [lacking, judged("not claimed")]
+    lacking = NotRun(CLAUSE["id"], "not provided", "impl does not provide amp.GradScaler")
+    results = [lacking, NotRun("x", "not claimed", ""), NotRun("y", "not run", "")]
     names = frozenset({"nn.utils.clip_grad_norm_"})
-    assert verdict([Judgement(**test) for test in tests], names) == "red"
-    assert verdict([Judgement(**test) for test in [*tests, judged("passed")]], names) == "green"
-    assert verdict([Judgement(**judged("not claimed"))], names) == "green"
-    (reason,) = reasons(a_report(*tests, provides_nothing=True))
+    assert verdict(results, names) == "red"
+    assert verdict([*results, Judgement(**judged("passed"))], names) == "green"
+    assert verdict(results[1:], names) == "green"
+    (reason,) = reasons(a_report(provides_nothing=True, not_run=[asdict(lacking)]))
     assert "that are judged, such as amp.GradScaler; expose them" in reason
 
 
@@ -89,6 +92,7 @@ def test_judgements_before_crash_are_kept(tmp_path: Path) -> None:
     options = of_gate("").parse_args([])
     report = _salvaged(options, log, 0.0, "judging ended with code 3")
     assert [test["nodeid"] for test in report["tests"]] == ["test_passed"]
+    assert {entry["clause"] for entry in report["not_run"]} == all_clauses().keys()
     assert reasons(report | {"speed": {}, "training": {}}) == ["judging ended with code 3"]
 
 

@@ -54,7 +54,7 @@ SUITE = (
     ("amp", "cpu", "cuda", "distributed", "dynamo", "nn", "strategies", "training", "test_surface"),
     ("strength.faults", "strength.mutation"),
     ("clients", "report"),
-    ("cli", "catalogue", "plugin"),
+    ("cli", "catalogue", "plugin", "selection"),
     ("__main__", "conftest", "gpu", "strength", "subjects"),
     ("selftests",),
 )

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from conformance.judge.clauses import HERE
-from conformance.plugin import _applies_to, usable_world_sizes
+from conformance.plugin import usable_world_sizes
+from conformance.selection import applies_to
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
 def test_foreign_package_is_not_judged_by_repository_tests(package: str, own_parts: bool) -> None:
     def is_asked(file: str) -> bool:
         item: Any = SimpleNamespace(path=HERE / file)
-        return _applies_to(item, package)
+        return applies_to(item, package)
 
     assert is_asked("amp/test_grad_scaler_step.py")
     assert is_asked("test_surface.py")

@@ -83,6 +83,18 @@ def test_exit_code_since_earlier_run(then: str, now: str, more: dict[str, Any], 
     assert exit_code_since(compare(old, new), new | more) == code
 
 
+def test_lost_name_is_broken_although_no_test_ran() -> None:
+    lost = [{"clause": CLAUSE["id"], "outcome": "not provided", "reason": "lost"}]
+    had, lacks = a_report(judged("passed", nodeid="a")), a_report(not_run=lost)
+    assert reported(compare(had, lacks)) == {"broke": [(CLAUSE["id"], ["a"])]}
+    assert reported(compare(lacks, had)) == {"changed": [(CLAUSE["id"], ["a"])]}
+    assert reported(compare(lacks, a_report(judged("failed", nodeid="a")))) == {
+        "broke": [(CLAUSE["id"], ["a"])]
+    }
+    unselected = [lost[0] | {"outcome": "not run"}]
+    assert reported(compare(had, a_report(not_run=unselected))) == {"gone": [(CLAUSE["id"], ["a"])]}
+
+
 def test_changes_are_reported_by_clause_and_own_tests_by_name() -> None:
     names = ("a", "b", "c")
     old = a_report(

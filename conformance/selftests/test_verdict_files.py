@@ -46,6 +46,7 @@ def test_report_matches_schema_without_extra_keys(tmp_path: Path) -> None:
     parts = heading(options, 0.0) | {"verdict": "green", "bad_input": [], "ended_early": []}
     parts |= {
         "tests": [judged("passed"), judged("failed", replay="r", reason="so")],
+        "not_run": [{"clause": "amp.x", "outcome": "not provided", "reason": "it lacks amp"}],
         "provides_nothing": False,
     }
     parts |= {"devices": ["cpu"], "expectations": []}
@@ -74,7 +75,7 @@ def test_schema_describes_each_key_and_outcome() -> None:
     assert undescribed("report", schema()) == []
     assert schema()["properties"]["schema"]["const"] == SCHEMA
     test = schema()["properties"]["tests"]["items"]
-    assert set(test["properties"]["outcome"]["enum"]) == set(SEVERITY) - {"uncovered"}
+    assert set(test["properties"]["outcome"]["enum"]) == set(SEVERITY) - {"not run", "not claimed"}
     assert set(test["required"]) == set(test["properties"]) == set(judged("passed"))
 
 
@@ -97,7 +98,7 @@ def test_invalid_input_is_distinguished_from_red(
 
 
 def test_dashboard_list_has_every_test_once() -> None:
-    outcomes = [outcome for outcome in SEVERITY if outcome != "uncovered"]
+    outcomes = [outcome for outcome in SEVERITY if outcome != "not run"]
     report = a_report(
         *(judged(outcome, reason=f"of {outcome}\nmore", replay="r") for outcome in outcomes), reasons=[]
     )

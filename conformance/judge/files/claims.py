@@ -10,8 +10,6 @@ import fnmatch
 import functools
 from collections.abc import Iterable, Iterator
 
-import pytest
-
 from conformance.judge import surface
 from conformance.judge.clauses import HERE, all_clauses
 from conformance.judge.errors import describe
@@ -19,10 +17,6 @@ from conformance.judge.files.claims_file import Expectation, claims_file, simila
 from conformance.judge.files.rows import limited_clauses
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library, package_of
 from conformance.judge.sandbox.environment import try_out
-
-
-class NotClaimed(pytest.skip.Exception):
-    """Raised by a test of an extension that the subject does not claim."""
 
 
 def claims(spec: str) -> frozenset[str]:
@@ -89,6 +83,13 @@ def exposes(library: Library, name: str) -> bool:
         return library.provides(name)
     except LookupFailed:
         return True
+
+
+def provided_names(spec: str) -> frozenset[str]:
+    """Return the names of clauses that a subject has, whether or not it claims them."""
+    library = load_library(package_of(spec))
+    names = {name for clause in all_clauses().values() for name in clause.names}
+    return frozenset(name for name in names if exposes(library, name))
 
 
 def wrong_in_claims(library: Library) -> Iterator[str]:

@@ -72,7 +72,7 @@ class Deadlines:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         self._clauses = {item.nodeid: clause_of(item) for item in items}
-        self._notes.keep_clauses(self._clauses)
+        self._notes.keep("clauses", self._clauses)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:

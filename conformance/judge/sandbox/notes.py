@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,14 +67,15 @@ class Notes:
         died = [thread for thread in threads if thread.startswith("Current")]
         return "".join([*threads[-1:], *died][-1:])[:_MOST_STACK]
 
-    def keep_clauses(self, clauses: Mapping[str, str]) -> None:
-        """Write the clause of each collected test. Every worker collects the same tests."""
-        partial = self.folder / f"clauses-{os.getpid()}"
-        partial.write_text(json.dumps(clauses))
-        partial.rename(self.folder / "clauses.json")
+    def keep(self, name: str, value: object) -> None:
+        """Write a value for the other processes. Every worker writes the same values."""
+        partial = self.folder / f"{name}-{os.getpid()}"
+        partial.write_text(json.dumps(value))
+        partial.rename(self.folder / f"{name}.json")
 
-    def clauses(self) -> dict[str, str]:
-        file = self.folder / "clauses.json"
+    def kept(self, name: str) -> Any:
+        """Return a value that any process has written, or an empty dict."""
+        file = self.folder / f"{name}.json"
         return json.loads(file.read_text()) if file.is_file() else {}
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from conformance.judge import surface
 from conformance.judge.errors import FROM_OUTSIDE, describe
-from conformance.judge.files.claims import claims, wrong_in_claims
+from conformance.judge.files.claims import claims, provided_names, wrong_in_claims
 from conformance.judge.files.claims_file import UnreadableClaims, claims_file
 from conformance.judge.library import load_library, package_of
 from conformance.judge.sandbox.environment import is_device
@@ -54,6 +54,8 @@ class SubjectInfo:
     claims: frozenset[str] | None
     # A sentence with a cure for each problem of its import and of its claims file.
     bad_input: tuple[str, ...] = ()
+    # The names of clauses that it has, claimed or not. This is None under the same condition.
+    provided: frozenset[str] | None = None
 
 
 _SIGNALS = {name: PROCESS[name] for name in ("signal handlers", "blocked signals")}
@@ -150,7 +152,8 @@ def import_in_subprocess(spec: str, devices: str = "auto", limit_s: float = IMPO
         if "loaded" not in reported:
             raise CannotBeJudged(_cannot_be_loaded(spec, end + _tail_of_output(printed, output), cure))
         known = frozenset(reported["claims"]) if "claims" in reported else None
-        return SubjectInfo(known, tuple(reported["bad_input"]))
+        provided = frozenset(reported["provided"]) if "provided" in reported else None
+        return SubjectInfo(known, tuple(reported["bad_input"]), provided)
 
 
 _NOT_FOUND = "expected impl, torch, or an importable package that has torch's paths"
@@ -199,6 +202,7 @@ def main(spec: str, devices: str, descriptor: int) -> None:
             report(loaded=True, bad_input=[*complaints, *claims_file(package_of(spec)).problems])
             info = subject_info(spec, complaints, devices)
             report(claims=sorted(info.claims or ()), bad_input=info.bad_input)
+            report(provided=sorted(provided_names(spec)))
         except CannotBeJudged as error:
             report(error=str(error))
         except Exception as error:

@@ -1,0 +1,95 @@
+"""Selection of the tests of a run. It records the outcome and the reason of each clause that has no test left."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from conformance.cli.options import PROFILES
+from conformance.judge.accounting import NOT_RUN, NotRun, clauses_of_file
+from conformance.judge.clauses import AREAS, HERE, Clause, all_clauses, clause_of
+from conformance.judge.library import package_of
+from conformance.judge.sandbox.notes import Notes
+
+_SELFTESTS = HERE / "selftests"
+
+
+class Selection:
+    """A pytest plugin of every process that collects tests."""
+
+    def __init__(self, config: pytest.Config, notes: Notes) -> None:
+        self._config, self._notes = config, notes
+        # Clauses whose outcome is known before any test, see `conformance.judge.accounting`.
+        self._known = {name: NotRun(**fields) for name, fields in notes.kept("known").items()}
+        self._not_run: dict[str, NotRun] = {}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """Ignore a folder or a file without tests to run. What the command line names is never ignored.
+
+        These are the suite's selftests, which judge no subject, and the files of clauses that are not chosen or whose
+        outcome is known. They are not imported.
+        """
+        if collection_path == _SELFTESTS:
+            words = (word.partition("::")[0] for word in self._config.args)
+            named = (Path(self._config.invocation_params.dir, word) for word in words)
+            return None if any(path.is_relative_to(_SELFTESTS) for path in named) else True
+        if collection_path.suffix != ".py" or not (ids := clauses_of_file(collection_path)):
+            return None
+        chosen = [clause for name in ids if (clause := all_clauses().get(name)) and self._is_chosen(clause)]
+        if len(ids - all_clauses().keys()) or any(clause.id not in self._known for clause in chosen):
+            return None
+        self._not_run |= {clause.id: self._known[clause.id] for clause in chosen}
+        return True
+
+    @pytest.hookimpl
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        selected: list[pytest.Item] = []
+        deselected: list[pytest.Item] = []
+        for item in items:
+            (selected if self._is_selected(item) else deselected).append(item)
+        self._config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
+        for clause_id in map(clause_of, selected):
+            self._not_run.pop(clause_id, None)
+        self._notes.keep("not-run", [asdict(result) for result in self._not_run.values()])
+
+    def _is_selected(self, item: pytest.Item) -> bool:
+        clause = all_clauses().get(clause_of(item))
+        if not applies_to(item, package_of(self._config.option.subject)):
+            return False
+        if self._config.option.clauses and (clause is None or not self._is_chosen(clause)):
+            return False
+        result = self._known.get(clause.id) if clause else None
+        if not result and (why := self._outside_of_profile(item)):
+            result = NotRun(clause_of(item), NOT_RUN, why)
+        if result and clause:
+            self._not_run[clause.id] = result
+        return not result
+
+    def _is_chosen(self, clause: Clause) -> bool:
+        chosen = self._config.option.clauses
+        return not chosen or clause.is_asked_by(chosen.split(","))
+
+    def _outside_of_profile(self, item: pytest.Item) -> str:
+        smallest, profile = item.get_closest_marker("profile"), self._config.option.profile
+        if smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(profile):
+            return ""
+        return f"the profile {profile} has no test of it; --profile {smallest.args[0]} has one"
+
+
+def folder_of(item: pytest.Item) -> str:
+    return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+
+
+def applies_to(item: pytest.Item, package: str) -> bool:
+    """Return whether a test applies to the subject. Tests of this repository only run with `impl`.
+
+    Tests that train with a subject, also through other libraries, run with torch as well, to compare.
+    """
+    if not item.path.is_relative_to(HERE.parent):  # a test of another project
+        return True
+    folder = folder_of(item)
+    trains = folder in ("clients", "training") and package == "torch"
+    return package == "impl" or trains or folder in (*AREAS, "test_surface.py")

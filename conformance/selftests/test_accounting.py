@@ -1,0 +1,117 @@
+"""Accounts of clauses without tests: every clause has an outcome, and tests that cannot pass are not scheduled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.judge.accounting import NotRun, account, clauses_of_file, known_before
+from conformance.judge.clauses import HERE, all_clauses
+from conformance.judge.sandbox.trial import SubjectInfo
+from conformance.report.verdict import parts
+
+ROOT = HERE.parent
+CLIP = "nn.utils.clip_grad_norm_"
+_LIMIT_S = 200.0
+
+pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
+
+
+def judge(folder: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
+    """Judge a package that has only `clip_grad_norm_`, in one process, and return the exit code and the report."""
+    package = folder / "onlyclip" / "nn"
+    package.mkdir(parents=True, exist_ok=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py"):
+        file.touch()
+    (package / "utils.py").write_text(
+        "import torch\n\n\n"
+        "def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):\n"
+        "    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--profile=quick"]
+    command += ["--subject=onlyclip", f"--report={folder}", *words]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+    )
+    file = folder / "report.json"
+    assert file.is_file(), ended.stdout + ended.stderr
+    return ended.returncode, json.loads(file.read_text())
+
+
+def test_package_with_one_function_is_judged_by_its_tests_only(tmp_path: Path) -> None:
+    code, report = judge(
+        tmp_path,
+        ["conformance/nn", "conformance/amp", "conformance/dynamo", "-k", "test_extreme or test_total"],
+    )
+    assert code == 0
+    files = {test["nodeid"].partition("::")[0] for test in report["tests"]}
+    assert files
+    assert {Path(file).parent.name for file in files} == {"utils"}
+    tested = {test["clause"] for test in report["tests"]}
+    outcomes = {result["clause"]: result for result in report["not_run"]}
+    assert tested.isdisjoint(outcomes)
+    assert tested | outcomes.keys() == all_clauses().keys()
+    scales = outcomes["amp.grad_scaler.scale.multiplies"]
+    assert (scales["outcome"], scales["reason"]) == (
+        "not provided",
+        "onlyclip does not provide amp.GradScaler",
+    )
+    assert outcomes["amp.grad_scaler.fused_step.waits_for_nothing"]["outcome"] == "not claimed"
+    assert f"; {len(outcomes)} accounted, not run: " in parts(report)[0].says
+
+
+@pytest.mark.parametrize("target", ["conformance/amp", "conformance/amp/test_grad_scaler_construct.py"])
+def test_package_without_judged_name_is_red_although_no_test_is_scheduled(
+    tmp_path: Path, target: str
+) -> None:
+    code, report = judge(tmp_path, [target])
+    assert (code, report["verdict"], report["tests"], report["provides_nothing"]) == (1, "red", [], True)
+
+
+def info(claims: Sequence[str], provided: Sequence[str] | None) -> SubjectInfo:
+    return SubjectInfo(frozenset(claims), provided=None if provided is None else frozenset(provided))
+
+
+def test_only_names_that_are_neither_provided_nor_claimed_are_known_to_lack() -> None:
+    [scaler] = {
+        name for clause in all_clauses().values() for name in clause.names if name == "amp.GradScaler"
+    }
+    about = {clause.id for clause in all_clauses().values() if clause.names == (scaler,)}
+
+    def lacking(known: dict[str, NotRun]) -> set[str]:
+        return {name for name, result in known.items() if result.outcome == "not provided"} & about
+
+    assert lacking(known_before("json", info([], [CLIP])))
+    assert not lacking(known_before("json", info([], [scaler])))
+    assert not lacking(known_before("json", info([scaler], [])))
+    assert not lacking(known_before("json", info([], None)))
+    assert not lacking(known_before("json", SubjectInfo(None)))
+
+
+def test_file_with_computed_clause_is_imported(tmp_path: Path) -> None:
+    area = HERE / "nn" / "utils"
+    assert "nn.utils.clip_grad.clip_grad_norm_.scales_to_max_norm" in clauses_of_file(
+        area / "test_clip_grad.py"
+    )
+    assert clauses_of_file(HERE / "test_surface.py") == frozenset()
+    assert clauses_of_file(tmp_path / "test_else.py") == frozenset()
+
+
+def test_each_clause_is_accounted_once() -> None:
+    first, second, third, *others = all_clauses()
+    known = {second: NotRun(second, "not claimed", "extension")}
+    results = account({first}, known, {third}, "stopped")
+    assert [result.clause for result in results] == [second, third, *others]
+    assert results[0] == known[second]
+    assert [(result.outcome, result.reason) for result in results[1:3]] == [
+        ("not run", "stopped"),
+        ("not run", "no test of it was selected"),
+    ]
