@@ -122,6 +122,22 @@ def _explain(device: str) -> Call:
     return lambda: str(scaler.explain(data.optimizer))
 
 
+def _microbatches(device: str) -> Call:
+    data, scaler = _data(device), scaler_of("impl", device)
+
+    def call() -> None:
+        for skips in (False, True, False):
+            with scaler.microbatch(data.optimizer) as microbatch:
+                if skips:
+                    microbatch.skip()
+                else:
+                    for param in data.parameters:
+                        param.grad = torch.ones_like(param)
+        scaler.fused_step(data.optimizer)
+
+    return call
+
+
 def _settings_of_scaler(device: str) -> Call:
     state = scaler_of("impl", device).state_dict()
 
@@ -303,6 +319,7 @@ CASES = [
     WaitCase("four calls, infinity norm", _CLIP, _four_calls(_KERNELS, torch.inf)),
     WaitCase("step_was_taken", _methods(_SCALER, "step_was_taken"), _step_was_taken),
     WaitCase("explain", _methods(_SCALER, "explain"), _explain),
+    WaitCase("microbatch", (*_methods(_SCALER, "microbatch"), "amp.Microbatch.skip"), _microbatches),
     WaitCase("GradScaler's settings", (_SCALER, *_methods(_SCALER, *_OF_SETTINGS)), _settings_of_scaler),
     WaitCase(
         "norm, then clip", ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_"), _norm_then_clip

@@ -48,6 +48,7 @@ class Scaler(Protocol):
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]: ...
     def _norm_device(self, params: Sequence[Tensor]) -> torch.device: ...
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found: ...
+    def _found_inf_of_sum(self, optimizer: _Optimizer, found_inf_per_device: Found) -> Found: ...
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,7 @@ def _joint_norm_and_found_inf(
     norms = Norms(step.options.norm_type, by_sharding, torch.float64 if is_wide else torch.float32)
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(norms, checked)
+    global_found_inf = step.scaler._found_inf_of_sum(step.optimizer, global_found_inf)
     if step.scale is not None and not global_found_inf:
         check_step(step.optimizer)
         raise AssertionError("No inf checks were recorded for this optimizer.")

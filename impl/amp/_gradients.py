@@ -144,7 +144,7 @@ def nonfinite_parameters(
     Sync: one for each device, and another if no gradient on this rank holds inf or nan. Collectives: one
         `all_gather_object` for each group, which waits for its ranks.
     """
-    rank = _rank_in(groups)
+    rank = rank_in(groups)
     failure: Exception | None = None
     try:
         report = _report_of_rank(optimizer, low_precision_params, local_found_inf, rank)
@@ -171,7 +171,7 @@ def nonfinite_parameters(
     return [gradient for _, gradient in sorted(nonfinite, key=lambda entry: (entry[0], entry[1].rank))]
 
 
-def _rank_in(groups: Sequence[dist.ProcessGroup | None]) -> int:
+def rank_in(groups: Sequence[dist.ProcessGroup | None]) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return next((group.rank() for group in groups if group is not None), 0)
@@ -194,7 +194,7 @@ def _nonfinite_gradients(optimizer: torch.optim.Optimizer, rank: int) -> list[tu
     grads: dict[torch.device, list[Tensor]] = {}
     for index, (name, param) in enumerate(named_params(optimizer)):
         if param.grad is not None:
-            values = _values(param.grad)
+            values = values_of(param.grad)
             names.setdefault(values.device, []).append((index, name))
             grads.setdefault(values.device, []).append(values)
     nonfinite: list[tuple[int, NonfiniteGradient]] = []
@@ -224,7 +224,7 @@ def named_params(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _values(grad: Tensor) -> Tensor:
+def values_of(grad: Tensor) -> Tensor:
     """Return the dense tensor with a gradient's elements: a DTensor's local tensor, a sparse tensor's values."""
     local: Any = getattr(grad, "to_local", None)
     if local is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from impl.amp._microbatch import Accumulation
 from impl.optim._fused_updates import Served
 
 Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 for inf or nan
@@ -57,6 +58,7 @@ class OptimizerState(TypedDict):
 
     stage: OptState
     found_inf_per_device: Found
+    accumulation: NotRequired[Accumulation]  # torch's states have none
 
 
 def refresh_per_optimizer_state() -> OptimizerState:
@@ -95,6 +97,7 @@ class CheckResults:
     # Copies that hold the checked gradients of parameters without a gradient.
     low_precision_params: Sequence[Tensor] = ()
     served: Sequence[Served] = ()  # backends of the last fused step that the host did not skip
+    accumulation: Accumulation | None = None  # microbatches of the current or last step
 
     def record_fused_step(self, result: FusedStepResult, low_precision_params: Sequence[Tensor]) -> None:
         self.checked = self.stepped = result.global_found_inf

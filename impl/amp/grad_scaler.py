@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, overload
 
 import torch
@@ -19,6 +20,7 @@ from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_sca
 from impl.amp._explanation import FusedStepExplanation, explanation_of
 from impl.amp._gradients import NonfiniteGradient
 from impl.amp._loss_scale import SMALLEST_SCALE, MinScaleMonitor
+from impl.amp._microbatch import Accumulation, Microbatch, SkippedMicrobatch, run_microbatch
 from impl.amp._opt_state import (
     CheckResults,
     Found,
@@ -70,7 +72,8 @@ class GradScaler:
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and its warning, float16 and bfloat16 losses are scaled
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
-        gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`, `nonfinite_parameters`.
+        gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`, `nonfinite_parameters`,
+        `microbatch`, `skipped_microbatches`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -187,6 +190,7 @@ class GradScaler:
             return
         scale, _ = self._init_and_get_scale("unscale_", optimizer)
         unscaled = next_stage(stage_of(self._per_optimizer_states, optimizer), "unscale_")
+        scale = self._scale_of_sum(optimizer, scale, "unscale_")
         if getattr(self._unscale_grads_, "__func__", None) is _UNSCALE_GRADS:
             state = self._record_check(optimizer, self._unscale_grads_by_(optimizer, scale))
         else:
@@ -216,6 +220,14 @@ class GradScaler:
         stepped = next_stage(stage, "step")
         check_results = self._check_results.of(optimizer)
         check_results.taken = None
+        if stage is OptState.READY and self._accumulation_of(optimizer) is not None:
+            if takes_scaler(optimizer.step):
+                raise NotImplementedError(
+                    "an optimizer whose step takes grad_scaler would unscale without regard to the microbatches that "
+                    "were left out; call unscale_(optimizer) before step(optimizer)"
+                )
+            self.unscale_(optimizer)
+            stage = OptState.UNSCALED
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_if_finite(optimizer, stage, check_results, *args, **kwargs)
         elif takes_scaler(optimizer.step):
@@ -285,6 +297,12 @@ class GradScaler:
         scale, _ = self._init_and_get_scale("fused_step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
         stepped = next_stage(stage, "step")
+        if options.low_precision_params and self._accumulation_of(optimizer) is not None:
+            raise ValueError(
+                "low_precision_params have gradients that microbatch() has not checked; accumulate the gradients of "
+                "the optimizer's own parameters, or use no microbatch()"
+            )
+        scale = self._scale_of_sum(optimizer, scale, "fused_step")
         known_found_inf = self._found_inf_per_device(optimizer) if stage is OptState.UNSCALED else None
         step_result = _fused_step.fused_step(self, optimizer, options, scale, known_found_inf)
         self._per_optimizer_states[id(optimizer)].update(
@@ -323,10 +341,15 @@ class GradScaler:
             flags = [to_device(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
             if not flags:
                 raise AssertionError("No inf checks were recorded prior to update.")
+            accumulations = [s["accumulation"] for s in states if "accumulation" in s]
+            for accumulation in accumulations:
+                accumulation.check_closed("update")
             self._scale_monitor.warn_if_stuck(
                 self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2
             )
             found_inf = functools.reduce(torch.add, flags)
+            for accumulation in accumulations:
+                found_inf = accumulation.found_inf(found_inf)
             may_reach_minimum = self._scale_monitor.may_reach_minimum(scale, self._backoff_factor)
             kernels.update_scale_(
                 scale, growth_tracker, found_inf,
@@ -429,6 +452,92 @@ class GradScaler:
             check_results.low_precision_params,
             check_results.local_found_inf or {},
             self._reporting_groups([param for group in optimizer.param_groups for param in group["params"]]),
+        )
+
+    @contextmanager
+    def microbatch(self, optimizer: _Optimizer) -> Generator[Microbatch]:
+        """Context manager that adds the gradients of one microbatch to the accumulated ones, if they are all finite.
+
+        Run forward and backward of each microbatch inside, then `unscale_`, `step` or `fused_step` as usual. A
+        microbatch with inf or nan is left out of the sum, instead of the whole step being skipped. The gradients are
+        multiplied by the number of microbatches over that of those taken. So a loss that is divided by the number of
+        microbatches gives the average over those taken. If none is taken, the step is skipped.
+
+        `update` lowers the scale if a microbatch had inf or nan. Inside, `.grad` is that of this microbatch. If an
+        exception leaves the region, the sum is as before. For several optimizers, nest regions.
+
+        Returns:
+            An object whose `skip()` lets this rank contribute nothing, for example because its data are bad. A disabled
+            scaler checks nothing, and its `skip()` raises.
+        Raises:
+            TypeError: `optimizer` has no `param_groups`.
+            RuntimeError: called after `unscale_` or `step` since the last `update`; or inside of another region of this
+                optimizer; or the backward has overwritten the accumulated gradients.
+            NotImplementedError: a parameter is sharded.
+        Sync: none, unless gradients are sparse or on other devices than the scale.
+        Collectives: none.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu", init_scale=1024.0)
+        >>> for factor in (1.0, torch.inf, 3.0):
+        ...     with scaler.microbatch(optimizer):
+        ...         scaler.scale((weight * factor).sum() / 3).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.detach(), scaler.step_was_taken(optimizer), scaler.get_scale()
+        (tensor([0., 0.]), True, 512.0)
+        """
+        check_has_param_groups(optimizer)
+        if not self._enabled:
+            yield Microbatch((), disabled=True)
+            return
+        if stage_of(self._per_optimizer_states, optimizer) is not OptState.READY:
+            raise RuntimeError(
+                "microbatch() is being called after unscale_() or step(); call update() first."
+            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        groups = self._reporting_groups(params)
+        if member_groups(params):
+            raise NotImplementedError("microbatch() supports no sharded parameters; accumulate without it")
+        accumulation = self._accumulation_of(optimizer) or Accumulation()
+        accumulation.check_closed("microbatch")
+        self._per_optimizer_states[id(optimizer)]["accumulation"] = accumulation
+        self._check_results.of(optimizer).accumulation = accumulation
+        with run_microbatch(optimizer, accumulation, lambda: self._norm_device(params), groups) as microbatch:
+            yield microbatch
+
+    def skipped_microbatches(self, optimizer: _Optimizer) -> list[SkippedMicrobatch]:
+        """Return the microbatches of the last step that were left out, with the ranks and parameters at fault.
+
+        The next `microbatch` after `update` begins a new list. Call it on all ranks that decide together.
+
+        Returns:
+            One `position`, `rank` and tuple of `names` for each microbatch and rank that had inf or nan, or that called
+            `skip()`, which has no names. Names are those of `nonfinite_parameters`.
+        Raises:
+            RuntimeError: this scaler has run no `microbatch` of the optimizer, or keeps no record because the optimizer
+                takes no weak references.
+        Sync: one for each microbatch.
+        Collectives: those of `nonfinite_parameters`.
+
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.5)
+        >>> scaler = GradScaler("cpu")
+        >>> for value in (1.0, torch.inf):
+        ...     with scaler.microbatch(optimizer):
+        ...         scaler.scale(layer(torch.tensor([1.0, value])).sum()).backward()
+        >>> print(*scaler.skipped_microbatches(optimizer))
+        microbatch 1: inf or nan in weight on rank 0
+        """
+        accumulation = self._check_results.of(optimizer).accumulation
+        if accumulation is None:
+            raise RuntimeError(
+                "this scaler has run no microbatch of this optimizer; call skipped_microbatches(optimizer) after "
+                "microbatch(optimizer)"
+            )
+        return accumulation.skipped(
+            self._reporting_groups([param for group in optimizer.param_groups for param in group["params"]])
         )
 
     def get_scale(self) -> float:
@@ -635,12 +744,37 @@ class GradScaler:
 
     def _record_check(self, optimizer: _Optimizer, local_found_inf: Found) -> OptimizerState:
         """Combine this process's flags with those of other processes, and record both."""
-        global_found_inf = self._reduce_found_inf(local_found_inf)
+        global_found_inf = self._found_inf_of_sum(optimizer, self._reduce_found_inf(local_found_inf))
         check_results = self._check_results.of(optimizer)
         check_results.checked, check_results.local_found_inf = global_found_inf, local_found_inf
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = global_found_inf
         return state
+
+    def _accumulation_of(self, optimizer: _Optimizer) -> Accumulation | None:
+        state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
+        return None if state is None else state.get("accumulation")
+
+    def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor:
+        """Return the scale of the accumulated gradients, which may lack microbatches."""
+        accumulation = self._accumulation_of(optimizer)
+        if accumulation is None:
+            return scale
+        accumulation.check_closed(call)
+        return accumulation.scaled(scale)
+
+    def _found_inf_of_sum(self, optimizer: _Optimizer, found_inf_per_device: Found) -> Found:
+        """Return the flags of the accumulated gradients. They are set if no microbatch was taken."""
+        accumulation = self._accumulation_of(optimizer)
+        if accumulation is None or not accumulation.outcomes:
+            return found_inf_per_device
+        if not found_inf_per_device:
+            device = self._norm_device(())
+            return {device: accumulation.is_empty(device)}
+        return {
+            device: torch.maximum(flag, accumulation.is_empty(device).reshape(flag.shape))
+            for device, flag in found_inf_per_device.items()
+        }
 
     def _scale_from(self, device: torch.device) -> Tensor:
         """Return the scale's tensor. Create it on `device` if it does not exist yet."""

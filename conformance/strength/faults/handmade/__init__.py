@@ -12,6 +12,7 @@ from conformance.strength.faults.handmade import (  # noqa: F401 registration of
     amp_autocast_mode_state,
     amp_autocast_operators,
     amp_grad_scaler_fused_step,
+    amp_grad_scaler_microbatch,
     amp_grad_scaler_nonfinite,
     amp_grad_scaler_state,
     amp_grad_scaler_step,

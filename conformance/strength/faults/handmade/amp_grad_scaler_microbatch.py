@@ -1,0 +1,71 @@
+"""Faults in `GradScaler.microbatch` and `skipped_microbatches`; torch has none to put them in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from conformance.strength.faults.fault import Substitute, in_method, register_fault, subclass
+from conformance.strength.faults.handmade.amp_grad_scaler import parameters
+
+MICROBATCH, SKIPPED = "microbatch", "skipped_microbatches"
+
+
+def broken(
+    fault_id: str, says: str, breaks: str = "amp.GradScaler", method: str = MICROBATCH, **more: Any
+) -> Callable[[Substitute], Substitute]:
+    """Enter `fault(original, scaler, optimizer)`, which replaces a method."""
+
+    def enter(fault: Substitute) -> Substitute:
+        def make(base: type) -> type:
+            return in_method(method, fault)(base) if hasattr(base, method) else subclass(base, {})
+
+        register_fault(f"microbatch.{fault_id}", breaks, says=says, wants=method, **more)(make)
+        return fault
+
+    return enter
+
+
+@broken("adds_all", "gradients that are not finite are added too")
+@contextlib.contextmanager
+def adds_all(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    earlier = [parameter.grad for parameter in parameters(optimizer)]
+    current: list[Any] = []
+    with original(self, optimizer) as microbatch:
+        yield microbatch
+        current += [parameter.grad for parameter in parameters(optimizer)]
+    for parameter, before, grad in zip(parameters(optimizer), earlier, current, strict=True):
+        if grad is not None and not grad.isfinite().all():
+            parameter.grad = grad if before is None else before + grad
+
+
+@broken("divides_by_all", "the gradients are not averaged over the microbatches that were taken")
+@contextlib.contextmanager
+def divides_by_all(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    with original(self, optimizer) as microbatch:
+        yield microbatch
+    outcomes = self._per_optimizer_states[id(optimizer)]["accumulation"].outcomes
+    outcomes[:] = [outcome for outcome in outcomes if float(outcome.share)]
+
+
+@broken("keeps_failed", "a microbatch that raises stays in the sum")
+@contextlib.contextmanager
+def keeps_failed(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    failure = None
+    with original(self, optimizer) as microbatch:
+        try:
+            yield microbatch
+        except Exception as error:
+            failure = error
+            for parameter in parameters(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.nan_to_num(0.0, 0.0, 0.0)
+    if failure is not None:
+        raise failure
+
+
+@broken("names_all", "every parameter is named", method=SKIPPED)
+def names_all(original: Any, self: Any, optimizer: Any) -> Any:
+    names = tuple(name for group in optimizer.param_groups for name in group.get("param_names", ()))
+    return [entry._replace(names=names) for entry in original(self, optimizer)]

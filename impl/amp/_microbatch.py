@@ -1,0 +1,318 @@
+"""Microbatches that are left out of the accumulated gradients if their own are not finite.
+
+Where the sum is
+    The gradients that earlier microbatches have accumulated are set aside while a microbatch runs, so that autograd
+    stores its gradients without adding them. Once they are checked, they are added to the sum, or not. So a microbatch
+    costs one more pass that reads its gradients, and the sum is never affected by a microbatch that is left out. On
+    devices other than the CPU the flag stays on the device and decides in the addition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from impl import kernels
+from impl.amp._gradients import named_params, rank_in, values_of
+from impl.kernels import TensorList, to_device
+from impl.optim._shards import all_gather_numbers, local_part
+
+# Gradients by the index of their parameter in the optimizer.
+_Grads = dict[int, Tensor]
+
+
+class SkippedMicrobatch(NamedTuple):
+    """A microbatch that one rank has left out, or for which it has found inf or nan. `print` shows it in one line."""
+
+    position: int  # number among the microbatches of the step, from 0
+    rank: int  # rank of the default group
+    names: tuple[str, ...]  # parameters with inf or nan, none after `skip()`
+
+    def __str__(self) -> str:
+        why = f"inf or nan in {', '.join(self.names)}" if self.names else "skipped by the caller"
+        return f"microbatch {self.position}: {why} on rank {self.rank}"
+
+
+class Microbatch:
+    """The running microbatch of a `GradScaler.microbatch` region."""
+
+    def __init__(self, params: Sequence[Tensor], disabled: bool = False) -> None:
+        self._params = params
+        self._disabled = disabled
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.is_skipped = False
+
+    def skip(self) -> None:
+        """Replace this rank's gradients of the microbatch by zeros. Call it before the backward.
+
+        The gradients are averaged over the ranks that did not skip. A rank whose model has collectives runs the forward
+        and backward nevertheless, on inputs of any value, because the other ranks wait for it.
+
+        Raises:
+            RuntimeError: the microbatch has gradients already; or the scaler is disabled.
+        Sync: none. Collectives: none.
+        """
+        if self._disabled:
+            raise RuntimeError(
+                "skip() of a disabled GradScaler would be ignored; enable the scaler, with init_scale=1.0 if the loss "
+                "needs no scaling"
+            )
+        if any(param.grad is not None for param in self._params):
+            raise RuntimeError(
+                "skip() was called after a backward of this microbatch, whose gradients other ranks may have; call it "
+                "before the backward"
+            )
+        if not self.is_skipped:
+            self.is_skipped = True
+            self._hooks = [
+                param.register_hook(torch.zeros_like) for param in self._params if param.requires_grad
+            ]
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Result of one microbatch."""
+
+    share: Tensor  # f32, 0-dim: share of the ranks that took part, or 0.0
+    is_bad: Tensor  # f32, 0-dim: 1.0 if a rank has found inf or nan
+    is_skipped: bool  # whether this rank has called `skip`
+    # Names of this rank's parameters, and whether their gradients hold inf or nan, as bool [names].
+    nonfinite: Sequence[tuple[Sequence[str], Tensor]]
+
+
+@dataclass
+class Accumulation:
+    """Microbatches of one optimizer since the last `update`."""
+
+    outcomes: list[_Outcome] = field(default_factory=list[_Outcome])
+    is_open: bool = False
+
+    def check_closed(self, call: str) -> None:
+        if self.is_open:
+            raise RuntimeError(
+                f"{call}() was called inside of microbatch(), where .grad is that of one microbatch; leave the region "
+                "first"
+            )
+
+    def _taken(self, device: torch.device) -> Tensor:
+        return torch.stack([to_device(outcome.share, device) for outcome in self.outcomes]).sum()
+
+    def scaled(self, scale: Tensor) -> Tensor:
+        """Return the scale of gradients that are the sum over those who took part, and must be divided for them."""
+        taken = self._taken(scale.device)
+        return scale * torch.where(taken > 0, taken / len(self.outcomes), 1.0)
+
+    def is_empty(self, device: torch.device) -> Tensor:
+        """Return 1.0 if no rank took part in a microbatch that was taken, else 0.0."""
+        return (self._taken(device) == 0).float()
+
+    def found_inf(self, step_found_inf: Tensor) -> Tensor:
+        """Return whether the scale must fall: a microbatch overflowed, or the sum of those taken did."""
+        device = step_found_inf.device
+        is_bad = torch.stack([to_device(outcome.is_bad, device) for outcome in self.outcomes]).amax()
+        return torch.maximum(torch.where(self._taken(device) > 0, step_found_inf, 0.0), is_bad)
+
+    def skipped(self, groups: Sequence[dist.ProcessGroup | None]) -> list[SkippedMicrobatch]:
+        """Return what ranks have left out. Sync: one for each microbatch. Collectives: one for each group."""
+        rank = rank_in(groups)
+        skipped: list[SkippedMicrobatch] = []
+        for index, outcome in enumerate(self.outcomes):
+            if outcome.is_skipped:
+                skipped.append(SkippedMicrobatch(index, rank, ()))
+            elif outcome.is_bad.item():
+                names = tuple(
+                    name
+                    for names, are_nonfinite in outcome.nonfinite
+                    for name, is_nonfinite in zip(names, are_nonfinite.tolist(), strict=True)
+                    if is_nonfinite
+                )
+                skipped += [SkippedMicrobatch(index, rank, names)] if names else []
+        for group in groups:
+            by_rank: list[list[SkippedMicrobatch]] = [[]] * dist.get_world_size(group)
+            dist.all_gather_object(by_rank, skipped, group=group)
+            skipped = list(dict.fromkeys(entry for entries in by_rank for entry in entries))
+        return sorted(skipped)
+
+
+@contextmanager
+def run_microbatch(
+    optimizer: torch.optim.Optimizer,
+    accumulation: Accumulation,
+    device_of: Callable[[], torch.device],
+    groups: Sequence[dist.ProcessGroup | None],
+) -> Generator[Microbatch]:
+    """Context manager that adds the gradients of one microbatch to the accumulated ones if all ranks' are finite.
+
+    Args:
+        optimizer: owns the parameters.
+        accumulation: gets the outcome.
+        device_of: returns the device on which flags are combined.
+        groups: groups over which ranks decide together, in turn.
+    """
+    named = named_params(optimizer)
+    params = [param for _, param in named]
+    microbatch = Microbatch(params)
+    earlier = _take(params)
+    accumulation.is_open = True
+    try:
+        try:
+            yield microbatch
+            grads = _take(params)
+            with torch.no_grad():
+                outcome = _combine(_check(grads), named, microbatch.is_skipped, device_of(), groups)
+                _check_apart(earlier, grads, named)
+                earlier = _add(earlier, grads, outcome.is_bad)
+            accumulation.outcomes.append(outcome)
+        finally:
+            accumulation.is_open = False
+            microbatch.end()
+            _take(params)
+    finally:
+        for index, grad in earlier.items():
+            params[index].grad = grad
+
+
+def _take(params: Sequence[Tensor]) -> _Grads:
+    grads: _Grads = {}
+    for index, param in enumerate(params):
+        if param.grad is not None:
+            grads[index], param.grad = param.grad, None
+    return grads
+
+
+class _Check(NamedTuple):
+    """Result of the check of one device's gradients."""
+
+    found_inf: Tensor  # f32, 0-dim
+    indices: Sequence[int]  # empty on the CPU if all gradients are finite
+    are_nonfinite: Tensor  # bool [len(indices)]
+
+
+def _check(grads: _Grads) -> list[_Check]:
+    """Check gradients in one pass, on the device that each is on. Sync: none. Collectives: none."""
+    by_device: dict[torch.device, dict[torch.dtype, _Grads]] = {}
+    for index, grad in grads.items():
+        values = values_of(grad)
+        if values.numel():
+            by_device.setdefault(values.device, {}).setdefault(values.dtype, {})[index] = values
+    return [_check_device(list(by_dtype.values())) for by_dtype in by_device.values()]
+
+
+def _check_device(by_dtype: Sequence[_Grads]) -> _Check:
+    indices = [index for batch in by_dtype for index in batch]
+    batches = [list(batch.values()) for batch in by_dtype]
+    if not batches[0][0].is_cpu:
+        maxima = [torch.stack(torch._foreach_norm(batch, math.inf)) for batch in batches]
+        are_nonfinite = torch.cat([batch.isfinite().logical_not() for batch in maxima])
+        return _Check(are_nonfinite.any().float(), indices, are_nonfinite)
+    values = [grad for batch in batches for grad in batch]
+    _, found_inf = kernels.checked_norm(TensorList(values), math.inf)
+    if not found_inf:
+        return _Check(found_inf, (), torch.zeros(0, dtype=torch.bool))
+    return _Check(found_inf, indices, kernels.nonfinite_counts(values) != 0)
+
+
+def _combine(
+    checks: Sequence[_Check],
+    named: Sequence[tuple[str, Tensor]],
+    is_skipped: bool,
+    device: torch.device,
+    groups: Sequence[dist.ProcessGroup | None],
+) -> _Outcome:
+    """Return the outcome for all ranks. Sync: none on one device. Collectives: one all-gather for each group."""
+    flags = [to_device(check.found_inf, device) for check in checks]
+    found_inf = torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+    share = torch.full((), float(not is_skipped), device=device)
+    if groups:
+        numbers = torch.stack([found_inf, share, torch.ones((), device=device)])
+        for group in groups:
+            numbers = all_gather_numbers(numbers, group).sum(0)
+        bad_ranks, participants, ranks = numbers.unbind()
+        found_inf, share = (bad_ranks > 0).float(), participants / ranks
+    nonfinite = [
+        ([named[index][0] for index in check.indices], check.are_nonfinite)
+        for check in checks
+        if check.indices
+    ]
+    return _Outcome(torch.where(found_inf > 0, 0.0, share), found_inf, is_skipped, nonfinite)
+
+
+def _check_apart(sums: _Grads, grads: _Grads, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise if the backward has written its gradients to the memory of the accumulated ones."""
+    for index in sums.keys() & grads.keys():
+        sum_, grad = local_part(sums[index]), local_part(grads[index])
+        if (
+            sum_.layout is grad.layout is torch.strided
+            and grad.numel()
+            and sum_.data_ptr() == grad.data_ptr()
+        ):
+            raise RuntimeError(
+                f"the gradient of {named[index][0]} was written to the memory of the accumulated one, which is lost; "
+                "build DistributedDataParallel with gradient_as_bucket_view=False to use microbatch()"
+            )
+
+
+def _add(sums: _Grads, grads: _Grads, found_inf: Tensor) -> _Grads:
+    """Return `sums`, changed in place where possible, with `grads` added if the 0-dim `found_inf` is 0.
+
+    Sync: one for each sparse gradient on an accelerator.
+    """
+    is_bad = kernels.flag_if_free_to_read(found_inf)
+    if is_bad:
+        return sums
+    pairs: list[tuple[Tensor, Tensor]] = []
+    result = dict(sums)
+    for index, grad in grads.items():
+        if local_part(grad).layout is not torch.strided or (
+            index in sums and local_part(sums[index]).layout is not torch.strided
+        ):
+            if not (found_inf.item() if is_bad is None else is_bad):
+                result[index] = sums[index] + grad if index in sums else grad
+        elif index not in sums and is_bad is False:
+            result[index] = grad
+        else:
+            result[index] = sums[index] if index in sums else torch.zeros_like(grad)
+            pairs.append((local_part(result[index]), local_part(grad)))
+    if not pairs:
+        return result
+    if is_bad is False:
+        torch._foreach_add_([sum_ for sum_, _ in pairs], [grad for _, grad in pairs])
+    else:
+        _add_on_device(pairs, found_inf)
+    return result
+
+
+def _add_on_device(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Tensor) -> None:
+    """Add to the first tensor of each pair the second one, unless the flag on the device is set."""
+    by_type: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for sum_, grad in pairs:
+        is_fused = (
+            sum_.device.type in _get_fused_kernels_supported_devices()
+            and sum_.dtype is grad.dtype
+            and sum_.is_floating_point()
+            and sum_.is_contiguous()
+            and grad.is_contiguous()
+        )
+        if is_fused:
+            by_type.setdefault((sum_.device, sum_.dtype), []).append((sum_, grad))
+        else:
+            sum_.copy_(torch.where(to_device(found_inf, sum_.device) > 0, sum_, sum_ + grad))
+    for (device, _), batch in by_type.items():
+        # A step of SGD with a rate of -1 adds the gradients. No other multi-tensor operator reads a flag.
+        torch._fused_sgd_(
+            [sum_ for sum_, _ in batch], [grad for _, grad in batch], [],
+            weight_decay=0.0, momentum=0.0, lr=-1.0, dampening=0.0, nesterov=False, maximize=False,
+            is_first_step=False, found_inf=to_device(found_inf, device),
+        )  # fmt: skip
