@@ -102,7 +102,7 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps(as_dict(), indent=1))  # noqa: T201 the command's output
     else:
         for row in as_dict()["clauses"]:
-            print(f"{row['id']} ({row['level']})\n    {row['says']}")  # noqa: T201 the command's output
+            print(f"{row['id']} ({row['level']}, {row['mark']})\n    {row['says']}")  # noqa: T201 the command's output
     return 0
 
 

@@ -17,7 +17,7 @@ import torch
 
 from conformance.cli.options import PROFILES
 from conformance.judge import accounting
-from conformance.judge.clauses import AREAS, all_clauses, clause_of
+from conformance.judge.clauses import AREAS, MARKS, all_clauses, clause_of
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.errors import Hang, raise_stopped_by_user
@@ -85,6 +85,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--clauses",
         default="",
         help="comma-separated beginnings of clause ids: run only tests of these clauses",
+    )
+    group.addoption(
+        "--marks",
+        default=",".join(MARKS),
+        help=f"comma-separated marks of clauses: run only tests of these clauses (default: {','.join(MARKS)})",
     )
     group.addoption("--report", default=None, metavar="DIR", help="folder for report.json")
 

@@ -38,9 +38,10 @@ class Selection:
         if collection_path.suffix != ".py" or not (ids := clauses_of_file(collection_path)):
             return None
         chosen = [clause for name in ids if (clause := all_clauses().get(name)) and self._is_chosen(clause)]
-        if len(ids - all_clauses().keys()) or any(clause.id not in self._known for clause in chosen):
+        results = [result for clause in chosen if (result := self._decided(clause))]
+        if not ids <= all_clauses().keys() or len(results) < len(chosen):
             return None
-        self._not_run |= {clause.id: self._known[clause.id] for clause in chosen}
+        self._not_run |= {result.clause: result for result in results}
         return True
 
     @pytest.hookimpl
@@ -61,12 +62,18 @@ class Selection:
             return False
         if self._config.option.clauses and (clause is None or not self._is_chosen(clause)):
             return False
-        result = self._known.get(clause.id) if clause else None
+        result = self._decided(clause) if clause else None
         if not result and (why := self._outside_of_profile(item)):
             result = NotRun(clause_of(item), NOT_RUN, why)
         if result and clause:
             self._not_run[clause.id] = result
         return not result
+
+    def _decided(self, clause: Clause) -> NotRun | None:
+        """Return the outcome of a clause if no test of it has to run."""
+        if clause.mark not in self._config.option.marks.split(","):
+            return NotRun(clause.id, NOT_RUN, f"its mark {clause.mark} is not in --marks")
+        return self._known.get(clause.id)
 
     def _is_chosen(self, clause: Clause) -> bool:
         chosen = self._config.option.clauses

@@ -138,6 +138,7 @@ def _command(options: argparse.Namespace, out: Path) -> list[str]:
         f"--device={options.device}",
         f"--world-sizes={options.world_sizes}",
         f"--profile={options.profile}",
+        f"--marks={options.marks}",
     ]
     command += [f"--report={out}", f"--junitxml={out / 'junit.xml'}"]
     command += [] if options.seed is None else [f"--seed={options.seed}"]

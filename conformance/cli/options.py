@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 PROFILES = ("quick", "full", "deep")
+MARKS = ("generic", "accelerator", "cuda")  # marks of clauses
 REPORT = "report"
 
 
@@ -39,6 +40,13 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         choices=PROFILES,
         default="quick",
         help="how many examples and tests to run (default: quick)",
+    )
+    add(
+        "--marks",
+        type=marks,
+        default=",".join(MARKS),
+        metavar="MARK,MARK",
+        help=f"marks of the clauses to judge by (default: {','.join(MARKS)})",
     )
     add("--seed", type=int, help="draw other examples (default: every run draws the same)")
     add(
@@ -100,6 +108,12 @@ def subject(text: str) -> str:
 def world_sizes(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
+    return text
+
+
+def marks(text: str) -> str:
+    if unknown := set(text.split(",")) - set(MARKS):
+        raise argparse.ArgumentTypeError(f"{text!r} has {min(unknown)!r}; expected {', '.join(MARKS)}")
     return text
 
 

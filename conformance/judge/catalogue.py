@@ -56,12 +56,14 @@ def digests(rows: Sequence[Mapping[str, Any]], supported: Sequence[str]) -> dict
     """Return a digest of all fields of each clause.
 
     The digest includes the supported versions of torch that the clause does not hold for, so that support of a new
-    version changes only the clauses that do not hold for it. It does not depend on the installed torch.
+    version changes only the clauses that do not hold for it. It does not depend on the installed torch. A mark is left
+    out, because it changes who is judged by a clause, and not what the clause requires.
     """
 
     def lasting(row: Mapping[str, Any]) -> dict[str, Any]:
         level = {"level": "extension"} if row.get("until") else {}
-        return {**row, **level, "torch": sorted(set(supported) - set(row["torch"]))}
+        fields = {key: value for key, value in row.items() if key != "mark"}
+        return {**fields, **level, "torch": sorted(set(supported) - set(row["torch"]))}
 
     return {row["id"]: digest_of(lasting(row)) for row in rows}
 

@@ -9,6 +9,11 @@ Each clause has a level:
     deviation    an entry of `deviations.toml` belongs to it: a subject does what torch does, or what is better
     extension    torch cannot do it, and only subjects that claim it are judged by it; its table says so. With
                  `until = "2.15"` it is an extension only before torch 2.15, and core or deviation from then on
+
+and a mark, the devices that it can be judged on:
+    generic      every device
+    accelerator  devices with streams, events, pinned memory and an asynchronous host (`needs = "accelerator"`)
+    cuda         torch's names for CUDA (`torch.cuda.amp`), which a subject for another device need not have
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # supported by this p
 # Folders whose tests judge a subject. The other folders test this repository.
 AREAS = ("amp", "clients", "cpu", "cuda", "distributed", "dynamo", "nn")
 LEVELS = ("core", "deviation", "extension")
+MARKS = ("generic", "accelerator", "cuda")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Clause:
     thread: str = ""
     torch: str = ""  # the range of torch versions that it holds for
     until: str = ""  # the first torch version that can do what an extension asks
+    needs: str = ""  # accelerator, or empty if any device will do
 
     @property
     def area(self) -> str:
@@ -51,6 +58,11 @@ class Clause:
     def is_asked_by(self, beginnings: Sequence[str]) -> bool:
         """Return whether the id is one of `beginnings` or begins with one."""
         return any(self.id == beginning or self.id.startswith(f"{beginning}.") for beginning in beginnings)
+
+    @property
+    def mark(self) -> str:
+        """A member of `MARKS`."""
+        return self.needs or ("cuda" if self.area.startswith("cuda.") else "generic")
 
     @property
     def holds_here(self) -> bool:
@@ -86,8 +98,9 @@ def for_report() -> list[dict[str, Any]]:
 
 def _for_report(entry: Clause) -> dict[str, Any]:
     fields = {name: value for name, value in asdict(entry).items() if name != "until" or value}
+    del fields["needs"]
     versions = tuple(version for version in TORCH_VERSIONS if surface.is_torch_in(entry.torch, version))
-    return fields | {"area": entry.area, "torch": versions}
+    return fields | {"area": entry.area, "mark": entry.mark, "torch": versions}
 
 
 @functools.cache
@@ -113,15 +126,18 @@ def _read(area: str, file: Path) -> Iterator[Clause]:
 
 
 def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> Clause:
-    if unknown := table.keys() - {"says", "covers", "level", "thread", "torch", "until"}:
+    if unknown := table.keys() - {"says", "covers", "level", "thread", "torch", "until", "needs"}:
         raise ValueError(
-            f"has the unknown keys {sorted(unknown)}; expected says, covers, level, thread, torch and until"
+            f"has the unknown keys {sorted(unknown)}; expected says, covers, level, thread, torch, until and needs"
         )
     if table.get("level", "extension") != "extension":
         raise ValueError(
             f"has the level {table['level']!r}; only extension is written, "
             "the other levels follow from deviations.toml"
         )
+    needs = table.get("needs", "accelerator")
+    if needs != "accelerator":
+        raise ValueError(f"has needs = {needs!r}; expected accelerator, or no such key if any device will do")
     until = table.get("until", "")
     if until and ("level" not in table or until not in TORCH_VERSIONS):
         raise ValueError(
@@ -133,4 +149,13 @@ def _clause(name: str, table: Mapping[str, Any], threads: Mapping[str, str]) -> 
     is_extension = "level" in table and not (until and surface.is_torch_in(f">={until}"))
     level = "extension" if is_extension else "deviation" if name in threads else "core"
     thread = table.get("thread", threads.get(name, ""))
-    return Clause(name, table["says"], tuple(table.get("covers", ())), level, thread, holds_for, until)
+    return Clause(
+        name,
+        table["says"],
+        tuple(table.get("covers", ())),
+        level,
+        thread,
+        holds_for,
+        until,
+        table.get("needs", ""),
+    )

@@ -54,6 +54,7 @@ def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
         "device": options.device,
         "world_sizes": options.world_sizes,
         "profile": options.profile,
+        "marks": options.marks.split(","),
         "seed": options.seed,
         "replay": judge_command(options, "WHAT"),
         "began": datetime.datetime.fromtimestamp(began, datetime.UTC).isoformat(timespec="seconds"),
@@ -81,6 +82,7 @@ def _non_default_options(options: argparse.Namespace) -> list[str]:
     words = ["--profile", options.profile]
     words += [] if options.seed is None else ["--seed", str(options.seed)]
     words += [] if options.device == "auto" else ["--device", options.device]
+    words += [] if options.marks == ",".join(clauses.MARKS) else ["--marks", options.marks]
     words += [] if options.world_sizes == "1,2" else ["--world-sizes", options.world_sizes]
     return words + ([] if options.claims is None else ["--claims", options.claims])
 

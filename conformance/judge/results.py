@@ -7,7 +7,7 @@ import json
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -229,7 +229,10 @@ class Recorder:
         judged = [judgement for judgement in judgements if judgement.clause]
         tested = {judgement.clause for judgement in judged}
         write(f"subject {self._config.option.subject}: {len(tested)} clauses in {len(judged)} tests")
-        write(f"  {', '.join(_by_level(tested))}")
+        known = clauses.all_clauses()
+        for names, attribute in ((clauses.LEVELS, "level"), (clauses.MARKS, "mark")):
+            counts = Counter(getattr(known[name], attribute) for name in tested if name in known)
+            write(f"  {', '.join(f'{counts[name]} {name}' for name in names)}")
         accounted = sorted(Counter(result.outcome for result in self._account()).items())
         counts = ", ".join(
             f"{count} {'not selected' if outcome == NOT_RUN else outcome}" for outcome, count in accounted
@@ -251,17 +254,11 @@ class Recorder:
         write(f"verdict: {colour}", green=colour == "green", red=colour == "red", bold=True)
 
 
-def _by_level(tested: Collection[str]) -> Iterator[str]:
-    """Yield how many clauses of each level were tested."""
-    known = clauses.all_clauses()
-    counts = Counter(known[clause_id].level for clause_id in tested if clause_id in known)
-    yield from (f"{counts[level]} {level}" for level in clauses.LEVELS)
-
-
 def _is_narrowed(config: pytest.Config) -> bool:
     """Return whether the run was limited to some tests of a folder."""
     option = config.option
-    chosen = (getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses"))
+    chosen = [getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses")]
+    chosen.append(option.marks != ",".join(clauses.MARKS))
     paths = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
     return any(chosen) or not all(path.is_dir() for path in paths)
 

@@ -187,6 +187,34 @@ def matrix(report: dict[str, Any]) -> list[Area]:
     return sorted(tables, key=lambda area: (not area.is_red, not area.is_judged))
 
 
+@dataclass(frozen=True)
+class MarkCounts:
+    """The clauses with one mark, by what a run has shown of them."""
+
+    name: str
+    clauses: int
+    tested: int
+    hold: int
+    broken: int
+
+
+def by_mark(areas: Sequence[Area]) -> list[MarkCounts]:
+    """Return the counts of each mark. Reports of earlier versions have no marks."""
+    rows: dict[str, list[Row]] = {}
+    for row in (row for area in areas for row in area.rows if "mark" in row.clause):
+        rows.setdefault(row.clause["mark"], []).append(row)
+    return [
+        MarkCounts(
+            name,
+            len(of_mark),
+            sum(bool(row.cells) for row in of_mark),
+            sum(row.outcome in ("passed", "known") for row in of_mark),
+            sum(row.is_red for row in of_mark),
+        )
+        for name, of_mark in sorted(rows.items())
+    ]
+
+
 def not_run_by_clause(report: dict[str, Any]) -> Mapping[str, NotRun]:
     """Return the account of each clause without tests. Reports of earlier versions have no reasons."""
     accounts = {result["clause"]: NotRun(**result) for result in report.get("not_run", [])}

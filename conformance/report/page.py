@@ -17,7 +17,7 @@ from conformance.judge.results import Broken, broken_clauses
 from conformance.judge.surface import is_torch_in
 from conformance.report import simulation, speed
 from conformance.report.kill_table import kill_matrix
-from conformance.report.matrix import MEANINGS, SIGNS, Area, matrix, ranked
+from conformance.report.matrix import MEANINGS, SIGNS, Area, by_mark, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts
 
@@ -42,6 +42,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
                 outcome
                 for outcome, _ in ranked(row.outcome for area in areas for row in area.rows if row.cells)
             ],
+            marks=by_mark(areas),
             own_counts=ranked(test["outcome"] for test in report["tests"] if not test["clause"]),
             red=_red(report),
             failures={

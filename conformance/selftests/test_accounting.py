@@ -76,6 +76,26 @@ def test_package_without_judged_name_is_red_although_no_test_is_scheduled(
     assert (code, report["verdict"], report["tests"], report["provides_nothing"]) == (1, "red", [], True)
 
 
+@pytest.mark.parametrize(
+    ("mark", "others"), [("accelerator", {"cuda", "generic"}), ("cuda", {"accelerator"})]
+)
+def test_marks_select_clauses(tmp_path: Path, mark: str, others: set[str]) -> None:
+    target = {"accelerator": "conformance/amp/test_grad_scaler_unscale.py", "cuda": "conformance/cuda"}[mark]
+    code, report = judge(tmp_path, ["--subject=torch", f"--marks={mark}", target])
+    marks = {clause["id"]: clause["mark"] for clause in report["clauses"]}
+    assert (code, report["marks"], report["is_narrowed"]) == (0, [mark], True)
+    assert report["tests"]
+    assert {marks[test["clause"]] for test in report["tests"]} == {mark}
+    reasons = {result["clause"]: result["reason"] for result in report["not_run"]}
+    deselected = {
+        marks[name]
+        for name, reason in reasons.items()
+        if reason == f"its mark {marks[name]} is not in --marks"
+    }
+    assert deselected == others & deselected
+    assert deselected or mark == "cuda"
+
+
 def info(claims: Sequence[str], provided: Sequence[str] | None) -> SubjectInfo:
     return SubjectInfo(frozenset(claims), provided=None if provided is None else frozenset(provided))
 

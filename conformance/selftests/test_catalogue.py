@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance import catalogue as command
+from conformance.cli.options import MARKS
 from conformance.judge import catalogue, clauses, surface
 from conformance.judge.catalogue import CatalogueVersion
 from conformance.judge.files.rows import all_deviations
@@ -43,6 +44,15 @@ def test_every_property_of_clause_changes_digest(monkeypatch: pytest.MonkeyPatch
         catalogue.digests(rows, clauses.TORCH_VERSIONS) for rows in ([changed, *others], clauses.for_report())
     )
     assert catalogue.difference(then, now) == {"added": (), "changed": (changed["id"],), "removed": ()}
+
+
+def test_mark_does_not_change_digest() -> None:
+    first, *others = clauses.for_report()
+    rows = [first | {"mark": "accelerator"}, *others]
+    assert {clause["mark"] for clause in others} == set(clauses.MARKS) == set(MARKS)
+    assert catalogue.digests(rows, clauses.TORCH_VERSIONS) == catalogue.digests(
+        [first, *others], clauses.TORCH_VERSIONS
+    )
 
 
 def test_new_torch_version_changes_only_clauses_that_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +113,7 @@ def test_clause_has_thread_of_its_deviation() -> None:
     ("table", "reported"),
     [
         ('[x]\nsays = "It does."\nlevels = "core"', "has the unknown keys ['levels']"),
+        ('[x]\nsays = "step returns None."\nneeds = "cuda"', "has needs = 'cuda'; expected accelerator"),
         ('[x]\nsays = "step returns None."\ntorch = "<1.0"', "holds for torch <1.0, which is none of"),
         (
             '[x]\nsays = "step returns None."\ntorch = "~=2.12"',

@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml b
 
 from conformance.report import speed, write_page
 from conformance.report.baseline import compare
-from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, matrix
+from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, by_mark, matrix
 from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
@@ -280,6 +280,20 @@ def test_overview_counts_clauses_by_area_and_outcome(tmp_path: Path) -> None:
     assert text == expected.split()
     assert {'href="#area-amp.grad_scaler"', 'href="#area-nn"'} <= set(re.findall(r'href="[^"]+"', overview))
     assert {'id="area-amp.grad_scaler"', 'id="area-nn"'} <= set(re.findall(r'id="[^"]+"', page.source))
+
+
+def test_clauses_are_counted_by_mark(tmp_path: Path) -> None:
+    marks = {"a": "generic", "b": "generic", "c": "cuda"}
+    clauses = [CLAUSE | {"id": f"nn.{name}", "area": "nn", "mark": mark} for name, mark in marks.items()]
+    tests = [judged(outcome, clause=f"nn.{name}") for name, outcome in (("a", "passed"), ("b", "failed"))]
+    report = a_report(*tests, clauses=clauses)
+    assert [vars(counts) for counts in by_mark(matrix(report))] == [
+        {"name": "cuda", "clauses": 1, "tested": 0, "hold": 0, "broken": 0},
+        {"name": "generic", "clauses": 2, "tested": 2, "hold": 1, "broken": 1},
+    ]
+    table = draw(report, tmp_path).source.partition("Clauses by mark")[2].partition("</table>")[0]
+    text = re.sub(r"<[^>]+>|\s+", " ", table.partition("<tbody>")[2]).split()
+    assert text == ["cuda", "1", "0", "0", "0", "1", "generic", "2", "2", "1", "1", "0"]
 
 
 def test_area_without_tests_is_one_line(tmp_path: Path) -> None:
