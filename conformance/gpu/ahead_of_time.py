@@ -23,9 +23,11 @@ from impl.kernels._triton.clamp import clamp_kernel
 from impl.kernels._triton.norm import (
     FINISH_OPTIONS,
     FINISH_SHAPE,
+    TENSOR_SHAPE,
     finish_norm_kernel,
     finish_step_kernel,
     partial_norm_kernel,
+    tensor_norms_kernel,
 )
 from impl.kernels._triton.rules import adagrad_kernel, adam_kernel, sgd_kernel
 from impl.kernels._triton.scale import clip_kernel, scale_kernel
@@ -117,6 +119,12 @@ CASES = (
             {**FINISH_OPTIONS, "enable_fp_fusion": False},
         )
         for dtype in ("*fp32", "*bf16")
+    ),
+    KernelVariant(
+        "tensor_norms",
+        tensor_norms_kernel,
+        {"partial_ptr": "*fp64", "first_ptr": "*i64", "norm_ptr": "*fp64", "scale_ptr": "*fp32", "p": "fp64"},
+        {**TENSOR_SHAPE, "KIND": "two"},
     ),
     _update("adamw_copies", adam_kernel, 2, tl.float32, tl.bfloat16, tl.bfloat16, AMSGRAD=False, DECAY="decoupled"),
     _update("adam_halves", adam_kernel, 3, tl.bfloat16, tl.bfloat16, None, AMSGRAD=True, DECAY="gradient"),

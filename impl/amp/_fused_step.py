@@ -25,6 +25,7 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._conditional_step import step_unless_found_inf
+from impl.amp._gradient_norms import GradientNorms
 from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
 from impl.kernels import StepNumbers, TensorList, concat, to_device
@@ -62,6 +63,7 @@ class FusedStepOptions:
     max_norm: float
     norm_type: float
     low_precision_params: Sequence[Tensor]
+    keeps_norms: bool = False  # whether the result has the norm of each parameter's gradient
 
     def __post_init__(self) -> None:
         if not self.max_norm > -math.inf:
@@ -101,6 +103,14 @@ class _Step:
         has_copies = bool(self.options.low_precision_params)
         return functools.reduce(torch.promote_types, {p.dtype for p in self.params}) if has_copies else None
 
+    @functools.cached_property
+    def norms(self) -> GradientNorms | None:
+        """Norms of single gradients, or None if they are not kept."""
+        options = self.options
+        return (
+            GradientNorms(self.params, options.norm_type, self.norm_device) if options.keeps_norms else None
+        )
+
 
 # Dynamo would replay the optimizer's work in `step_by` as it was in the traced step.
 @kernels.dynamo_disable
@@ -125,11 +135,15 @@ def fused_step(
         try:
             with updates_of(optimizer, copies) as updates:
                 grads_of = [(update.params, update.grads) for update in updates]
-                norm, local_found_inf, global_found_inf, numbers = _joint_norm_and_found_inf(step, grads_of)
+                are_scaled = scale is not None and known_found_inf is None
+                joint = _joint_norm_and_found_inf(step, grads_of, are_scaled)
+                norm, norms, local_found_inf, global_found_inf, numbers = joint
                 if numbers is not None:
                     served = step_by(optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken)
-                    return FusedStepResult(numbers.norm, local_found_inf, global_found_inf, None, served)
-                inv_scale = kernels.inverse(scale) if scale is not None and known_found_inf is None else None
+                    return FusedStepResult(
+                        numbers.norm, norms, local_found_inf, global_found_inf, None, served
+                    )
+                inv_scale = kernels.inverse(scale) if scale is not None and are_scaled else None
                 if inv_scale is not None and options.norm_type != 0:
                     norm = (norm * to_device(inv_scale, norm.device)).to(norm.dtype)
                 flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
@@ -139,7 +153,7 @@ def fused_step(
                     factor = _grad_factor(options, norm, inv_scale)
                     served = step_by(optimizer, updates, factor, flag if found_inf is None else None)
                 taken = None if found_inf is None else not found_inf
-                return FusedStepResult(norm, local_found_inf, global_found_inf, taken, served)
+                return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served)
         except NoFusedUpdate as error:
             has_peers = bool(step.shardings) or (scaler._has_peers and scale is not None)
             if has_peers and error.is_of_this_rank:
@@ -162,13 +176,19 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
         if step.shardings:
             params = [param for param, _ in params_and_grads]
             local_grads = TensorList([local_part(grad) for _, grad in params_and_grads])
-            norm, _, global_found_inf, _ = _joint_norm_and_found_inf(step, [(params, local_grads)])
+            joint = _joint_norm_and_found_inf(step, [(params, local_grads)], are_scaled=False)
+            norm, norms, _, global_found_inf, _ = joint
             if step.scale is not None:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = global_found_inf
         else:
-            norm = get_total_norm(
-                [dense for _, grad in params_and_grads for dense in _dense_values(grad)], options.norm_type
-            )
+            dense = [(param, _dense_values(grad)) for param, grad in params_and_grads]
+            norm = get_total_norm([value for _, values in dense for value in values], options.norm_type)
+            norms = None
+            if step.norms is not None:
+                for param, values in dense:
+                    if values:
+                        step.norms.set(param, local_part(get_total_norm(values, options.norm_type)))
+                norms = step.norms.of_params()
         if options.max_norm < math.inf:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
         taken = _call_step(step)
@@ -177,10 +197,11 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
             for batch in kernels.foreach_slices(copies):
                 torch._foreach_copy_(copies[batch], step.params[batch])
     if step.scale is None:
-        return FusedStepResult(norm, {}, {}, taken, served)
+        return FusedStepResult(norm, norms, {}, {}, taken, served)
     check_results = scaler._check_results.of(optimizer)
     local_found_inf = check_results.local_found_inf or {}
-    return FusedStepResult(norm, local_found_inf, scaler._found_inf_per_device(optimizer), taken, served)
+    global_found_inf = scaler._found_inf_per_device(optimizer)
+    return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served)
 
 
 def _dense_values(grad: Tensor) -> list[Tensor]:
@@ -221,6 +242,7 @@ def agree_over_shards(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Fou
 
 class _JointResult(NamedTuple):
     norm: Tensor  # norm of all processes' gradients, still scaled
+    norms: list[Tensor] | None  # norms of the parameters' unscaled gradients
     local_found_inf: Found  # flags of this process's gradients
     global_found_inf: Found  # flags of all processes, which decide
     # Set if the kernels that take the norm computed them too, and no other process is involved.
@@ -228,12 +250,13 @@ class _JointResult(NamedTuple):
 
 
 def _joint_norm_and_found_inf(
-    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
+    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]], are_scaled: bool
 ) -> _JointResult:
     """Return the norm and the inf/nan flags of all processes' gradients.
 
     Args:
         params_and_grads: lists of parameters, and of this process's local gradients.
+        are_scaled: whether the gradients are scaled.
     """
     if step.shardings:
         lists: dict[Sharding, list[Tensor]] = {UNSHARDED: []}
@@ -253,25 +276,43 @@ def _joint_norm_and_found_inf(
         by_sharding = {
             sharding: _norm(step, grads, local_found_inf) for sharding, grads in grads_by_sharding.items()
         }
+    if step.norms is not None:
+        step.norms.assign(params_and_grads)
+        if step.shardings:
+            by_sharding = step.norms.vectors(by_sharding, step.shardings)
     # All ranks must agree on the dtype, also if a rank has no element of a float64 parameter.
     is_wide = any(param.dtype is torch.float64 for param in step.params)
-    norms = Norms(step.options.norm_type, by_sharding, torch.float64 if is_wide else torch.float32)
+    dtype = torch.float64 if is_wide else torch.float32
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
-    norm, global_found_inf = step.scaler._agree(norms, checked)
+    norm, global_found_inf = step.scaler._agree(Norms(step.options.norm_type, by_sharding, dtype), checked)
     global_found_inf = step.scaler._found_inf_of_sum(step.optimizer, global_found_inf)
+    norms = None if step.norms is None else step.norms.of_params()
+    if step.norms is not None and norm.dim():  # a vector of the norms of all ranks
+        norms, norm = [*norm.unbind()], step.norms.joint(norm).to(dtype)
+    if norms is not None and numbers is None and are_scaled:
+        norms = _unscaled(step, norms)
     if step.scale is not None and not global_found_inf:
         check_step(step.optimizer)
         raise AssertionError("No inf checks were recorded for this optimizer.")
     if numbers is not None and (norm is not numbers.scaled_norm or global_found_inf is not local_found_inf):
         numbers = None
-    return _JointResult(norm, local_found_inf, global_found_inf, numbers)
+    return _JointResult(norm, norms, local_found_inf, global_found_inf, numbers)
+
+
+def _unscaled(step: _Step, norms: list[Tensor]) -> list[Tensor]:
+    if step.scale is None or step.options.norm_type == 0:
+        return norms
+    return list(torch._foreach_mul(norms, to_device(kernels.inverse(step.scale), step.norm_device)))
 
 
 def _step_numbers(step: _Step, grads: TensorList) -> StepNumbers | None:
     if step.scale is None or step.known_found_inf is not None or step.scale.device != step.norm_device:
         return None
     options = step.options
-    return kernels.step_numbers(grads, options.norm_type, step.scale, options.max_norm, step.norm_dtype)
+    norm_T = None if step.norms is None or not grads.tensors else step.norms.room_for(grads)
+    return kernels.step_numbers(
+        grads, options.norm_type, step.scale, options.max_norm, step.norm_dtype, norm_T
+    )
 
 
 def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
@@ -281,7 +322,8 @@ def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
     has_empty = grads.layout is None and not all(map(Tensor.numel, grads.tensors))
     nonempty = TensorList([grad for grad in grads.tensors if grad.numel()]) if has_empty else grads
     for device, batch in nonempty.by_device().items():
-        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype)
+        norm_T = None if step.norms is None else step.norms.room_for(batch)
+        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype, norm_T)
         if device in local_found_inf:
             flag = torch.maximum(local_found_inf[device], flag)
         local_found_inf[device] = flag

@@ -80,6 +80,7 @@ class FusedStepResult:
     """Norm, inf/nan flags and outcome of a fused step."""
 
     norm: Tensor  # norm of the unscaled gradients
+    norms: Sequence[Tensor] | None  # norm of each unscaled gradient, if kept
     local_found_inf: Found  # flags of this process's gradients
     global_found_inf: Found  # flags of all processes, which decide
     taken: bool | None  # unknown to the host if None
@@ -98,12 +99,20 @@ class CheckResults:
     low_precision_params: Sequence[Tensor] = ()
     served: Sequence[Served] = ()  # backends of the last fused step that the host did not skip
     accumulation: Accumulation | None = None  # microbatches of the current or last step
+    norms: Sequence[Tensor] | None = None  # norms of single gradients that the last fused step has kept
+    norm_type: float = 2.0  # order of these norms
 
-    def record_fused_step(self, result: FusedStepResult, low_precision_params: Sequence[Tensor]) -> None:
+    def record_fused_step(
+        self, result: FusedStepResult, low_precision_params: Sequence[Tensor], norm_type: float
+    ) -> None:
         self.checked = self.stepped = result.global_found_inf
         self.local_found_inf, self.taken = result.local_found_inf, result.taken
         self.low_precision_params = low_precision_params
+        self.record_backends_and_norms(result, norm_type)
+
+    def record_backends_and_norms(self, result: FusedStepResult, norm_type: float) -> None:
         self.served = result.served or self.served
+        self.norms, self.norm_type = result.norms, norm_type
 
     def last_check(self) -> Found:
         """Return the flags of the last check, or raise if there was none."""

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from impl.amp import _fused_step, _gradients, _loss_scale
 from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
 from impl.amp._explanation import FusedStepExplanation, explanation_of
+from impl.amp._gradient_norms import named_norms
 from impl.amp._gradients import NonfiniteGradient
 from impl.amp._loss_scale import SMALLEST_SCALE, MinScaleMonitor
 from impl.amp._microbatch import Accumulation, Microbatch, SkippedMicrobatch, run_microbatch
@@ -73,7 +74,7 @@ class GradScaler:
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
         gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`, `nonfinite_parameters`,
-        `microbatch`, `skipped_microbatches`.
+        `gradient_norms`, `microbatch`, `skipped_microbatches`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -240,7 +241,7 @@ class GradScaler:
         check_results.checked = check_results.stepped = state["found_inf_per_device"]
         return result
 
-    def fused_step(
+    def fused_step(  # noqa: PLR0913  settings of four calls
         self,
         optimizer: _Optimizer,
         max_norm: float = math.inf,
@@ -248,6 +249,7 @@ class GradScaler:
         *,
         low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
+        keep_norms: bool = False,
     ) -> Tensor:
         """Unscale, clip, step and update in one call, with two passes over memory on the CPU and CUDA.
 
@@ -264,6 +266,7 @@ class GradScaler:
             low_precision_params: a copy of each parameter of the optimizer, which gets the new values in the same pass.
                 A parameter without a gradient uses the gradient of its copy.
             update: if False, the scale stays until `update()` is called after the steps of other optimizers.
+            keep_norms: keep the norm of each gradient for `gradient_norms`.
         Returns:
             0-dim norm of the unscaled gradients before clipping, like `clip_grad_norm_`. It may be inf or nan if the
             step is skipped. Float32 or float64 if the parameters are sharded.
@@ -277,7 +280,7 @@ class GradScaler:
         Sync: none for the four optimizers, except in the first step of momentum with `dampening`, and none for
             optimizers that read `found_inf` themselves. For others see `docs/fused-step.md`.
         Collectives: one all-gather of a few numbers for each process group that parameters are sharded over (FSDP,
-            DTensors on any meshes).
+            DTensors on any meshes). With `keep_norms`, of a number for each parameter.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -289,10 +292,12 @@ class GradScaler:
         tensor([0.7000, 0.6000])
         """
         check_has_param_groups(optimizer)
-        options = _fused_step.FusedStepOptions(float(max_norm), float(norm_type), tuple(low_precision_params))
+        options = _fused_step.FusedStepOptions(
+            float(max_norm), float(norm_type), tuple(low_precision_params), keep_norms
+        )
         if not self._enabled:
             step_result = _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None)
-            self._check_results.of(optimizer).served = step_result.served
+            self._check_results.of(optimizer).record_backends_and_norms(step_result, options.norm_type)
             return step_result.norm
         scale, _ = self._init_and_get_scale("fused_step", optimizer)
         stage = stage_of(self._per_optimizer_states, optimizer)
@@ -309,7 +314,7 @@ class GradScaler:
             stage=stepped, found_inf_per_device=step_result.global_found_inf
         )
         check_results = self._check_results.of(optimizer)
-        check_results.record_fused_step(step_result, options.low_precision_params)
+        check_results.record_fused_step(step_result, options.low_precision_params, options.norm_type)
         if update:
             self.update()
         return step_result.norm
@@ -453,6 +458,41 @@ class GradScaler:
             check_results.local_found_inf or {},
             self._reporting_groups([param for group in optimizer.param_groups for param in group["params"]]),
         )
+
+    def gradient_norms(
+        self, optimizer: _Optimizer, per: Literal["parameter", "module"] = "parameter"
+    ) -> dict[str, Tensor]:
+        """Return the norm of each gradient of the last `fused_step`, which was called with `keep_norms=True`.
+
+        Args:
+            optimizer: its parameters without a gradient have the norm 0.
+            per: "module" joins the norms of the parameters that one module owns. Its submodules have their own.
+        Returns:
+            0-dim float64 norms of the unscaled gradients before clipping, by name, on the device of the joint norm.
+            They are of the order `norm_type`. If parameters are sharded, they are those of the unsharded model, the
+            same on each rank. Parameters have the names of `nonfinite_parameters`, the root module has the name "".
+        Raises:
+            TypeError: `optimizer` has no `param_groups`.
+            RuntimeError: the last `fused_step` did not keep its norms, or there was none.
+            ValueError: `per` is neither; or "module", and the optimizer was not made from `named_parameters()`.
+        Sync: none. Collectives: none.
+
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.5)
+        >>> scaler = GradScaler("cpu")
+        >>> scaler.scale(layer(torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> norm = scaler.fused_step(optimizer, keep_norms=True)
+        >>> scaler.gradient_norms(optimizer)
+        {'weight': tensor(5., dtype=torch.float64), 'bias': tensor(1., dtype=torch.float64)}
+        """
+        check_has_param_groups(optimizer)
+        check_results = self._check_results.of(optimizer)
+        if check_results.norms is None:
+            raise RuntimeError(
+                "the last step of this optimizer kept no norms; call fused_step(optimizer, keep_norms=True) before "
+                "gradient_norms(optimizer)"
+            )
+        return named_norms(optimizer, check_results.norms, check_results.norm_type, per)
 
     @contextmanager
     def microbatch(self, optimizer: _Optimizer) -> Generator[Microbatch]:

@@ -14,7 +14,7 @@ Cost for N f32 elements, launches counted on CUDA:
 |---|---|---|
 | `unscale_`, `unscale_by_` | 8 | 1 |
 | `total_norm` | 4 | 2 |
-| `checked_norm`, `step_numbers` | 4 | 2 |
+| `checked_norm`, `step_numbers` | 4 | 2, and one more for the norm of each tensor |
 | `scale_` | 8, or 0 if the factor is 1 | 1 |
 | `clip_` | 8, or 0 if the factor is 1 | 1 |
 | `clamp_` | 8 | 1 |

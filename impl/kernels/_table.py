@@ -31,6 +31,8 @@ class ChunkTable(NamedTuple):
     rows: Tensor
     chunks: int
     dtype: torch.dtype | None = None  # dtype of all tensors, or None if mixed or unknown
+    # [tensors + 1] i64: first chunk of each tensor, then the number of chunks
+    firsts: Tensor | None = None
 
 
 class _Key(NamedTuple):
@@ -126,8 +128,14 @@ def _table_of(key: _Key) -> ChunkTable | None:
     address_C = address_T[chunks.tensor_C] + chunks.start_C * bytes_T[chunks.tensor_C]
     aligned_C = are_aligned(address_C)
     rows = torch.stack([address_C, chunks.count_C, code_T[chunks.tensor_C], aligned_C], dim=1)
+    firsts = torch.cat([host_int64([0]), ((numel_T + CHUNK - 1) // CHUNK).cumsum(0)])
+    # Both are copied to the device together.
+    both = to_device_async(key.device, torch.cat([rows.flatten(), firsts]))
     return ChunkTable(
-        to_device_async(key.device, rows), len(rows), key.dtypes[0] if len({*key.dtypes}) == 1 else None
+        both[: rows.numel()].view(rows.shape),
+        len(rows),
+        key.dtypes[0] if len({*key.dtypes}) == 1 else None,
+        both[rows.numel() :],
     )
 
 

@@ -19,7 +19,7 @@ _TELLING = (1.0, 2.0, math.inf)
 
 @no_grad_fast
 def checked_norm(
-    tensors: TensorList, norm_type: float, dtype: torch.dtype | None = None
+    tensors: TensorList, norm_type: float, dtype: torch.dtype | None = None, norm_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the joint p-norm, like `total_norm`, and whether a tensor holds inf or nan.
 
@@ -27,6 +27,8 @@ def checked_norm(
         tensors: a non-empty list of dense tensors of any shape and mixed dtypes on one device.
         norm_type: any float, inf and -inf included.
         dtype: dtype of the norm, as in `total_norm`.
+        norm_T: [T] f64 for T tensors, on that device, written: the norm of each tensor. The CPU library and Triton's
+            kernels take it from the same pass, torch's operators from a second one.
 
     Returns:
         The norm, like `total_norm`; and found_inf: f32, 0-dim, on that device, 1.0 if a tensor holds inf or nan, else
@@ -41,17 +43,23 @@ def checked_norm(
         from impl.kernels._triton.norm import launch_norm  # noqa: PLC0415  optional, and slow to import
 
         found_inf = torch.empty((), dtype=torch.float32, device=tensors.tensors[0].device)
-        norm = launch_norm(tensors, norm_type, dtype or result_dtype(dispatch.dtypes), found_inf)
+        norm = launch_norm(tensors, norm_type, dtype or result_dtype(dispatch.dtypes), found_inf, norm_T)
         if norm is not None:
             return norm, found_inf
     if dispatch.backend == "cpu_blocked" and norm_type == 2.0:
-        squares = squares_by_library(tensors, even_if_few=True)
+        squares = squares_by_library(tensors, even_if_few=True, square_T=norm_T)
         if squares is not None:
+            if norm_T is not None:
+                norm_T.sqrt_()
             norm = torch.tensor(
                 math.sqrt(squares), dtype=dtype or result_dtype(dispatch.dtypes), device="cpu"
             )
             return norm, _flag(not math.isfinite(squares), norm.device)
     norm = total_norm(tensors, norm_type, dtype)
+    if norm_T is not None:
+        wide = torch.promote_types(norm.dtype, torch.float32)
+        norms = [total_norm(TensorList([tensor]), norm_type, wide) for tensor in tensors.tensors]
+        torch.stack([norm.double() for norm in norms], out=norm_T)
     # A finite norm of positive order excludes inf and nan. On the CPU, reading the norm costs nothing.
     if dispatch.backend == "cpu_blocked" and norm_type > 0 and math.isfinite(norm.item()):
         return norm, _flag(False, norm.device)
@@ -69,12 +77,13 @@ class StepNumbers(NamedTuple):
 
 
 @no_grad_fast
-def step_numbers(
+def step_numbers(  # noqa: PLR0913  all that the two launches compute
     tensors: TensorList,
     norm_type: float,
     scale: Tensor,
     max_norm: float,
     dtype: torch.dtype | None = None,
+    norm_T: Tensor | None = None,
 ) -> StepNumbers | None:
     """Return the result of `checked_norm` and the numbers that depend on it, in the same two launches.
 
@@ -84,6 +93,8 @@ def step_numbers(
         scale: the loss scale: f32, 0-dim.
         max_norm: the unscaled gradients are clipped to this norm; inf does not clip.
         dtype: dtype of the norm, as in `total_norm`.
+        norm_T: [T] f64 for T tensors, written unless the result is None: the norm of each unscaled gradient, by one
+            more launch.
 
     Returns:
         The same numbers as torch's operators compute from the norm. None, without a launch, if Triton's kernels do not
@@ -105,7 +116,7 @@ def step_numbers(
         return None
     from impl.kernels._triton.norm import launch_step_norm  # noqa: PLC0415  optional, and slow to import
 
-    numbers = launch_step_norm(tensors, norm_type, dtype, scale, max_norm)
+    numbers = launch_step_norm(tensors, norm_type, dtype, scale, max_norm, norm_T)
     return None if numbers is None else StepNumbers(*numbers)
 
 

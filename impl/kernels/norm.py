@@ -80,10 +80,16 @@ def total_norm(tensors: TensorList, norm_type: float, dtype: torch.dtype | None 
     return norm
 
 
-def squares_by_library(tensors: TensorList, even_if_few: bool) -> float | None:
-    """Return the sum of squares in f64 on the CPU, or None if the CPU library is missing or cannot take the tensors."""
+def squares_by_library(
+    tensors: TensorList, even_if_few: bool, square_T: Tensor | None = None
+) -> float | None:
+    """Return the sum of squares in f64 on the CPU, or None if the CPU library is missing or cannot take the tensors.
+
+    Args:
+        square_T: [T] f64 for T tensors, written: the sum of squares of each tensor.
+    """
     library = cpu_library(None if even_if_few else tensors)
-    return None if library is None else sum_of_squares(library, tensors)
+    return None if library is None else sum_of_squares(library, tensors, square_T)
 
 
 def result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:

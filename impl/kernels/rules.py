@@ -21,7 +21,7 @@ from impl.kernels._lists import HALVES
 NUMBERS = ("lr", "weight_decay", "eps", "beta1", "beta2", "momentum", "dampening", "lr_decay")
 FLAGS = ("maximize", "decoupled", "nesterov", "is_first_step")
 # Result of `tandem_interface` in fused_step.c. Raise it with these, and with the arguments of any library function.
-INTERFACE = 5
+INTERFACE = 6
 
 
 _States = Sequence[list[Tensor]]

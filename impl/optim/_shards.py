@@ -173,10 +173,11 @@ def combine_norms(
     """Return the norm of all tensors, with each element counted once, and the largest `flag`. Both equal on every rank.
 
     Args:
-        norms: f64, 0-dim norms of this rank's elements, by sharding. All ranks have the same order of shardings.
+        norms: f64 norms of this rank's elements, by sharding: 0-dim, or vectors of norms that are combined element by
+            element, all of one length. All ranks have the same order of shardings.
         flag: f64, 0-dim, or None if there is nothing to combine.
     Returns:
-        f64, 0-dim.
+        f64, of the shape of the norms; and 0-dim.
     Collectives: one all-gather of a few numbers for each group. One more over the default group if some ranks are not
         in a mesh.
     """
@@ -184,8 +185,7 @@ def combine_norms(
     flags = [] if flag is None else [flag]
     for group in dict.fromkeys(group for sharding in norms for group in sharding.groups):
         shardings = [sharding for sharding in norms if group in sharding.groups]
-        numbers = torch.stack([*(joint[sharding] for sharding in shardings), *flags])
-        columns = all_gather_numbers(numbers, group).unbind(1)
+        columns = _gather([*(joint[sharding] for sharding in shardings), *flags], group)
         joint.update(
             {sharding: _norm_of(column, order) for sharding, column in zip(shardings, columns, strict=False)}
         )
@@ -196,11 +196,11 @@ def combine_norms(
             _joint([joint.pop(sharding) for sharding in norms if sharding.mesh == mesh], order)
             for mesh in narrow
         ]
-        rows = all_gather_numbers(torch.stack([*by_mesh, *flags]), None).unbind()
-        for column, mesh in enumerate(narrow):
+        columns = _gather([*by_mesh, *flags], None)
+        for column, mesh in zip(columns, narrow, strict=False):
             # All members of a mesh know its norm.
-            joint[Sharding(mesh=mesh)] = rows[int(mesh.mesh.flatten()[0])][column]
-        flags = [torch.stack([row[-1] for row in rows]).amax() for _ in flags]
+            joint[Sharding(mesh=mesh)] = column[int(mesh.mesh.flatten()[0])]
+        flags = [column.amax() for column in columns[len(narrow) :]]
     return _joint([*joint.values()], order), flags[0] if flags else None
 
 
@@ -209,13 +209,26 @@ def _joint(norms: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _norm_of(norms: Tensor, order: float) -> Tensor:
+    """Return the norm of numbers, or of rows of numbers, element by element."""
     # Norms of order 0 are counts, so add them.
+    if norms.dim() > 1:
+        return torch.linalg.vector_norm(norms, order or 1.0, dim=0)
     return kernels.total_norm(TensorList([norms.contiguous()]), order or 1.0)
+
+
+def _gather(tensors: Sequence[Tensor], among: dist.ProcessGroup | None) -> list[Tensor]:
+    """Return the tensors of all ranks, in one all-gather. Their first dimension is that of the ranks."""
+    rows = all_gather_numbers(torch.cat([tensor.reshape(-1) for tensor in tensors]), among)
+    columns = rows.split([tensor.numel() for tensor in tensors], dim=1)
+    return [column.reshape(-1, *tensor.shape) for column, tensor in zip(columns, tensors, strict=True)]
 
 
 @dataclass(frozen=True)
 class Norms:
-    """0-dim norms of one order of this rank's gradients, by sharding. The first sharding is that over no group."""
+    """Norms of one order of this rank's gradients, by sharding. The first sharding is that over no group.
+
+    They are 0-dim, or vectors of one length that are combined element by element.
+    """
 
     order: float
     by_sharding: Mapping[Sharding, Tensor]
@@ -233,18 +246,20 @@ class Norms:
     def joint(self, flag: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the norm of all gradients, and the largest f64 `flag` of all ranks that share gradients.
 
+        Vectors stay f64.
+
         Collectives: those of `combine_norms`.
         """
         norms = {sharding: norm.to(torch.float64) for sharding, norm in self.by_sharding.items()}
         norm, flag = combine_norms(norms, self.order, flag)
-        return norm.to(self.dtype), flag
+        return (norm if norm.dim() else norm.to(self.dtype)), flag
 
     def gathered(self, among: dist.ProcessGroup | None, flag: Tensor) -> tuple[Norms, Tensor]:
         """Combine the norms of shards over one group. Return all norms, and the largest `flag` of all ranks, as f64.
 
         Raises:
             RuntimeError: a rank that holds shards is not in `among`.
-        Collectives: one all-gather in `among`, of one number and one more for each sharding over one group.
+        Collectives: one all-gather in `among`, of one number and the norms of each sharding over one group.
         """
         ranks = {
             sharding: [_ranks_in(among, group) for group in sharding.groups] for sharding in self.by_sharding
@@ -253,8 +268,7 @@ class Norms:
             sharding for sharding in self.by_sharding if len(sharding.groups) == 1 and not sharding.mesh
         ]
         numbers = [flag, *(self.by_sharding[sharding] for sharding in shardings)]
-        columns = all_gather_numbers(torch.stack([number.to(torch.float64) for number in numbers]), among)
-        flags, *norms_of_ranks = columns.unbind(1)
+        flags, *norms_of_ranks = _gather([number.to(torch.float64) for number in numbers], among)
         norms = dict(self.by_sharding)
         full = [norms[UNSHARDED].to(torch.float64)]
         for sharding, group_norms in zip(shardings, norms_of_ranks, strict=True):

@@ -42,7 +42,7 @@ def entries(
     Returns:
         This rank's expected entries with the number of the parameter, and the result of `nonfinite_parameters`.
     """
-    named = _named_params(lab, layout)
+    named = named_params(lab, layout)
     optimizer = SGD(named, lr=0.125)
     more = {"process_group": lab.rank.group_of_device()} if has_group else {}
     its_scaler = lab.library.find(scaler)(lab.rank.device.type, init_scale=2.0, **more)
@@ -61,7 +61,7 @@ def entries(
 
 def after_clearing(lab: Lab, *, scaler: str) -> Any:
     """Return the result of `nonfinite_parameters` after rank 0, which found inf, has cleared its gradients."""
-    named = _named_params(lab, "dtensor")
+    named = named_params(lab, "dtensor")
     optimizer, its_scaler = SGD(named, lr=0.125), lab.library.find(scaler)(lab.rank.device.type)
     its_scaler.scale(torch.ones((), device=lab.rank.device))
     for _, param in named:
@@ -86,7 +86,7 @@ def one_fails(lab: Lab, *, scaler: str) -> Any:
     return tried(lambda: its_scaler.nonfinite_parameters(optimizer))
 
 
-def _named_params(lab: Lab, layout: str) -> list[tuple[str, Any]]:
+def named_params(lab: Lab, layout: str) -> list[tuple[str, Any]]:
     if layout == "meshes":
         return [
             (f"mesh.{number}", nn.Parameter(value.on(lab.rank.mesh(*value.mesh_shape))))

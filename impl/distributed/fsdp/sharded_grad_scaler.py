@@ -159,7 +159,7 @@ class ShardedGradScaler(GradScaler):
         with self._report_failure_to_peers(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
-    def fused_step(
+    def fused_step(  # noqa: PLR0913  settings of four calls
         self,
         optimizer: _Optimizer,
         max_norm: float = math.inf,
@@ -167,12 +167,14 @@ class ShardedGradScaler(GradScaler):
         *,
         low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
+        keep_norms: bool = False,
     ) -> Tensor:
         """Unscale and clip the gradients of all ranks, step and update, with the same decision on all ranks.
 
         Args:
             optimizer: has the same parameters on every rank, unsharded or sharded, which may have no gradients.
-            max_norm, norm_type, low_precision_params, update: as for `GradScaler.fused_step`.
+            max_norm, norm_type, low_precision_params, update, keep_norms: as for `GradScaler.fused_step`. `keep_norms`
+                is the same on all ranks.
 
         Returns:
             The norm of all ranks' gradients, each element counted once; as `GradScaler.fused_step`.
@@ -187,11 +189,19 @@ class ShardedGradScaler(GradScaler):
         Sync: as `GradScaler.fused_step`.
         Collectives: one all-gather of a few numbers per rank. One more for each process group of parameters that are
             sharded over several groups. If the optimizer has no fused update, the all-reduce of `unscale_` comes first.
+            With `keep_norms` there is a number for each parameter.
         """
         check_has_param_groups(optimizer)
-        with self._report_failure_to_peers(optimizer, combines_norms=has_fused_update(optimizer)):
+        with self._report_failure_to_peers(
+            optimizer, combines_norms=has_fused_update(optimizer), keeps_norms=keep_norms
+        ):
             return super().fused_step(
-                optimizer, max_norm, norm_type, low_precision_params=low_precision_params, update=update
+                optimizer,
+                max_norm,
+                norm_type,
+                low_precision_params=low_precision_params,
+                update=update,
+                keep_norms=keep_norms,
             )
 
     def _agree(
@@ -259,12 +269,13 @@ class ShardedGradScaler(GradScaler):
 
     @contextlib.contextmanager
     def _report_failure_to_peers(
-        self, optimizer: _Optimizer, *, combines_norms: bool = False
+        self, optimizer: _Optimizer, *, combines_norms: bool = False, keeps_norms: bool = False
     ) -> Generator[None]:
         """Context manager that reports to the peers if the check that they wait for fails inside.
 
         Args:
             combines_norms: the peers combine norms. Otherwise they all-reduce one number.
+            keeps_norms: they combine the norm of each parameter.
         """
         if not self._enabled:
             yield
@@ -276,20 +287,22 @@ class ShardedGradScaler(GradScaler):
             yield
         except Exception:
             if self._pending_check:
-                self._report_failure(optimizer, combines_norms)
+                self._report_failure(optimizer, combines_norms, keeps_norms)
             raise
         finally:
             self._pending_check = False
 
-    def _report_failure(self, optimizer: _Optimizer, combines_norms: bool) -> None:
+    def _report_failure(self, optimizer: _Optimizer, combines_norms: bool, keeps_norms: bool) -> None:
         device = self._collective_device()
         check_result = torch.full((), _NOT_CHECKED, device=device)
         if not combines_norms:
             dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        norms, _ = Norms(2.0, dict.fromkeys([UNSHARDED, *shardings_of(params)], zero)).gathered(
+        shardings = shardings_of(params)
+        shape = (len(params),) if keeps_norms and shardings else ()
+        zero = torch.zeros(shape, dtype=torch.float64, device=device)
+        norms, _ = Norms(2.0, dict.fromkeys([UNSHARDED, *shardings], zero)).gathered(
             self._group, check_result
         )
         if not check_result.is_cpu:

@@ -101,7 +101,7 @@ def library() -> NativeLibrary | None:
         return typed((f"tandem_{name}", loaded))
 
     return NativeLibrary(
-        function("sum_of_squares", c_double, List, c_void_p),
+        function("sum_of_squares", c_double, List, c_void_p, c_void_p),
         function("clamp", None, List, c_double, c_double),
         function("scale", None, List, c_float),
         function("fused_step", None, POINTER(NativeUpdate)),

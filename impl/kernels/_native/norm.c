@@ -51,15 +51,22 @@ FOR_EACH_CPU static void sum_chunks(void *job)
     }
 }
 
-/* `sums` has room for a number a chunk. */
+/* `sums` has room for a number a chunk, and `of_tensors` for one a tensor where it is not null. */
 double tandem_sum_of_squares(
-    region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, double *sums)
+    region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, double *sums,
+    double *of_tensors)
 {
     struct squares job = {chunks_of(threads, count, numels), list, sums};
     in_parallel(parallel, threads, sum_chunks, &job);
     double sum = 0;
-    for (int64_t tensor = 0; tensor < count; tensor++)
-        for (int64_t left = chunks_in(&job.chunks, tensor); left > 0; left--)
+    for (int64_t tensor = 0; tensor < count; tensor++) {
+        double of_tensor = 0;
+        for (int64_t left = chunks_in(&job.chunks, tensor); left > 0; left--) {
+            of_tensor += *sums;
             sum += *sums++;
+        }
+        if (of_tensors)
+            of_tensors[tensor] = of_tensor;
+    }
     return sum;
 }

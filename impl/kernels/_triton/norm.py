@@ -1,4 +1,7 @@
-"""P-norm of a list of tensors in two launches, and the numbers of a step in the same two."""
+"""P-norm of a list of tensors in two launches, and the numbers of a step in the same two.
+
+The norms of the single tensors take a third launch, which reads the results of the first.
+"""
 
 import math
 from typing import Any
@@ -10,7 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from impl.kernels._native.memory import TensorList
-from impl.kernels._table import chunk_table
+from impl.kernels._table import ChunkTable, chunk_table
 from impl.kernels._triton.chunk import (
     F64,
     OPTIONS,
@@ -28,6 +31,8 @@ from impl.kernels._triton.unscale import inverse
 # A single program reads all partials. For the 15,000 of GPT-2, blocks of 1,024 by 4 warps take 24 µs on an H100.
 FINISH_SHAPE = {"BLOCK": 4096}
 FINISH_OPTIONS = {**OPTIONS, "num_warps": 16}
+# A program of each tensor reads the partials of its chunks.
+TENSOR_SHAPE = {"BLOCK": 512}
 
 _F32, _F64 = tl.constexpr(tl.float32), tl.constexpr(tl.float64)
 
@@ -188,36 +193,69 @@ def finish_step_kernel(
     tl.store(factor_ptr, factor)
 
 
+@triton.jit
+def tensor_norms_kernel(
+    partial_ptr: tl.tensor,  # [chunks] f64
+    first_ptr: tl.tensor,  # [tensors + 1] i64: first chunk of each tensor
+    norm_ptr: tl.tensor,  # [tensors] f64, fully written
+    scale_ptr: tl.tensor | None,  # [] f32, the loss scale, which the norms are divided by
+    p: F64,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Take the norm of each tensor, one program a tensor. 8 B a chunk, read."""
+    tensor = tl.program_id(0)
+    first = tl.load(first_ptr + tensor)
+    chunks = (tl.load(first_ptr + tensor + 1) - first).to(tl.int32)
+    norm = _norm_of_partials(partial_ptr + first, chunks, p, KIND, BLOCK)
+    if scale_ptr is not None:
+        norm = norm * inverse(tl.load(scale_ptr)).to(tl.float64)
+    tl.store(norm_ptr + tensor, norm)
+
+
 def _kind(p: float) -> str:
     return {1.0: "one", 2.0: "two", math.inf: "largest", -math.inf: "smallest"}.get(p, "power")
 
 
 def launch_norm(
-    tensors: TensorList, norm_type: float, dtype: torch.dtype, found_inf: Tensor | None = None
+    tensors: TensorList,
+    norm_type: float,
+    dtype: torch.dtype,
+    found_inf: Tensor | None = None,
+    norm_T: Tensor | None = None,
 ) -> Tensor | None:
     """Run the kernels and return the norm, or None if they do not support the tensors or the norm.
 
     Only the partials, one f64 a chunk, are allocated beside the result. `found_inf` (f32, 0-dim) is set to 1.0 if the
-    norm is inf or nan before it is rounded to `dtype`, else to 0.0.
+    norm is inf or nan before it is rounded to `dtype`, else to 0.0. `norm_T` (f64) gets the norm of each tensor.
     """
-    partials = _partials_of(tensors, norm_type)
-    if partials is None:
+    table = _table_for(tensors, norm_type)
+    if table is None:
         return None
+    partials = _partials_of(tensors, norm_type, table)
     norm = torch.empty((), dtype=dtype, device=partials.device)
     _finish(finish_norm_kernel, partials, norm_type, norm, found_inf)
+    if norm_T is not None:
+        _finish_tensors(partials, norm_type, table, norm_T, None)
     return norm
 
 
 def launch_step_norm(
-    tensors: TensorList, norm_type: float, dtype: torch.dtype, scale: Tensor, max_norm: float
+    tensors: TensorList,
+    norm_type: float,
+    dtype: torch.dtype,
+    scale: Tensor,
+    max_norm: float,
+    norm_T: Tensor | None = None,
 ) -> tuple[Tensor, ...] | None:
     """Run the kernels and return the fields of `StepNumbers`, or None if they do not support the tensors or the norm.
 
-    `dtype` is not f64.
+    `dtype` is not f64. `norm_T` (f64) gets the norm of each unscaled tensor.
     """
-    partials = _partials_of(tensors, norm_type)
-    if partials is None:
+    table = _table_for(tensors, norm_type)
+    if table is None:
         return None
+    partials = _partials_of(tensors, norm_type, table)
 
     def number(dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((), dtype=dtype, device=scale.device)
@@ -227,19 +265,23 @@ def launch_step_norm(
         finish_step_kernel, partials, norm_type, scale, *numbers,
         more=(max_norm,), CLIPS=max_norm < math.inf, enable_fp_fusion=False,
     )  # fmt: skip
+    if norm_T is not None:
+        _finish_tensors(partials, norm_type, table, norm_T, scale)
     return numbers
 
 
-def _partials_of(tensors: TensorList, norm_type: float) -> Tensor | None:
-    """Launch the first kernel and return its result, or None without a launch if it does not support the tensors."""
+def _table_for(tensors: TensorList, norm_type: float) -> ChunkTable | None:
+    """Return the table of the first launch, or None if the kernels do not support the tensors or the norm."""
     # torch's norm of order 0 counts tensors, and for an empty one it refuses orders without a neutral element.
     if norm_type == 0 or math.isnan(norm_type):
         return None
     if (norm_type < 0 or norm_type == math.inf) and not all(t.numel() for t in tensors.tensors):
         return None
-    table = chunk_table(tensors)
-    if table is None:
-        return None
+    return chunk_table(tensors)
+
+
+def _partials_of(tensors: TensorList, norm_type: float, table: ChunkTable) -> Tensor:
+    """Launch the first kernel and return its result."""
     partials = torch.empty(table.chunks, dtype=torch.float64, device=tensors.tensors[0].device)
     if table.chunks:
         with on_device(partials):
@@ -268,3 +310,13 @@ def _finish(
         launch(
             kernel, (1,), partials, *tensors, len(partials), norm_type, *more, **(FINISH_OPTIONS | constants)
         )
+
+
+def _finish_tensors(
+    partials: Tensor, norm_type: float, table: ChunkTable, norm_T: Tensor, scale: Tensor | None
+) -> None:
+    with on_device(partials):
+        launch(
+            tensor_norms_kernel, (len(norm_T),), partials, table.firsts, norm_T, scale, norm_type,
+            KIND=_kind(norm_type), **TENSOR_SHAPE, **OPTIONS,
+        )  # fmt: skip

@@ -51,7 +51,7 @@ def _step(rule: Rule, states: int, dtype: torch.dtype, copies: torch.dtype | Non
 def launch_all() -> bool:
     """Whether every launcher took what it was given."""
     tensors = TensorList([torch.zeros(5), torch.zeros(7, dtype=torch.bfloat16)])
-    scale, flag = torch.ones(()), torch.zeros(())
+    scale, flag, norm_T = torch.ones(()), torch.zeros(()), torch.zeros(2, dtype=torch.float64)
     adam = AdamRule(torch.ones(()), 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled=True)
     sgd = SGDRule(0.1, 0.5, 0.0, 0.1, nesterov=True, maximize=False, is_first_step=True)
     return all((
@@ -61,8 +61,8 @@ def launch_all() -> bool:
         launch_clip(tensors, 1.0, scale),
         launch_clamp(tensors, -1.0, 1.0),
         launch_norm(tensors, 2.0, torch.bfloat16) is not None,
-        launch_norm(tensors, 2.0, torch.float32, flag) is not None,
-        launch_step_norm(tensors, 2.0, torch.float32, scale, 1.0) is not None,
+        launch_norm(tensors, 2.0, torch.float32, flag, norm_T) is not None,
+        launch_step_norm(tensors, 2.0, torch.float32, scale, 1.0, norm_T) is not None,
         _step(adam, 3, torch.float32, torch.bfloat16, flag),
         _step(sgd, 1, torch.float16, None, None),
         _step(AdagradRule(0.1, 0.5, 1e-8, 0.0, maximize=True), 1, torch.float32, None, flag),

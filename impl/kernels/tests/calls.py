@@ -100,6 +100,17 @@ def checked_norm_by(backend: str, tensors: list[Tensor], p: float) -> tuple[floa
     return norm.item(), found_inf.item()
 
 
+def tensor_norms_by(backend: str, tensors: list[Tensor], p: float, scale: float | None = None) -> Tensor:
+    """Return the norm of each tensor by `checked_norm`, or by `step_numbers` divided by the scale."""
+    norm_T = torch.full((len(tensors),), math.nan, dtype=torch.float64)
+    with kernels.backend(backend):
+        if scale is None:
+            kernels.checked_norm(TensorList(tensors), p, None, norm_T)
+        else:
+            kernels.step_numbers(TensorList(tensors), p, torch.tensor(scale), math.inf, None, norm_T)
+    return norm_T
+
+
 def step_numbers_by(
     backend: str, gradients: list[Tensor], scale: float, max_norm: float, dtype: torch.dtype | None = None
 ) -> list[Tensor | None]:

@@ -22,6 +22,7 @@ from impl.kernels import _table, _update_table
 _WRITTEN: dict[str, tuple[set[str], bool]] = {
     "partial_norm_kernel": ({"partial_ptr"}, False),
     "finish_norm_kernel": ({"norm_ptr", "found_inf_ptr"}, False),
+    "tensor_norms_kernel": ({"norm_ptr"}, False),
     "finish_step_kernel": (
         {"scaled_norm_ptr", "found_inf_ptr", "norm_ptr", "factor_ptr", "taken_ptr"},
         False,

@@ -59,7 +59,7 @@ def of_fused_step(optimizer: str, copies: torch.dtype | None) -> Passes:
 
 
 # Operators that launch nothing on a device.
-_QUIET = {"aten::empty", "aten::empty_strided", "aten::to", "aten::_to_copy", "aten::zeros"}
+_QUIET = {"aten::empty", "aten::empty_strided", "aten::to", "aten::_to_copy", "aten::unbind", "aten::zeros"}
 _KERNEL = "kernel "
 
 
@@ -76,6 +76,7 @@ def launched_by(call: str, dtype: torch.dtype) -> list[str]:
     calls: dict[str, Callable[[], object]] = {
         "clip_grad_norm_": lambda: clip_grad_norm_(params, 1.0),
         "fused_step": lambda: scaler.fused_step(optimizer, max_norm=1.0),
+        "fused_step that keeps norms": lambda: scaler.fused_step(optimizer, max_norm=1.0, keep_norms=True),
         "unscale_": lambda: scaler.unscale_(optimizer),
     }
     real = GridExecutor.__call__
@@ -104,7 +105,9 @@ def _may_launch(name: str) -> bool:
 
 def _is_part_of_another(event: Any) -> bool:
     parent = event.cpu_parent
-    # The process of the interpreter has memory filled that is not initialised.
+    # The process of the interpreter has memory filled that is not initialised. Views launch nothing.
     return parent is not None and (
-        parent.name == "aten::empty" or _may_launch(parent.name) or _is_part_of_another(parent)
+        parent.name in {"aten::empty", "aten::unbind"}
+        or _may_launch(parent.name)
+        or _is_part_of_another(parent)
     )

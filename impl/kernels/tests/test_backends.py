@@ -31,6 +31,7 @@ from impl.kernels.tests.calls import (
     scaled_by,
     scaled_elsewhere_by_default,
     step_numbers_by,
+    tensor_norms_by,
     unscaled_by,
     unscaled_by_scale,
     updated_by,
@@ -289,6 +290,26 @@ def test_triton_norm_is_the_exact_one_rounded_once(specs, p):
             norm_bound(tensors) * 2 * max(1.0, abs(1 / p)), 2.0**-7 if norm.dtype is torch.bfloat16 else 0.0
         )
     assert norm.item() == pytest.approx(exact_norm(tensors, p), rel=bound, abs=0.0)
+
+
+@few
+@given(specs, st.sampled_from([2.0, 1.0, 3.0, math.inf, 0.0]), st.sampled_from(BACKENDS))
+def test_norm_of_each_tensor_is_near_the_exact_one(specs, p, backend):
+    tensors = [build(spec)[0] for spec in listed(backend, specs) if spec.numel or p != math.inf]
+    if not tensors:
+        return
+    norms = by(backend, tensor_norms_by, tensors, p).tolist()
+    exact = [exact_norm([t], p) if p else float(t.any()) for t in tensors]
+    bounds = [2 * norm_bound([t]) for t in tensors]
+    assert norms == [
+        pytest.approx(norm, rel=bound, abs=0.0) for norm, bound in zip(exact, bounds, strict=True)
+    ]
+
+
+def test_triton_divides_norm_of_each_tensor_by_scale():
+    tensors = [torch.full((numel,), 2.0).to(dtype) for numel in (3, 20_000) for dtype in DTYPES[:3]]
+    norms = by("triton", tensor_norms_by, tensors, 2.0, 3.0).tolist()
+    assert norms == pytest.approx([2.0 * t.numel() ** 0.5 / 3.0 for t in tensors], rel=1e-7)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

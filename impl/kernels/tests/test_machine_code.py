@@ -49,7 +49,7 @@ def test_launched_kernels_compile_once():
     assert printed["compiled_again"] == 0, "another learning rate or setting compiles another kernel"
     assert printed["launched"] == [
         "unscale_kernel", "unscale_kernel", "scale_kernel", "clip_kernel", "clamp_kernel",
-        *norm, *norm, *step,
+        *norm, *norm, "tensor_norms_kernel", *step, "tensor_norms_kernel",
         "adam_kernel", "sgd_kernel", "adagrad_kernel", *(rule.KERNELS.triton for rule in EACH),
     ]  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
         assert kernels[name]["wide_stores"] == turns * written, (name, kernels[name])
         # As the interpreter computes, to the bit: no sum is fused but by name, quotients and roots are to nearest.
         assert kernels[name]["loose"] == [], (name, kernels[name])
-    for name in ("finish_step *fp32", "finish_step *bf16"):
+    for name in ("tensor_norms", "finish_step *fp32", "finish_step *bf16"):
         assert kernels[name]["loose"] == [], (name, kernels[name])
     for name in ("adamw_copies", "adam_halves"):
         assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])

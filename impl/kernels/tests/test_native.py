@@ -48,10 +48,13 @@ def library() -> _native.NativeLibrary:
 def test_squares_are_summed_in_f64(specs: list[Spec]) -> None:
     library = the_library()
     tensors = [build(spec)[0] for spec in specs]
-    actual = sum_of_squares(library, TensorList(tensors))
-    want = math.fsum(float(x) for t in tensors for x in t.double().square().flatten())
+    square_T = torch.full((len(tensors),), math.nan, dtype=torch.float64)
+    actual = sum_of_squares(library, TensorList(tensors), square_T)
+    exact = [math.fsum(float(x) for x in t.double().square().flatten()) for t in tensors]
     # A square of an f32 is exact in f64, and a sum of as many terms loses a few bits of 53.
-    assert actual == pytest.approx(want, rel=1e-13, abs=0.0)
+    assert actual == pytest.approx(math.fsum(exact), rel=1e-13, abs=0.0)
+    assert square_T.tolist() == pytest.approx(exact, rel=1e-13, abs=0.0)
+    assert sum_of_squares(library, TensorList(tensors)) == actual
 
 
 @pytest.mark.parametrize("dtype", list(CODES), ids=str)

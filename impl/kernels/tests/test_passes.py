@@ -39,6 +39,18 @@ def test_fused_step_takes_two_passes(optimizer: str, copies: torch.dtype | None)
                 "item",
             ],
         ),
+        (
+            "fused_step that keeps norms",
+            [
+                "partial_norm_kernel",
+                "finish_step_kernel",
+                "tensor_norms_kernel",
+                "add_",
+                "adam_kernel",
+                "_amp_update_scale_",
+                "item",
+            ],
+        ),
         ("unscale_", ["zero_", "unscale_kernel"]),
     ],
 )

@@ -89,6 +89,60 @@ register_fault(
 )(_explained_as_fused)
 
 
+# --- norms of single gradients
+
+
+def _in_gradient_norms(fault_id: str, says: str, change: Substitute, **more: Any) -> None:
+    def make(whole: type) -> type:
+        name = "gradient_norms"
+        return in_method(name, change)(whole) if hasattr(whole, name) else subclass(whole, {})
+
+    register_fault(f"fused_step.{fault_id}", says=says, wants="gradient_norms", **more)(make)
+
+
+def _scaled_norms(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    scale = self.get_scale()
+    return {name: norm * scale for name, norm in original(self, optimizer, *args, **more).items()}
+
+
+def _modules_by_largest(original: Any, self: Any, optimizer: Any, per: str = "parameter") -> Any:
+    norms = original(self, optimizer, per)
+    if per == "module":
+        by_parameter = original(self, optimizer)
+        norms = {
+            module: max(norm for name, norm in by_parameter.items() if name.rpartition(".")[0] == module)
+            for module in norms
+        }
+    return norms
+
+
+def _norms_of_shards(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    norms = original(self, optimizer, *args, **more)
+    locals_ = [getattr(param.grad, "_local_tensor", param.grad) for param in parameters(optimizer)]
+    if any(local is not param.grad for local, param in zip(locals_, parameters(optimizer), strict=True)):
+        scale = self.get_scale()
+        return {name: local.double().norm() / scale for name, local in zip(norms, locals_, strict=True)}
+    return norms
+
+
+_PART = {"breaks": "amp.GradScaler", "part": "amp.GradScaler.step"}
+_in_gradient_norms("scaled_norms", "gradient_norms returns norms of scaled gradients", _scaled_norms, **_PART)
+_in_gradient_norms(
+    "modules_by_largest",
+    "the norm of a module is the largest one of its parameters",
+    _modules_by_largest,
+    **_PART,
+)
+_in_gradient_norms(
+    "norms_of_shards",
+    "gradient_norms returns the norms of this rank's shards",
+    _norms_of_shards,
+    breaks=SCALER,
+    part=SCALER,
+    on_ranks=True,
+)
+
+
 # --- norm and clipping
 
 

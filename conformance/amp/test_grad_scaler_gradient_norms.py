@@ -1,0 +1,172 @@
+"""`gradient_norms`: the norm of each gradient of a fused step, which changes no bit of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, RMSprop
+
+from conformance.judge.clauses import clause
+from conformance.judge.library import Library
+from conformance.judge.sandbox import seeding
+
+SCALE = 6.0
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "scale"]
+OWNERS = ["0", "0", "2", "2", ""]
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda params: AdamW(params, lr=0.125),
+    "momentum": lambda params: SGD(params, lr=0.125, momentum=0.5),
+    "rmsprop": lambda params: RMSprop(params, lr=0.125),
+}
+
+
+class NormedStep:
+    """A scaler, an optimizer of parameters of several modules and sizes, and their scaled gradients."""
+
+    def __init__(
+        self, library: Library, device: str, optimizer: Callable[[Any], Any], **settings: Any
+    ) -> None:
+        generator = seeding.generator(5)
+        # 60,000 elements are several chunks of every kernel.
+        model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
+        model.scale = nn.Parameter(torch.ones(()))
+        named = dict(model.to(device).named_parameters())
+        self.params = {name: named[name] for name in NAMES}
+        self.optimizer = optimizer([*self.params.items()])
+        self.scaler = library.amp.GradScaler(device, init_scale=SCALE, **settings)
+        self.scaler.scale(torch.ones((), device=device))
+        self.true_grads = {
+            name: torch.randn(param.shape, generator=generator) for name, param in self.params.items()
+        }
+        for name, param in self.params.items():
+            param.data.copy_(torch.randn(param.shape, generator=generator))
+            factor = SCALE if self.scaler.is_enabled() else 1.0
+            param.grad = (self.true_grads[name] * factor).to(device)
+
+    def expected(self, norm_type: float) -> dict[str, float]:
+        return {name: norm_of([grad], norm_type) for name, grad in self.true_grads.items()}
+
+    def values(self) -> list[Tensor]:
+        return [param.detach().cpu() for param in self.params.values()]
+
+
+def norm_of(grads: list[Tensor], norm_type: float) -> float:
+    """Return the norm in float64. That of order 0 counts the tensors with a non-zero element, like torch."""
+    if norm_type == 0:
+        return float(sum(bool(grad.any()) for grad in grads))
+    elements = torch.cat([grad.double().reshape(-1) for grad in grads])
+    return torch.linalg.vector_norm(elements, norm_type).item()
+
+
+def numbers(norms: dict[str, Tensor]) -> dict[str, float]:
+    assert all(norm.dim() == 0 for norm in norms.values()), norms
+    return {name: norm.item() for name, norm in norms.items()}
+
+
+def near(norms: dict[str, float]) -> Any:
+    # Torch's operators sum up to 60,000 elements in float32.
+    return pytest.approx(norms, rel=1e-4)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf, 0.0, -1.0])
+def test_norms_of_unscaled_gradients(subject: Library, device: str, kind: str, norm_type: float) -> None:
+    """Parameters and the joint norm are those of a step that keeps no norms, to the bit."""
+    step, plain = (NormedStep(subject, device, OPTIMIZERS[kind]) for _ in range(2))
+    joint = step.scaler.fused_step(step.optimizer, 0.5, norm_type, keep_norms=True)
+    plain_joint = plain.scaler.fused_step(plain.optimizer, 0.5, norm_type)
+    norms = step.scaler.gradient_norms(step.optimizer)
+    assert numbers(norms) == near(step.expected(norm_type))
+    assert {norm.device for norm in norms.values()} == {joint.device}
+    assert torch.equal(joint, plain_joint)
+    assert all(map(torch.equal, step.values(), plain.values()))
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 0.0])
+def test_norms_of_modules(subject: Library, device: str, kind: str, norm_type: float) -> None:
+    """A module has the norm of the parameters that it owns, also if they are in two parameter groups."""
+
+    def grouped(named: Any) -> Any:
+        matrices = [(name, param) for name, param in named if param.dim() > 1]
+        others = [(name, param) for name, param in named if param.dim() <= 1]
+        optimizer = OPTIMIZERS[kind](matrices)
+        optimizer.add_param_group({"params": others})
+        return optimizer
+
+    step = NormedStep(subject, device, grouped)
+    step.scaler.fused_step(step.optimizer, math.inf, norm_type, keep_norms=True)
+    by_module: dict[str, list[Tensor]] = {}
+    for owner, grad in zip(OWNERS, step.true_grads.values(), strict=True):
+        by_module.setdefault(owner, []).append(grad)
+    expected = {owner: norm_of(grads, norm_type) for owner, grads in by_module.items()}
+    assert numbers(step.scaler.gradient_norms(step.optimizer, per="module")) == near(expected)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("case", ["disabled", "unscaled", "skipped", "absent", "halves"])
+def test_norms_in_other_states(subject: Library, device: str, kind: str, case: str) -> None:
+    step = NormedStep(subject, device, OPTIMIZERS[kind], enabled=case != "disabled")
+    expected = step.expected(2.0)
+    more: dict[str, Any] = {}
+    if case == "unscaled":
+        step.scaler.unscale_(step.optimizer)
+    elif case == "skipped":
+        step.params["2.bias"].grad[1] = math.inf
+        expected["2.bias"] = math.inf
+    elif case == "absent":
+        step.params["0.weight"].grad = None
+        expected["0.weight"] = 0.0
+    elif case == "halves":
+        more["low_precision_params"] = copies = [param.detach().half() for param in step.params.values()]
+        for copy, param in zip(copies, step.params.values(), strict=True):
+            copy.grad, param.grad = param.grad.half(), None
+    step.scaler.fused_step(step.optimizer, 0.5, keep_norms=True, **more)
+    assert numbers(step.scaler.gradient_norms(step.optimizer)) == pytest.approx(expected, rel=1e-3)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+def test_norms_of_sparse_gradient(subject: Library, device: str) -> None:
+    """A row that is listed twice counts as its sum."""
+    step = NormedStep(subject, device, lambda params: SGD(params, lr=0.125))
+    param = step.params["2.weight"]
+    values = torch.full((2, 200), SCALE, device=device)
+    rows = torch.tensor([[1, 1]], device=device)
+    param.grad = torch.sparse_coo_tensor(rows, values, param.shape, check_invariants=True)
+    step.scaler.fused_step(step.optimizer, keep_norms=True)
+    expected = step.expected(2.0) | {"2.weight": 2 * math.sqrt(200)}
+    assert numbers(step.scaler.gradient_norms(step.optimizer)) == near(expected)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_norms_raise_unless_last_step_kept_them(subject: Library, device: str, enabled: bool) -> None:
+    step = NormedStep(subject, device, OPTIMIZERS["adamw"], enabled=enabled)
+    with pytest.raises(RuntimeError, match="keep_norms=True"):
+        step.scaler.gradient_norms(step.optimizer)
+    step.scaler.fused_step(step.optimizer, keep_norms=True)
+    with pytest.raises(ValueError, match="per is 'layer'; pass 'parameter' or 'module'"):
+        step.scaler.gradient_norms(step.optimizer, per="layer")
+    with pytest.raises(TypeError, match="param_groups"):
+        step.scaler.gradient_norms(nn.Linear(1, 1))
+    step.scaler.fused_step(step.optimizer)
+    with pytest.raises(RuntimeError, match="keep_norms=True"):
+        step.scaler.gradient_norms(step.optimizer)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+def test_modules_need_names(subject: Library, device: str) -> None:
+    step = NormedStep(subject, device, lambda named: SGD([param for _, param in named], lr=0.125))
+    step.scaler.fused_step(step.optimizer, keep_norms=True)
+    with pytest.raises(ValueError, match="named_parameters"):
+        step.scaler.gradient_norms(step.optimizer, per="module")
+    first = "param_groups[0]['params'][0] of shape (200, 300)"
+    assert first in step.scaler.gradient_norms(step.optimizer)

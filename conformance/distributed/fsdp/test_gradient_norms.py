@@ -1,0 +1,76 @@
+"""`gradient_norms` of sharded parameters, compared with the norms of the unsharded model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.distributed.fsdp import gradient_norm_cases as cases
+from conformance.distributed.fsdp.fused_step_cases import on_meshes, plain_model
+from conformance.distributed.fsdp.scaler_cases import SCALER
+from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.judge.clauses import clause
+
+
+def unsharded(layout: str) -> list[torch.Tensor]:
+    """Return the gradients of the second step as one tensor for each parameter of the layout."""
+    if layout == "meshes":
+        return [3.0 * value.value for value in on_meshes(0)]
+    if layout == "disjoint meshes":
+        return [torch.full((6,), 3.0)] * 2
+    grads = [3.0 * param.detach().flatten() for param in plain_model().parameters()]
+    return [torch.cat(grads)] if layout == "flat" else grads
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@pytest.mark.parametrize(
+    ("layout", "kind", "norm_type"),
+    [
+        ("flat", "sgd", 2.0),
+        ("original", "sgd", 2.0),
+        ("original", "rmsprop", 1.0),
+        ("hybrid", "sgd", math.inf),
+        ("original parallel", "sgd", 2.0),
+        ("dtensor", "sgd", 2.0),
+        ("dtensor", "rmsprop", 2.0),
+        ("hybrid dtensor", "sgd", 3.0),
+        ("meshes", "sgd", 2.0),
+        ("meshes", "sgd", math.inf),
+        ("disjoint meshes", "sgd", 2.0),
+    ],
+)
+def test_norms_on_every_rank_are_those_of_unsharded_model(
+    twins_of: TwinsOf, device: str, layout: str, scaler: str, kind: str, norm_type: float
+) -> None:
+    arguments: dict[str, Any] = {"layout": layout, "kind": kind, "norm_type": norm_type, "enabled": True}
+    reports = twins_of(4, device).values(cases.norms, scaler=scaler, **arguments)
+    grads = unsharded(layout)
+    expected = [torch.linalg.vector_norm(grad.double(), norm_type).item() for grad in grads]
+    joint = torch.linalg.vector_norm(torch.tensor(expected), norm_type).item()
+    for rank, (own_joint, norms) in enumerate(reports):
+        assert [*norms.values()] == pytest.approx(expected, rel=1e-5), f"on rank {rank}: {norms}"
+        assert own_joint == pytest.approx(joint, rel=1e-5), f"on rank {rank}"
+        assert norms == reports[0][1], f"on rank {rank}"
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+def test_norms_of_disabled_scaler(twins_of: TwinsOf, device: str, scaler: str) -> None:
+    arguments: dict[str, Any] = {"layout": "dtensor", "kind": "sgd", "norm_type": 2.0, "enabled": False}
+    expected = [grad.double().norm().item() for grad in unsharded("dtensor")]
+    for _, norms in twins_of(2, device).values(cases.norms, scaler=scaler, **arguments):
+        assert [*norms.values()] == pytest.approx(expected, rel=1e-5)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
+@pytest.mark.world_sizes(fewest=2)
+def test_failure_beside_kept_norms_is_reported(cpu_twins: Twins) -> None:
+    """The failing rank takes part in the exchange of all norms, so its peers raise too, and the next step works."""
+    own, *others = cpu_twins.values(cases.one_fails, scaler=SCALER)
+    assert "max_norm is nan" in own[0]
+    assert all("another rank" in other[0] for other in others), others
+    assert [later for _, later in (own, *others)] == [4] * cpu_twins.world_size
