@@ -34,7 +34,7 @@ from conformance.judge.sandbox.environment import is_usable, quieten_triton
 from conformance.judge.sandbox.notes import Notes
 from conformance.selection import Selection, folder_of
 
-_EXAMPLES = {"quick": 15, "full": 60, "deep": 1000}
+_EXAMPLES = {"smoke": 5, "quick": 15, "full": 60, "deep": 1000}
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
 
 
@@ -90,6 +90,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--marks",
         default=",".join(MARKS),
         help=f"comma-separated marks of clauses: run only tests of these clauses (default: {','.join(MARKS)})",
+    )
+    group.addoption(
+        "--shard", default=None, metavar="I/N", help="run the I-th of N shards, which take about as long"
     )
     group.addoption("--report", default=None, metavar="DIR", help="folder for report.json")
 

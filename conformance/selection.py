@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from conformance.cli.options import PROFILES
-from conformance.judge.accounting import NOT_RUN, NotRun, clauses_of_file
+from conformance.judge.accounting import NOT_RUN, OTHER_SHARD, NotRun, clauses_of_file
 from conformance.judge.clauses import AREAS, HERE, Clause, all_clauses, clause_of
+from conformance.judge.durations import function_of, recorded, shard_of, smoke_functions
 from conformance.judge.library import package_of
 from conformance.judge.sandbox.notes import Notes
 
 _SELFTESTS = HERE / "selftests"
+_NOT_IN_SMOKE = "the profile smoke has no test of it; --profile quick has one"
 
 
 class Selection:
@@ -24,6 +26,8 @@ class Selection:
         # Clauses whose outcome is known before any test, see `conformance.judge.accounting`.
         self._known = {name: NotRun(**fields) for name, fields in notes.kept("known").items()}
         self._not_run: dict[str, NotRun] = {}
+        self._smoke = smoke_functions(recorded()) if config.option.profile == "smoke" else {}
+        self._covered: set[tuple[str, str]] = set()  # clauses and devices with a test in the profile smoke
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Ignore a folder or a file without tests to run. What the command line names is never ignored.
@@ -39,22 +43,39 @@ class Selection:
             return None
         chosen = [clause for name in ids if (clause := all_clauses().get(name)) and self._is_chosen(clause)]
         results = [result for clause in chosen if (result := self._decided(clause))]
+        if not self._may_have_smoke(collection_path):
+            results = [
+                self._decided(clause) or NotRun(clause.id, NOT_RUN, _NOT_IN_SMOKE) for clause in chosen
+            ]
         if not ids <= all_clauses().keys() or len(results) < len(chosen):
             return None
         self._not_run |= {result.clause: result for result in results}
         return True
 
-    @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         selected: list[pytest.Item] = []
         deselected: list[pytest.Item] = []
         for item in items:
             (selected if self._is_selected(item) else deselected).append(item)
+        selected, others = self._split(selected)
+        deselected += others
         self._config.hook.pytest_deselected(items=deselected)
         items[:] = selected
         for clause_id in map(clause_of, selected):
             self._not_run.pop(clause_id, None)
         self._notes.keep("not-run", [asdict(result) for result in self._not_run.values()])
+
+    def _split(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """Split the items into those of `--shard` and the others."""
+        if not self._config.option.shard:
+            return items, []
+        number, count = map(int, self._config.option.shard.split("/"))
+        shards = shard_of([item.nodeid for item in items], count, recorded())
+        chosen = [item for item in items if shards[function_of(item.nodeid)] == number]
+        others = [item for item in items if shards[function_of(item.nodeid)] != number]
+        for clause_id in filter(None, map(clause_of, others)):
+            self._not_run[clause_id] = NotRun(clause_id, NOT_RUN, OTHER_SHARD)
+        return chosen, others
 
     def _is_selected(self, item: pytest.Item) -> bool:
         clause = all_clauses().get(clause_of(item))
@@ -69,11 +90,22 @@ class Selection:
             self._not_run[clause.id] = result
         return not result
 
+    def _may_have_smoke(self, file: Path) -> bool:
+        """Return whether the profile may run a test of a file. All profiles but `smoke` may."""
+        place = file.relative_to(HERE.parent).as_posix()
+        return self._config.option.profile != "smoke" or any(
+            function.startswith(f"{place}::") for function in self._smoke.values()
+        )
+
     def _decided(self, clause: Clause) -> NotRun | None:
         """Return the outcome of a clause if no test of it has to run."""
         if clause.mark not in self._config.option.marks.split(","):
             return NotRun(clause.id, NOT_RUN, f"its mark {clause.mark} is not in --marks")
-        return self._known.get(clause.id)
+        if clause.id in self._known:
+            return self._known[clause.id]
+        if self._config.option.profile == "smoke" and clause.id not in self._smoke:
+            return NotRun(clause.id, NOT_RUN, _NOT_IN_SMOKE)
+        return None
 
     def _is_chosen(self, clause: Clause) -> bool:
         chosen = self._config.option.clauses
@@ -81,6 +113,12 @@ class Selection:
 
     def _outside_of_profile(self, item: pytest.Item) -> str:
         smallest, profile = item.get_closest_marker("profile"), self._config.option.profile
+        if profile == "smoke":
+            key = (clause_of(item), _device_of(item))
+            if self._smoke.get(key[0]) == function_of(item.nodeid) and key not in self._covered:
+                self._covered.add(key)
+                return ""
+            return _NOT_IN_SMOKE
         if smallest is None or PROFILES.index(smallest.args[0]) <= PROFILES.index(profile):
             return ""
         return f"the profile {profile} has no test of it; --profile {smallest.args[0]} has one"
@@ -88,6 +126,10 @@ class Selection:
 
 def folder_of(item: pytest.Item) -> str:
     return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+
+
+def _device_of(item: pytest.Item) -> str:
+    return str(getattr(getattr(item, "callspec", None), "params", {}).get("device", ""))
 
 
 def applies_to(item: pytest.Item, package: str) -> bool:

@@ -30,7 +30,7 @@ from conformance.judge.judgement import RED
 from conformance.judge.library import package_of
 from conformance.judge.results import BAD_INPUT
 
-DEADLINES_S = {"quick": 1200.0, "full": 5400.0, "deep": 86400.0}
+DEADLINES_S = {"smoke": 600.0, "quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent
 _NO_TESTS = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 _COLLECTING_S = 120.0
@@ -141,6 +141,7 @@ def _command(options: argparse.Namespace, out: Path) -> list[str]:
         f"--marks={options.marks}",
     ]
     command += [f"--report={out}", f"--junitxml={out / 'junit.xml'}"]
+    command += [] if options.shard is None else [f"--shard={options.shard}"]
     command += [] if options.seed is None else [f"--seed={options.seed}"]
     command += [] if options.claims is None else [f"--claims={options.claims}"]
     return command + ([f"--clauses={','.join(clauses)}"] if clauses else [])

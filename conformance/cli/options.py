@@ -10,7 +10,7 @@ import argparse
 import re
 from pathlib import Path
 
-PROFILES = ("quick", "full", "deep")
+PROFILES = ("smoke", "quick", "full", "deep")
 MARKS = ("generic", "accelerator", "cuda")  # marks of clauses
 REPORT = "report"
 
@@ -47,6 +47,12 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         default=",".join(MARKS),
         metavar="MARK,MARK",
         help=f"marks of the clauses to judge by (default: {','.join(MARKS)})",
+    )
+    add(
+        "--shard",
+        type=shard,
+        metavar="I/N",
+        help="run the I-th of N shards, which take about as long; python -m conformance.report --merge joins them",
     )
     add("--seed", type=int, help="draw other examples (default: every run draws the same)")
     add(
@@ -108,6 +114,13 @@ def subject(text: str) -> str:
 def world_sizes(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
+    return text
+
+
+def shard(text: str) -> str:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shard such as 1/3, the first of three")
     return text
 
 

@@ -20,6 +20,7 @@ from conformance.judge.files.claims import claimed_extensions
 from conformance.judge.sandbox.trial import SubjectInfo
 
 NOT_RUN = "not run"
+OTHER_SHARD = "its tests are in other shards"
 _CALL, _LITERAL = re.compile(r"\bclause\("), re.compile(r'\bclause\(\s*"([^"]+)"')
 
 

@@ -54,6 +54,7 @@ def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
         "device": options.device,
         "world_sizes": options.world_sizes,
         "profile": options.profile,
+        "shard": options.shard,
         "marks": options.marks.split(","),
         "seed": options.seed,
         "replay": judge_command(options, "WHAT"),

@@ -257,7 +257,10 @@ class Recorder:
 def _is_narrowed(config: pytest.Config) -> bool:
     """Return whether the run was limited to some tests of a folder."""
     option = config.option
-    chosen = [getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses")]
+    chosen = [
+        getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses", "shard")
+    ]
+    chosen.append(option.profile == "smoke")
     chosen.append(option.marks != ",".join(clauses.MARKS))
     paths = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
     return any(chosen) or not all(path.is_dir() for path in paths)

@@ -29,7 +29,7 @@ from conformance.judge.sandbox.notes import Notes
 from conformance.judge.sandbox.process_state import PROCESS, lasting_threads
 from conformance.judge.sandbox.watchdog import Watchdog
 
-_PROFILES_S = {"quick": 120.0, "full": 300.0, "deep": 3600.0}
+_PROFILES_S = {"smoke": 60.0, "quick": 120.0, "full": 300.0, "deep": 3600.0}
 _LEAST_S = 10.0
 _MOST_GRACE_S = 20.0  # time between the exception and the kill
 _INCIDENTS_A_CLAUSE = 2

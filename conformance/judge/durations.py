@@ -1,0 +1,129 @@
+"""Recorded durations of tests, by which shards are balanced and the profile `smoke` chooses its tests.
+
+    python -m conformance.judge.durations report/report.json    records the tests of a complete run on the CPU
+
+`durations.json` has, for each clause and function of tests, the number of tests and their seconds. Only proportions
+matter, so another machine needs no other file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.judge.clauses import HERE, all_clauses
+
+FILE = HERE / "durations.json"
+_HELD = ("passed", "known")
+_UNKNOWN_S = 0.2  # assumed of a test that is not recorded
+_OVERHEAD_S = 0.03  # setup and teardown of a test
+# Limit for the tests of `smoke`, in seconds of one process.
+SMOKE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Duration:
+    """The tests of one function that belong to one clause."""
+
+    clause: str  # empty for tests without clause
+    function: str  # node id without parameters
+    tests: int
+    seconds: float
+
+    @property
+    def each_s(self) -> float:
+        return self.seconds / self.tests + _OVERHEAD_S
+
+
+@functools.cache
+def recorded() -> tuple[Duration, ...]:
+    return read(json.loads(FILE.read_text()))
+
+
+def read(rows: Mapping[str, Mapping[str, Sequence[Any]]]) -> tuple[Duration, ...]:
+    return tuple(
+        Duration(clause, function, *numbers)
+        for clause, functions in rows.items()
+        for function, numbers in functions.items()
+    )
+
+
+def record(report: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Return the contents of the file for a report. Only tests that hold are recorded."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    for test in report["tests"]:
+        if test["outcome"] in _HELD:
+            functions = rows.setdefault(test["clause"], {})
+            numbers = functions.setdefault(function_of(test["nodeid"]), [0, 0.0])
+            numbers[0] += 1
+            numbers[1] = round(numbers[1] + test["seconds"], 3)
+    return {clause: dict(sorted(functions.items())) for clause, functions in sorted(rows.items())}
+
+
+def function_of(nodeid: str) -> str:
+    return nodeid.partition("[")[0]
+
+
+def smoke_functions(durations: Sequence[Duration], limit_s: float = SMOKE_S) -> dict[str, str]:
+    """Return the function with the fastest tests of each core clause, as far as one test of each fits into the limit.
+
+    The fastest come first. A clause without recorded tests has none.
+    """
+    core = {clause.id for clause in all_clauses().values() if clause.level == "core"}
+    fastest: dict[str, Duration] = {}
+    for row in durations:
+        if row.clause in core and row.each_s < getattr(fastest.get(row.clause), "each_s", float("inf")):
+            fastest[row.clause] = row
+    chosen: dict[str, str] = {}
+    total_s = 0.0
+    for row in sorted(fastest.values(), key=lambda row: (row.each_s, row.clause)):
+        total_s += row.each_s
+        if total_s <= limit_s:
+            chosen[row.clause] = row.function
+    return chosen
+
+
+def shard_of(nodeids: Sequence[str], count: int, durations: Sequence[Duration]) -> dict[str, int]:
+    """Return the shard of each function of tests, from 1 to `count`, so that all shards take about as long.
+
+    The longest function goes first, to the shard that is the shortest until then. The result depends only on the
+    arguments, so every process and every shard has the same.
+    """
+    totals: dict[str, tuple[int, float]] = {}
+    for row in durations:
+        tests, seconds = totals.get(row.function, (0, 0.0))
+        totals[row.function] = (tests + row.tests, seconds + row.seconds)
+    seconds_of: dict[str, float] = {}
+    for function in map(function_of, nodeids):
+        tests, seconds = totals.get(function, (1, _UNKNOWN_S))
+        seconds_of[function] = seconds_of.get(function, 0.0) + seconds / tests + _OVERHEAD_S
+    loads = [0.0] * count
+    shards: dict[str, int] = {}
+    for function in sorted(seconds_of, key=lambda name: (-seconds_of[name], name)):
+        shortest = loads.index(min(loads))
+        loads[shortest] += seconds_of[function]
+        shards[function] = shortest + 1
+    return shards
+
+
+def main(words: Sequence[str]) -> None:
+    [file] = words
+    FILE.write_text(_to_json(record(json.loads(Path(file).read_text()))))
+
+
+def _to_json(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Return JSON with one line for each function."""
+    clauses = []
+    for clause, functions in rows.items():
+        lines = [f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in functions.items()]
+        clauses.append(f" {json.dumps(clause)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(clauses) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
