@@ -17,6 +17,7 @@ from typing import Any
 from conformance.judge import providers, surface
 from conformance.judge.errors import FROM_OUTSIDE, describe
 from conformance.judge.files.claims_file import claims_file
+from conformance.judge.sandbox import environment
 
 
 class NotProvided(AttributeError):
@@ -135,6 +136,7 @@ class Library:
         device = self.claims_file.device
         if device and device.brought_by:
             self._submodule(device.brought_by, device.brought_by)
+            environment.device_modules[device.type] = device.brought_by
 
     def _start(self, path: str) -> tuple[Any, str, list[str]]:
         """Return the module that the lookup of a path starts at, its name, and the names to look up in it."""

@@ -143,8 +143,19 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if tensor.device_mesh.get_coordinate() is None else tensor.full_tensor()
 
 
-def _parameter(grad: torch.Tensor) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(torch.zeros_like(grad))
+def _parameter(grad: torch.Tensor) -> torch.Tensor:
+    parameter = torch.zeros_like(grad)
+    if isinstance(grad, DTensor):
+        # On a rank outside the mesh, operators and Parameter return a DTensor whose local tensor is on the CPU.
+        parameter = DTensor.from_local(
+            torch.zeros_like(grad.to_local()),
+            grad.device_mesh,
+            grad.placements,
+            run_check=False,
+            shape=grad.shape,
+            stride=grad.stride(),
+        )
+    parameter.requires_grad_()
     parameter.grad = grad
     return parameter
 

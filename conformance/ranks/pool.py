@@ -28,6 +28,7 @@ from conformance.judge.rank_errors import (
     RanksDiverged,
     Scene,
 )
+from conformance.judge.sandbox.environment import device_modules
 from conformance.judge.sandbox.seeding import run_seed
 from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.handle import RankHandle
@@ -45,13 +46,14 @@ CUDA_BACKEND = "TANDEM_CUDA_RANKS"
 def backend_for(device: str) -> str:
     """Return the backend for a device: gloo for the CPU, nccl for CUDA if torch has it. Ranks may share a GPU.
 
-    The simulated device has its own backend, which runs collectives on streams. The environment variable
-    TANDEM_CUDA_RANKS names another backend for CUDA. With gloo, torch 2.11 dies when it gathers a DTensor on CUDA.
+    The simulated device has its own backend, which runs collectives on streams. Another device has the backend that it
+    registered, or gloo. The environment variable TANDEM_CUDA_RANKS names another backend for CUDA. With gloo, torch
+    2.11 dies when it gathers a DTensor on CUDA.
     """
     if device == simulator.NAME:
         return simulator.BACKEND
     if device != "cuda":
-        return "gloo"
+        return dist.Backend.default_device_backend_map.get(device, "gloo")
     return os.environ.get(CUDA_BACKEND) or ("nccl" if dist.is_nccl_available() else "gloo")
 
 
@@ -188,8 +190,9 @@ class RankPool:
 
     def _start(self) -> None:
         self.starts += 1
+        module = device_modules.get(self.device, "")
         for number in range(self.world_size):
-            settings = RankSettings(number, self.world_size, self._backend, self.device, run_seed())
+            settings = RankSettings(number, self.world_size, self._backend, self.device, module, run_seed())
             self._ranks.append(RankHandle.start(settings))
             self._ranks[-1].watch(self._selector)
         ready: set[int] = set()

@@ -81,6 +81,7 @@ class RankSettings:
     world_size: int
     backend: str
     device: str
+    device_module: str  # module that registers the device with torch, "" if torch has it
     seed: int  # seed of the run
 
 
@@ -197,11 +198,13 @@ def sharing_one_gpu(rank: int) -> dict[str, str]:
 def _device(settings: RankSettings) -> torch.device:
     if settings.device == simulator.NAME:
         simulator.enable()
-        return torch.device(simulator.NAME, 0)
-    if settings.device != "cuda":
-        return torch.device(settings.device)
-    device = torch.device("cuda", settings.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    if settings.device_module:
+        importlib.import_module(settings.device_module)
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(settings.device)
+    device = torch.device(settings.device, settings.rank % module.device_count())
+    module.set_device(device)
     return device
 
 

@@ -83,18 +83,18 @@ REPORTED = {"torch_does": lambda outcome: outcome is TORCHS}
 def test_deviation_is_not_stale_on_other_device(sides: dict[str, Any]) -> None:
     with pytest.raises(StaleDeviation):
         takes_torchs_side(OURS, OURS, device="cpu", **sides)
-    assert not takes_torchs_side(OURS, OURS, device="npu", **sides)
+    assert not takes_torchs_side(OURS, OURS, device="xpu", **sides)
     with pytest.raises(AssertionError, match="expected what Tandem does"):
-        takes_torchs_side(OURS, TORCHS, device="npu", **sides)
+        takes_torchs_side(OURS, TORCHS, device="xpu", **sides)
 
 
 @pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
 def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict[str, Any]) -> None:
     for torchs in (TORCHS, THIRD):
-        assert not takes_torchs_side(torchs, OURS, device="npu", **sides)
-        assert takes_torchs_side(torchs, torchs, device="npu", is_promised=True, **sides)
+        assert not takes_torchs_side(torchs, OURS, device="xpu", **sides)
+        assert takes_torchs_side(torchs, torchs, device="xpu", is_promised=True, **sides)
     with pytest.raises(AssertionError, match="expected what Tandem does"):
-        takes_torchs_side(TORCHS, THIRD, device="npu", **sides)
+        takes_torchs_side(TORCHS, THIRD, device="xpu", **sides)
     with pytest.raises(AssertionError, match="got what torch does"):
         takes_torchs_side(TORCHS, TORCHS, device="cpu", is_promised=True, **sides)
 
@@ -160,7 +160,7 @@ def test_nothing_is_known_of_a_fix_on_a_device_that_a_row_does_not_name(
 ) -> None:
     torch_is("2.14.1+cpu")
     for torchs in (OURS, TORCHS):
-        assert not takes_torchs_side(torchs, OURS, row=FIXED, device="npu")
+        assert not takes_torchs_side(torchs, OURS, row=FIXED, device="xpu")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_ended_deviation_has_date() -> None:
 
 
 def test_deviation_lists_its_devices() -> None:
-    assert devices_of("area.row", {"devices": ["cpu", "npu"]}) == ("cpu", "npu")
+    assert devices_of("area.row", {"devices": ["cpu", "xpu"]}) == ("cpu", "npu")
     assert devices_of("area.row", {"devices": ["any"]}, may_be_any=True) == ("any",)
 
 

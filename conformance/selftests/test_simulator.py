@@ -119,16 +119,25 @@ def test_impl_is_green_there(tests: str) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
-def test_another_name_is_a_device_like_any() -> None:
-    """torch does not define these devices, so no behaviour is specific to `sim`."""
-    test, name = (
-        "conformance/distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded",
-        "elsewhere",
+FOREIGN = (
+    "distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded",
+    "nn/utils/test_clip_grad_dtensor.py::test_gradients_on_several_meshes_have_one_norm",
+    "amp/test_grad_scaler_scale.py::test_odd_tensors",
+)
+
+
+def test_device_of_another_package_is_judged_through_its_claims_file(tmp_path: Path) -> None:
+    """Ranks import the package too, and a limit of all devices outside torch is not a failure of this one."""
+    (tmp_path / "elsewhere_npu.py").write_text(
+        "from conformance import simulator\nsimulator.enable(name='elsewhere')\n"
     )
-    options = ("--device", name, "--world-sizes", 2, "--profile", "quick")
-    ended = run("-m", "pytest", "-n", 0, "-q", test, *options, TANDEM_SIMULATOR_NAME=name)
+    claims = tmp_path / "claims.toml"
+    claims.write_text('[device]\ntype = "elsewhere"\nimport = "elsewhere_npu"\n')
+    options = ("--claims", claims, "--world-sizes", 2, "--profile", "quick")
+    tests = [f"conformance/{test}" for test in FOREIGN]
+    ended = run("-m", "pytest", "-n", 0, "-q", *tests, *options, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert ended.returncode == 0, ended.stdout
-    assert "1 passed" in ended.stdout
+    assert "reference cannot run here: 5" in ended.stdout
 
 
 def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:

@@ -7,8 +7,7 @@
     for hazard in simulator.take_hazards(): print(hazard)
 
 `python -m conformance.simulator train.py --seeds 100` runs a script under a hundred schedules. The simulator needs
-torch 2.13 to 2.15 and, for the first build, a C++ compiler, but nothing else of this project. TANDEM_SIMULATOR_NAME
-gives the device another name.
+torch 2.13 to 2.15 and, for the first build, a C++ compiler, but nothing else of this project.
 
 The path of an operator through the files of csrc:
 

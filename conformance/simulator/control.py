@@ -63,8 +63,11 @@ class HostWait:
         return f"{self.why} at {in_program(self.place)}, {self.count} times"
 
 
-def enable(devices: int = 1) -> None:
+def enable(devices: int = 1, *, name: str | None = None) -> None:
     """Register `sim` with `devices` devices: `torch.device("sim")`, `torch.sim`, and the c10d backend simccl.
+
+    Args:
+        name: another name than `sim`, for a stand-in of another device. The judge treats it as an unknown device.
 
     Raises:
         Unavailable: torch is not 2.13 to 2.15, or there is no compiler and the extension was not built before.
@@ -83,6 +86,7 @@ def enable(devices: int = 1) -> None:
             f"torch has room for one device of others, and {present} has taken it in this process"
         )
     _extension = _build.load()
+    device.NAME = name or device.NAME
     _extension.set_device_count(devices)
     _extension.set_library_folders(list(_LIBRARIES))
     device.register(_extension)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import types
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-NAME = os.environ.get("TANDEM_SIMULATOR_NAME", "sim")  # any that torch has no device of
+NAME = "sim"
 BACKEND = "simccl"
 _TOTAL_BYTES = 80 << 30
 
@@ -130,10 +129,10 @@ class Event(torch.Event):
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
-        device: object = NAME,
+        device: object = None,
     ) -> Event:
         flags = {"enable_timing": enable_timing, "blocking": blocking, "interprocess": interprocess}
-        return super().__new__(cls, device=device, **flags)
+        return super().__new__(cls, device=device or NAME, **flags)
 
 
 def current_stream(device: object = None) -> torch.Stream:
@@ -166,11 +165,11 @@ def initial_seed() -> int:
     return default_generators[_index()].initial_seed()
 
 
-def get_rng_state(device: object = NAME) -> torch.Tensor:
+def get_rng_state(device: object = None) -> torch.Tensor:
     return default_generators[_index(device)].get_state()
 
 
-def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
+def set_rng_state(state: torch.Tensor, device: object = None) -> None:
     default_generators[_index(device)].set_state(state)
 
 

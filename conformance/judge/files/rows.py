@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from conformance.judge.surface import is_torch_in, torch_bounds
 
@@ -17,8 +19,10 @@ ANY = "any"  # device of a deviation that is the same on all
 # Harm that torch does to the user, worst first: silently wrong numbers or weights; a hang, an ended process or lost
 # work; a wrong or misleading error; more memory or time, or missing information; none, because Tandem lacks something.
 HARMS = ("silent", "hang", "error", "cost", "limit")
-# "sim" is the simulated device. An accelerator with its own backend is added here with its first entry.
-_DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "npu", "sim", "xpu"})
+CUSTOM = (
+    "sim"  # the simulated device, and every other device that a package registers with torch (PrivateUse1)
+)
+_DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu", CUSTOM})
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ class ReferenceLimit(Row):
     error: str  # a pattern of the failure
     thread: str
     of_the_device: bool = False
+
+    def holds_on(self, devices: Iterable[str]) -> bool:
+        """Return whether torch has the limit on one of these device types."""
+        custom = torch._C._get_privateuse1_backend_name()
+        return any((CUSTOM if device == custom else device) in self.devices for device in devices)
 
 
 def limited_clauses() -> frozenset[str]:

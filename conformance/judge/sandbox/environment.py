@@ -15,6 +15,8 @@ import torch
 
 from conformance.judge import providers
 
+# Modules by the device type that their import registers with torch. Ranks import them too.
+device_modules: dict[str, str] = {}
 _PACKAGES = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "hypothesis", "asv")
 
 
