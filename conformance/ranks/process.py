@@ -81,7 +81,7 @@ class RankSettings:
     world_size: int
     backend: str
     device: str
-    device_module: str  # module that registers the device with torch, "" if torch has it
+    device_module: str  # module that registers the device, or ""
     seed: int  # seed of the run
 
 

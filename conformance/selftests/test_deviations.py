@@ -220,7 +220,7 @@ def test_ended_deviation_has_date() -> None:
 
 
 def test_deviation_lists_its_devices() -> None:
-    assert devices_of("area.row", {"devices": ["cpu", "xpu"]}) == ("cpu", "npu")
+    assert devices_of("area.row", {"devices": ["cpu", "xpu"]}) == ("cpu", "xpu")
     assert devices_of("area.row", {"devices": ["any"]}, may_be_any=True) == ("any",)
 
 
@@ -245,6 +245,16 @@ def test_limit_holds_on_its_devices() -> None:
     """A limit that held on any device would leave nothing to judge."""
     with pytest.raises(ValueError, match=r"devices is \['any'\]"):
         devices_of("area.limit", {"devices": ["any"]})
+
+
+@pytest.mark.parametrize("name", ["sim", "acme"])
+def test_limit_of_the_simulated_device_holds_on_every_custom_one(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: name)
+    row = ReferenceLimit("area.limit", (), ("sim",), "", "", "")
+    assert row.holds_on([name, "cpu"])
+    assert not row.holds_on(["cpu", "cuda"])
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ ANY = "any"  # device of a deviation that is the same on all
 # Harm that torch does to the user, worst first: silently wrong numbers or weights; a hang, an ended process or lost
 # work; a wrong or misleading error; more memory or time, or missing information; none, because Tandem lacks something.
 HARMS = ("silent", "hang", "error", "cost", "limit")
-CUSTOM = (
-    "sim"  # the simulated device, and every other device that a package registers with torch (PrivateUse1)
-)
+# The simulated device, and every other device that a package registers with torch (PrivateUse1).
+CUSTOM = "sim"
 _DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "mps", "mtia", "xpu", CUSTOM})
 
 
