@@ -163,6 +163,7 @@ for call, right, wrong in (
     (lambda lambd: torch.nn.functional.softshrink(x, lambd), 0.5, -1.0),
     (lambda p: torch.renorm(x.view(3, 1), p, 0, 1.0), 2.0, -2.0),
     (lambda length: x.add_(torch.ones(length, device="sim")), 3, 4),
+    (lambda dtype: torch.layer_norm(x, (3,), x.to(dtype)), torch.float32, torch.float64),
 ):
     call(right)
     for _ in range(2):
@@ -178,6 +179,47 @@ def test_refusal_is_raised_at_its_call() -> None:
     ended = run("-c", REFUSED)
     assert ended.returncode == 0, ended.stderr
     *lines, drawn = ended.stdout.splitlines()
-    assert len(lines) == 14
+    assert len(lines) == 16
     assert not any("failed on the device" in line for line in lines)
     assert drawn == "0 2"
+
+
+FAILED = """
+import torch
+from conformance import simulator
+
+simulator.enable()
+
+def report(call):
+    try:
+        print(call())
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+
+for seed in range(6):
+    simulator.set_schedule(seed)
+    x, side = torch.zeros(3, device="sim"), torch.Stream("sim")
+    kept = torch.ones(3).pin_memory()
+    side.wait_stream(torch.accelerator.current_stream())
+    torch.accelerator.synchronize()
+    simulator.launch(lambda: 1 / 0, [], [x], "division")
+    simulator.launch(lambda: kept.zero_(), [], [kept], "later work")
+    for wait in (x.tolist, side.synchronize, torch.accelerator.synchronize):
+        report(wait)
+    print(kept.tolist())
+simulator.set_schedule(0)
+report(lambda: torch.ones(2, device="sim").tolist())
+simulator.launch(lambda: 1 / 0, [], [], "division")
+report(lambda: simulator.set_schedule(0))
+report(lambda: simulator.set_schedule(0))
+report(lambda: torch.ones(2, device="sim").tolist())
+"""
+
+
+def test_error_on_device_ends_its_stream_and_is_raised_by_every_wait() -> None:
+    """An error that no wait has raised is raised when the next schedule is set."""
+    ended = run("-c", FAILED)
+    assert ended.returncode == 0, ended.stderr
+    error = "sim: division failed on the device: ZeroDivisionError: division by zero"
+    after = ["[1.0, 1.0]", error, "None", "[1.0, 1.0]"]
+    assert ended.stdout.splitlines() == [*[error, error, error, "[1.0, 1.0, 1.0]"] * 6, *after]

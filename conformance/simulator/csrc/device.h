@@ -179,6 +179,8 @@ void settle();  // the host is held up by something else: meanwhile the device d
 // Block the host until `is_over`. Meanwhile the device goes on. `is_in_flight`: whether peers will end the wait.
 void wait_for_peers(const std::string& what, const std::function<bool()>& is_over, const std::function<bool()>& is_in_flight = nullptr);
 void watch_for_held_up_host();
+// A task that raises ends its stream: nothing after it runs, and every wait of the host raises, until the schedule is set.
+void forget_raised_error();  // so that the device can be drained
 void set_schedule(uint64_t seed, int rank);  // ranks draw for themselves
 
 using Waits = std::map<std::pair<std::string, std::string>, int64_t>;  // by why and where: how often

@@ -289,6 +289,7 @@ void fail_allocation(int64_t nth) {
 }
 
 void begin_fresh_memory() {
+  forget_raised_error();
   device_allocator()->emptyCache();  // after all work
   Lock lock;
   memory().schedule++;

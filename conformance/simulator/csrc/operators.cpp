@@ -123,11 +123,12 @@ class Call {
   // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So it is called
   // once beforehand, on tensors full of ones (of zeros, where they may be indices).
   void try_once() {
-    if (!name().starts_with("aten::") || is_layer_norm()) return;
+    if (!name().starts_with("aten::")) return;
     bool pointwise = op_.hasTag(at::Tag::pointwise);
     auto tried = args_on(c10::kCPU, [&](const Tensor& tensor) {
       Below below;
       auto copy = empty_on(c10::kCPU, tensor);
+      if (is_layer_norm() && at::isReducedFloatingType(copy.scalar_type())) copy = copy.to(at::kFloat);
       copy.fill_(pointwise || tensor.is_floating_point() || tensor.is_complex() ? 1 : 0);
       return wrapped_as(tensor, copy);
     });

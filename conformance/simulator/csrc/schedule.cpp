@@ -34,6 +34,7 @@ enum class Pace { Late, Early, Drawn };
 struct Queue {
   std::deque<Entry> entries;
   bool busy = false;
+  bool has_failed = false;  // by an error, after which nothing of the queue runs
   Pace pace = Pace::Late;
   Clock clock;
 };
@@ -51,7 +52,8 @@ struct Runtime {
   int depth = 0;      // of tasks that run now
   int64_t first_tick = 0;
   uint64_t course = 0;  // a digest of what ran and what memory was given, in their order
-  std::exception_ptr error;
+  std::exception_ptr error;  // the first one, until the schedule is set again
+  bool error_was_raised = false;
   Waits waits;
   std::vector<std::string> unreplayable;
   Time::time_point last_call = Time::now();
@@ -78,6 +80,11 @@ void pop(Queue& queue) {
     range.life->pending--;
   }
   queue.entries.pop_front();
+}
+
+[[noreturn]] void raise_error() {
+  runtime().error_was_raised = true;
+  std::rethrow_exception(runtime().error);
 }
 
 void keep_error(const Entry& entry) {
@@ -107,6 +114,7 @@ void run_part(Queue& queue, const std::function<void()>& part) {
     part();
   } catch (...) {
     keep_error(queue.entries.front());
+    queue.has_failed = true;
   }
   r.depth--;
   queue.busy = false;
@@ -172,6 +180,7 @@ bool complete(Queue& queue, End end) {
   begin_messages(task);
   for (auto time = std::chrono::microseconds(5); !task.is_complete(); time = std::min(time * 2, std::chrono::microseconds(500))) {
     nap(time);
+    if (r.error) raise_error();  // its stream may have had what the peers wait for
     r.last_call = Time::now();
     TORCH_CHECK(r.last_call < since + kHang, "sim: ", operation->name, " on ", stream_name(operation->stream),
         " has waited for its peers for ", kHang.count(), " s; it was called at ", text(operation->place));
@@ -204,10 +213,14 @@ bool step(Queue& queue, End end) {
   auto& head = queue.entries.front();
   if (head.waits && !head.waits->done) return false;
   if (head.records) head.records->done = true;
+  if (queue.has_failed) {
+    pop(queue);
+    return true;
+  }
   if (auto run = std::exchange(head.task.run, nullptr)) {
     note_course(static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
     run_part(queue, run);
-    if (head.task.is_complete) return true;
+    if (head.task.is_complete && !queue.has_failed) return true;
   } else if (head.task.is_complete) {
     if (end == End::Never || !complete(queue, end)) return false;
     note_course(~static_cast<uint64_t>(head.operation->tick - runtime().first_tick));
@@ -383,7 +396,7 @@ void wait_on_host(const RecordingP& recording, const char* why) {
   TORCH_CHECK(!r.depth || recording->done, "sim: a task on the device waits for the device");
   trace({"host_wait", recording->stream, recording.get()});
   auto since = r.last_call = Time::now();
-  while (!recording->done) {
+  while (!recording->done && !r.error) {
     auto draws = r.draws;
     bool moved = r.order == Order::Drawn && r.draws() % 2 && step_any(true);
     if (!moved) moved = towards_end(queue_of(recording->stream), End::Surely);
@@ -394,8 +407,8 @@ void wait_on_host(const RecordingP& recording, const char* why) {
     TORCH_CHECK(Time::now() - since < kHang, "sim: the device does not get to what the host waits for");
     nap(std::chrono::microseconds(50));
   }
+  if (r.error) raise_error();
   tell_host(recording);
-  if (r.error) std::rethrow_exception(std::exchange(r.error, nullptr));
 }
 
 void synchronize_stream(StreamKey stream, const char* why) { wait_on_host(record(stream), why); }
@@ -436,6 +449,7 @@ void wait_for_peers(const std::string& what, const std::function<bool()>& is_ove
   auto until = Time::now() + kReport;
   for (auto time = std::chrono::microseconds(50); !is_over(); time = std::min(time * 2, std::chrono::microseconds(5000))) {
     nap(time);
+    if (r.error) raise_error();
     r.last_call = Time::now();
     if (r.last_call < until) continue;
     until = r.last_call + kReport;
@@ -474,10 +488,17 @@ void watch_for_held_up_host() {
   }).detach();
 }
 
+void forget_raised_error() {
+  Lock lock;
+  if (runtime().error_was_raised) runtime().error = nullptr;
+}
+
 void set_schedule(uint64_t seed, int rank) {
   be_host();
   Lock lock;
   auto& r = runtime();
+  r.error = nullptr;
+  r.error_was_raised = false;
   constexpr uint64_t kFixed = 4;
   r.order = seed < kFixed ? static_cast<Order>(seed) : Order::Drawn;
   r.draws.seed(seed * 1000003 + static_cast<uint64_t>(rank));
@@ -488,7 +509,10 @@ void set_schedule(uint64_t seed, int rank) {
   r.unreplayable.clear();
   forget_all_accesses();
   std::erase_if(r.queues, [](auto& entry) { return entry.second.entries.empty() && !entry.second.busy; });
-  for (auto& [key, queue] : r.queues) queue.pace = draw_pace(key);
+  for (auto& [key, queue] : r.queues) {
+    queue.pace = draw_pace(key);
+    queue.has_failed = false;
+  }
 }
 
 Waits take_waits() { return take_all(runtime().waits); }
