@@ -232,6 +232,24 @@ def receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> 
 
 
 @program
+def host_receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    if rank == 0:
+        dist.recv(received.cpu(), 1)
+    dist.barrier()
+    return [received]
+
+
+@program
+def host_sum_against_receive(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    if rank == 0:
+        dist.all_reduce(x.cpu())
+    else:
+        dist.recv(received, 0)
+        received.sum().item()
+    return [received]
+
+
+@program
 def receive_against_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.recv(received, 1)

@@ -111,6 +111,14 @@ DEADLOCKS = {
         ("waits in recv from rank 1", "dist.recv"),
         ("waits in barrier", "dist.barrier"),
     ],
+    "host_receive_without_send": [
+        ("waits in recv from rank 1", "dist.recv"),
+        ("waits in barrier", "dist.barrier"),
+    ],
+    "host_sum_against_receive": [
+        ("waits in all_reduce", "dist.all_reduce"),
+        ("waits in recv from rank 0", "dist.recv"),
+    ],
     "batch_without_send": [
         ("waits in batch_isend_irecv (recv from rank 1)", "dist.batch_isend_irecv"),
         ("waits in batch_isend_irecv (recv from rank 0)", "dist.batch_isend_irecv"),

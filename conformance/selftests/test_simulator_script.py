@@ -106,6 +106,16 @@ def test_peer_is_ended_after_failure_with_reason(tmp_path: Path) -> None:
     assert "rank 0: ended, because it went on for 10 s after rank 1 had failed" in output
 
 
+def test_late_rank_is_ended_with_its_stack(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import threading\ndef wait_for_ever():\n    threading.Event().wait()\nwait_for_ever()\n"
+    )
+    status, output = simulate("late.py", "--seed", 0, "--timeout", 5, cwd=tmp_path)
+    assert status != 0
+    assert re.search(r'File ".*late\.py", line 3 in wait_for_ever\n', output), output
+    assert "ended after 5 s" in output
+
+
 def test_unrunnable_script_gives_no_verdict(tmp_path: Path) -> None:
     assert simulate("absent.py", cwd=tmp_path) == (2, "there is no script absent.py\n")
 

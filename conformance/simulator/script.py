@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import faulthandler
 import gc
 import hashlib
 import importlib
@@ -36,6 +37,8 @@ from conformance.simulator.control import (
 )
 
 _AFTER_FAILURE_S = 10.0  # limit for the reports of peers
+_REPORT_STACKS = signal.SIGUSR1  # sent to a late rank
+_REPORT_S = 0.5  # time to write them
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,7 @@ def _redirect(output: Path, errors: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False))
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
+    faulthandler.register(_REPORT_STACKS)
 
 
 def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
@@ -289,10 +293,13 @@ def _wait(children: list[int], timeout: float) -> list[_End]:
                 until = time.monotonic() + _AFTER_FAILURE_S
                 why = f"ended, because it went on for {_AFTER_FAILURE_S:g} s after rank {rank} had failed"
         if time.monotonic() > until:
-            for rank, child in enumerate(children):
-                if rank not in ends:
-                    os.kill(child, signal.SIGKILL)
-                    _, status = os.waitpid(child, 0)
-                    ends[rank] = _End(os.waitstatus_to_exitcode(status), why)
+            late = [(rank, child) for rank, child in enumerate(children) if rank not in ends]
+            for _, child in late:
+                os.kill(child, _REPORT_STACKS)
+            time.sleep(_REPORT_S)
+            for rank, child in late:
+                os.kill(child, signal.SIGKILL)
+                _, status = os.waitpid(child, 0)
+                ends[rank] = _End(os.waitstatus_to_exitcode(status), why)
         time.sleep(0.01)
     return [ends[rank] for rank in range(len(children))]

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <thread>
 
 namespace sim {
@@ -118,20 +119,48 @@ class HostWorks final : public c10d::Work {
   std::vector<WorkP> works_;
 };
 
-class Barrier final : public c10d::Work {
+// Work of gloo in host memory. A wait for it is reported to the peers, like waits for the device.
+class HostWork final : public c10d::Work {
  public:
-  Barrier(WorkP work, std::string what, std::function<bool()> is_in_flight)
+  HostWork(WorkP work, std::string what, std::function<bool()> is_in_flight)
       : work_(std::move(work)), what_(std::move(what)), is_in_flight_(std::move(is_in_flight)) {}
   bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override {
+    if (!is_in_flight_) return wait_in_thread(timeout);
     wait_for_peers(what_, [this] { return work_->isCompleted(); }, is_in_flight_);
     return work_->wait(timeout);
   }
+  std::vector<Tensor> result() override { return work_->result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
 
  private:
+  // Messages of gloo say that they are complete only after a wait for them.
+  bool wait_in_thread(std::chrono::milliseconds timeout) {
+    struct Wait {
+      std::atomic<bool> is_over{false};
+      std::exception_ptr error;
+    };
+    auto waiting = std::make_shared<Wait>();
+    std::thread([waiting, work = work_, timeout] {
+      try {
+        work->wait(timeout);
+      } catch (...) {
+        waiting->error = std::current_exception();
+      }
+      waiting->is_over = true;
+    }).detach();
+    wait_for_peers(what_, [waiting] { return waiting->is_over.load(); });
+    if (waiting->error) std::rethrow_exception(waiting->error);
+    return true;
+  }
+
   WorkP work_;
   std::string what_;
-  std::function<bool()> is_in_flight_;
+  std::function<bool()> is_in_flight_;  // null for messages
 };
 
 Tensors aliases(const Tensors& tensors) {
@@ -144,7 +173,7 @@ class SimBackend final : public c10d::Backend {
  public:
   SimBackend(c10::intrusive_ptr<c10d::Backend> gloo, StoreP store, std::vector<int> ranks)
       : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), store_(std::move(store)), ranks_(std::move(ranks)),
-        begun_(std::make_shared<Begun>(store_, "device", rank_, size_)), begun_barriers_(store_, "barrier", rank_, size_) {
+        begun_(std::make_shared<Begun>(store_, "device", rank_, size_)), begun_on_host_(store_, "host", rank_, size_) {
     if (size_ > 1) watch_for_held_up_host();
   }
   const std::string getBackendName() const override { return "simccl"; }
@@ -160,14 +189,14 @@ class SimBackend final : public c10d::Backend {
     return issue("broadcast", OpType::BROADCAST, std::move(collective));
   }
   WorkP allreduce(Tensors& tensors, const c10d::AllreduceOptions& requested) override {
-    if (on_host(tensors)) return gloo_->allreduce(tensors, requested);
+    if (on_host(tensors)) return on_gloo("all_reduce", gloo_->allreduce(tensors, requested));
     auto options = requested;
     auto count = divisor(options.reduceOp);
     return issue("all_reduce", OpType::ALLREDUCE, {tensors, tensors,
         [options](auto& gloo, auto&, auto& out) { return gloo.allreduce(out, options); }, true, count});
   }
   WorkP allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& requested) override {
-    if (on_host(tensors)) return gloo_->allreduce_coalesced(tensors, requested);
+    if (on_host(tensors)) return on_gloo("all_reduce", gloo_->allreduce_coalesced(tensors, requested));
     c10d::AllreduceOptions options;
     options.reduceOp = requested.reduceOp;
     return last_of(tensors.size(), [&](size_t i) {
@@ -176,7 +205,7 @@ class SimBackend final : public c10d::Backend {
     });
   }
   WorkP reduce(Tensors& tensors, const c10d::ReduceOptions& requested) override {
-    if (on_host(tensors)) return gloo_->reduce(tensors, requested);
+    if (on_host(tensors)) return on_gloo("reduce", gloo_->reduce(tensors, requested));
     auto options = requested;
     auto count = divisor(options.reduceOp);
     bool root = options.rootRank == rank_;
@@ -198,7 +227,7 @@ class SimBackend final : public c10d::Backend {
     return last_of(outs.size(), [&](size_t i) { return _allgather_base(outs[i], ins[i], options); });
   }
   WorkP _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    if (on_host({out})) return gloo_->_reduce_scatter_base(out, in, options);
+    if (on_host({out})) return on_gloo("reduce_scatter", gloo_->_reduce_scatter_base(out, in, options));
     c10d::AllreduceOptions reduce;
     reduce.reduceOp = options.reduceOp;
     auto count = divisor(reduce.reduceOp);
@@ -212,7 +241,7 @@ class SimBackend final : public c10d::Backend {
     return last_of(outs.size(), [&](size_t i) { return _reduce_scatter_base(outs[i], ins[i], options); });
   }
   WorkP reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& options) override {
-    if (on_host(outs)) return gloo_->reduce_scatter(outs, ins, options);
+    if (on_host(outs)) return on_gloo("reduce_scatter", gloo_->reduce_scatter(outs, ins, options));
     auto whole = at::stack(ins.at(0));
     return _reduce_scatter_base(outs.at(0), whole, options);
   }
@@ -263,10 +292,7 @@ class SimBackend final : public c10d::Backend {
   }
   WorkP barrier(const c10d::BarrierOptions& options) override {
     settle();
-    Lock lock;
-    auto is_in_flight = begun_barriers_.begin("barrier");
-    return c10::make_intrusive<Barrier>(
-        gloo_->barrier(options), "barrier, called at " + line_of_program(here()), std::move(is_in_flight));
+    return on_gloo("barrier", gloo_->barrier(options));
   }
 
  private:
@@ -290,6 +316,13 @@ class SimBackend final : public c10d::Backend {
     TORCH_CHECK(!host || batch_of_thread() == nullptr, "simccl: collectives of host memory are not coalesced");
     if (host) settle();
     return host;
+  }
+
+  WorkP on_gloo(const std::string& name, WorkP work, bool is_message = false) {
+    Lock lock;
+    std::function<bool()> is_in_flight;
+    if (!is_message) is_in_flight = begun_on_host_.begin(name);
+    return c10::make_intrusive<HostWork>(std::move(work), name + ", called at " + line_of_program(here()), std::move(is_in_flight));
   }
 
   // The batch that this thread has open, or null. An exception in the context of the batch leaves it open: drop it then,
@@ -325,7 +358,7 @@ class SimBackend final : public c10d::Backend {
     }
     if (is_host) {  // sent by gloo; the peer may first need queued messages
       begin_queued();
-      auto work = call_gloo();
+      auto work = on_gloo(name, call_gloo(), /*is_message=*/true);
       if (open != nullptr) open->on_host.push_back(work);
       return work;
     }
@@ -374,7 +407,7 @@ class SimBackend final : public c10d::Backend {
   WorkP issue(const std::string& name, OpType op, Collective collective, int peer = kAll) {
     auto& tensors = collective.outputs.empty() ? collective.inputs : collective.outputs;
     TORCH_CHECK(!tensors.empty(), "simccl: ", name, " got no tensors");
-    if (on_host(tensors)) return collective.start(*gloo_, collective.inputs, collective.outputs);
+    if (on_host(tensors)) return on_gloo(name, collective.start(*gloo_, collective.inputs, collective.outputs));
     int device = tensors[0].device().index();
     if (auto* batch = batch_of_thread()) {
       TORCH_CHECK(batch->device < 0 || batch->device == device, "simccl: coalesced collectives got tensors on sim:", device,
@@ -444,7 +477,7 @@ class SimBackend final : public c10d::Backend {
   std::map<std::string, int64_t> messages_;  // number of messages by "sender>receiver/"
   std::map<std::thread::id, Batch> batches_;  // open ones; a thread adds to its own only
   std::shared_ptr<Begun> begun_;  // collectives of the device
-  Begun begun_barriers_;
+  Begun begun_on_host_;  // collectives of host memory, and barriers
 };
 }  // namespace
 
