@@ -24,6 +24,46 @@ SCRIPTS = {
             ("all_reduce writes", "dist.all_reduce("),
         ),
     },
+    ("loader", 1): {
+        "early": (
+            ("aten::addmm reads", "model(x)"),
+            ("copy from the host writes", "batch.to("),
+        ),
+        "unrecorded": (
+            ("copy from the host writes", "batch.to("),
+            ("aten::mm reads", "model(x)"),
+        ),
+    },
+    ("offload", 1): {
+        "unrecorded": (
+            ("aten::tanh writes", "model("),
+            ("copy to the host reads", "host.copy_("),
+        ),
+        "early": (
+            ("aten::mm reads", "packed.to("),
+            ("copy from the host writes", "packed.to("),
+        ),
+    },
+    ("checkpoint", 1): {
+        "overtaken": (
+            ("aten::add writes", "optimizer.step("),
+            ("copy to the host reads", "weight.to("),
+        ),
+        "unfinished": (
+            ("the host touches", "dcp.async_save("),
+            ("copy to the host writes", "weight.to("),
+        ),
+    },
+    ("zero", 2): {
+        "gather": (
+            ("all_gather reads", "dist.all_gather"),
+            ("aten::sub writes", "shard.sub_("),
+        ),
+        "overwritten": (
+            ("aten::zero_ writes", "gradients.zero_("),
+            ("reduce_scatter reads", "dist.reduce_scatter"),
+        ),
+    },
     ("ema", 1): {
         "early": (
             ("aten::lerp reads", "torch._foreach_lerp_("),
@@ -51,7 +91,7 @@ def pattern_of(name: str, access: str, call: str) -> str:
 @pytest.mark.parametrize(("name", "ranks"), SCRIPTS)
 def test_right_script_has_one_result(tmp_path: Path, name: str, ranks: int) -> None:
     status, report = simulate(path_of(name), "--ranks", ranks, "--seeds", 5, cwd=tmp_path)
-    assert "in its own order, exit status 0, 8 tensors saved" in report, report
+    assert re.search(r"in its own order, exit status 0, [1-9] tensors saved", report), report
     assert "0 of 4 schedules change the result; 0 hazards" in report, report
     assert "not replayable" not in report, report
     assert status == 0
