@@ -165,7 +165,7 @@ def commands_of_ours() -> dict[str, list[tuple[str, list[str]]]]:
 def program_of(command: str) -> tuple[str, list[str]]:
     """Return the program (`python -m MODULE` as one) and its further words.
 
-    `tandem-judge` counts as the module that it runs.
+    `tandem-judge` and `tandem-race` count as the modules that they run.
     """
     words = [word.removeprefix(".venv/bin/") for word in shlex.split(command, comments=True)]
     while "=" in words[0]:  # variables of the environment
@@ -173,9 +173,12 @@ def program_of(command: str) -> tuple[str, list[str]]:
     program, others = (
         (f"python -m {words[2]}", words[3:]) if words[:2] == ["python", "-m"] else (words[0], words[1:])
     )
-    return {"python -m pytest": "pytest", "tandem-judge": "python -m conformance"}.get(
-        program, program
-    ), others
+    modules = {
+        "python -m pytest": "pytest",
+        "tandem-judge": "python -m conformance",
+        "tandem-race": "python -m conformance.simulator",
+    }
+    return modules.get(program, program), others
 
 
 @functools.cache

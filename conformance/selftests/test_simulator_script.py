@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -56,11 +57,57 @@ dist.destroy_process_group()
 def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
     section = (ROOT / "docs/simulator.md").read_text().partition("## Find a race")[2].partition("\n## ")[0]
     script, command_line, reported = re.findall(r"```\w+.*\n((?:.*\n)*?)```", section)
-    command = re.match(r"python (-m conformance.simulator .*)", command_line)
-    assert command
+    program, *words = shlex.split(command_line, comments=True)
+    assert program == "tandem-race"
     (tmp_path / "race.py").write_text(script)
-    ended = run(*shlex.split(command[1], comments=True), cwd=tmp_path)
+    ended = run("-m", "conformance.simulator", *words, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (1, reported)
+
+
+def test_page_draws_streams_of_a_hazard_with_the_missing_wait(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import torch\n"
+        "main, side, other = torch.accelerator.current_stream(), torch.Stream('sim'), torch.Stream('sim')\n"
+        "x = torch.ones(3, device='sim')\n"
+        "other.wait_stream(main)\n"
+        "with other: y = x * 2\n"
+        "with side: z = x * 3\n"
+        "torch.accelerator.synchronize()\n"
+    )
+    status, report = simulate("waits.py", "--seed", 1, "--html", "lanes.html", cwd=tmp_path)
+    assert status == 1, report
+    assert "pictures: lanes.html" in report
+    page = (tmp_path / "lanes.html").read_text()
+    [picture] = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    drawn = ElementTree.fromstring(picture)
+    texts = ["".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == [
+        "sim:0 default stream",
+        "sim:0 stream 1",
+        "sim:0 stream 2",
+        "aten::fill_ writes",
+        "waits.py:3 <module>",
+        "waits, waits.py:4 <module>",
+        "aten::mul",
+        "waits.py:5 <module>",
+        "aten::mul reads",
+        "waits.py:6 <module>",
+        "no wait",
+    ]
+    lines = {path.get("class"): path.get("d") for path in drawn.iter("{http://www.w3.org/2000/svg}path")}
+    # From the box of `fill_` in the first lane: the wait of the third lane, and no wait of the second one.
+    assert (lines["wait"], lines["missing"][:8]) == ("M135 74L675 119", "M135 74C")
+    assert lines["missing"].endswith(" 405 226")
+    assert not re.search(r"(src|href)=", page)
+
+
+def test_page_without_hazard_has_no_picture(tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text("import torch\ntorch.ones(3, device='sim').sum().item()\n")
+    status, _ = simulate("right.py", "--seeds", 2, "--html", "lanes.html", cwd=tmp_path)
+    assert status == 0
+    page = (tmp_path / "lanes.html").read_text()
+    assert "No hazard: " in page
+    assert "<svg" not in page
 
 
 def test_script_without_race_is_equal_under_all_schedules(tmp_path: Path) -> None:

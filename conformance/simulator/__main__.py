@@ -1,4 +1,7 @@
-"""python -m conformance.simulator train.py --seeds 100: does the order of streams change what a script does?"""
+"""tandem-race train.py --seeds 100: does the order of streams change what a script does?
+
+`python -m conformance.simulator` is the same command.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from conformance.simulator import Unavailable, enable
+from conformance.simulator import Hazard, Unavailable, enable
+from conformance.simulator.lanes import page
 from conformance.simulator.script import Difference, ScheduledRun, Script, differences, import_shared, run
 
 USAGE_ERROR = 2
@@ -29,15 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     # A replay imports it too, so that garbage is collected at the same points.
     import_shared(script)
     if options.seed is not None:
-        return _replay(script, options.seed)
+        return _replay(script, options.seed, options.html)
     # Each schedule needs memory for its ranks, and a container may have fewer CPUs than its host.
     jobs = options.jobs or min(8, max(2, len(os.sched_getaffinity(0)) // options.ranks))
-    return _compare(script, range(1, options.seeds), jobs)
+    return _compare(script, range(1, options.seeds), jobs, options.html)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m conformance.simulator",
+        prog="tandem-race",
         description="Run a script on a simulated accelerator under many orders of its streams. Report the orders that "
         "change its exit status, its output or the tensors that it saves with torch.save. The script must take its "
         "device from torch.accelerator.",
@@ -70,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         help="schedules to run at the same time (default: cores divided by ranks, from 2 to 8)",
     )
+    parser.add_argument("--html", type=Path, help="page to write, with a picture of each hazard")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one schedule (300)")
     return parser
 
@@ -86,18 +91,18 @@ def _refuse(sentence: str) -> int:
     return USAGE_ERROR
 
 
-def _replay(script: Script, seed: int) -> int:
+def _replay(script: Script, seed: int, html: Path | None) -> int:
     (course,) = run(script, [seed], jobs=1)
     sys.stdout.write(course.output)
     sys.stderr.write(course.errors)
     print(f"\nseed {seed}: exit status {course.status}")
     for wait in course.waits:
         print(f"the host waits: {wait}")
-    hazards = _tell_seen([course])
+    hazards = _report_hazards(script, [course], html)
     return course.status or int(bool(hazards))
 
 
-def _compare(script: Script, seeds: range, jobs: int) -> int:
+def _compare(script: Script, seeds: range, jobs: int, html: Path | None) -> int:
     reference, again = run(script, [0, 0], jobs)
     noise = differences(reference, again)
     if noise:
@@ -121,7 +126,7 @@ def _compare(script: Script, seeds: range, jobs: int) -> int:
     changed = {seed: changes for seed, changes in changed.items() if changes}
     for seed, changes in changed.items():
         print(f"  seed {seed}{_named(seed)}: {_summary(changes)}")
-    hazards = _tell_seen([reference, *courses])
+    hazards = _report_hazards(script, [reference, *courses], html)
     print(
         f"{len(changed)} of {len(courses)} schedules change the result; {hazards} hazard{'' if hazards == 1 else 's'}"
     )
@@ -144,18 +149,24 @@ def _summary(changes: list[Difference]) -> str:
     return f"{first}{f', and {more} more' if more else ''}"
 
 
-def _tell_seen(courses: list[ScheduledRun]) -> int:
-    hazards = list(dict.fromkeys(hazard for course in courses for hazard in course.hazards))
-    for number, hazard in enumerate(hazards, 1):
-        print(f"hazard {number}: {hazard}")
+def _report_hazards(script: Script, courses: list[ScheduledRun], html: Path | None) -> int:
+    """Print the hazards of all courses, each once, and draw them. Return how many there are."""
+    hazards: dict[str, Hazard] = {}
+    for hazard in (hazard for course in courses for hazard in course.hazards):
+        hazards.setdefault(str(hazard), hazard)
+    for number, text in enumerate(hazards, 1):
+        print(f"hazard {number}: {text}")
     for course in courses:
         for reason in dict.fromkeys(course.unreplayable):
             print(f"seed {course.seed} is not replayable: {reason}")
+    if html is not None:
+        html.write_text(page(f"Hazards of {script.path}", list(hazards.values())))
+        print(f"pictures: {html}")
     return len(hazards)
 
 
 def _command(script: Script, seed: int) -> str:
-    words = ["python", "-m", "conformance.simulator", script.path, "--seed", str(seed)]
+    words = ["tandem-race", script.path, "--seed", str(seed)]
     if script.ranks > 1:
         words += ["--ranks", str(script.ranks)]
     if script.arguments:

@@ -9,10 +9,11 @@ import re
 import site
 import sysconfig
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,17 @@ _FOLDERS = (
 _LIBRARIES = tuple({path + os.sep for folder in _FOLDERS for path in (str(folder), os.path.realpath(folder))})
 
 
+class Step(NamedTuple):
+    """An operation, or a wait of `stream` for the operations of `source` up to `source_tick`."""
+
+    stream: str
+    tick: int
+    name: str
+    place: str
+    source: str
+    source_tick: int
+
+
 @dataclass(frozen=True)
 class Hazard:
     """Two operations on the same memory, one of which writes, that nothing orders."""
@@ -41,6 +53,15 @@ class Hazard:
     before_stream: str
     before_place: str
     missing: str
+    now_tick: int = field(default=-1, compare=False)  # -1: the host
+    before_tick: int = field(default=-1, compare=False)
+    # Steps of the program up to the later operation.
+    steps: tuple[Step, ...] = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Hazard:
+        """Return the hazard whose `vars` were written as JSON."""
+        return cls(**fields | {"steps": tuple(Step(*step) for step in fields["steps"])})
 
     def __str__(self) -> str:
         where = "" if self.now_stream == "host" else f" on {self.now_stream}"
@@ -122,7 +143,10 @@ def log_hazards(on: bool = True) -> None:
 
 def take_hazards() -> list[Hazard]:
     """The hazards since the last call, each once; at most a thousand."""
-    return [Hazard(*map(_as_place, fields)) for fields in needed().take_hazards()]
+    return [
+        Hazard(*map(_as_place, texts), now_tick, before_tick, tuple(Step(*step) for step in steps))
+        for texts, now_tick, before_tick, steps in needed().take_hazards()
+    ]
 
 
 def _as_place(text: str) -> str:

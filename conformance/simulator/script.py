@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.simulator.control import (
+    Hazard,
     course,
     leave_peers,
     log_hazards,
@@ -59,7 +60,7 @@ class ScheduledRun:
     output: str = ""
     errors: str = ""
     saved: dict[str, str] = field(default_factory=dict)  # digests of tensors, by file and key
-    hazards: list[str] = field(default_factory=list)
+    hazards: list[Hazard] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     unreplayable: list[str] = field(default_factory=list)
 
@@ -137,6 +138,7 @@ def _run(script: Script, seed: int, folder: Path) -> ScheduledRun:
         if file.exists():
             reported = json.loads(file.read_text())
             course.saved |= {prefix + name: digest for name, digest in reported.pop("saved").items()}
+            course.hazards += [Hazard.from_json(fields) for fields in reported.pop("hazards")]
             for name, lines in reported.items():
                 getattr(course, name).extend(lines)
     return course
@@ -216,7 +218,7 @@ def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
     reported = {
         "saved": saved,
         "digests": [course()],
-        "hazards": take_hazards(),
+        "hazards": [vars(hazard) for hazard in take_hazards()],
         "waits": take_host_waits(),
         "unreplayable": take_unreplayable(),
     }

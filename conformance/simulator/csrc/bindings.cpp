@@ -21,7 +21,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fail_allocation", &fail_allocation);
   m.def("course", &course);
   m.def("take_unreplayable", &take_unreplayable);
-  m.def("take_hazards", &take_hazards);
+  m.def("take_hazards", [] {
+    py::list out;
+    for (auto& hazard : take_hazards()) {
+      py::list steps;
+      for (auto& step : hazard.steps)
+        steps.append(py::make_tuple(step.stream, step.tick, step.name, step.place, step.source, step.source_tick));
+      out.append(py::make_tuple(hazard.texts, hazard.now_tick, hazard.before_tick, steps));
+    }
+    return out;
+  });
   m.def("take_waits", &take_waits);
   m.def("trace_by_shapes_alone", &trace_by_shapes_alone);
   m.def("take_trace", [] {

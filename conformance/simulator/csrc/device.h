@@ -143,10 +143,23 @@ void trace(TraceEntry entry);
 std::vector<TraceEntry> take_trace();
 
 // -- hazards.cpp: what is read or written without an order, whichever order it had this time
-using Hazard = std::array<std::string, 7>;  // now, on which stream, where; before, likewise; what is missing
+// A step of the program: an operation, or a wait of a stream for the operations of another up to a tick. Operations have no
+// source. The host is a stream without a tick.
+struct ProgramStep {
+  std::string stream;
+  int64_t tick;
+  std::string name, place, source;
+  int64_t source_tick;
+};
+struct Hazard {
+  std::array<std::string, 7> texts;  // now, on which stream, where; before, likewise; what is missing
+  int64_t now_tick = -1, before_tick = -1;  // -1: the host
+  std::vector<ProgramStep> steps;  // of the program up to the later one; empty for all but the first hazards
+};
 void log_hazards(bool on);
 void note_access(const OperationP& operation, const Clock& clock, const std::vector<Range>& ranges);
 void note_reuse(const AllocationP& pinned);  // it is given out again
+void note_wait(StreamKey stream, int64_t tick, const RecordingP& recording);
 void note_host(const Clock& host);           // what the host knows to have happened
 void forget_accesses(const char* begin, const char* end);
 void forget_all_accesses();

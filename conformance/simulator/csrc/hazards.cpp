@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 
 extern "C" __attribute__((weak)) void _Py_DumpTraceback(int file, PyThreadState* thread);  // CPython's own, in a signal
 
@@ -21,6 +22,9 @@ namespace sim {
 namespace {
 constexpr size_t kMost = 1000;  // hazards kept
 constexpr size_t kPages = 2048;  // pinned blocks watched at a time
+constexpr size_t kSteps = 400, kWithSteps = 20;  // steps kept, and hazards that get them
+constexpr std::ptrdiff_t kEarlier = 5;           // steps before the earlier access
+constexpr StreamKey kHost{-1, 0};
 
 struct Access {
   OperationP operation;
@@ -44,8 +48,18 @@ struct Touch {
   int frames;  // a pipe with the traceback
 };
 
+struct KeptStep {
+  StreamKey stream;
+  int64_t tick;
+  OperationP operation;  // null: a wait
+  PlaceP place;
+  StreamKey source;
+  int64_t source_tick = -1;
+};
+
 struct Log {
   bool on = false;
+  std::deque<KeptStep> steps;
   std::map<const char*, Cell> cells;
   std::vector<Hazard> hazards;
   std::set<std::string> seen;
@@ -61,11 +75,31 @@ void reopen(Closed& block) {
   block.begin.store(nullptr);
 }
 
+void keep(KeptStep step) {
+  auto& steps = log().steps;
+  if (steps.size() == kSteps) steps.pop_front();
+  steps.push_back(std::move(step));
+}
+
+std::string name_of(StreamKey stream) { return stream == kHost ? "host" : stream_name(stream); }
+
+std::vector<ProgramStep> steps_since(int64_t tick) {
+  std::vector<ProgramStep> out;
+  auto& steps = log().steps;
+  auto first = std::find_if(steps.begin(), steps.end(), [&](auto& step) { return step.operation && step.tick >= tick; });
+  for (auto step = first - std::min(kEarlier, first - steps.begin()); step != steps.end(); ++step)
+    out.push_back({name_of(step->stream), step->tick, step->operation ? step->operation->name : "", line_of_program(step->place),
+        step->operation ? "" : name_of(step->source), step->source_tick});
+  return out;
+}
+
 void add(Hazard hazard) {
   auto& l = log();
-  auto& [now, now_stream, now_place, before, before_stream, before_place, missing] = hazard;
+  auto& [now, now_stream, now_place, before, before_stream, before_place, missing] = hazard.texts;
   auto key = now + now_place + before + before_place + missing;
-  if (l.hazards.size() < kMost && l.seen.insert(key).second) l.hazards.push_back(std::move(hazard));
+  if (l.hazards.size() == kMost || !l.seen.insert(key).second) return;
+  if (l.hazards.size() < kWithSteps) hazard.steps = steps_since(hazard.before_tick);
+  l.hazards.push_back(std::move(hazard));
 }
 
 bool is_before(const Operation& operation, const Clock& clock) {
@@ -100,7 +134,8 @@ void report_race(const Operation& now, bool write, const Access& before, bool sa
   std::string missing = same_life
       ? on + " does not wait for " + earlier_stream + " (wait_stream, or wait_event of an event recorded there afterwards)"
       : "the memory was freed while " + earlier_stream + " used it, and given out again: record_stream on that stream before it is freed";
-  add({describe(now, write), on, text(now.place), describe(earlier, before.write), earlier_stream, text(earlier.place), missing});
+  add({{describe(now, write), on, text(now.place), describe(earlier, before.write), earlier_stream, text(earlier.place), missing},
+      now.tick, earlier.tick, {}});
 }
 
 void on_fault(int, siginfo_t* info, void*) {
@@ -145,9 +180,10 @@ const Access* latest_unseen(const char* pinned) {
 }
 
 void add_host(const std::string& what, const std::string& where, const Access* access, const std::string& missing) {
-  if (access == nullptr) return add({what, "host", where, "a task", "", "", missing});
+  if (access == nullptr) return add({{what, "host", where, "a task", "", "", missing}, -1, -1, {}});
   auto& before = *access->operation;
-  add({what, "host", where, describe(before, access->write), stream_name(before.stream), text(before.place), missing});
+  add({{what, "host", where, describe(before, access->write), stream_name(before.stream), text(before.place), missing}, -1,
+      before.tick, {}});
 }
 
 void report_touches() {
@@ -176,6 +212,7 @@ void note_access(const OperationP& operation, const Clock& clock, const std::vec
   auto& l = log();
   if (!l.on) return;
   report_touches();
+  keep({operation->stream, operation->tick, operation, operation->place, {}});
   for (auto& range : ranges) {
     if (range.begin >= range.end) continue;
     auto& memory = range.life;
@@ -202,6 +239,11 @@ void note_reuse(const AllocationP& pinned) {
   l.unseen.erase(pinned->begin);
 }
 
+void note_wait(StreamKey stream, int64_t tick, const RecordingP& recording) {
+  auto last = recording->clock.find(recording->stream);
+  if (log().on && last != recording->clock.end()) keep({stream, tick, nullptr, here(), recording->stream, last->second});
+}
+
 void note_host(const Clock& host) {
   auto& l = log();
   if (!l.on) return;
@@ -224,6 +266,7 @@ void forget_all_accesses() {
   l.cells.clear();
   l.seen.clear();
   l.unseen.clear();
+  l.steps.clear();
   for (auto& block : closed)
     if (block.begin.load() != nullptr) reopen(block);
 }

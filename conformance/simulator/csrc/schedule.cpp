@@ -286,6 +286,8 @@ void let_time_pass() {
 
 void tell_host(const RecordingP& recording) {
   auto& host = runtime().host;
+  if (auto last = recording->clock.find(recording->stream); last != recording->clock.end() && host[last->first] < last->second)
+    note_wait({-1, 0}, 0, recording);
   join(host, recording->clock);
   note_host(host);
 }
@@ -370,6 +372,7 @@ void block(StreamKey stream, const RecordingP& recording) {
   TORCH_CHECK(recording->capture == 0, "sim: ", stream_name(stream), " waits for an event of a capture that is over");
   trace({"wait", stream, recording.get()});
   auto& queue = queue_of(stream);
+  if (recording->stream != stream) note_wait(stream, queue.clock[stream], recording);
   join(queue.clock, recording->clock);
   if (!recording->done) queue.entries.push_back({.waits = recording});
 }
