@@ -399,7 +399,7 @@ def test_gradients_on_several_meshes_have_one_norm(
             return fault
 
     def has_failed(result: list[Outcome] | RankFault) -> bool:
-        # Some ranks may raise while others wait, if torch joins the norms of a list in one operator.
+        # A rank may raise while others wait, if torch joins the norms of a list in one operator.
         return isinstance(result, RankFault) or all(outcome.raised is not None for outcome in result)
 
     def are_clipped(outcomes: list[Outcome] | RankFault) -> bool:
