@@ -283,7 +283,7 @@ def test_gradients_in_memory_of_sum_raise_or_are_added(subject: Library, device:
 
     accumulate(1.0)
     if device == "cpu":
-        with pytest.raises(RuntimeError, match=r"first.*gradient_as_bucket_view"):
+        with pytest.raises(RuntimeError, match="gradient_as_bucket_view"):
             accumulate(2.0)
         return
     accumulate(2.0)

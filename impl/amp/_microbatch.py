@@ -10,7 +10,7 @@ Where the sum is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,10 +23,14 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from impl import kernels
 from impl.amp._gradients import named_params, rank_in, values_of
 from impl.kernels import TensorList, to_device
+from impl.optim._held_gradients import GradientHolder, HeldGradient, HeldGradients, holders_of
 from impl.optim._shards import all_gather_numbers, local_part
 
-# Gradients by the index of their parameter in the optimizer.
-_Grads = dict[int, Tensor]
+# Gradients by their holder and its key.
+_Key = tuple[int, Hashable]
+_Grads = dict[_Key, Tensor]
+# Gradients, or parts of them, with the names of their parameters.
+_Named = list[tuple[str, Tensor]]
 
 
 class SkippedMicrobatch(NamedTuple):
@@ -44,23 +48,24 @@ class SkippedMicrobatch(NamedTuple):
 class Microbatch:
     """The running microbatch of a `GradScaler.microbatch` region."""
 
-    def __init__(self, params: Sequence[Tensor], disabled: bool = False) -> None:
+    def __init__(self, params: Sequence[Tensor], holders: Sequence[GradientHolder] | None) -> None:
         self._params = params
-        self._disabled = disabled
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # A disabled scaler passes None.
+        self._holders = holders
         self.is_skipped = False
 
     def skip(self) -> None:
         """Replace this rank's gradients of the microbatch by zeros. Call it before the backward.
 
-        The gradients are averaged over the ranks that did not skip. A rank whose model has collectives runs the forward
-        and backward nevertheless, on inputs of any value, because the other ranks wait for it.
+        The gradients are averaged over the ranks that did not skip. If the model is sharded, or in
+        DistributedDataParallel, the rank runs the forward and backward nevertheless, on inputs of any value, because
+        the other ranks wait for its collectives.
 
         Raises:
             RuntimeError: the microbatch has gradients already; or the scaler is disabled.
         Sync: none. Collectives: none.
         """
-        if self._disabled:
+        if self._holders is None:
             raise RuntimeError(
                 "skip() of a disabled GradScaler would be ignored; enable the scaler, with init_scale=1.0 if the loss "
                 "needs no scaling"
@@ -70,15 +75,9 @@ class Microbatch:
                 "skip() was called after a backward of this microbatch, whose gradients other ranks may have; call it "
                 "before the backward"
             )
-        if not self.is_skipped:
-            self.is_skipped = True
-            self._hooks = [
-                param.register_hook(torch.zeros_like) for param in self._params if param.requires_grad
-            ]
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self.is_skipped = True
+        for holder in self._holders:
+            holder.skip_microbatch()
 
 
 @dataclass(frozen=True)
@@ -132,18 +131,102 @@ class Accumulation:
             if outcome.is_skipped:
                 skipped.append(SkippedMicrobatch(index, rank, ()))
             elif outcome.is_bad.item():
-                names = tuple(
-                    name
+                flags = [
+                    pair
                     for names, are_nonfinite in outcome.nonfinite
-                    for name, is_nonfinite in zip(names, are_nonfinite.tolist(), strict=True)
-                    if is_nonfinite
-                )
+                    for pair in zip(names, are_nonfinite.tolist(), strict=True)
+                ]
+                names = tuple(dict.fromkeys(name for name, is_nonfinite in flags if is_nonfinite))
                 skipped += [SkippedMicrobatch(index, rank, names)] if names else []
         for group in groups:
             by_rank: list[list[SkippedMicrobatch]] = [[]] * dist.get_world_size(group)
             dist.all_gather_object(by_rank, skipped, group=group)
             skipped = list(dict.fromkeys(entry for entries in by_rank for entry in entries))
         return sorted(skipped)
+
+
+class _PlainGradients:
+    """`.grad` of parameters that no sharded unit has."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.stepped = params
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def begin_microbatch(self) -> HeldGradients:
+        held: HeldGradients = {}
+        for index, param in enumerate(self.stepped):
+            if param.grad is not None:
+                held[index] = HeldGradient(param.grad, [(param, param.grad)])
+                param.grad = None
+        return held
+
+    def skip_microbatch(self) -> None:
+        # Hooks run before those of DistributedDataParallel, which reduce the gradients.
+        params = [param for param in self.stepped if param.requires_grad]
+        self._hooks = self._hooks or [param.register_hook(torch.zeros_like) for param in params]
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        for hook in self._hooks:
+            hook.remove()
+        return self.begin_microbatch(), []
+
+    def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        for index, param in enumerate(self.stepped):
+            param.grad = tensors.get(index)
+
+    def reduce_held(self) -> None: ...
+
+
+class _Region:
+    """Gradients of all holders of one optimizer's parameters, in a region of `microbatch`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        named = named_params(optimizer)
+        params = [param for _, param in named]
+        sharded = holders_of(params)
+        sharded_params = {id(param) for holder in sharded for param in holder.stepped}
+        plain = [param for param in params if id(param) not in sharded_params]
+        self.holders: list[GradientHolder] = [*sharded, _PlainGradients(plain)]
+        self.microbatch = Microbatch(params, self.holders)
+        self._names = {id(param): name for name, param in named}
+
+    def begin(self) -> _Grads:
+        """Take the accumulated gradients."""
+        held: _Grads = {}
+        begun: list[GradientHolder] = []
+        try:
+            for number, holder in enumerate(self.holders):
+                held |= {(number, key): grad.tensor for key, grad in holder.begin_microbatch().items()}
+                begun.append(holder)
+        except BaseException:
+            self.holders = begun
+            self.restore(held)
+            raise
+        return held
+
+    def end(self) -> tuple[dict[_Key, HeldGradient], set[_Key]]:
+        """Take the gradients of the microbatch. Return also the keys of earlier ones that were reduced with them."""
+        held: dict[_Key, HeldGradient] = {}
+        earlier: set[_Key] = set()
+        for number, holder in enumerate(self.holders):
+            grads, keys = holder.end_microbatch()
+            held |= {(number, key): grad for key, grad in grads.items()}
+            earlier |= {(number, key) for key in keys}
+        return held, earlier
+
+    def put(self, grads: _Grads) -> None:
+        for number, holder in enumerate(self.holders):
+            holder.put_gradients({key: grads[n, key] for n, key in grads if n == number})
+
+    def restore(self, grads: _Grads) -> None:
+        """Drop the gradients of the microbatch, and hold earlier ones again."""
+        self.end()
+        self.put(grads)
+
+    def named(self, grads: Sequence[HeldGradient]) -> _Named:
+        return [
+            (self._names.get(id(param), "a parameter"), part) for grad in grads for param, part in grad.parts
+        ]
 
 
 @contextmanager
@@ -161,72 +244,68 @@ def run_microbatch(
         device_of: returns the device on which flags are combined.
         groups: groups over which ranks decide together, in turn.
     """
-    named = named_params(optimizer)
-    params = [param for _, param in named]
-    microbatch = Microbatch(params)
-    earlier = _take(params)
+    region = _Region(optimizer)
+    earlier = region.begin()
     accumulation.is_open = True
     try:
-        try:
-            yield microbatch
-            grads = _take(params)
-            with torch.no_grad():
-                outcome = _combine(_check(grads), named, microbatch.is_skipped, device_of(), groups)
-                _check_apart(earlier, grads, named)
-                earlier = _add(earlier, grads, outcome.is_bad)
-            accumulation.outcomes.append(outcome)
-        finally:
-            accumulation.is_open = False
-            microbatch.end()
-            _take(params)
+        yield region.microbatch
+        with torch.no_grad():
+            held, reduced_again = region.end()
+            checks = _check(region.named(list(held.values())))
+            outcome = _combine(checks, region.microbatch.is_skipped, device_of(), groups)
+            grads = {key: grad.tensor for key, grad in held.items()}
+            _check_apart(earlier, grads)
+            # A reduction has mixed this microbatch with earlier ones. If it was bad, they are reduced without it.
+            must_reduce = bool(reduced_again) and bool(outcome.is_bad.item())
+            if not must_reduce:
+                sums = {key: grad for key, grad in earlier.items() if key not in reduced_again}
+                earlier = _add(sums, grads, outcome.is_bad)
+    except BaseException:
+        region.restore(earlier)
+        raise
     finally:
-        for index, grad in earlier.items():
-            params[index].grad = grad
-
-
-def _take(params: Sequence[Tensor]) -> _Grads:
-    grads: _Grads = {}
-    for index, param in enumerate(params):
-        if param.grad is not None:
-            grads[index], param.grad = param.grad, None
-    return grads
+        accumulation.is_open = False
+    region.put(earlier)
+    for number, holder in enumerate(region.holders):
+        if must_reduce and any(number == n for n, _ in reduced_again):
+            holder.reduce_held()
+    accumulation.outcomes.append(outcome)
 
 
 class _Check(NamedTuple):
     """Result of the check of one device's gradients."""
 
     found_inf: Tensor  # f32, 0-dim
-    indices: Sequence[int]  # empty on the CPU if all gradients are finite
-    are_nonfinite: Tensor  # bool [len(indices)]
+    names: Sequence[str]  # empty on the CPU if all gradients are finite
+    are_nonfinite: Tensor  # bool [len(names)]
 
 
-def _check(grads: _Grads) -> list[_Check]:
+def _check(grads: _Named) -> list[_Check]:
     """Check gradients in one pass, on the device that each is on. Sync: none. Collectives: none."""
-    by_device: dict[torch.device, dict[torch.dtype, _Grads]] = {}
-    for index, grad in grads.items():
+    by_device: dict[torch.device, dict[torch.dtype, _Named]] = {}
+    for name, grad in grads:
         values = values_of(grad)
         if values.numel():
-            by_device.setdefault(values.device, {}).setdefault(values.dtype, {})[index] = values
+            by_device.setdefault(values.device, {}).setdefault(values.dtype, []).append((name, values))
     return [_check_device(list(by_dtype.values())) for by_dtype in by_device.values()]
 
 
-def _check_device(by_dtype: Sequence[_Grads]) -> _Check:
-    indices = [index for batch in by_dtype for index in batch]
-    batches = [list(batch.values()) for batch in by_dtype]
+def _check_device(by_dtype: Sequence[_Named]) -> _Check:
+    names = [name for batch in by_dtype for name, _ in batch]
+    batches = [[values for _, values in batch] for batch in by_dtype]
     if not batches[0][0].is_cpu:
         maxima = [torch.stack(torch._foreach_norm(batch, math.inf)) for batch in batches]
         are_nonfinite = torch.cat([batch.isfinite().logical_not() for batch in maxima])
-        return _Check(are_nonfinite.any().float(), indices, are_nonfinite)
+        return _Check(are_nonfinite.any().float(), names, are_nonfinite)
     values = [grad for batch in batches for grad in batch]
     _, found_inf = kernels.checked_norm(TensorList(values), math.inf)
     if not found_inf:
-        return _Check(found_inf, (), torch.zeros(0, dtype=torch.bool))
-    return _Check(found_inf, indices, kernels.nonfinite_counts(values) != 0)
+        return _Check(found_inf, (), torch.zeros(0, dtype=torch.bool, device="cpu"))
+    return _Check(found_inf, names, kernels.nonfinite_counts(values) != 0)
 
 
 def _combine(
     checks: Sequence[_Check],
-    named: Sequence[tuple[str, Tensor]],
     is_skipped: bool,
     device: torch.device,
     groups: Sequence[dist.ProcessGroup | None],
@@ -241,26 +320,22 @@ def _combine(
             numbers = all_gather_numbers(numbers, group).sum(0)
         bad_ranks, participants, ranks = numbers.unbind()
         found_inf, share = (bad_ranks > 0).float(), participants / ranks
-    nonfinite = [
-        ([named[index][0] for index in check.indices], check.are_nonfinite)
-        for check in checks
-        if check.indices
-    ]
+    nonfinite = [(check.names, check.are_nonfinite) for check in checks]
     return _Outcome(torch.where(found_inf > 0, 0.0, share), found_inf, is_skipped, nonfinite)
 
 
-def _check_apart(sums: _Grads, grads: _Grads, named: Sequence[tuple[str, Tensor]]) -> None:
+def _check_apart(sums: _Grads, grads: _Grads) -> None:
     """Raise if the backward has written its gradients to the memory of the accumulated ones."""
-    for index in sums.keys() & grads.keys():
-        sum_, grad = local_part(sums[index]), local_part(grads[index])
+    for key in sums.keys() & grads.keys():
+        sum_, grad = local_part(sums[key]), local_part(grads[key])
         if (
             sum_.layout is grad.layout is torch.strided
             and grad.numel()
             and sum_.data_ptr() == grad.data_ptr()
         ):
             raise RuntimeError(
-                f"the gradient of {named[index][0]} was written to the memory of the accumulated one, which is lost; "
-                "build DistributedDataParallel with gradient_as_bucket_view=False to use microbatch()"
+                f"the gradient of shape {tuple(grad.shape)} was written to the memory of the accumulated one, which is "
+                "lost; build DistributedDataParallel with gradient_as_bucket_view=False to use microbatch()"
             )
 
 

@@ -506,6 +506,10 @@ class GradScaler:
         `update` lowers the scale if a microbatch had inf or nan. Inside, `.grad` is that of this microbatch. If an
         exception leaves the region, the sum is as before. For several optimizers, nest regions.
 
+        Ranks that share sharded parameters leave out the same microbatches, with or without `no_sync`. Ranks of
+        DistributedDataParallel use a `ShardedGradScaler`, and no `no_sync` of that module, whose unreduced gradients
+        are in `.grad`.
+
         Returns:
             An object whose `skip()` lets this rank contribute nothing, for example because its data are bad. A disabled
             scaler checks nothing, and its `skip()` raises.
@@ -513,9 +517,12 @@ class GradScaler:
             TypeError: `optimizer` has no `param_groups`.
             RuntimeError: called after `unscale_` or `step` since the last `update`; or inside of another region of this
                 optimizer; or the backward has overwritten the accumulated gradients.
-            NotImplementedError: a parameter is sharded.
-        Sync: none, unless gradients are sparse or on other devices than the scale.
-        Collectives: none.
+            NotImplementedError: a sharded module has trained parameters that the optimizer lacks, or settings whose
+                gradients cannot be taken back (`set_requires_all_reduce(False)`, manual finalization).
+        Sync: none, with dense gradients on the device of the scale. One if a backward reduces gradients of earlier
+            microbatches that ran without synchronisation, as after `no_sync`.
+        Collectives: one all-gather of three numbers for each group that parameters are sharded over, or over the group
+            of a `ShardedGradScaler`. If a bad microbatch was reduced with earlier ones, they are reduced again.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -530,7 +537,7 @@ class GradScaler:
         """
         check_has_param_groups(optimizer)
         if not self._enabled:
-            yield Microbatch((), disabled=True)
+            yield Microbatch((), None)
             return
         if stage_of(self._per_optimizer_states, optimizer) is not OptState.READY:
             raise RuntimeError(
@@ -538,8 +545,6 @@ class GradScaler:
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         groups = self._reporting_groups(params)
-        if member_groups(params):
-            raise NotImplementedError("microbatch() supports no sharded parameters; accumulate without it")
         accumulation = self._accumulation_of(optimizer) or Accumulation()
         accumulation.check_closed("microbatch")
         self._per_optimizer_states[id(optimizer)]["accumulation"] = accumulation

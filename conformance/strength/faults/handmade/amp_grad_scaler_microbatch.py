@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
 
 from conformance.strength.faults.fault import Substitute, in_method, register_fault, subclass
 from conformance.strength.faults.handmade.amp_grad_scaler import parameters
+from conformance.strength.faults.handmade.distributed_fsdp_sharded_grad_scaler import SCALER
 
 MICROBATCH, SKIPPED = "microbatch", "skipped_microbatches"
 
@@ -69,3 +74,37 @@ def keeps_failed(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
 def names_all(original: Any, self: Any, optimizer: Any) -> Any:
     names = tuple(name for group in optimizer.param_groups for name in group.get("param_names", ()))
     return [entry._replace(names=names) for entry in original(self, optimizer)]
+
+
+SHARDED = {"breaks": SCALER, "on_ranks": True}
+
+
+@broken("decides_alone", "a rank leaves out what it has found itself", **SHARDED)
+@contextlib.contextmanager
+def decides_alone(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    with mock.patch.object(dist, "all_gather", _own_numbers), original(self, optimizer) as microbatch:
+        yield microbatch
+
+
+def _own_numbers(rows: Any, local: torch.Tensor, group: Any = None) -> None:
+    for row in rows:
+        row.copy_(local)
+
+
+@broken("keeps_skipped", "a rank that skips contributes its gradients", **SHARDED)
+@contextlib.contextmanager
+def keeps_skipped(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    with original(self, optimizer) as microbatch, mock.patch.object(torch, "zeros_like", torch.clone):
+        yield microbatch
+
+
+@broken("forgets_unreduced", "a bad microbatch that synchronises takes along the earlier ones", **SHARDED)
+@contextlib.contextmanager
+def forgets_unreduced(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    before = [parameter.grad is not None for parameter in parameters(optimizer)]
+    with original(self, optimizer) as microbatch:
+        yield microbatch
+    if float(self._per_optimizer_states[id(optimizer)]["accumulation"].outcomes[-1].is_bad) and any(before):
+        for parameter in parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.zero_()

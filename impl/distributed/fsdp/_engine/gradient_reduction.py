@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from impl.distributed.fsdp._engine.shared import RootContext
@@ -22,6 +23,8 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
     """
     root = unit.root
     gradients, reduction = group.gradients, group.reduction
+    if unit.contributes_zeros:
+        grads[:] = [None if grad is None else torch.zeros_like(grad) for grad in grads]
     if not group.syncs:
         gradients.accumulate_unreduced(grads)
         return

@@ -57,7 +57,6 @@ class Unit(UnitParams[Group_co]):
         self._first_node = 0  # first autograd node of the forward's graph
         self._backward = BackwardState()
         self._hooked_inputs = WeakTensorKeyDictionary()  # leaf inputs with a hook
-        self.awaits_reduction = False  # views may have gradients of earlier backwards
 
     def share_params_of(self, owner: Unit[ParamGroup]) -> None:
         """Use `owner`'s parameters in every forward and backward of this unit.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from impl.distributed.fsdp._engine.optimizer_checks import note_sharding
 from impl.distributed.fsdp._engine.optimizer_writes import track_optimizer_writes
@@ -17,7 +17,16 @@ from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_f
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
 from impl.kernels import span
+from impl.optim._held_gradients import HeldGradients, register_holder
 from impl.optim._shards import register_sharding
+
+
+def _no_partial_sums() -> NotImplementedError:
+    return NotImplementedError(
+        "microbatch() does not support set_requires_all_reduce(False), whose partial sums cannot be taken back; use "
+        "no_sync() or set_requires_gradient_sync(False)"
+    )
+
 
 Group_co = TypeVar("Group_co", bound=ParamGroup, covariant=True)
 
@@ -50,8 +59,11 @@ class UnitParams(Generic[Group_co]):
         self._in_graph: list[Unsharded] = []  # parameters that the last graph was built from
         # The same of the graph before a linearized forward, with the unsharded parameters of each group.
         self._set_aside: tuple[list[Unsharded], Sequence[Any]] | None = None
+        self.awaits_reduction = False  # gradients of earlier backwards may be unreduced
+        self.contributes_zeros = False  # whether this rank skips the running microbatch
         note_sharding()
         self.register_params()
+        register_holder(self)
 
     @property
     def stepped(self) -> list[nn.Parameter]:
@@ -79,6 +91,62 @@ class UnitParams(Generic[Group_co]):
                 groups_of_params = [groups_of_params[0] if len(set(groups_of_params)) == 1 else None]
             for parameter, groups in zip(tracked, groups_of_params, strict=False):
                 register_sharding(parameter, groups, group.groups.members)
+
+    # Microbatches of a scaler, as in `GradientHolder`
+
+    def begin_microbatch(self) -> HeldGradients:
+        for group in self.param_groups:
+            if group.reduction.partial is not None or (group.syncs and group.reduction.defers_all_reduce):
+                raise _no_partial_sums()
+        if self._root_or_none is not None and self._root_or_none.awaits_user:
+            raise NotImplementedError(
+                "microbatch() does not support set_manual_backward_finalization(True); let backward reduce the "
+                "gradients"
+            )
+        self._wait_for_reductions()
+        return self._held_of([group.gradients.begin_microbatch() for group in self.param_groups])
+
+    def skip_microbatch(self) -> None:
+        self.contributes_zeros = True
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        self.contributes_zeros = False
+        self._wait_for_reductions()
+        results = [group.gradients.end_microbatch() for group in self.param_groups]
+        if any(group.reduction.partial is not None for group in self.param_groups):
+            for group in self.param_groups:
+                group.reduction.partial = None
+            raise _no_partial_sums()
+        earlier: list[Hashable] = [(number, key) for number, (_, keys) in enumerate(results) for key in keys]
+        return self._held_of([held for held, _ in results]), earlier
+
+    def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        by_group: list[dict[Hashable, Tensor]] = [{} for _ in self.param_groups]
+        keys: Any = tensors
+        for number, key in keys:
+            by_group[number][key] = tensors[number, key]
+        for group, group_tensors in zip(self.param_groups, by_group, strict=True):
+            group.gradients.put(group_tensors)
+        self.awaits_reduction |= any(group.gradients.unsynchronized() for group in self.param_groups)
+
+    def reduce_held(self) -> None:
+        if self.awaits_reduction:
+            self.root.finalize_backward()
+            self.root.wait_for_gradients()
+
+    @staticmethod
+    def _held_of(by_group: Sequence[HeldGradients]) -> HeldGradients:
+        return {(number, key): held[key] for number, held in enumerate(by_group) for key in held}
+
+    @property
+    def _root_or_none(self) -> RootContext | None:
+        return getattr(self, "root", None)
+
+    def _wait_for_reductions(self) -> None:
+        """Make COMPUTE wait for gradients that the last backward left to REDUCE."""
+        root = self._root_or_none
+        if root is not None and root.streams.is_async:
+            root.streams.wait(StreamRole.COMPUTE, root.streams.record(StreamRole.REDUCE))
 
     def is_in_full_precision(self) -> bool:
         if not self.config.full_precision_in_eval:

@@ -5,7 +5,7 @@ W = ranks that the group is sharded over, S = elements of one rank's part of wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
 from impl.distributed.fsdp._params.autograd import call_hook
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
+from impl.optim._held_gradients import HeldGradient, HeldGradients
 
 # From torch 2.15 on, `reset_iter_state` clears `.grad` too.
 _RESET_CLEARS_GRAD = torch.__version__ >= "2.15"
@@ -62,6 +63,9 @@ class DTensorGradients:
         self._reduced: list[tuple[list[ShardedParam], Tensor]] = []
         self._were_reduced = False  # reset at the end of each backward
         self._reduced_params = group.params  # parameters with gradients in the last reduction
+        # Unreduced gradients before the running microbatch, until they are reduced.
+        self._before_microbatch: list[Tensor | None] = []
+        self._earlier_keys: list[Hashable] = []  # keys of them, once they were reduced
 
     def check_optimizers(self) -> None: ...
 
@@ -71,7 +75,7 @@ class DTensorGradients:
         return any(param.sharded.grad is not None for param in self._group.params)
 
     def has_unreduced(self) -> bool:
-        waits = any(grad is not None for grad in self._unreduced)
+        waits = any(grad is not None for grad in (*self._unreduced, *self._before_microbatch))
         return waits or self.must_reduce_zeros() or self._must_reduce_partial()
 
     def _must_reduce_partial(self) -> bool:
@@ -143,6 +147,10 @@ class DTensorGradients:
     ) -> Tensor:
         group, unsharded = self._group, self._group.unsharded_params
         assert unsharded is not None
+        if self._before_microbatch:
+            earlier, self._before_microbatch = self._before_microbatch, []
+            self._unreduced = self._added_to_unreduced(earlier)
+            self._earlier_keys = [(index, False) for index, grad in enumerate(earlier) if grad is not None]
         if self._unreduced:
             self._check_complete()
             grads = self._added_to_unreduced(grads)
@@ -170,6 +178,45 @@ class DTensorGradients:
         if rows:
             torch._chunk_cat(rows, 0, world, out=buffer.view(world, -1))
         return buffer
+
+    def begin_microbatch(self) -> HeldGradients:
+        self._check_complete()
+        held = self._take()
+        unreduced = [held.get((index, False)) for index in range(len(self._group.params))]
+        waits = any(gradient is not None for gradient in unreduced)
+        self._before_microbatch = [gradient and gradient.tensor for gradient in unreduced] if waits else []
+        self._earlier_keys = []
+        return held
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        self._before_microbatch = []
+        return self._take(), self._earlier_keys
+
+    def put(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        self._take()
+        for index, param in enumerate(self._group.params):
+            param.sharded.grad = tensors.get((index, True))
+        unreduced = [tensors.get((index, False)) for index in range(len(self._group.params))]
+        self._unreduced = unreduced if any(grad is not None for grad in unreduced) else []
+        self._show_unreduced()
+
+    def _take(self) -> HeldGradients:
+        """Return all gradients by the index of their parameter and whether they are reduced, and leave none."""
+        unsharded = self._group.unsharded_params
+        if unsharded is not None and any(view.grad is not None for view in unsharded.views):
+            self._add_to_unreduced(unsharded.take_gradients())
+        unreduced, self._unreduced = self._unreduced, []
+        held: HeldGradients = {}
+        for index, grad in enumerate(unreduced):
+            if grad is not None:
+                parts = [(self._group.params[index].sharded, grad)]
+                held[index, False] = HeldGradient(grad, parts, is_reduced=False)
+        for index, param in enumerate(self._group.params):
+            grad = param.sharded.grad
+            if grad is not None:
+                param.sharded.grad = None
+                held[index, True] = HeldGradient(grad, [(param.sharded, grad)])
+        return held
 
     def _check_dtypes_of_zeros(self, grad_dtypes: Sequence[torch.dtype | None]) -> None:
         """Raise ValueError if a trained parameter has `grad_dtype=None`.

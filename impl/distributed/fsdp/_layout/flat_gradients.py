@@ -7,7 +7,7 @@ aside.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,10 @@ from impl.distributed.fsdp._params.autograd import apply_gradient_hooks, call_ho
 from impl.distributed.fsdp._params.managed import IN_BACKWARD_OPTIMIZERS
 from impl.distributed.fsdp._params.param_group import BackwardJournal, NewBuffer, partial_gradients
 from impl.kernels import copy_to_host_async
+from impl.optim._held_gradients import HeldGradient, HeldGradients
+
+# Keys of held gradients.
+_AVERAGED, _UNREDUCED = "averaged", "unreduced"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class GradientShard:
         self._shown: Tensor | None = None
         self._shown_places: list[tuple[int, torch.Size] | None] = []  # address and shape of each
         self._unreduced: _Unreduced | None = None
+        # [padded_numel], unreduced sum before the running microbatch, until it is reduced.
+        self._before_microbatch: Tensor | None = None
+        self._earlier_keys: list[Hashable] = []  # key of that sum, once it was reduced
 
     def check_optimizers(self) -> None:
         """Check that torch's helper for optimizers in backward does not step the flat parameter.
@@ -78,7 +85,7 @@ class GradientShard:
         """Return whether gradients of earlier backwards without synchronisation are still unreduced."""
         if self._unreduced is not None:
             self.begin_backward()
-        return self._unreduced is not None
+        return self._unreduced is not None or self._before_microbatch is not None
 
     def unsynchronized(self) -> list[tuple[str, nn.Parameter]]:
         if self._unreduced is None:
@@ -133,6 +140,7 @@ class GradientShard:
         self, grads: Sequence[Tensor | None], dtype: torch.dtype | None, new_buffer: NewBuffer
     ) -> Tensor:
         """Return all gradients that are not averaged, with `grads` added, [padded_numel]."""
+        self._add_earlier_microbatches()
         unreduced, handle, grads = self._unreduced, self._handle, self._run_hooks(grads)
         dtype = dtype or handle.reduce_dtype
         if unreduced is not None:
@@ -144,6 +152,56 @@ class GradientShard:
         buffer, views = new_buffer(handle.layout.padded_numel, dtype, handle.views_of)
         _copy_in(handle.layout, grads, views, buffer)
         return buffer
+
+    def begin_microbatch(self) -> HeldGradients:
+        held = self._take()
+        self._before_microbatch = held[_UNREDUCED].tensor if _UNREDUCED in held else None
+        self._earlier_keys = []
+        return held
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        self._before_microbatch = None
+        return self._take(), self._earlier_keys
+
+    def put(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        self._take()
+        averaged, total = tensors.get(_AVERAGED), tensors.get(_UNREDUCED)
+        if total is not None:
+            self._averaged = averaged
+            self._unreduced = _Unreduced(total, self._handle.views_of(total))
+            self._show_unreduced(self._unreduced)
+        elif averaged is not None:
+            self.show(averaged)
+
+    def _take(self) -> HeldGradients:
+        handle = self._handle
+        if self._unreduced is not None:
+            self.begin_backward()
+        unreduced, self._unreduced = self._unreduced, None
+        averaged = self._taken_from_grad() if unreduced is None else self._averaged
+        self._averaged = self._shown = None
+        self._shown_places = []
+        for parameter in handle.stepped:
+            parameter.grad = None
+        held: HeldGradients = {}
+        if averaged is not None:
+            pieces = handle.pieces_of(averaged) if handle.use_orig_params else [averaged]
+            pairs = zip(handle.stepped, pieces, strict=True)
+            parts = [(param, piece) for param, piece in pairs if piece is not None]
+            held[_AVERAGED] = HeldGradient(averaged, parts)
+        if unreduced is not None:
+            views = unreduced.views if handle.use_orig_params else [unreduced.total]
+            parts = list(zip(handle.stepped, views, strict=True))
+            held[_UNREDUCED] = HeldGradient(unreduced.total, parts, is_reduced=False)
+        return held
+
+    def _add_earlier_microbatches(self) -> None:
+        """Add the unreduced sum before the running microbatch to the gradients that are reduced now."""
+        earlier, self._before_microbatch = self._before_microbatch, None
+        if earlier is not None:
+            total = earlier if self._unreduced is None else earlier + self._unreduced.total
+            self._unreduced = _Unreduced(total, self._handle.views_of(total))
+            self._earlier_keys = [_UNREDUCED]
 
     def _run_hooks(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the hooks of a flat parameter on this rank's gradients, and return the results.

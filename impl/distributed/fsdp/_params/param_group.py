@@ -7,7 +7,7 @@ shard in a collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from impl.distributed.fsdp._params.autograd import outside_transforms
 from impl.distributed.fsdp._params.param_registration import ParamInfo
 from impl.distributed.fsdp._params.policies import ParamPrecision
 from impl.kernels import no_grad_fast
+from impl.optim._held_gradients import HeldGradients
 from impl.optim._refusals import describe_names
 
 ViewsOf = Callable[[Tensor], list[Tensor]]
@@ -139,6 +140,17 @@ class Gradients(Protocol):
 
     def end_backward(self, synced: bool) -> None:
         """Publish the gradients of this backward in `.grad`."""
+
+    def begin_microbatch(self) -> HeldGradients:
+        """Take all gradients. The next `reduce_input` includes unreduced ones nevertheless."""
+        ...
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        """Take all gradients. Return also the keys of `begin_microbatch` whose gradients are included in them."""
+        ...
+
+    def put(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        """Hold these gradients, by the keys of the methods above, instead of any others."""
 
 
 class ParamGroup(Protocol):

@@ -1,0 +1,141 @@
+"""Cases of `microbatch` with sharded models: accumulation in which ranks spoil or skip their batches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters
+from conformance.distributed.fsdp.lab import Lab, tried
+from conformance.judge.sandbox import seeding
+
+LAYOUTS = ("fully_shard", "kept", "hybrid", "original", "flat", "no_shard", "replicated")
+LEARNING_RATE = 0.125
+SCALE = 64.0
+# For each microbatch what each rank does: nothing (None), spoil its batch or skip it.
+BAD, SKIP = "bad", "skip"
+Plan = Sequence[Sequence[str | None]]
+
+
+def model() -> nn.Sequential:
+    seeding.seed_all()
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def batch(step: int, microbatch: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=seeding.generator(100 * step + 10 * microbatch + rank))
+
+
+def accumulate(
+    lab: Lab, *, layout: str, unsynced: Sequence[int], how: str, plans: Sequence[Plan], scaler: str
+) -> Any:
+    """Train for one step for each plan.
+
+    Args:
+        lab: the rank.
+        layout: one of `LAYOUTS`.
+        unsynced: microbatches that run in `no_sync`.
+        how: the method that steps.
+        plans: outcomes of the microbatches.
+        scaler: name of the scaler.
+
+    Returns:
+        The full parameters and, for each step, whether it was taken, the scale, and the skipped microbatches.
+    """
+    device, rank = lab.rank.device, lab.rank.rank
+    sharded = _sharded(lab, layout)
+    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
+    its_scaler = lab.library.find(scaler)(device.type, init_scale=SCALE, growth_interval=100)
+    steps: list[Any] = []
+    for step, plan in enumerate(plans):
+        optimizer.zero_grad()
+        for number, outcomes in enumerate(plan):
+            inputs = batch(step, number, rank).to(device)
+            context = sharded.no_sync() if number in unsynced else contextlib.nullcontext()
+            with context, its_scaler.microbatch(optimizer) as microbatch:
+                if outcomes[rank] == SKIP:
+                    microbatch.skip()
+                loss = sharded(inputs if outcomes[rank] is None else inputs * math.nan).square().mean()
+                its_scaler.scale(loss / len(plan)).backward()
+        if how == "fused_step":
+            its_scaler.fused_step(optimizer, update=False)
+        else:
+            its_scaler.step(optimizer)
+        its_scaler.update()
+        skipped = [tuple(entry) for entry in its_scaler.skipped_microbatches(optimizer)]
+        steps.append((its_scaler.step_was_taken(optimizer), its_scaler.get_scale(), skipped))
+    return _parameters(lab, layout, sharded), steps
+
+
+def failing(lab: Lab, *, layout: str, unsynced: bool) -> Any:
+    """Return the full parameters after a step whose second microbatch has raised after its backward."""
+    device, rank = lab.rank.device, lab.rank.rank
+    sharded = _sharded(lab, layout)
+    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
+    its_scaler = lab.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=SCALE)
+
+    def run(number: int) -> None:
+        context = sharded.no_sync() if unsynced and number < 2 else contextlib.nullcontext()
+        with context, its_scaler.microbatch(optimizer):
+            its_scaler.scale(sharded(batch(0, number, rank).to(device)).square().mean() / 2).backward()
+            if number == 1:
+                raise KeyError("after the backward")
+
+    for number in range(3):
+        tried(lambda number=number: run(number))
+    its_scaler.step(optimizer)
+    return _parameters(lab, layout, sharded)
+
+
+def refused(lab: Lab, *, setting: str) -> Any:
+    """Return the error of a microbatch that runs with a setting that it does not support."""
+    device = lab.rank.device
+    sharded = _sharded(lab, "hybrid" if setting == "set_requires_all_reduce" else "fully_shard")
+    params = [*sharded.parameters()]
+    optimizer = SGD(params[:1] if setting == "parameters" else params, lr=LEARNING_RATE)
+    its_scaler = lab.library.find("amp.GradScaler")(device.type)
+
+    def run() -> None:
+        with its_scaler.microbatch(optimizer):
+            its_scaler.scale(sharded(batch(0, 0, lab.rank.rank).to(device)).sum()).backward()
+
+    if setting == "set_requires_all_reduce":
+        sharded.set_requires_all_reduce(False)
+    elif setting == "set_manual_backward_finalization":
+        sharded.set_manual_backward_finalization(True)
+        its_scaler.scale(sharded(batch(0, 0, lab.rank.rank).to(device)).sum()).backward()
+    return tried(run)
+
+
+def _sharded(lab: Lab, layout: str) -> Any:
+    sharded, fsdp, world = model().to(lab.rank.device), lab.api, lab.rank.world_size
+    if layout in ("fully_shard", "kept", "hybrid"):
+        sizes = (2, world // 2) if layout == "hybrid" else (world,)
+        more = {"reshard_after_forward": False} if layout == "kept" else {}
+        mesh = lab.rank.mesh(*sizes, names=("replicas", "shards")[-len(sizes) :])
+        for child in (sharded[0], sharded[2]):
+            fsdp.fully_shard(child, mesh=mesh, **more)
+        return fsdp.fully_shard(sharded, mesh=mesh, **more)
+    if layout == "replicated":
+        return nn.parallel.DistributedDataParallel(sharded)
+    strategy = "NO_SHARD" if layout == "no_shard" else "FULL_SHARD"
+    originals = layout != "flat"
+    for number in (0, 2):
+        sharded[number] = lab.wrap(sharded[number], use_orig_params=originals, strategy=strategy)
+    return lab.wrap(sharded, use_orig_params=originals, strategy=strategy)
+
+
+def _parameters(lab: Lab, layout: str, sharded: Any) -> dict[str, list[Any]]:
+    if layout in ("original", "flat", "no_shard"):
+        return {name: value.tolist() for name, value in gathered_parameters(lab.library, sharded).items()}
+    values = {
+        clean(name).removeprefix("module."): param.full_tensor() if hasattr(param, "full_tensor") else param
+        for name, param in sharded.named_parameters()
+    }
+    return {name: value.tolist() for name, value in values.items()}

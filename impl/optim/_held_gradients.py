@@ -1,0 +1,82 @@
+"""Gradients of sharded parameters that a scaler sets aside while a microbatch runs.
+
+A unit of sharded parameters holds `.grad`, and gradients of backwards without synchronisation. The units register here,
+so that a scaler finds those of an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
+
+from torch import Tensor
+
+
+class HeldGradient(NamedTuple):
+    """A tensor with gradients of one or several parameters."""
+
+    tensor: Tensor
+    parts: Sequence[tuple[Tensor, Tensor]]  # parameters, and views of their elements
+    is_reduced: bool = True
+
+
+HeldGradients = dict[Hashable, HeldGradient]
+
+
+class GradientHolder(Protocol):
+    """Unit of sharded parameters."""
+
+    @property
+    def stepped(self) -> Sequence[Tensor]:
+        """Parameters that the optimizer steps."""
+        ...
+
+    def begin_microbatch(self) -> HeldGradients:
+        """Take all gradients. The next reduction includes unreduced ones nevertheless.
+
+        Raises:
+            NotImplementedError: gradients are reduced in a way that cannot be undone.
+        """
+        ...
+
+    def skip_microbatch(self) -> None:
+        """Replace this rank's gradients by zeros until the end of the microbatch."""
+
+    def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
+        """Take the gradients of the microbatch. Return also the keys of earlier ones that were reduced with them."""
+        ...
+
+    def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        """Hold these gradients instead of any others."""
+
+    def reduce_held(self) -> None:
+        """Reduce the unreduced gradients of all units of the model, unless they are.
+
+        Collectives: those of a backward that ends with synchronisation.
+        """
+
+
+_holders: WeakSet[GradientHolder] = WeakSet()
+
+
+def register_holder(holder: GradientHolder) -> None:
+    _holders.add(holder)
+
+
+def holders_of(params: Sequence[Tensor]) -> list[GradientHolder]:
+    """Return the units of these parameters, in the order of the parameters.
+
+    Raises:
+        NotImplementedError: a unit has trained parameters besides.
+    """
+    by_param = {id(param): holder for holder in list(_holders) for param in holder.stepped}
+    holders = list(dict.fromkeys(by_param[id(param)] for param in params if id(param) in by_param))
+    stepped = set(map(id, params))
+    for holder in holders:
+        if any(param.requires_grad and id(param) not in stepped for param in holder.stepped):
+            raise NotImplementedError(
+                "microbatch() needs an optimizer that has all trained parameters of each sharded module; shard the "
+                "parameters of different optimizers in different modules"
+            )
+    return holders
