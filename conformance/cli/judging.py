@@ -29,6 +29,7 @@ from conformance.judge.files.claims_file import set_claims_file, similar
 from conformance.judge.judgement import RED
 from conformance.judge.library import package_of
 from conformance.judge.results import BAD_INPUT
+from conformance.report.merging import mark_flaky
 
 DEADLINES_S = {"smoke": 600.0, "quick": 1200.0, "full": 5400.0, "deep": 86400.0}
 _ROOT = HERE.parent
@@ -38,9 +39,21 @@ _OUTPUTS = ("judgements.jsonl", "judging.log", "junit.xml")
 
 
 def judge(options: argparse.Namespace, out: Path, progress: PhaseProgress, stop: Stop) -> dict[str, Any]:
-    """Judge `options.subject` and return the report. If the suite was stopped, it has the results until then."""
+    """Judge `options.subject` and return the report. If the suite was stopped, it has the results until then.
+
+    With `options.rerun`, fresh processes judge again, and tests with different outcomes are flaky.
+    """
     if options.claims is not None:
         set_claims_file(package_of(options.subject), Path(options.claims))
+    reports = [_judge_once(options, out, progress, stop)]
+    while len(reports) <= options.rerun and not (reports[-1]["ended_early"] or reports[-1]["bad_input"]):
+        reports.append(_judge_once(options, out, progress, stop))
+    return mark_flaky(reports) if options.rerun else reports[0]
+
+
+def _judge_once(
+    options: argparse.Namespace, out: Path, progress: PhaseProgress, stop: Stop
+) -> dict[str, Any]:
     for name in _OUTPUTS:
         (out / name).unlink(missing_ok=True)
     log = out / "judgements.jsonl"

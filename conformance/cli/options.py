@@ -54,6 +54,13 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="run the I-th of N shards, which take about as long; python -m conformance.report --merge joins them",
     )
+    add(
+        "--rerun",
+        type=reruns,
+        default=0,
+        metavar="N",
+        help="judge N more times with the same seed; tests with different outcomes are flaky (default: 0)",
+    )
     add("--seed", type=int, help="draw other examples (default: every run draws the same)")
     add(
         "--out",
@@ -115,6 +122,12 @@ def world_sizes(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,2,4")
     return text
+
+
+def reruns(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of additional runs such as 2")
+    return int(text)
 
 
 def shard(text: str) -> str:

@@ -8,7 +8,8 @@ Outcomes:
     reference cannot run here    an entry of `reference_limits.toml` was confirmed
     stale                        torch no longer behaves as an entry says, or an expectation no longer holds
     expected                     the test failed, as the subject's claims file says
-Failed, hang, crash and stale are red. Clauses without tests have outcomes as well (`conformance.judge.accounting`).
+    flaky                        runs with the same seed had different outcomes (`--rerun`)
+Failed, hang, crash, stale and flaky are red. Clauses without tests have outcomes as well (`judge.accounting`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from conformance.judge.heading import replay_command
 from conformance.judge.library import NotProvided, load_library
 from conformance.judge.tolerances import take_margins
 
-RED = ("failed", "hang", "crash", "stale")
+FLAKY = "flaky"
+RED = ("failed", "hang", "crash", "stale", FLAKY)
 _MOST_TEXT = 4000
 _AXES = ("device", "dtype", "world_size")
 

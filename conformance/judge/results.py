@@ -7,7 +7,7 @@ import json
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +24,7 @@ from conformance.judge.sandbox.trial import SubjectInfo
 
 BAD_INPUT = 2  # exit code for wrong input, whatever the outcomes of tests
 NO_DEVICE = "no device"  # beginning of the reason of an unavailable test
+EXPECTATION = "expectation of "  # beginning of the id of an expectation that no longer holds
 _PROPERTY = "conformance"
 _MOST_OUTPUT = 20_000  # characters of a failing test's output
 _SELFTEST = "a test of the suite itself"
@@ -161,15 +162,9 @@ class Recorder:
         ]
         is_complete = is_complete and not _is_narrowed(self._config)
         self._expectations = Expectations.of_run(self._config).evaluate(tests, is_complete=is_complete)
-        for result in self._expectations:
-            if result.is_red:
-                row, nodeid = result.expectation, f"expectation of {result.expectation.about}"
-                clause = row.clause or next(
-                    test.clause for test in tests if row.covers(test.nodeid, test.clause)
-                )
-                reason = f"the claims file expects it to fail ({row.reason}), but {result.says}"
-                self._judgements[nodeid] = Judgement(nodeid, "stale", 0.0, clause, reason=reason)
-                self._note(asdict(self._judgements[nodeid]))
+        for judgement in stale_expectations(self._expectations, tests):
+            self._judgements[judgement.nodeid] = judgement
+            self._note(asdict(judgement))
 
     def _verdict(self) -> str:
         if self._bad_input():
@@ -252,6 +247,18 @@ class Recorder:
             write(f"BAD INPUT {sentence}")
         colour = self._verdict()
         write(f"verdict: {colour}", green=colour == "green", red=colour == "red", bold=True)
+
+
+def stale_expectations(
+    results: Iterable[ExpectationResult], tests: Sequence[TestRecord]
+) -> Iterator[Judgement]:
+    """Yield a red judgement for each expectation that no longer holds."""
+    for result in results:
+        if result.is_red:
+            row = result.expectation
+            clause = row.clause or next(test.clause for test in tests if row.covers(test.nodeid, test.clause))
+            reason = f"the claims file expects it to fail ({row.reason}), but {result.says}"
+            yield Judgement(f"{EXPECTATION}{row.about}", "stale", 0.0, clause, reason=reason)
 
 
 def _is_narrowed(config: pytest.Config) -> bool:

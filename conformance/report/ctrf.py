@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from conformance.judge.judgement import RED
+from conformance.judge.judgement import FLAKY, RED
 
 _STATUS = {
     **dict.fromkeys(RED, "failed"),
@@ -17,6 +18,7 @@ _STATUS = {
 def ctrf(report: dict[str, Any]) -> dict[str, Any]:
     began_ms = _milliseconds(report["began"])
     tests = [_test(test) for test in report["tests"]]
+    tests += [_not_run(result) for result in report["not_run"]]
     counts = Counter(test["status"] for test in tests)
     kinds = ("passed", "failed", "skipped", "pending", "other")
     return {
@@ -56,7 +58,23 @@ def _test(test: dict[str, Any]) -> dict[str, Any]:
     }
     if test["reason"]:
         entry |= {"message": test["reason"].splitlines()[0], "trace": test["reason"]}
+    entry |= {"flaky": True} if test["outcome"] == FLAKY else {}
     return entry | ({"extra": {"replay": test["replay"]}} if test["replay"] else {})
+
+
+def _not_run(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a clause without tests."""
+    entry = {"name": result["clause"], "status": "skipped", "duration": 0, "rawStatus": result["outcome"]}
+    return entry | {"tags": [result["clause"]], "message": result["reason"]}
+
+
+def relay(report: dict[str, Any], artifact: Path) -> dict[str, Any]:
+    """Return the counts for a relay of continuous integration, in which a clause without tests counts as skipped.
+
+    `artifact` is the report's folder.
+    """
+    summary = ctrf(report)["results"]["summary"]
+    return {name: summary[name] for name in ("passed", "failed", "skipped")} | {"artifact": str(artifact)}
 
 
 def _milliseconds(moment: str) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.judge.accounting import NOT_RUN, NotRun
-from conformance.judge.judgement import RED
+from conformance.judge.judgement import FLAKY, RED
 
 # Outcomes from worst to best. A cell shows the worst of its tests.
 SEVERITY = (
@@ -17,6 +17,7 @@ SEVERITY = (
     "hang",
     "failed",
     "stale",
+    FLAKY,
     "expected",
     NOT_RUN,
     "not provided",
@@ -32,6 +33,7 @@ SIGNS = {
     "hang": "⧗",
     "failed": "✗",
     "stale": "≠",
+    FLAKY: "~",
     "expected": "!",
     NOT_RUN: "?",
     "not provided": "∅",
@@ -46,6 +48,7 @@ MEANINGS = {
     "hang": "the test exceeded its deadline",
     "failed": "the subject differs from torch",
     "stale": "torch no longer does what a deviation or limit says, or an expected failure passes",
+    FLAKY: "runs with the same seed had different outcomes",
     "expected": "the test failed, as the subject's claims file says",
     NOT_RUN: "no test of the clause was in this run, because of the profile, the selection or an early end",
     "not provided": "the subject lacks the name and does not claim it",

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.judge import catalogue
 from conformance.report.badge import badge
 from conformance.report.catalogue_page import write_catalogue
-from conformance.report.ctrf import ctrf
+from conformance.report.ctrf import ctrf, relay
 from conformance.report.page import write_page
 from conformance.report.verdict import exit_code, reasons
 
@@ -23,6 +23,7 @@ def conclude(report: dict[str, Any], out: Path, say: Callable[..., None]) -> int
     say(report=report)
     # These come last, so that an error in them does not suppress the verdict.
     (out / "ctrf.json").write_text(json.dumps(ctrf(report), indent=1))
+    (out / "relay.json").write_text(json.dumps(relay(report, out.absolute())))
     (out / "badge.svg").write_text(badge(report))
     (out / "clauses.json").write_text(json.dumps(catalogue.as_dict(), indent=1))
     write_catalogue(catalogue.as_dict(), out / "clauses.html")

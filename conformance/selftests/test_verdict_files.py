@@ -100,20 +100,28 @@ def test_invalid_input_is_distinguished_from_red(
 def test_dashboard_list_has_every_test_once() -> None:
     outcomes = [outcome for outcome in SEVERITY if outcome != "not run"]
     report = a_report(
-        *(judged(outcome, reason=f"of {outcome}\nmore", replay="r") for outcome in outcomes), reasons=[]
+        *(judged(outcome, reason=f"of {outcome}\nmore", replay="r") for outcome in outcomes),
+        reasons=[],
+        not_run=[{"clause": "nn.x", "outcome": "not run", "reason": "not selected"}],
     )
     results = json.loads(json.dumps(ctrf(report)))["results"]
     status = {test["rawStatus"]: test["status"] for test in results["tests"]}
-    assert {name for name, kind in status.items() if kind == "failed"} == {"failed", "hang", "crash", "stale"}
+    failed = {name for name, kind in status.items() if kind == "failed"}
+    assert failed == {"failed", "hang", "crash", "stale", "flaky"}
     assert {name for name, kind in status.items() if kind == "passed"} == {
         "passed",
         "known",
         "reference cannot run here",
     }
     summary = results["summary"]
-    assert summary["tests"] == len(outcomes) == sum(summary[kind] for kind in ("passed", "failed", "skipped"))
+    assert (
+        summary["tests"]
+        == len(outcomes) + 1
+        == sum(summary[kind] for kind in ("passed", "failed", "skipped"))
+    )
     assert (summary["start"], summary["stop"]) == (1767225600000, 1767225601000)
-    first = results["tests"][0]
+    first, *_, last = results["tests"]
+    assert (last["name"], last["status"], last["message"]) == ("nn.x", "skipped", "not selected")
     assert (first["message"], first["trace"]) == (f"of {outcomes[0]}", f"of {outcomes[0]}\nmore")
     assert first["extra"] == {"replay": "r"}
     assert all(isinstance(test["duration"], int) for test in results["tests"])
