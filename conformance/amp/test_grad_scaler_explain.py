@@ -92,7 +92,7 @@ def test_explanation_agrees_with_gradients(
 
 
 @clause("amp.grad_scaler.fused_step.explained")
-@pytest.mark.parametrize("objection", ["gaps", "state"])
+@pytest.mark.parametrize("objection", ["gaps", "state", "states have another dtype"])
 def test_explanation_names_parameter_without_fused_update(
     subject: Library, device: str, objection: str
 ) -> None:
@@ -101,12 +101,17 @@ def test_explanation_names_parameter_without_fused_update(
         step = ExplainedStep(subject, device, lambda params: SGD(params, lr=0.125))
         step.params[1].data = torch.ones(2, 6, device=device)[:, ::2]
     else:
-        step = ExplainedStep(subject, device, lambda params: AdamW(params, lr=0.125, foreach=False))
+        step = ExplainedStep(
+            subject, device, lambda params: SGD(params, lr=0.125, momentum=0.5, foreach=False)
+        )
         step.scaler.fused_step(step.optimizer)
         for param in step.params:
             param.grad = torch.full_like(param, SCALE)
         state = step.optimizer.state[step.params[1]]
-        state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+        momentum = state["momentum_buffer"]
+        state["momentum_buffer"] = (
+            momentum.t().contiguous().t() if objection == "state" else momentum.bfloat16()
+        )
     step.scaler.fused_step(step.optimizer)
     explained, reasons = step.explanation()
     assert explained == step.was_left_to_optimizer() == [(name, True) for name in NAMES]

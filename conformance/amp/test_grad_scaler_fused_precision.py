@@ -12,7 +12,8 @@ from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
-from conformance.judge.tolerances import stored_updates
+from conformance.judge.sandbox import seeding
+from conformance.judge.tolerances import stored_updates, updates
 from conformance.strategies.fused_steps import (
     FUSED,
     KINDS,
@@ -125,6 +126,67 @@ def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dty
             assert_same_outcome(state, our_state, stored_updates(step, dtype))
 
     fused.judge(lambda library: reported(library, True), compare)
+
+
+def with_states(library: Library, device: str, kind: str, dtype: torch.dtype) -> Harness:
+    """Return a harness after one step, whose parameters and states then got bfloat16 values. States have `dtype`."""
+    gradients = (Gradient((5,), seed=1), Gradient((130, 130), seed=2, scale=0.1), Gradient((7,), seed=3))
+    harness = Harness(library, device, gradients, KINDS[kind], init_scale=8.0)
+    harness.backward()
+    by_four(harness, math.inf)
+    draw = seeding.generator(7)
+    for param in harness.parameters:
+        param.data.copy_(torch.randn(param.shape, generator=draw).bfloat16())
+        state = harness.optimizer.state[param]
+        for name in sorted(state.keys() - {"step"}):
+            state[name] = torch.rand(param.shape, generator=draw).bfloat16().to(device, dtype)
+    return harness
+
+
+def stored_states(harness: Harness) -> list[torch.Tensor]:
+    states = [harness.optimizer.state[param] for param in harness.parameters]
+    return [state[name].clone() for state in states for name in sorted(state.keys() - {"step"})]
+
+
+@clause("amp.grad_scaler.fused_step.bfloat16_states")
+@pytest.mark.parametrize("kind", ["adam", "adamw", "nesterov", "dampened", "adagrad"])
+@pytest.mark.parametrize("max_norm", [math.inf, 0.5])
+def test_bfloat16_states_of_float32_parameters(
+    subject: Library, reference: Library, device: str, kind: str, max_norm: float
+) -> None:
+    """Compare with the same values in float32. From torch 2.15 on, its fused Adam takes bfloat16 states on CUDA."""
+    takes_narrow = device == "cuda" and torch.__version__ >= "2.15" and kind in ("adam", "adamw")
+    expected = with_states(reference, device, kind, torch.bfloat16 if takes_narrow else torch.float32)
+    actual = with_states(subject, device, kind, torch.bfloat16)
+    for harness in (expected, actual):
+        harness.zero_grad()
+        harness.backward(times=3.0)
+    norm = actual.scaler.fused_step(actual.optimizer, max_norm)
+    by_four(expected, max_norm, total_norm=norm)
+    assert actual.scaler.explain(actual.optimizer).is_fused
+    assert_same_outcome(
+        observe(lambda: [param.detach() for param in expected.parameters]),
+        observe(lambda: [param.detach() for param in actual.parameters]),
+        updates(1),
+    )
+    assert_same_outcome(
+        observe(lambda: [state.bfloat16() for state in stored_states(expected)]),
+        observe(lambda: stored_states(actual)),
+        stored_updates(1, torch.bfloat16),
+    )
+
+
+@clause("amp.grad_scaler.fused_step.bfloat16_states")
+@pytest.mark.parametrize("kind", ["adam", "nesterov", "adagrad"])
+def test_skipped_step_keeps_bfloat16_states(subject: Library, device: str, kind: str) -> None:
+    harness = with_states(subject, device, kind, torch.bfloat16)
+    before = [*(param.detach().clone() for param in harness.parameters), *stored_states(harness)]
+    harness.zero_grad()
+    harness.backward(last=math.inf)
+    harness.scaler.fused_step(harness.optimizer)
+    after = [*(param.detach() for param in harness.parameters), *stored_states(harness)]
+    assert all(map(torch.equal, before, after))
+    assert {state.dtype for state in stored_states(harness)} == {torch.bfloat16}
 
 
 @clause("amp.grad_scaler.fused_step.low_precision")

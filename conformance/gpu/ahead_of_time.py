@@ -51,13 +51,23 @@ _SETTINGS = {getattr(rules, rule.KERNELS.triton): rule.KERNELS.settings for rule
 
 
 def _update(
-    name: str, kernel: Any, states: int, own: tl.dtype, grads: tl.dtype, copies: tl.dtype | None, **flags: Any
+    name: str,
+    kernel: Any,
+    states: int,
+    own: tl.dtype,
+    grads: tl.dtype,
+    copies: tl.dtype | None,
+    stored: tl.dtype | None = None,
+    **flags: Any,
 ) -> KernelVariant:
     arguments = dict.fromkeys(("lr", *_SETTINGS[kernel]), "fp64") | {
         "rows_ptr": "*i64",
         "factor_ptr": "*fp32",
     }
-    dtypes = {"OWN": own, "GRADS": grads, "COPIES": copies or own, "LISTS": states + (3 if copies else 2)}
+    dtypes = {
+        "OWN": own, "GRADS": grads, "STORED": stored or own, "COPIES": copies or own,
+        "LISTS": states + (3 if copies else 2),
+    }  # fmt: skip
     options = {name: UPDATE[name] for name in UPDATE.keys() - UPDATE_SHAPE.keys()}
     return KernelVariant(
         name, kernel, {**arguments, "found_inf_ptr": "*fp32"},
@@ -127,6 +137,10 @@ CASES = (
         {**TENSOR_SHAPE, "KIND": "two"},
     ),
     _update("adamw_copies", adam_kernel, 2, tl.float32, tl.bfloat16, tl.bfloat16, AMSGRAD=False, DECAY="decoupled"),
+    _update(
+        "adamw_narrow_states", adam_kernel, 2, tl.float32, tl.float32, None, tl.bfloat16,
+        AMSGRAD=False, DECAY="decoupled",
+    ),
     _update("adam_halves", adam_kernel, 3, tl.bfloat16, tl.bfloat16, None, AMSGRAD=True, DECAY="gradient"),
     _update(
         "momentum", sgd_kernel, 1, tl.float32, tl.float32, None, MOMENTUM_PHASE="goes_on", NESTEROV=True, DECAYS=True

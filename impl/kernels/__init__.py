@@ -45,13 +45,14 @@ from impl.kernels.checked_norm import StepNumbers, checked_norm, nonfinite_flag,
 from impl.kernels.clamp import clamp_
 from impl.kernels.fused_step import UpdateBackend, fused_step_
 from impl.kernels.norm import total_norm
-from impl.kernels.rules import RULES, AdagradRule, AdamRule, Rule, SGDRule
+from impl.kernels.rules import NARROW_STATES, RULES, AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import clip_, clip_coefficient, scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import inverse, nonfinite_counts, unscale_, unscale_by_
 
 __all__ = [
     "KERNEL_DTYPES",
+    "NARROW_STATES",
     "OVERLAP",
     "PLAIN_TYPES",
     "RULES",

@@ -23,10 +23,12 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Parameters:
-    """Tensors that an update writes: dense, with one dtype, on one device. Entries of one index have one layout."""
+    """Tensors that an update writes: dense, on one device. Entries of one index have one layout."""
 
-    params: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]  # a list for each state of the rule, as long as `params`
+    params: Sequence[Tensor]  # tensors of one dtype
+    # A list for each state of the rule, as long as `params`. All states have the parameters' dtype, or all have
+    # `NARROW_STATES` beside f32 parameters.
+    states: Sequence[Sequence[Tensor]]
     # Step counters, f32 and 0-dim, on that device. Empty if the rule has none.
     steps: Sequence[Tensor] = ()
     low_precision_params: Sequence[Tensor] = ()  # copies that get the new values, or empty

@@ -54,7 +54,8 @@ def fused_step_(
 
     Args:
         rule: the optimizer's arithmetic and settings.
-        parameters: written, except the step counters, which already count this update.
+        parameters: written, except the step counters, which already count this update. Narrow states are computed in
+            f32 and rounded once, after the parameter was computed from them.
         grads: one for each parameter, of its shape and any floating-point dtype. They are not changed. For parameters
             in f16 and bf16 they are multiplied in f32 and not rounded again, for others in the parameter's dtype. If
             their layout is known, it is that of their parameters, whose addresses have not changed since

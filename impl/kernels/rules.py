@@ -24,6 +24,9 @@ FLAGS = ("maximize", "decoupled", "nesterov", "is_first_step")
 INTERFACE = 6
 
 
+# Dtype that all states of f32 parameters may have instead of f32. They are computed in f32 and rounded when stored.
+NARROW_STATES = torch.bfloat16
+
 _States = Sequence[list[Tensor]]
 
 
@@ -78,10 +81,17 @@ class Rule:
         divisor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update lists of one dtype on one device. `steps` already count this update."""
+        """Update lists on one device, of one dtype except narrow states. `steps` already count this update."""
         all_states = [[*state] for state in states] + [[] for _ in self.STATES[len(states) :]]
         more = {"grad_scale": divisor, "found_inf": found_inf, **vars(self)}
-        self.operator([*params], [*grads], all_states, [*steps], more)
+        if not states or states[0][0].dtype is params[0].dtype:
+            self.operator([*params], [*grads], all_states, [*steps], more)
+            return
+        # torch's operators take narrow states on CUDA only, from torch 2.15 on.
+        wide = [[tensor.to(params[0].dtype) for tensor in state] for state in all_states]
+        self.operator([*params], [*grads], wide, [*steps], more)
+        for state, new in zip(states, wide, strict=False):
+            torch._foreach_copy_([*state], new)
 
 
 @dataclass(frozen=True)

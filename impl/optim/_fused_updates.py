@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from impl.kernels import (
     KERNEL_DTYPES,
+    NARROW_STATES,
     PLAIN_TYPES,
     RULES,
     ListLayout,
@@ -381,6 +382,7 @@ def _prepare(
                 [parameters.params[index], *(state[index] for state in parameters.states)],
                 grads[index],
                 copies[index] if copies else None,
+                parameters.states[0][0].dtype if parameters.states else None,
             ),
         )
         for index, param in enumerate(params)
@@ -388,8 +390,14 @@ def _prepare(
     return parameters
 
 
-def _objection_to_memory(param_and_states: list[Tensor], grad: Tensor, copy: Tensor | None) -> str | None:
-    """Return why the update's kernels, which use addresses, would read or write a tensor wrongly, or None."""
+def _objection_to_memory(
+    param_and_states: list[Tensor], grad: Tensor, copy: Tensor | None, states_dtype: torch.dtype | None
+) -> str | None:
+    """Return why the update's kernels, which use addresses, would read or write a tensor wrongly, or None.
+
+    Args:
+        states_dtype: dtype of the first parameter's first state, which all states have, or None.
+    """
     param = param_and_states[0]
     for tensor in (*param_and_states, grad, *([] if copy is None else [copy])):
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
@@ -407,6 +415,9 @@ def _objection_to_memory(param_and_states: list[Tensor], grad: Tensor, copy: Ten
     for tensor in (*param_and_states[1:], *([] if copy is None else [copy])):
         if tensor.stride() != param.stride() and not (tensor.is_contiguous() and param.is_contiguous()):
             return "a state has another memory layout than its parameter"
-    if any(tensor.dtype is not param.dtype for tensor in param_and_states):
+    dtypes = {state.dtype for state in param_and_states[1:]} or {param.dtype}
+    if dtypes != {param.dtype} and not (dtypes == {NARROW_STATES} and param.dtype is torch.float32):
         return "a state has another dtype than its parameter"
+    if states_dtype not in (None, *dtypes):
+        return "its states have another dtype than those of another parameter"
     return None

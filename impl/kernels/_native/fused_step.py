@@ -14,7 +14,7 @@ from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, Nat
 from impl.kernels._native.memory import Addresses, TensorList, Tensors, memory_of
 from impl.kernels._storage_order import match_layout
 from impl.kernels._table import are_disjoint, host_int64
-from impl.kernels.rules import FLAGS, NUMBERS, Rule
+from impl.kernels.rules import FLAGS, NARROW_STATES, NUMBERS, Rule
 
 _SETTINGS = frozenset((*NUMBERS, *FLAGS)) - {"lr"}
 
@@ -63,6 +63,11 @@ class UpdateMemory:
         self._places: _Places | None = None
         self._is_known = False  # whether `_places` is up to date
 
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of all states, or of the parameters if there are no states."""
+        return (self._states[0] if self._states else self.params)[0].dtype
+
     def changed_address(self) -> bool:
         """Return whether an address has changed since the last call. The first call returns True."""
         if self._addresses is None:
@@ -92,10 +97,11 @@ class UpdateMemory:
         return self._places
 
     def _has_known_dtypes(self) -> bool:
-        own = self.params[0].dtype
+        own, stored = self.params[0].dtype, self.state_dtype
         return (
             own in CODES
-            and all(tensor.dtype is own for state in self._states for tensor in state)
+            and (stored is own or (stored is NARROW_STATES and own is torch.float32))
+            and all(tensor.dtype is stored for state in self._states for tensor in state)
             and len(copy_dtypes := {copy.dtype for copy in self.low_precision_params}) <= 1
             and copy_dtypes <= CODES.keys()
             and all(step.dtype is torch.float32 for step in self.steps)
@@ -151,8 +157,8 @@ def fused_step(
     read = grads.memory
     if read is None or not places.are_disjoint_from(read):
         return False
-    own = CODES[memory.params[0].dtype]
-    states = (List * STATES)(*[List(column.address, own) for column in places.states])
+    own, stored = CODES[memory.params[0].dtype], CODES[memory.state_dtype]
+    states = (List * STATES)(*[List(column.address, stored) for column in places.states])
     copies = List()
     if places.low_precision_params is not None:
         copies = List(places.low_precision_params.address, CODES[memory.low_precision_params[0].dtype])

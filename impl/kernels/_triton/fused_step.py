@@ -82,19 +82,30 @@ def _alike(parameters: Parameters, grads: Sequence[Tensor], places: list[int] | 
 
     params, copies = picked(parameters.params), picked(parameters.low_precision_params)
     laid_out = [*map(match_layout, params, picked(grads))]
-    lists = [params, laid_out, *map(picked, parameters.states), *([copies] if copies else [])]
+    states = [*map(picked, parameters.states)]
+    lists = [params, laid_out, *states, *([copies] if copies else [])]
     table = update_table(lists, picked(parameters.steps))
-    return None if table is None else _Alike(lists, table, _named_dtypes(params, laid_out, copies))
+    return None if table is None else _Alike(lists, table, _named_dtypes(params, laid_out, states, copies))
 
 
 def _known(parameters: Parameters, grads: TensorList) -> _Alike | None:
     table = known_update_table(parameters.memory, grads)
-    dtypes = _named_dtypes(parameters.params, grads.tensors, parameters.low_precision_params)
+    dtypes = _named_dtypes(
+        parameters.params, grads.tensors, parameters.states, parameters.low_precision_params
+    )
     return None if table is None else _Alike([grads.tensors, *parameters.memory.lists], table, dtypes)
 
 
 def _named_dtypes(
-    params: Sequence[Tensor], grads: Sequence[Tensor], copies: Sequence[Tensor]
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    copies: Sequence[Tensor],
 ) -> dict[str, tl.dtype]:
-    named = {"OWN": params, "GRADS": grads, "COPIES": copies or params}
+    named = {
+        "OWN": params,
+        "GRADS": grads,
+        "STORED": states[0] if states else params,
+        "COPIES": copies or params,
+    }
     return {name: DTYPES[tensors[0].dtype] for name, tensors in named.items()}

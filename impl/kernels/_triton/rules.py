@@ -3,8 +3,8 @@
 Settings are scalar arguments in f64. Numbers that are the same for all elements are computed in f64 and rounded to f32
 once.
 
-LISTS is the number of lists in the update table, STATES that of the lists of states. OWN, GRADS and COPIES are dtypes:
-see `visit_update`. A rule gets three states, and returns those that it does not use unchanged.
+LISTS is the number of lists in the update table, STATES that of the lists of states. OWN, GRADS, STORED and COPIES are
+dtypes: see `visit_update`. A rule gets three states, and returns those that it does not use unchanged.
 """
 
 import triton
@@ -55,6 +55,7 @@ def adam_kernel(
     STATES: tl.constexpr,
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
+    STORED: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -72,8 +73,8 @@ def adam_kernel(
             wide(eps).to(tl.float32), decay.to(tl.float32), step_size.to(tl.float32), correction.to(tl.float32),
         )  # fmt: skip
         visit_update(
-            rows_ptr, factor_ptr, _adam, numbers, (AMSGRAD, MAXIMIZE, DECAY), LISTS, STATES, OWN, GRADS, COPIES,
-            BLOCK,
+            rows_ptr, factor_ptr, _adam, numbers, (AMSGRAD, MAXIMIZE, DECAY), LISTS, STATES, OWN, GRADS, STORED,
+            COPIES, BLOCK,
         )  # fmt: skip
 
 
@@ -113,6 +114,7 @@ def sgd_kernel(
     STATES: tl.constexpr,
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
+    STORED: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -124,7 +126,7 @@ def sgd_kernel(
         )  # fmt: skip
         visit_update(
             rows_ptr, factor_ptr, _sgd, numbers, (MOMENTUM_PHASE, NESTEROV, MAXIMIZE, DECAYS), LISTS, STATES, OWN,
-            GRADS, COPIES, BLOCK,
+            GRADS, STORED, COPIES, BLOCK,
         )  # fmt: skip
 
 
@@ -161,6 +163,7 @@ def adagrad_kernel(
     STATES: tl.constexpr,
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
+    STORED: tl.constexpr,
     COPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -170,6 +173,6 @@ def adagrad_kernel(
         step_size = learning_rate(lr, lr_ptr) / (1.0 + (step - 1.0) * wide(lr_decay))
         numbers = step_size.to(tl.float32), wide(eps).to(tl.float32), wide(weight_decay).to(tl.float32)
         visit_update(
-            rows_ptr, factor_ptr, _adagrad, numbers, (MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS, COPIES,
-            BLOCK,
+            rows_ptr, factor_ptr, _adagrad, numbers, (MAXIMIZE, DECAYS), LISTS, STATES, OWN, GRADS, STORED,
+            COPIES, BLOCK,
         )  # fmt: skip

@@ -55,8 +55,9 @@ def visit_update(
     flags: tl.tuple,
     LISTS: tl.constexpr,
     STATES: tl.constexpr,
-    OWN: tl.constexpr,  # dtype of parameters and states
+    OWN: tl.constexpr,  # dtype of parameters
     GRADS: tl.constexpr,  # dtype
+    STORED: tl.constexpr,  # dtype of states, whatever it is where there are none
     COPIES: tl.constexpr,  # dtype, whatever it is where there are none
     BLOCK: tl.constexpr,
 ) -> None:
@@ -66,11 +67,11 @@ def visit_update(
     vectors = vectors_in(count, tl.load(row_ptr + _ALIGNED))
     factor = tl.load(factor_ptr).to(tl.float32)
     _update_span(
-        _lists(row_ptr, vector_pointer_to, LISTS, STATES, OWN, GRADS, COPIES),
+        _lists(row_ptr, vector_pointer_to, LISTS, STATES, OWN, GRADS, STORED, COPIES),
         0, vectors, UPDATE, factor, numbers, flags, STATES, LISTS > 2 + STATES, BLOCK,
     )  # fmt: skip
     _update_span(
-        _lists(row_ptr, pointer_to, LISTS, STATES, OWN, GRADS, COPIES),
+        _lists(row_ptr, pointer_to, LISTS, STATES, OWN, GRADS, STORED, COPIES),
         vectors, count, UPDATE, factor, numbers, flags, STATES, LISTS > 2 + STATES, BLOCK,
     )  # fmt: skip
 
@@ -83,15 +84,16 @@ def _lists(
     STATES: tl.constexpr,
     OWN: tl.constexpr,
     GRADS: tl.constexpr,
+    STORED: tl.constexpr,
     COPIES: tl.constexpr,
 ) -> tl.tuple:
     """Return pointers to parameters, gradients, three states and copies. Absent lists point to parameters."""
     address_ptr = row_ptr + _ADDRESSES
     params = POINTER_TO(tl.load(address_ptr), OWN)
     grads = POINTER_TO(tl.load(address_ptr + 1), GRADS)
-    first = POINTER_TO(tl.load(address_ptr + 2), OWN) if STATES > 0 else params
-    second = POINTER_TO(tl.load(address_ptr + 3), OWN) if STATES > 1 else params
-    third = POINTER_TO(tl.load(address_ptr + 4), OWN) if STATES > 2 else params
+    first = POINTER_TO(tl.load(address_ptr + 2), STORED) if STATES > 0 else params
+    second = POINTER_TO(tl.load(address_ptr + 3), STORED) if STATES > 1 else params
+    third = POINTER_TO(tl.load(address_ptr + 4), STORED) if STATES > 2 else params
     copies = POINTER_TO(tl.load(address_ptr + 2 + STATES), COPIES) if LISTS > 2 + STATES else params
     return params, grads, first, second, third, copies
 

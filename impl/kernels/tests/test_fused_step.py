@@ -16,7 +16,7 @@ from impl.kernels import RULES, Rule, SGDRule, TensorList
 from impl.kernels._table import CHUNK
 from impl.kernels.tests.interpreter import the_interpreter
 from impl.kernels.tests.native import the_library
-from impl.kernels.tests.updates import Lists, ParamSpec, UpdateSpec, lists_of, updated
+from impl.kernels.tests.updates import Lists, ParamSpec, UpdateSpec, lists_of, updated, updated_lists
 
 _NARROW = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_NARROW)
@@ -33,11 +33,14 @@ def described(draw: st.DrawFn) -> UpdateSpec:
         st.sampled_from(["alike", "alike", "contiguous", "misaligned"]), st.sampled_from([*_DTYPES, torch.float64]),
         st.integers(0, 99),
     )  # fmt: skip
+    dtype, narrow_states = draw(
+        st.sampled_from([*((dtype, False) for dtype in _DTYPES), (torch.float32, True)])
+    )
     return UpdateSpec(
-        rule, states_of(rule), draw(st.sampled_from(_DTYPES)), draw(st.sampled_from([None, *_NARROW])),
+        rule, states_of(rule), dtype, draw(st.sampled_from([None, *_NARROW])),
         draw(st.lists(places, min_size=1, max_size=4)),
         draw(st.sampled_from([1.0, 2.0, 1000.0, 1e6])) if rule.COUNTS else 0.0,
-        draw(st.sampled_from([1.0, 2.0**-10, 0.37])), draw(st.sampled_from([None, 0.0])),
+        draw(st.sampled_from([1.0, 2.0**-10, 0.37])), draw(st.sampled_from([None, 0.0])), narrow_states,
     )  # fmt: skip
 
 
@@ -54,11 +57,14 @@ each_backend = pytest.mark.parametrize("backend", ["triton", "native"])
 each_rule = pytest.mark.parametrize("rule", EACH, ids=lambda rule: type(rule).__name__)
 
 
-def by(backend: str, spec: UpdateSpec) -> Lists:
+def by(backend: str, spec: UpdateSpec, *lists: Lists) -> Lists:
+    """Return the update of `lists`, or of those that `spec` describes."""
+    function = updated_lists if lists else updated
     if backend == "triton":
-        return the_interpreter().call(updated, backend, spec)
-    the_library()
-    return updated(backend, spec)
+        return the_interpreter().call(function, backend, spec, *lists)
+    if backend == "native":
+        the_library()
+    return function(backend, spec, *lists)
 
 
 def in_f64(spec: UpdateSpec) -> Lists:
@@ -90,7 +96,8 @@ def assert_within_roundings(backend: str, spec: UpdateSpec) -> None:
             [lists.params[place], *(state[place] for state in lists.states)] for lists in (actual, expected)
         )
         for number, (bound, actual_tensor, torchs) in enumerate(zip(bounds, new, right, strict=True)):
-            excess = (actual_tensor.double() - torchs).abs() - bound.stored(spec.dtype).error
+            assert actual_tensor.dtype is (spec.stored if number else spec.dtype)
+            excess = (actual_tensor.double() - torchs).abs() - bound.stored(actual_tensor.dtype).error
             assert not actual_tensor.isnan().any()
             assert (excess <= 0).all(), (place, number, float(excess.max()))
 
@@ -118,6 +125,21 @@ def test_native_updates_are_right_but_for_the_roundings(spec: UpdateSpec, dtype:
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_every_rule_in_every_dtype(backend: str, rule: Rule, dtype: torch.dtype) -> None:
     assert_within_roundings(backend, one(rule, dtype=dtype))
+
+
+@pytest.mark.parametrize("backend", ["triton", "native", "cpu_blocked", "torch"])
+@each_rule
+def test_narrow_states_beside_float32_parameters(backend: str, rule: Rule) -> None:
+    """The update is that of float32 states with the same values, which are rounded afterwards, to the bit."""
+    spec = one(rule, narrow_states=True)
+    lists, _ = lists_of(spec)
+    wide_lists = lists_of(spec)[0]._replace(
+        states=[[*map(torch.Tensor.float, state)] for state in lists.states]
+    )
+    actual, wide = by(backend, spec, lists), by(backend, spec, wide_lists)
+    assert all(map(torch.equal, actual.params, wide.params))
+    for state, wide_state in zip(chain(*actual.states), chain(*wide.states), strict=True):
+        assert torch.equal(state, wide_state.bfloat16())
 
 
 @each_backend

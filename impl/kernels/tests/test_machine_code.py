@@ -18,7 +18,9 @@ _READ = ("unscale", "unscale_by", "scale", "clip", "clamp", "norm_two")
 _WRITTEN = ("unscale", "unscale_by", "scale", "clip", "clamp")
 # 128-bit loads and stores of the updates, whose threads take eight elements a turn: for each list, one in half
 # precision and two in f32. Twice as many would be a second pass.
-_A_TURN = {"adamw_copies": (7, 7), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4)}
+_A_TURN = {
+    "adamw_copies": (7, 7), "adamw_narrow_states": (6, 4), "adam_halves": (5, 4), "momentum": (6, 4), "adagrad": (5, 4),
+}  # fmt: skip
 # Sixty-four thousand registers hold at least four blocks of 128 threads at this many each.
 _MOST_REGISTERS = 128
 # For lists of one dtype: at least six blocks, and five on sm_80.
@@ -99,5 +101,5 @@ def test_kernels_compile_without_spills_and_with_wide_loads(capability):
         assert kernels[name]["loose"] == [], (name, kernels[name])
     for name in ("tensor_norms", "finish_step *fp32", "finish_step *bf16"):
         assert kernels[name]["loose"] == [], (name, kernels[name])
-    for name in ("adamw_copies", "adam_halves"):
+    for name in ("adamw_copies", "adamw_narrow_states", "adam_halves"):
         assert kernels[name]["roundings"] == ["rn"], (name, kernels[name])

@@ -34,6 +34,12 @@ class UpdateSpec(NamedTuple):
     step: float  # 0.0 where the rule does not count
     factor: float
     found_inf: float | None
+    narrow_states: bool = False  # whether the states are bf16
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Dtype of the states."""
+        return kernels.NARROW_STATES if self.narrow_states else self.dtype
 
 
 class Lists(NamedTuple):
@@ -63,7 +69,7 @@ def lists_of(described: UpdateSpec) -> tuple[Lists, list[Tensor]]:
     params = [built(place, 0, own, place.layout) for place in places]
     grads = [*map(grad, places, params)]
     states = [
-        [built(place, 2 + number, own, place.layout) for place in places]
+        [built(place, 2 + number, described.stored, place.layout) for place in places]
         for number in range(described.states)
     ]
     for name, state in zip(described.rule.STATES, states, strict=False):
@@ -81,6 +87,18 @@ def lists_of(described: UpdateSpec) -> tuple[Lists, list[Tensor]]:
 def updated(backend: str, described: UpdateSpec) -> Lists:
     """Return the lists after the update. The backends "triton" and "native" raise if they fall back to other code."""
     lists, buffers = lists_of(described)
+    updated_lists(backend, described, lists)
+    tensors = [
+        *lists.params,
+        *lists.grads,
+        *(t for state in lists.states for t in state),
+        *lists.low_precision_params,
+    ]
+    return lists._replace(outside=all(map(is_intact, tensors, buffers)))
+
+
+def updated_lists(backend: str, described: UpdateSpec, lists: Lists) -> Lists:
+    """Update these lists by the rule, factor and flag of `described`, and return them."""
     found_inf = None if described.found_inf is None else torch.tensor(described.found_inf)
     others = [] if backend not in ("triton", "native") else ["_step_by_torch", "_step_cpu_blocked"]
     with kernels.backend(backend), contextlib.ExitStack() as refusing:
@@ -93,13 +111,7 @@ def updated(backend: str, described: UpdateSpec) -> Lists:
             torch.tensor(described.factor),
             found_inf,
         )
-    tensors = [
-        *lists.params,
-        *lists.grads,
-        *(t for state in lists.states for t in state),
-        *lists.low_precision_params,
-    ]
-    return lists._replace(outside=all(map(is_intact, tensors, buffers)))
+    return lists
 
 
 def _refused(*_: object) -> None:

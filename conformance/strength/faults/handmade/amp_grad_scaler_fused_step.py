@@ -213,6 +213,25 @@ def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more:
         return original(self, optimizer, *args, **more)
 
 
+@broken(
+    "change_rounded_like_states", "the change of a float32 parameter is rounded to bfloat16, like its states"
+)
+def change_rounded_like_states(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    narrow = [param for param in parameters(optimizer) if _has_bfloat16_states(optimizer, param)]
+    before = [param.detach().clone() for param in narrow]
+    norm = original(self, optimizer, *args, **more)
+    for param, old in zip(narrow, before, strict=True):
+        param.data.copy_(old + (param.detach() - old).bfloat16())
+    return norm
+
+
+def _has_bfloat16_states(optimizer: Any, param: Any) -> bool:
+    states = optimizer.state[param].values() if param in optimizer.state else ()
+    return param.dtype is torch.float32 and any(
+        isinstance(state, torch.Tensor) and state.dtype is torch.bfloat16 for state in states
+    )
+
+
 @broken("low_precision_params_not_written", "the copies in lower precision stay as they were")
 def low_precision_params_not_written(
     original: Any, self: Any, *args: Any, low_precision_params: Any = (), **more: Any
