@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -108,6 +110,20 @@ def test_page_without_hazard_has_no_picture(tmp_path: Path) -> None:
     page = (tmp_path / "lanes.html").read_text()
     assert "No hazard: " in page
     assert "<svg" not in page
+
+
+def test_documented_gate_of_a_backend_is_green(tmp_path: Path) -> None:
+    page = (ROOT / "docs/gate-your-backend.md").read_text()
+    for name, text in re.findall(r"```\w+\n# (acme\S+)\n((?:.*\n)*?)```", page):
+        (tmp_path / name).write_text(text)
+    [command] = re.findall(r"```bash run\nPYTHONPATH=\. tandem-judge (.*)\n```", page)
+    paths = os.pathsep.join((str(ROOT), "."))
+    ended = run("-m", "conformance", *shlex.split(command), cwd=tmp_path, PYTHONPATH=paths)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert report["devices"] == ["acme"]
+    holding = {test["clause"] for test in report["tests"] if test["outcome"] == "passed"}
+    assert len(holding) > 50
 
 
 def test_script_without_race_is_equal_under_all_schedules(tmp_path: Path) -> None:
