@@ -48,7 +48,7 @@ def _known_before(clause: Clause, spec: str, info: SubjectInfo) -> NotRun | None
     if not clause.holds_here:
         return NotRun(clause.id, "unavailable", f"its clause does not hold for torch {torch.__version__}")
     if clause.level == "extension" and clause.id not in extensions:
-        return NotRun(clause.id, "not claimed", f"{spec} does not claim the extension {clause.id}")
+        return NotRun(clause.id, "not claimed", f"{spec} does not claim this extension")
     if info.claims is None or info.provided is None or not clause.names or clause.id in extensions:
         return None
     if info.provided.isdisjoint(clause.names) and not any(
