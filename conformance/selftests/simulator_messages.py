@@ -66,6 +66,14 @@ def host_memory(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torc
 
 
 @program
+def scaled_sums(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
+    half, total, shard = dist._make_nccl_premul_sum(0.5), x.clone(), torch.zeros(2, device=x.device)
+    dist.all_reduce(total, half)
+    dist.reduce_scatter(shard, list(x.chunk(2)), half)
+    return [total, shard]
+
+
+@program
 def larger_than_a_piece(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     received = torch.zeros(3 << 20, device=x.device)
     if rank == 0:

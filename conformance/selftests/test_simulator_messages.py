@@ -68,6 +68,16 @@ def test_messages_arrive_as_sent(tmp_path: Path) -> None:
     ]
 
 
+def test_premultiplied_sums_are_scaled(tmp_path: Path) -> None:
+    _, report = run_programs("scaled_sums", words=("--seed", 5), cwd=tmp_path)
+    assert report.splitlines()[:4] == [
+        "rank 0: [5.0, 6.0, 7.0, 8.0]",
+        "rank 0: [5.0, 6.0]",
+        "rank 1: [5.0, 6.0, 7.0, 8.0]",
+        "rank 1: [7.0, 8.0]",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "now", "before"),
     [

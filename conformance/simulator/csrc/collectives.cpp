@@ -56,6 +56,7 @@ struct Collective {  // how a collective begins on memory of its own, and what i
   std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // write the result, if `start` leaves it in the inputs
   bool is_message = false;  // a message, or a batch of messages
   int root = -1;  // if the collective has one
+  double factor = 1;  // of the inputs, before the sum
 };
 
 constexpr int kAll = -1;  // no single peer
@@ -191,9 +192,10 @@ class SimBackend final : public c10d::Backend {
   WorkP allreduce(Tensors& tensors, const c10d::AllreduceOptions& requested) override {
     if (on_host(tensors)) return on_gloo("all_reduce", gloo_->allreduce(tensors, requested));
     auto options = requested;
+    auto factor = factor_of(options.reduceOp);
     auto count = divisor(options.reduceOp);
     return issue("all_reduce", OpType::ALLREDUCE, {tensors, tensors,
-        [options](auto& gloo, auto&, auto& out) { return gloo.allreduce(out, options); }, true, count});
+        [options](auto& gloo, auto&, auto& out) { return gloo.allreduce(out, options); }, true, count, nullptr, false, -1, factor});
   }
   WorkP allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& requested) override {
     if (on_host(tensors)) return on_gloo("all_reduce", gloo_->allreduce_coalesced(tensors, requested));
@@ -207,11 +209,12 @@ class SimBackend final : public c10d::Backend {
   WorkP reduce(Tensors& tensors, const c10d::ReduceOptions& requested) override {
     if (on_host(tensors)) return on_gloo("reduce", gloo_->reduce(tensors, requested));
     auto options = requested;
+    auto factor = factor_of(options.reduceOp);
     auto count = divisor(options.reduceOp);
     bool root = options.rootRank == rank_;
     return issue("reduce", OpType::REDUCE, {tensors, root ? tensors : Tensors{},
         [options](auto& gloo, auto& in, auto& out) { return gloo.reduce(out.empty() ? in : out, options); }, root, count,
-        nullptr, false, static_cast<int>(options.rootRank)});
+        nullptr, false, static_cast<int>(options.rootRank), factor});
   }
   WorkP _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
     return issue("all_gather", OpType::_ALLGATHER_BASE, {{in}, {out},
@@ -230,12 +233,13 @@ class SimBackend final : public c10d::Backend {
     if (on_host({out})) return on_gloo("reduce_scatter", gloo_->_reduce_scatter_base(out, in, options));
     c10d::AllreduceOptions reduce;
     reduce.reduceOp = options.reduceOp;
+    auto factor = factor_of(reduce.reduceOp);
     auto count = divisor(reduce.reduceOp);
     auto store = [rank = rank_, size = size_](Tensors& in, Tensors& out) {
       out[0].copy_(in[0].reshape(-1).chunk(size)[rank].view_as(out[0]));
     };
     return issue("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {{in}, {out},
-        [reduce](auto& gloo, auto& in, auto&) { return gloo.allreduce(in, reduce); }, false, count, store});
+        [reduce](auto& gloo, auto& in, auto&) { return gloo.allreduce(in, reduce); }, false, count, store, false, -1, factor});
   }
   WorkP reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& options) override {
     return last_of(outs.size(), [&](size_t i) { return _reduce_scatter_base(outs[i], ins[i], options); });
@@ -308,6 +312,17 @@ class SimBackend final : public c10d::Backend {
     if (op != c10d::ReduceOp::AVG) return 1;
     op = c10d::ReduceOp::SUM;
     return size_;
+  }
+
+  // Gloo has no PREMUL_SUM: the device multiplies the inputs by this, and gloo adds up.
+  static double factor_of(c10d::ReduceOp& op) {
+    if (op != c10d::ReduceOp::PREMUL_SUM) return 1;
+    auto* supplement = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+    TORCH_CHECK_NOT_IMPLEMENTED(supplement != nullptr && !supplement->tensor_factor.defined(),
+        "simccl: PREMUL_SUM got a factor on the device, but takes a number of Python only");
+    auto factor = supplement->double_factor;
+    op = c10d::ReduceOp::SUM;  // which frees the supplement
+    return factor;
   }
 
   // Gloo runs collectives of host memory while the host waits. Meanwhile the device goes on.
@@ -442,9 +457,12 @@ class SimBackend final : public c10d::Backend {
     auto in = aliases(collective.inputs), out = aliases(collective.outputs);
     auto begun = collective.is_message ? nullptr : begun_;
     auto begun_name = collective.root < 0 ? name : name + " with root " + std::to_string(collective.root);
-    auto start = [running, in, out, begun_name, begun, gloo = gloo_, begin = collective.start, in_place = collective.in_place] {
+    auto start = [running, in, out, begun_name, begun, gloo = gloo_, begin = collective.start, in_place = collective.in_place,
+                     factor = collective.factor] {
       Below below;
       for (auto& tensor : in) running->in.push_back(tensor.clone(at::MemoryFormat::Contiguous));
+      if (factor != 1)
+        for (auto& tensor : running->in) tensor.mul_(factor);
       for (size_t i = 0; i < out.size(); i++) {
         running->out.push_back(in_place ? running->in[i] : at::empty(out[i].sizes(), out[i].options()));
         auto range = range_of(out[i], true);
