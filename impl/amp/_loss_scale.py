@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from impl.kernels import HostCopy, has_host_copies, to_device
+from impl.kernels import HostCopy, flag_if_free_to_read, has_host_copies, to_device
 
 # The reciprocal of a smaller scale may overflow float32, and a GPU may flush the scale itself to zero.
 SMALLEST_SCALE: float = torch.finfo(torch.float32).smallest_normal
@@ -70,6 +70,11 @@ def check_settings(
             f"init_scale is {init_scale}; it must lie between min_scale, {min_scale:g}, and float32's largest"
         )
     return min_scale
+
+
+def check_max_skipped_steps(steps: int | None) -> None:
+    if steps is not None and steps < 1:
+        raise ValueError(f"max_skipped_steps is {steps}; it must be at least 1, or None for no limit")
 
 
 def check_growth_factor(factor: float) -> None:
@@ -163,19 +168,24 @@ def _corrupted(name: str, actual: object, expected: str) -> ValueError:
     )
 
 
-class MinScaleMonitor:
-    """Detector of consecutive skipped steps at the minimal scale, which never synchronises.
+class SkipMonitor:
+    """Detector of consecutive skipped steps, at the minimal scale or any, which never synchronises.
 
-    The scale and flag of an update are copied to the host, and read at a later update when they have arrived. Nothing
-    is copied while the scale is far above its minimum, because n updates lower it at most n times. Updates are not
-    monitored on devices without events, nor while a graph is captured or a compiler traces.
+    The scale and flag of an update are copied to the host, and read at a later update when they have arrived. Without
+    `max_skipped_steps`, nothing is copied while the scale is far above its minimum, because n updates lower it at most
+    n times. Updates are not monitored on devices without events, nor while a graph is captured or a compiler traces.
+
+    Args:
+        max_skipped_steps: number of consecutive skipped steps that is an error, at any scale. None: no number is.
     """
 
     # Skipped steps at the minimum before it warns. One or two may come from a single bad batch.
     PATIENCE = 3
 
-    def __init__(self) -> None:
+    def __init__(self, max_skipped_steps: int | None = None) -> None:
+        self._max_skipped_steps = max_skipped_steps
         self.skipped = 0  # consecutive skipped steps at the minimum, in the copies read
+        self._skipped_scales: list[float] = []  # scales after consecutive skipped steps, in the copies read
         self._has_warned = False
         self._updates = 0
         self._last_unmonitored = 0  # number of the last update that needs no copy
@@ -210,7 +220,8 @@ class MinScaleMonitor:
         self._updates += 1
         if not scale.is_cpu and self._last_outdated < math.inf:
             self._expected = scale, scale._version, backoff_factor
-        if self._updates <= self._last_unmonitored or len(self._pending) > self.PATIENCE:
+        is_needless = self._updates <= self._last_unmonitored or len(self._pending) > self.PATIENCE
+        if is_needless and self._max_skipped_steps is None:
             return
         if has_host_copies(scale.device):
             copy = HostCopy(torch.stack((scale, found_inf.view_as(scale))))
@@ -226,6 +237,30 @@ class MinScaleMonitor:
             warnings.warn(_describe_stuck(skipped, min_scale), RuntimeWarning, stacklevel=stacklevel + 1)
         self._has_warned = is_stuck
 
+    def check_skipped(
+        self,
+        found_inf: Tensor,
+        backoff_factor: float,
+        min_scale: float,
+        describe_gradients: Callable[[], str],
+    ) -> None:
+        """Raise if this step, with the flag `found_inf`, and those before it make too many skipped ones.
+
+        If reading the flag would synchronise, only the steps before count. Sync: none, unless it raises.
+        """
+        if self._max_skipped_steps is None:
+            return
+        self._read(backoff_factor, min_scale)
+        is_skipped = flag_if_free_to_read(found_inf)
+        skipped = len(self._skipped_scales) + bool(is_skipped)
+        if is_skipped is not False and skipped >= self._max_skipped_steps:
+            scales = ", ".join(f"{scale:g}" for scale in self._skipped_scales[-self._max_skipped_steps :])
+            raise RuntimeError(
+                f"the last {skipped} steps were skipped (max_skipped_steps={self._max_skipped_steps}). The scales "
+                f"after them were {scales or 'not changed yet'}. {describe_gradients()}. Look for nan in the inputs or "
+                "the weights; update(new_scale) starts anew"
+            )
+
     def _read(self, backoff_factor: float, min_scale: float) -> int:
         """Return the number of consecutive skipped steps at the minimum, in the copies that arrived. Sync: none."""
         while self._pending:
@@ -235,6 +270,8 @@ class MinScaleMonitor:
                 break
             self._pending.popleft()
             scale, found_inf = numbers
+            if self._max_skipped_steps is not None:
+                self._skipped_scales = [*self._skipped_scales, scale] if found_inf else []
             self.skipped = self.skipped + 1 if found_inf and not scale > min_scale else 0
             if update > self._last_outdated:
                 self._last_unmonitored = update + _backoffs_left(scale, backoff_factor, min_scale) - 1

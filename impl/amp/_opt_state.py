@@ -141,6 +141,9 @@ class KeptResults:
     def __init__(self) -> None:
         self._by_optimizer: WeakKeyDictionary[torch.optim.Optimizer, CheckResults] = WeakKeyDictionary()
 
+    def items(self) -> list[tuple[torch.optim.Optimizer, CheckResults]]:
+        return list(self._by_optimizer.items())
+
     def of(self, optimizer: torch.optim.Optimizer) -> CheckResults:
         try:
             return self._by_optimizer[optimizer]

@@ -20,7 +20,7 @@ from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_sca
 from impl.amp._explanation import FusedStepExplanation, explanation_of
 from impl.amp._gradient_norms import named_norms
 from impl.amp._gradients import NonfiniteGradient
-from impl.amp._loss_scale import SMALLEST_SCALE, MinScaleMonitor
+from impl.amp._loss_scale import SMALLEST_SCALE, SkipMonitor
 from impl.amp._microbatch import Accumulation, Microbatch, SkippedMicrobatch, run_microbatch
 from impl.amp._opt_state import (
     CheckResults,
@@ -35,7 +35,7 @@ from impl.amp._opt_state import (
 # Pickles of torch's scalers look this name up.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
 from impl.kernels import to_device
-from impl.optim._refusals import check_has_param_groups
+from impl.optim._refusals import check_has_param_groups, describe_names
 from impl.optim._shards import Norms, member_groups
 from impl.optim._step_checks import check_step
 
@@ -65,16 +65,17 @@ class GradScaler:
         min_scale: lower bound of the scale.
         error_if_stuck: raise, instead of warning, if the scale is at `min_scale` and at least three consecutive steps
             were skipped.
+        max_skipped_steps: number of consecutive skipped steps, at any scale, after which `update` raises.
     Raises:
         AssertionError: a factor is on the wrong side of 1.
-        ValueError: `init_scale` or `min_scale` is not a valid scale.
+        ValueError: `init_scale` or `min_scale` is not a valid scale; or `max_skipped_steps` is below 1.
     Sync: none unless the method says so. If gradients are on the host and the scale is on a device, methods that check
         or step wait for the scale and for the results of the check.
     Source: torch.amp.GradScaler 2.13; differences: `min_scale` and its warning, float16 and bfloat16 losses are scaled
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
-        gradients raise. New: `fused_step`, `explain`, `found_inf`, `step_was_taken`, `nonfinite_parameters`,
-        `gradient_norms`, `microbatch`, `skipped_microbatches`.
+        gradients raise. New: `max_skipped_steps`, `fused_step`, `explain`, `found_inf`, `step_was_taken`,
+        `nonfinite_parameters`, `gradient_norms`, `microbatch`, `skipped_microbatches`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -91,6 +92,7 @@ class GradScaler:
     # Attributes that torch's scaler does not have. A scaler that torch pickled gets these values.
     _min_scale: float = SMALLEST_SCALE
     _error_if_stuck: bool = False
+    _max_skipped_steps: int | None = None
     # Set by load_state_dict: the scale is known, but its tensor does not exist yet.
     _loaded: bool = False
     # Frames between these methods and the user's call, for the `stacklevel` of warnings.
@@ -111,12 +113,15 @@ class GradScaler:
         *,
         min_scale: float = SMALLEST_SCALE,
         error_if_stuck: bool = False,
+        max_skipped_steps: int | None = None,
     ) -> None:
         self._device = device
         self._enabled = enabled
         if device == "cuda" and enabled and amp_definitely_not_available():
             warn_of_missing_cuda(stacklevel=2 + self._frames_above)
             self._enabled = False
+        _loss_scale.check_max_skipped_steps(max_skipped_steps)
+        self._max_skipped_steps = max_skipped_steps
         self._reset_records()
         if not self._enabled:
             return
@@ -332,7 +337,9 @@ class GradScaler:
         Raises:
             AssertionError: no scale exists yet; no gradients were checked; or `new_scale` is an unsuitable tensor.
             ValueError: `new_scale` is negative, inf or nan.
-            RuntimeError: the scale is stuck at `min_scale` and `error_if_stuck` is set.
+            RuntimeError: the scale is stuck at `min_scale` and `error_if_stuck` is set; or `max_skipped_steps`
+                consecutive steps were skipped. The error has their scales, and the names of this rank's parameters with
+                inf or nan. On an accelerator it comes at a later update, when the results have arrived on the host.
         Source: torch.amp.GradScaler.update 2.13; differences: `min_scale`, the warning and the ValueError.
         """
         if not self._enabled:
@@ -340,7 +347,7 @@ class GradScaler:
         scale, growth_tracker = self._init_and_get_scale("update")
         if new_scale is not None:
             _loss_scale.set_scale_(scale, new_scale, self._device, self._min_scale)
-            self._scale_monitor = MinScaleMonitor()
+            self._scale_monitor = self._new_monitor()
         else:
             states = self._per_optimizer_states.values()
             flags = [to_device(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
@@ -352,7 +359,10 @@ class GradScaler:
             self._scale_monitor.warn_if_stuck(
                 self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2
             )
-            found_inf = functools.reduce(torch.add, flags)
+            found_inf = skipped = functools.reduce(torch.add, flags)
+            self._scale_monitor.check_skipped(
+                skipped, self._backoff_factor, self._min_scale, self._describe_nonfinite
+            )
             for accumulation in accumulations:
                 found_inf = accumulation.found_inf(found_inf)
             may_reach_minimum = self._scale_monitor.may_reach_minimum(scale, self._backoff_factor)
@@ -361,7 +371,7 @@ class GradScaler:
                 self._growth_factor, self._backoff_factor, self._growth_interval,
                 self._min_scale if may_reach_minimum else None,
             )  # fmt: skip
-            self._scale_monitor.record(scale, found_inf, self._backoff_factor)
+            self._scale_monitor.record(scale, skipped, self._backoff_factor)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def found_inf(self, optimizer: _Optimizer) -> Tensor:
@@ -609,7 +619,7 @@ class GradScaler:
         """Set the factor of a skipped step. Raise ValueError unless it is above 0.0 and at most 1.0."""
         _loss_scale.check_backoff_factor(new_factor)
         self._backoff_factor = new_factor
-        self._scale_monitor = MinScaleMonitor()
+        self._scale_monitor = self._new_monitor()
 
     def get_growth_interval(self) -> int:
         """Return the number of consecutive steps without inf or nan after which the scale grows."""
@@ -662,7 +672,7 @@ class GradScaler:
         self._backoff_factor = saved.backoff_factor
         self._growth_interval = saved.growth_interval
         self._loaded = self._scale is None
-        self._scale_monitor = MinScaleMonitor()
+        self._scale_monitor = self._new_monitor()
 
     # Methods that subclasses override and other libraries call, with torch's names and arguments.
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -778,7 +788,27 @@ class GradScaler:
     # Helpers that only this class uses.
     def _reset_records(self) -> None:
         self._check_results = KeptResults()
-        self._scale_monitor = MinScaleMonitor()
+        self._scale_monitor = self._new_monitor()
+
+    def _new_monitor(self) -> SkipMonitor:
+        return SkipMonitor(self._max_skipped_steps)
+
+    def _describe_nonfinite(self) -> str:
+        """Return which gradients of this rank hold inf or nan, in the optimizers that were checked since `update`."""
+        names: dict[str, None] = {}
+        for optimizer, check_results in self._check_results.items():
+            state = self._per_optimizer_states.get(id(optimizer))
+            if state is None:
+                continue
+            nonfinite = _gradients.nonfinite_parameters(optimizer, check_results.low_precision_params, {}, ())
+            names |= dict.fromkeys(name for name, _, _ in nonfinite)
+            if "accumulation" in state:
+                names |= dict.fromkeys(
+                    name for entry in state["accumulation"].skipped(()) for name in entry.names
+                )
+        if not names:
+            return "No gradient of this rank holds inf or nan now"
+        return f"This rank's gradients with inf or nan are {describe_names(list(names))}"
 
     def _check_grads_(self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool) -> OptimizerState:
         """Multiply the gradients by `inv_scale`, check them and record the result."""

@@ -93,6 +93,25 @@ def failing(lab: Lab, *, layout: str, unsynced: bool) -> Any:
     return _parameters(lab, layout, sharded)
 
 
+def limited(lab: Lab, *, limit: int) -> Any:
+    """Return after how many steps, which rank 1 spoils, the scaler with the limit raises, and the text."""
+    device, rank = lab.rank.device, lab.rank.rank
+    sharded = _sharded(lab, "fully_shard")
+    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
+    its_scaler = lab.library.find("distributed.fsdp.ShardedGradScaler")(device.type, max_skipped_steps=limit)
+    for number in range(limit + 2):
+        optimizer.zero_grad()
+        inputs = batch(number, 0, rank).to(device) * (math.nan if rank == 1 else 1.0)
+        its_scaler.scale(sharded(inputs).sum()).backward()
+        its_scaler.step(optimizer)
+        error = tried(its_scaler.update)
+        if error is not None:
+            return number + 1, error
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    return None
+
+
 def refused(lab: Lab, *, setting: str) -> Any:
     """Return the error of a microbatch that runs with a setting that it does not support."""
     device = lab.rank.device

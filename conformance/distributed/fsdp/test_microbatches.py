@@ -146,6 +146,16 @@ def test_failed_microbatch_leaves_earlier_ones(
             torch.testing.assert_close(torch.tensor(parameters[name]), param.detach(), rtol=1e-5, atol=1e-6)
 
 
+@clause("distributed.fsdp.sharded_grad_scaler.constructor.max_skipped_steps")
+@pytest.mark.world_sizes(fewest=2)
+def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) -> None:
+    """The error comes one update later on an accelerator."""
+    for steps, error in twins.values(cases.limited, limit=3):
+        assert steps == (3 if device == "cpu" else 4)
+        assert "max_skipped_steps=3" in error
+        assert "weight" in error
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
 @pytest.mark.parametrize(
     "setting", ["set_requires_all_reduce", "set_manual_backward_finalization", "parameters"]

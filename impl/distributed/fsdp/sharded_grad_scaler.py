@@ -59,8 +59,8 @@ class ShardedGradScaler(GradScaler):
 
     Args:
         device: as for `GradScaler`. Check results are reduced on it, also those of gradients on the CPU.
-        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck: as for
-            `GradScaler`; equal on all ranks.
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled, min_scale, error_if_stuck,
+            max_skipped_steps: as for `GradScaler`; equal on all ranks.
         process_group: the ranks that decide together; None: the default group at the time of a check. Groups are not
             pickled or copied. The default group is used again; assign another one (`scaler.process_group = group`)
             before the next check.
@@ -106,6 +106,7 @@ class ShardedGradScaler(GradScaler):
         *,
         min_scale: float = SMALLEST_SCALE,
         error_if_stuck: bool = False,
+        max_skipped_steps: int | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -116,6 +117,7 @@ class ShardedGradScaler(GradScaler):
             enabled=enabled,
             min_scale=min_scale,
             error_if_stuck=error_if_stuck,
+            max_skipped_steps=max_skipped_steps,
         )
         self.process_group = process_group
 

@@ -1,4 +1,4 @@
-"""Faults in `GradScaler.microbatch` and `skipped_microbatches`; torch has none to put them in."""
+"""Faults in `GradScaler.microbatch`, `skipped_microbatches` and `max_skipped_steps`, which torch lacks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def broken(
 
     def enter(fault: Substitute) -> Substitute:
         def make(base: type) -> type:
-            return in_method(method, fault)(base) if hasattr(base, method) else subclass(base, {})
+            return in_method(method, fault)(base) if hasattr(base, MICROBATCH) else subclass(base, {})
 
-        register_fault(f"microbatch.{fault_id}", breaks, says=says, wants=method, **more)(make)
+        register_fault(f"microbatch.{fault_id}", breaks, says=says, wants=MICROBATCH, **more)(make)
         return fault
 
     return enter
@@ -74,6 +74,16 @@ def keeps_failed(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
 def names_all(original: Any, self: Any, optimizer: Any) -> Any:
     names = tuple(name for group in optimizer.param_groups for name in group.get("param_names", ()))
     return [entry._replace(names=names) for entry in original(self, optimizer)]
+
+
+@broken("endures_skips", "max_skipped_steps is ignored", method="update")
+def endures_skips(original: Any, self: Any, new_scale: Any = None) -> None:
+    try:
+        original(self, new_scale)
+    except RuntimeError as error:
+        if "max_skipped_steps" not in str(error):
+            raise
+        original(self, self.get_scale())
 
 
 SHARDED = {"breaks": SCALER, "on_ranks": True}
