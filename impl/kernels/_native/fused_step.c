@@ -59,7 +59,8 @@ enum decay { NONE, OF_GRADIENT, OF_PARAMETER };
 
 /* What follows the pace is constant where it is called, so that the loop has no branches. */
 INLINE void adam_as(
-    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum decay decay, bool amsgrad)
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum dtype stored, enum decay decay,
+    bool amsgrad)
 {
     void *restrict params = b.params, *restrict means = b.states[0], *restrict squares = b.states[1];
     void *restrict largest = b.states[2];
@@ -70,7 +71,7 @@ INLINE void adam_as(
     const bool is_near = to_grad < 0.5f;
 
     for (int64_t i = 0; i < b.n; i++) {
-        const float mean = element(means, i, dtype);
+        const float mean = element(means, i, stored);
         float param = element(params, i, dtype), grad = element(grads, i, dtype) * factor;
         if (decay == OF_PARAMETER)
             param -= param * rate;
@@ -79,39 +80,40 @@ INLINE void adam_as(
         /* From the end that is nearer: with beta1 = 0 the mean is the gradient to the bit. */
         const float near = mean + to_grad * (grad - mean), far = grad - (grad - mean) * to_mean;
         const float moment = is_near ? near : far;
-        float under_root = element(squares, i, dtype) * beta2 + to_square * grad * grad;
-        set_element(means, i, moment, dtype);
-        set_element(squares, i, under_root, dtype);
+        float under_root = element(squares, i, stored) * beta2 + to_square * grad * grad;
+        set_element(means, i, moment, stored);
+        set_element(squares, i, under_root, stored);
         if (amsgrad) {
-            const float before = element(largest, i, dtype);
+            const float before = element(largest, i, stored);
             under_root = under_root > before || under_root != under_root ? under_root : before;
-            set_element(largest, i, under_root, dtype);
+            set_element(largest, i, under_root, stored);
         }
         set_element(params, i, param - size * moment / (sqrtf(under_root) * to_root + eps), dtype);
     }
 }
 
-INLINE void adam(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
+INLINE void adam(
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum dtype stored)
 {
     const enum decay decay = s->weight_decay == 0 ? NONE : s->decoupled ? OF_PARAMETER : OF_GRADIENT;
     const bool amsgrad = b.states[2];
     if (decay == NONE && amsgrad)
-        adam_as(s, b, pace, dtype, NONE, true);
+        adam_as(s, b, pace, dtype, stored, NONE, true);
     else if (decay == NONE)
-        adam_as(s, b, pace, dtype, NONE, false);
+        adam_as(s, b, pace, dtype, stored, NONE, false);
     else if (decay == OF_GRADIENT && amsgrad)
-        adam_as(s, b, pace, dtype, OF_GRADIENT, true);
+        adam_as(s, b, pace, dtype, stored, OF_GRADIENT, true);
     else if (decay == OF_GRADIENT)
-        adam_as(s, b, pace, dtype, OF_GRADIENT, false);
+        adam_as(s, b, pace, dtype, stored, OF_GRADIENT, false);
     else if (amsgrad)
-        adam_as(s, b, pace, dtype, OF_PARAMETER, true);
+        adam_as(s, b, pace, dtype, stored, OF_PARAMETER, true);
     else
-        adam_as(s, b, pace, dtype, OF_PARAMETER, false);
+        adam_as(s, b, pace, dtype, stored, OF_PARAMETER, false);
 }
 
 INLINE void sgd_as(
-    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, bool decays, bool has_mean,
-    bool nesterov)
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum dtype stored, bool decays,
+    bool has_mean, bool nesterov)
 {
     void *restrict params = b.params, *restrict means = b.states[0];
     const void *restrict grads = b.grads;
@@ -125,33 +127,34 @@ INLINE void sgd_as(
         if (decays)
             grad += param * decay;
         if (has_mean) {
-            const float moment = is_first ? grad : element(means, i, dtype) * momentum + grad * undamped;
-            set_element(means, i, moment, dtype);
+            const float moment = is_first ? grad : element(means, i, stored) * momentum + grad * undamped;
+            set_element(means, i, moment, stored);
             grad = nesterov ? grad + moment * momentum : moment;
         }
         set_element(params, i, param - grad * size, dtype);
     }
 }
 
-INLINE void sgd(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
+INLINE void sgd(
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum dtype stored)
 {
     const bool decays = s->weight_decay != 0;
     if (!b.states[0] && decays)
-        sgd_as(s, b, pace, dtype, true, false, false);
+        sgd_as(s, b, pace, dtype, stored, true, false, false);
     else if (!b.states[0])
-        sgd_as(s, b, pace, dtype, false, false, false);
+        sgd_as(s, b, pace, dtype, stored, false, false, false);
     else if (s->nesterov && decays)
-        sgd_as(s, b, pace, dtype, true, true, true);
+        sgd_as(s, b, pace, dtype, stored, true, true, true);
     else if (s->nesterov)
-        sgd_as(s, b, pace, dtype, false, true, true);
+        sgd_as(s, b, pace, dtype, stored, false, true, true);
     else if (decays)
-        sgd_as(s, b, pace, dtype, true, true, false);
+        sgd_as(s, b, pace, dtype, stored, true, true, false);
     else
-        sgd_as(s, b, pace, dtype, false, true, false);
+        sgd_as(s, b, pace, dtype, stored, false, true, false);
 }
 
 INLINE void adagrad_as(
-    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, bool decays)
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum dtype stored, bool decays)
 {
     void *restrict params = b.params, *restrict sums = b.states[0];
     const void *restrict grads = b.grads;
@@ -162,30 +165,32 @@ INLINE void adagrad_as(
         float grad = element(grads, i, dtype) * factor;
         if (decays)
             grad += param * decay;
-        const float total = element(sums, i, dtype) + grad * grad;
-        set_element(sums, i, total, dtype);
+        const float total = element(sums, i, stored) + grad * grad;
+        set_element(sums, i, total, stored);
         set_element(params, i, param - size * grad / (sqrtf(total) + eps), dtype);
     }
 }
 
-INLINE void adagrad(const struct settings *s, struct block b, struct pace pace, enum dtype dtype)
+INLINE void adagrad(
+    const struct settings *s, struct block b, struct pace pace, enum dtype dtype, enum dtype stored)
 {
     if (s->weight_decay != 0)
-        adagrad_as(s, b, pace, dtype, true);
+        adagrad_as(s, b, pace, dtype, stored, true);
     else
-        adagrad_as(s, b, pace, dtype, false);
+        adagrad_as(s, b, pace, dtype, stored, false);
 }
 
-INLINE void apply(const struct update *u, struct block b, struct pace pace, enum dtype dtype)
+INLINE void apply(
+    const struct update *u, struct block b, struct pace pace, enum dtype dtype, enum dtype stored)
 {
     const struct settings *s = &u->settings;
     b.factor = s->maximize ? -u->factor : u->factor;
     if (s->rule == ADAM)
-        adam(s, b, pace, dtype);
+        adam(s, b, pace, dtype, stored);
     else if (s->rule == SGD)
-        sgd(s, b, pace, dtype);
+        sgd(s, b, pace, dtype, stored);
     else
-        adagrad(s, b, pace, dtype);
+        adagrad(s, b, pace, dtype, stored);
 }
 
 INLINE void update_opened(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
@@ -195,7 +200,7 @@ INLINE void update_opened(const struct update *u, struct pace pace, int64_t tens
     for (int state = 0; state < STATES; state++)
         b.states[state] = opened(states[state], u->states[state], tensor, start, n);
     b.grads = opened(grads, u->grads, tensor, start, n);
-    apply(u, b, pace, F32);
+    apply(u, b, pace, F32, F32);
     put_back(u->params, b.params, tensor, start, n);
     for (int state = 0; state < STATES; state++)
         put_back(u->states[state], b.states[state], tensor, start, n);
@@ -203,13 +208,16 @@ INLINE void update_opened(const struct update *u, struct pace pace, int64_t tens
         narrow(at(u->low_precision_params, tensor, start), b.params, u->low_precision_params.dtype, n);
 }
 
-/* All in bf16: while one element is widened or rounded, others are divided. */
-INLINE void update_bf16(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
+/* In place, with bf16 states: while one element is widened or rounded, others are divided. */
+INLINE void update_in_place(
+    const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n, enum dtype dtype)
 {
     struct block b = {.n = n, .params = at(u->params, tensor, start), .grads = at(u->grads, tensor, start)};
     for (int state = 0; state < STATES; state++)
         b.states[state] = u->states[state].tensors ? at(u->states[state], tensor, start) : 0;
-    apply(u, b, pace, BF16);
+    apply(u, b, pace, dtype, BF16);
+    if (dtype == F32 && u->low_precision_params.tensors)
+        narrow(at(u->low_precision_params, tensor, start), b.params, u->low_precision_params.dtype, n);
 }
 
 FOR_EACH_CPU static void update_chunks(void *given)
@@ -217,6 +225,7 @@ FOR_EACH_CPU static void update_chunks(void *given)
     struct job *job = given;
     const struct update *u = job->update;
     const bool is_bf16 = u->params.dtype == BF16 && u->grads.dtype == BF16 && !u->low_precision_params.tensors;
+    const bool has_bf16_states = u->params.dtype == F32 && u->grads.dtype == F32 && u->states[0].dtype == BF16;
     struct pace pace = pace_of(&u->settings, 1);
     for (struct chunk mine = {0}; take(&job->chunks, &mine);) {
         if (u->steps && *u->steps[mine.tensor] != pace.step)
@@ -224,7 +233,9 @@ FOR_EACH_CPU static void update_chunks(void *given)
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
             const int64_t n = block_at(&mine, start);
             if (is_bf16)
-                update_bf16(u, pace, mine.tensor, start, n);
+                update_in_place(u, pace, mine.tensor, start, n, BF16);
+            else if (has_bf16_states)
+                update_in_place(u, pace, mine.tensor, start, n, F32);
             else
                 update_opened(u, pace, mine.tensor, start, n);
         }
