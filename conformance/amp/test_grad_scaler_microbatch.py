@@ -182,6 +182,18 @@ def test_scale_falls_after_nonfinite_microbatch(
 
 
 @clause("amp.grad_scaler.microbatch.scale")
+def test_step_without_any_loss_keeps_scale(subject: Library, device: str) -> None:
+    """The scaler has scaled no loss yet, so that it creates the scale itself."""
+    run = Accumulation(subject, device)
+    run.scaler = subject.amp.GradScaler(device, init_scale=SCALE)
+    with run.scaler.microbatch(run.optimizer) as microbatch:
+        microbatch.skip()
+    run.step()
+    run.scaler.update()
+    assert (run.scaler.step_was_taken(run.optimizer), run.scaler.get_scale()) == (False, SCALE)
+
+
+@clause("amp.grad_scaler.microbatch.scale")
 def test_scale_falls_if_sum_of_finite_microbatches_overflows(subject: Library, device: str) -> None:
     run = Accumulation(subject, device, init_scale=1.0)
     for _ in range(2):

@@ -561,6 +561,9 @@ class GradScaler:
         self._check_results.of(optimizer).accumulation = accumulation
         with run_microbatch(optimizer, accumulation, lambda: self._norm_device(params), groups) as microbatch:
             yield microbatch
+        if microbatch.is_skipped and self._scale is None:
+            # A rank without any loss steps and updates nevertheless.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def skipped_microbatches(self, optimizer: _Optimizer) -> list[SkippedMicrobatch]:
         """Return the microbatches of the last step that were left out, with the ranks and parameters at fault.

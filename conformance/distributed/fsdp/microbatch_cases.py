@@ -33,7 +33,14 @@ def batch(step: int, microbatch: int, rank: int) -> torch.Tensor:
 
 
 def accumulate(
-    lab: Lab, *, layout: str, unsynced: Sequence[int], how: str, plans: Sequence[Plan], scaler: str
+    lab: Lab,
+    *,
+    layout: str,
+    unsynced: Sequence[int],
+    how: str,
+    plans: Sequence[Plan],
+    scaler: str,
+    growth_interval: int = 100,
 ) -> Any:
     """Train for one step for each plan.
 
@@ -44,6 +51,7 @@ def accumulate(
         how: the method that steps.
         plans: outcomes of the microbatches.
         scaler: name of the scaler.
+        growth_interval: that of the scaler.
 
     Returns:
         The full parameters and, for each step, whether it was taken, the scale, and the skipped microbatches.
@@ -51,7 +59,7 @@ def accumulate(
     device, rank = lab.rank.device, lab.rank.rank
     sharded = _sharded(lab, layout)
     optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
-    its_scaler = lab.library.find(scaler)(device.type, init_scale=SCALE, growth_interval=100)
+    its_scaler = lab.library.find(scaler)(device.type, init_scale=SCALE, growth_interval=growth_interval)
     steps: list[Any] = []
     for step, plan in enumerate(plans):
         optimizer.zero_grad()

@@ -146,6 +146,23 @@ def test_failed_microbatch_leaves_earlier_ones(
             torch.testing.assert_close(torch.tensor(parameters[name]), param.detach(), rtol=1e-5, atol=1e-6)
 
 
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
+@pytest.mark.parametrize("layout", ["fully_shard", "original", "replicated"])
+def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device: str, layout: str) -> None:
+    """The rank skips the steps for which it has no batch. The scale grows, and falls for the other rank's inf."""
+    plans = [[ranks] for ranks in (_GOOD, (SKIP, None), (SKIP, None), (SKIP, BAD), (SKIP, None))]
+    reports = twins_of(2, device).values(
+        cases.accumulate,
+        layout=layout, unsynced=(), how="step", plans=plans, scaler=SCALER, growth_interval=2,
+    )  # fmt: skip
+    expected = [SCALE, 2 * SCALE, 2 * SCALE, SCALE, SCALE]
+    assert [[scale for _, scale, _ in steps] for _, steps in reports] == [expected] * 2
+    parameters, _ = expected_of(plans)
+    for values, _ in reports:
+        for name, value in parameters.items():
+            torch.testing.assert_close(torch.tensor(values[name]), value, rtol=1e-5, atol=1e-6)
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.max_skipped_steps")
 @pytest.mark.world_sizes(fewest=2)
 def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) -> None:
