@@ -204,7 +204,7 @@ def _device(settings: RankSettings) -> torch.device:
         return torch.device("cpu")
     module = torch.get_device_module(settings.device)
     device = torch.device(settings.device, settings.rank % module.device_count())
-    module.set_device(device)
+    module.set_device(device.index)  # some packages take no torch.device
     return device
 
 
