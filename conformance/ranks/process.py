@@ -204,7 +204,8 @@ def _device(settings: RankSettings) -> torch.device:
         return torch.device("cpu")
     module = torch.get_device_module(settings.device)
     device = torch.device(settings.device, settings.rank % module.device_count())
-    module.set_device(device.index)  # some packages take no torch.device
+    # The `set_device` of a package may take no torch.device.
+    module.set_device(device.index)
     return device
 
 
