@@ -161,7 +161,7 @@ def _two_norm_by_largest(tensors: Sequence[Tensor]) -> Tensor:
     if largest == 0 or not largest.isfinite():
         return largest
     norms = [
-        torch.linalg.vector_norm(piece.double().div_(largest))
+        torch.linalg.vector_norm(piece.double() / largest)
         for t in real
         for piece in t.reshape(-1).split(_PIECE)
     ]

@@ -242,6 +242,13 @@ def test_extreme_gradients(deviation: DeviationJudge, device: str, extreme: str,
     deviation.judge(probe, torch_does=norm_lost, we_do=true_norm_and_scaled)
 
 
+@clause("nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive")
+def test_small_float64_gradients_keep_their_values(compare: Compare, device: str) -> None:
+    # The norm is below the range that is safe in float32.
+    case = GradientList(tuple(Gradient((n,), torch.float64, seed=n, scale=1e-12) for n in (64, 5)))
+    compare(lambda library: clip_of(library, case, device, 1.0), norm_tolerance(case))
+
+
 @clause("nn.utils.clip_grad.clip_grad_norm.deprecated_spelling")
 @pytest.mark.parametrize(
     "keywords",
