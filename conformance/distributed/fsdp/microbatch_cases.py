@@ -81,21 +81,33 @@ def accumulate(
     return _parameters(lab, layout, sharded), steps
 
 
-def failing(lab: Lab, *, layout: str, unsynced: bool) -> Any:
-    """Return the full parameters after a step whose second microbatch has raised after its backward."""
+def failing(lab: Lab, *, layout: str, unsynced: Sequence[int], amid: bool) -> Any:
+    """Return the full parameters after a step whose second microbatch has raised.
+
+    Args:
+        lab: the rank.
+        layout: one of `LAYOUTS`.
+        unsynced: microbatches that run in `no_sync`.
+        amid: raise before the last unit's backward, instead of after the whole backward.
+    """
     device, rank = lab.rank.device, lab.rank.rank
     sharded = _sharded(lab, layout)
     optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
     its_scaler = lab.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=SCALE)
 
     def run(number: int) -> None:
-        context = sharded.no_sync() if unsynced and number < 2 else contextlib.nullcontext()
+        context = sharded.no_sync() if number in unsynced else contextlib.nullcontext()
         with context, its_scaler.microbatch(optimizer):
-            its_scaler.scale(sharded(batch(0, number, rank).to(device)).square().mean() / 2).backward()
+            is_amid = amid and number == 1
+            handle = sharded[0].register_forward_hook(_raise_in_backward) if is_amid else None
+            loss = sharded(batch(0, number, rank).to(device)).square().mean() / 3
+            if handle is not None:
+                handle.remove()
+            its_scaler.scale(loss).backward()
             if number == 1:
                 raise KeyError("after the backward")
 
-    for number in range(3):
+    for number in range(4):
         tried(lambda number=number: run(number))
     its_scaler.step(optimizer)
     return _parameters(lab, layout, sharded)
@@ -118,6 +130,15 @@ def limited(lab: Lab, *, limit: int) -> Any:
         if device.type != "cpu":
             torch.accelerator.synchronize()
     return None
+
+
+def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    del module, inputs
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("amid the backward")
+
+    output.register_hook(fail)
 
 
 def refused(lab: Lab, *, setting: str) -> Any:

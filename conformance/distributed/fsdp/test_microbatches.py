@@ -130,18 +130,20 @@ def test_distributed_data_parallel_leaves_out_bad_microbatches(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.no_sync")
-@pytest.mark.parametrize("unsynced", [False, True])
+@pytest.mark.parametrize("amid", [False, True], ids=["after the backward", "amid the backward"])
+@pytest.mark.parametrize("unsynced", [(), (0,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("layout", SHARDED)
-def test_failed_microbatch_leaves_earlier_ones(
-    twins_of: TwinsOf, device: str, layout: str, unsynced: bool
+def test_failed_microbatch_leaves_others(
+    twins_of: TwinsOf, device: str, layout: str, unsynced: tuple[int, ...], amid: bool
 ) -> None:
-    """The third microbatch is added to the first one."""
+    """The second of four microbatches fails. The others are averaged."""
     model = cases.model()
-    for number in (0, 2):
+    for number in (0, 2, 3):
         for rank in range(2):
-            (model(cases.batch(0, number, rank)).square().mean() / 4).backward()
+            (model(cases.batch(0, number, rank)).square().mean() / 6).backward()
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    for parameters in twins_of(2, device).values(cases.failing, layout=layout, unsynced=unsynced):
+    reports = twins_of(2, device).values(cases.failing, layout=layout, unsynced=unsynced, amid=amid)
+    for parameters in reports:
         for name, param in model.named_parameters():
             torch.testing.assert_close(torch.tensor(parameters[name]), param.detach(), rtol=1e-5, atol=1e-6)
 

@@ -103,7 +103,7 @@ class UnitParams(Generic[Group_co]):
                 "microbatch() does not support set_manual_backward_finalization(True); let backward reduce the "
                 "gradients"
             )
-        self._wait_for_reductions()
+        self._settle_gradients()
         return self._held_of([group.gradients.begin_microbatch() for group in self.param_groups])
 
     def skip_microbatch(self) -> None:
@@ -111,21 +111,22 @@ class UnitParams(Generic[Group_co]):
 
     def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
         self.contributes_zeros = False
-        self._wait_for_reductions()
-        results = [group.gradients.end_microbatch() for group in self.param_groups]
+        self._settle_gradients()
         if any(group.reduction.partial is not None for group in self.param_groups):
-            for group in self.param_groups:
-                group.reduction.partial = None
             raise _no_partial_sums()
+        results = [group.gradients.end_microbatch() for group in self.param_groups]
         earlier: list[Hashable] = [(number, key) for number, (_, keys) in enumerate(results) for key in keys]
         return self._held_of([held for held, _ in results]), earlier
 
     def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        self.contributes_zeros = False
+        self._settle_gradients()
         by_group: list[dict[Hashable, Tensor]] = [{} for _ in self.param_groups]
         keys: Any = tensors
         for number, key in keys:
             by_group[number][key] = tensors[number, key]
         for group, group_tensors in zip(self.param_groups, by_group, strict=True):
+            group.reduction.partial = None
             group.gradients.put(group_tensors)
         self.awaits_reduction |= any(group.gradients.unsynchronized() for group in self.param_groups)
 
@@ -142,10 +143,14 @@ class UnitParams(Generic[Group_co]):
     def _root_or_none(self) -> RootContext | None:
         return getattr(self, "root", None)
 
-    def _wait_for_reductions(self) -> None:
-        """Make COMPUTE wait for gradients that the last backward left to REDUCE."""
+    def _settle_gradients(self) -> None:
+        """Undo a backward that raised, and make COMPUTE wait for gradients that the last one left to REDUCE."""
         root = self._root_or_none
-        if root is not None and root.streams.is_async:
+        if root is None:
+            return
+        # Later, this would undo changes of gradients that were set aside or put back since.
+        root.handle_failed_backward()
+        if root.streams.is_async:
             root.streams.wait(StreamRole.COMPUTE, root.streams.record(StreamRole.REDUCE))
 
     def is_in_full_precision(self) -> bool:

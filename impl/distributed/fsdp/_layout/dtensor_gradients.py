@@ -193,7 +193,10 @@ class DTensorGradients:
         return self._take(), self._earlier_keys
 
     def put(self, tensors: Mapping[Hashable, Tensor]) -> None:
-        self._take()
+        self._before_microbatch = []
+        self._forget_unreduced()
+        if self._group.unsharded_params is not None:
+            self._group.unsharded_params.take_gradients()
         for index, param in enumerate(self._group.params):
             param.sharded.grad = tensors.get((index, True))
         unreduced = [tensors.get((index, False)) for index in range(len(self._group.params))]

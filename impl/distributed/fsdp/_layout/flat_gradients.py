@@ -164,7 +164,8 @@ class GradientShard:
         return self._take(), self._earlier_keys
 
     def put(self, tensors: Mapping[Hashable, Tensor]) -> None:
-        self._take()
+        self._before_microbatch = None
+        self._drop()
         averaged, total = tensors.get(_AVERAGED), tensors.get(_UNREDUCED)
         if total is not None:
             self._averaged = averaged
@@ -177,12 +178,9 @@ class GradientShard:
         handle = self._handle
         if self._unreduced is not None:
             self.begin_backward()
-        unreduced, self._unreduced = self._unreduced, None
+        unreduced = self._unreduced
         averaged = self._taken_from_grad() if unreduced is None else self._averaged
-        self._averaged = self._shown = None
-        self._shown_places = []
-        for parameter in handle.stepped:
-            parameter.grad = None
+        self._drop()
         held: HeldGradients = {}
         if averaged is not None:
             pieces = handle.pieces_of(averaged) if handle.use_orig_params else [averaged]
@@ -194,6 +192,12 @@ class GradientShard:
             parts = list(zip(handle.stepped, views, strict=True))
             held[_UNREDUCED] = HeldGradient(unreduced.total, parts, is_reduced=False)
         return held
+
+    def _drop(self) -> None:
+        self._unreduced = self._averaged = self._shown = None
+        self._shown_places = []
+        for parameter in self._handle.stepped:
+            parameter.grad = None
 
     def _add_earlier_microbatches(self) -> None:
         """Add the unreduced sum before the running microbatch to the gradients that are reduced now."""
