@@ -170,3 +170,15 @@ def test_modules_need_names(subject: Library, device: str) -> None:
         step.scaler.gradient_norms(step.optimizer, per="module")
     first = "param_groups[0]['params'][0] of shape (200, 300)"
     assert first in step.scaler.gradient_norms(step.optimizer)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+def test_norms_of_equal_names_raise(subject: Library, device: str) -> None:
+    optimizer = SGD([("weight", nn.Parameter(torch.ones(2, device=device)))], lr=0.125)
+    optimizer.add_param_group({"params": [("weight", nn.Parameter(torch.ones(3, device=device)))]})
+    scaler = subject.amp.GradScaler(device)
+    losses = [param.sum() for group in optimizer.param_groups for param in group["params"]]
+    scaler.scale(torch.stack(losses).sum()).backward()
+    scaler.fused_step(optimizer, keep_norms=True)
+    with pytest.raises(ValueError, match="two parameters of the optimizer have the name weight"):
+        scaler.gradient_norms(optimizer)

@@ -78,11 +78,18 @@ def named_norms(
     """Return the norms by name of the parameter, or joined by name of the module that owns the parameters.
 
     Raises:
-        ValueError: `per` is neither; or the parameters have no names, so that their modules are unknown.
+        ValueError: `per` is neither; or the parameters have no names, so that their modules are unknown; or two
+            parameters have the same name.
     """
     if per not in ("parameter", "module"):
         raise ValueError(f"per is {per!r}; pass 'parameter' or 'module'")
     names = [name for name, _ in named_params(optimizer)]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"two parameters of the optimizer have the name {name}; create it from named_parameters() of one module "
+            "that contains both"
+        )
     if per == "parameter":
         return dict(zip(names, norms, strict=True))
     if not all(group.get("param_names") for group in optimizer.param_groups):
