@@ -227,9 +227,11 @@ def test_skipped_microbatches_are_named(subject: Library, device: str, outcomes:
 
 
 @clause("amp.grad_scaler.microbatch.errors")
-def test_exception_leaves_sum_as_before(subject: Library, device: str) -> None:
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("how", ["step", "fused_step"])
+def test_exception_leaves_sum_as_before(subject: Library, device: str, how: str, earlier: int) -> None:
     run = Accumulation(subject, device)
-    run.run([None])
+    run.run([None] * earlier)
 
     def fail() -> None:
         with run.scaler.microbatch(run.optimizer):
@@ -238,8 +240,37 @@ def test_exception_leaves_sum_as_before(subject: Library, device: str) -> None:
 
     with pytest.raises(KeyError, match="batch"):
         fail()
-    run.step()
+    if not earlier:
+        run.backward(0)
+    run.step(how)
     run.check_values(run.expected([None]))
+    run.scaler.update()
+    assert run.scaler.get_scale() == SCALE
+
+
+@clause("amp.grad_scaler.microbatch.left_out")
+def test_cleared_gradients_begin_new_average(subject: Library, device: str) -> None:
+    run = Accumulation(subject, device)
+    run.run([None, math.inf])
+    run.optimizer.zero_grad()
+    run.run([None, SKIP, None])
+    run.step()
+    run.check_values(run.expected([None, SKIP, None]))
+    assert [entry.position for entry in run.scaler.skipped_microbatches(run.optimizer)] == [1]
+
+
+@clause("amp.grad_scaler.microbatch.scale")
+@pytest.mark.parametrize("outcome", [None, SKIP])
+def test_overflow_of_other_optimizer_lowers_scale(subject: Library, device: str, outcome: Any) -> None:
+    run = Accumulation(subject, device, growth_interval=100)
+    param = torch.nn.Parameter(torch.ones(2, device=device))
+    other = torch.optim.SGD([param], lr=LEARNING_RATE)
+    run.run([outcome])
+    run.scaler.scale(param.sum() * math.inf).backward()
+    run.step()
+    run.scaler.step(other)
+    run.scaler.update()
+    assert run.scaler.get_scale() == SCALE / 2
 
 
 @clause("amp.grad_scaler.microbatch.errors")

@@ -97,6 +97,11 @@ class Accumulation:
 
     outcomes: list[_Outcome] = field(default_factory=list[_Outcome])
     is_open: bool = False
+    has_sum: bool = False  # whether this rank holds gradients of these microbatches
+
+    def __bool__(self) -> bool:
+        """Return whether a microbatch has ended or is running."""
+        return self.is_open or bool(self.outcomes)
 
     def check_closed(self, call: str) -> None:
         if self.is_open:
@@ -117,11 +122,16 @@ class Accumulation:
         """Return 1.0 if no rank took part in a microbatch that was taken, else 0.0."""
         return (self._taken(device) == 0).float()
 
-    def found_inf(self, step_found_inf: Tensor) -> Tensor:
-        """Return whether the scale must fall: a microbatch overflowed, or the sum of those taken did."""
-        device = step_found_inf.device
+    def scale_flags(self, step_flags: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Return flags, one of which is set if a microbatch overflowed, or the sum of those taken did.
+
+        Args:
+            step_flags: flags of the optimizer's step, on `device`. They are set too if no microbatch was taken.
+            device: device of the results.
+        """
         is_bad = torch.stack([to_device(outcome.is_bad, device) for outcome in self.outcomes]).amax()
-        return torch.maximum(torch.where(self._taken(device) > 0, step_found_inf, 0.0), is_bad)
+        has_taken = self._taken(device) > 0
+        return [is_bad, *(torch.where(has_taken, flag, 0.0) for flag in step_flags)]
 
     def skipped(self, groups: Sequence[dist.ProcessGroup | None]) -> list[SkippedMicrobatch]:
         """Return what ranks have left out. Sync: one for each microbatch. Collectives: one for each group."""
@@ -246,6 +256,9 @@ def run_microbatch(
     """
     region = _Region(optimizer)
     earlier = region.begin()
+    if accumulation.has_sum and not earlier:
+        # The user has dropped the sum, and begins a new one.
+        accumulation.outcomes.clear()
     accumulation.is_open = True
     try:
         yield region.microbatch
@@ -270,6 +283,7 @@ def run_microbatch(
         if must_reduce and any(number == n for n, _ in reduced_again):
             holder.reduce_held()
     accumulation.outcomes.append(outcome)
+    accumulation.has_sum = bool(earlier)
 
 
 class _Check(NamedTuple):

@@ -350,12 +350,19 @@ class GradScaler:
             self._scale_monitor = self._new_monitor()
         else:
             states = self._per_optimizer_states.values()
-            flags = [to_device(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
+            by_state = [
+                (
+                    state.get("accumulation"),
+                    [to_device(flag, scale.device) for flag in state["found_inf_per_device"].values()],
+                )
+                for state in states
+            ]
+            flags = [flag for _, state_flags in by_state for flag in state_flags]
             if not flags:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            accumulations = [s["accumulation"] for s in states if "accumulation" in s]
-            for accumulation in accumulations:
-                accumulation.check_closed("update")
+            for accumulation, _ in by_state:
+                if accumulation is not None:
+                    accumulation.check_closed("update")
             self._scale_monitor.warn_if_stuck(
                 self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2
             )
@@ -363,8 +370,15 @@ class GradScaler:
             self._scale_monitor.check_skipped(
                 skipped, self._backoff_factor, self._min_scale, self._describe_nonfinite
             )
-            for accumulation in accumulations:
-                found_inf = accumulation.found_inf(found_inf)
+            if any(accumulation for accumulation, _ in by_state):
+                flags = [
+                    flag
+                    for accumulation, state_flags in by_state
+                    for flag in (
+                        accumulation.scale_flags(state_flags, scale.device) if accumulation else state_flags
+                    )
+                ]
+                found_inf = functools.reduce(torch.add, flags)
             may_reach_minimum = self._scale_monitor.may_reach_minimum(scale, self._backoff_factor)
             kernels.update_scale_(
                 scale, growth_tracker, found_inf,
@@ -484,7 +498,8 @@ class GradScaler:
         Raises:
             TypeError: `optimizer` has no `param_groups`.
             RuntimeError: the last `fused_step` did not keep its norms, or there was none.
-            ValueError: `per` is neither; or "module", and the optimizer was not made from `named_parameters()`.
+            ValueError: `per` is neither; or "module", and the optimizer was not made from `named_parameters()`; or two
+                parameters have the same name.
         Sync: none. Collectives: none.
 
         >>> layer = torch.nn.Linear(2, 1)
@@ -514,7 +529,8 @@ class GradScaler:
         microbatches gives the average over those taken. If none is taken, the step is skipped.
 
         `update` lowers the scale if a microbatch had inf or nan. Inside, `.grad` is that of this microbatch. If an
-        exception leaves the region, the sum is as before. For several optimizers, nest regions.
+        exception leaves the region, the sum is as before, and other ranks wait unless it leaves theirs too. Gradients
+        that are set to None between microbatches begin a new sum. For several optimizers, nest regions.
 
         Ranks that share sharded parameters leave out the same microbatches, with or without `no_sync`. Ranks of
         DistributedDataParallel use a `ShardedGradScaler`, and no `no_sync` of that module, whose unreduced gradients
@@ -831,7 +847,7 @@ class GradScaler:
 
     def _accumulation_of(self, optimizer: _Optimizer) -> Accumulation | None:
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
-        return None if state is None else state.get("accumulation")
+        return None if state is None else state.get("accumulation") or None
 
     def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor:
         """Return the scale of the accumulated gradients, which may lack microbatches."""
@@ -844,7 +860,7 @@ class GradScaler:
     def _found_inf_of_sum(self, optimizer: _Optimizer, found_inf_per_device: Found) -> Found:
         """Return the flags of the accumulated gradients. They are set if no microbatch was taken."""
         accumulation = self._accumulation_of(optimizer)
-        if accumulation is None or not accumulation.outcomes:
+        if accumulation is None:
             return found_inf_per_device
         if not found_inf_per_device:
             device = self._norm_device(())
