@@ -249,7 +249,11 @@ def usable_world_sizes(requested: Sequence[int], fewest: int = 1, also: Sequence
 
 def devices(config: pytest.Config) -> list[str]:
     if config.option.device != "auto":
-        return config.option.device.split(",")
+        names: list[str] = config.option.device.split(",")
+        # The first backward starts autograd's threads, and a device that is registered later has none.
+        for name in names:
+            is_usable(name)
+        return names
     if (named := load_library(config.option.subject).claims_file.device) and is_usable(named.type):
         return [named.type]
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

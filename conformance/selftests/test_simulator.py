@@ -120,6 +120,13 @@ def test_impl_is_green_there(tests: str) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
+def test_backward_on_the_cpu_leaves_backwards_on_the_device_possible() -> None:
+    test = "conformance/amp/test_grad_scaler_microbatch.py::test_scale_falls_after_nonfinite_microbatch"
+    options = ("--subject", "impl", "--device", "cpu,sim", "--profile", "quick")
+    ended = run("-m", "pytest", "-n", 0, "-q", test, *options)
+    assert ended.returncode == 0, ended.stdout
+
+
 FOREIGN = (
     "distributed/fsdp/test_fully_shard.py::test_training_matches_torch_and_unsharded",
     "nn/utils/test_clip_grad_dtensor.py::test_gradients_on_several_meshes_have_one_norm",
