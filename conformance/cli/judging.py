@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from rich.progress import TaskID
 
-from conformance.cli.options import PROFILES
+from conformance.cli.options import MARKS, PROFILES
 from conformance.cli.running import Stop, run
 from conformance.cli.terminal import PhaseProgress
 from conformance.judge import heading
@@ -89,6 +89,10 @@ def _explain_no_tests(options: argparse.Namespace, out: Path, stop: Stop) -> str
         return re.sub(r"(?m)^no tests (collected|ran) in .*$", "", reported).strip()
     target, profile = " ".join(getattr(options, "what", ())) or "the suite", options.profile
     larger = PROFILES[PROFILES.index(profile) + 1 :]
+    if options.marks != ",".join(MARKS):
+        return (
+            f"the profile {profile} has no test of {target} with --marks {options.marks}; leave out --marks"
+        )
     cure = (
         f"--profile {larger[0]} has more tests"
         if larger

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import pytest
 
 from conformance.judge import clauses
-from conformance.judge.accounting import NOT_RUN, NotRun, account
+from conformance.judge.accounting import NOT_RUN, OTHER_SHARD, NotRun, account
 from conformance.judge.files.expectations import ExpectationResult, Expectations, TestRecord
 from conformance.judge.heading import heading, replay_command
 from conformance.judge.judgement import RED, Judgement, if_expected, judgement_of
@@ -139,8 +139,8 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self._not_run = [NotRun(**fields) for fields in self._notes.kept("not-run")]
-        has_no_tests = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and bool(self._not_run)
-        is_complete = session.exitstatus in (0, 1) or has_no_tests
+        needs_no_tests = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._needs_no_tests()
+        is_complete = session.exitstatus in (0, 1) or needs_no_tests
         self._ended_early = [str(why) for why in (session.shouldstop, session.shouldfail) if why]
         if not is_complete and not self._ended_early:
             self._ended_early = [f"pytest ended with code {int(session.exitstatus)}"]
@@ -154,6 +154,14 @@ class Recorder:
             (Path(self._config.option.report) / "report.json").write_text(
                 json.dumps(self.as_dict(), indent=1)
             )
+
+    def _needs_no_tests(self) -> bool:
+        """Return whether a run without tests has judged the selected clauses, or leaves them to other shards."""
+        if not self._not_run or _is_narrowed_by_pytest(self._config):
+            return False
+        outcomes = {result.outcome for result in self._not_run}
+        is_shard = any(result.reason == OTHER_SHARD for result in self._not_run)
+        return is_shard or "not provided" in outcomes or NOT_RUN not in outcomes
 
     def _evaluate_expectations(self, *, is_complete: bool) -> None:
         tests = [
@@ -264,13 +272,13 @@ def stale_expectations(
 def _is_narrowed(config: pytest.Config) -> bool:
     """Return whether the run was limited to some tests of a folder."""
     option = config.option
-    chosen = [
-        getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "clauses", "shard")
-    ]
-    chosen.append(option.profile == "smoke")
-    chosen.append(option.marks != ",".join(clauses.MARKS))
+    chosen = [option.clauses, option.shard, option.profile == "smoke", option.marks != ",".join(clauses.MARKS)]
     paths = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
-    return any(chosen) or not all(path.is_dir() for path in paths)
+    return any(chosen) or _is_narrowed_by_pytest(config) or not all(path.is_dir() for path in paths)
+
+
+def _is_narrowed_by_pytest(config: pytest.Config) -> bool:
+    return any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf", "deselect"))
 
 
 def verdict(results: Collection[Judgement | NotRun], claimed: frozenset[str] | None) -> str:

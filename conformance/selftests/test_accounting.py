@@ -19,6 +19,11 @@ from conformance.report.verdict import parts
 
 ROOT = HERE.parent
 CLIP = "nn.utils.clip_grad_norm_"
+OVERLAP = "nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive"
+VALUE, VALUE_CLAUSE = (
+    "conformance/nn/utils/test_clip_grad_value.py",
+    "nn.utils.clip_grad.clip_grad_value_.clamps",
+)
 _LIMIT_S = 200.0
 
 pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
@@ -74,6 +79,26 @@ def test_package_without_judged_name_is_red_although_no_test_is_scheduled(
 ) -> None:
     code, report = judge(tmp_path, [target])
     assert (code, report["verdict"], report["tests"], report["provides_nothing"]) == (1, "red", [], True)
+
+
+NOTHING_JUDGED = {
+    "profile": ["--profile=smoke", f"--clauses={OVERLAP}"],
+    "mark": ["--marks=cuda"],
+    "keyword": ["-k", "no_such_test"],
+}
+
+
+@pytest.mark.parametrize("words", NOTHING_JUDGED.values(), ids=NOTHING_JUDGED)
+def test_run_that_judges_nothing_is_not_green(tmp_path: Path, words: list[str]) -> None:
+    code, report = judge(tmp_path, ["--subject=torch", *words, "conformance/nn/utils"])
+    assert (code, report["tests"]) == (pytest.ExitCode.NO_TESTS_COLLECTED, [])
+    assert report["ended_early"] == ["pytest ended with code 5"]
+
+
+def test_shard_without_tests_is_green(tmp_path: Path) -> None:
+    words = ["--subject=torch", "--shard=2/2", f"--clauses={VALUE_CLAUSE}", f"{VALUE}::test_clamps_values"]
+    code, report = judge(tmp_path, words)
+    assert (code, report["verdict"], report["tests"]) == (0, "green", [])
 
 
 @pytest.mark.parametrize(

@@ -240,24 +240,27 @@ UNASKED = {
     "no tests ran in 0.10s": (
         pytest.ExitCode.NO_TESTS_COLLECTED,
         "the profile quick has no test of amp; --profile full has more tests",
+        "the profile quick has no test of amp with --marks cuda; leave out --marks",
     ),
     "ImportError while loading conftest 'x.py'.": (
         pytest.ExitCode.USAGE_ERROR,
-        "ImportError while loading conftest 'x.py'.",
+        *["ImportError while loading conftest 'x.py'."] * 2,
     ),
 }
 
 
 @pytest.mark.parametrize("reported", list(UNASKED))
 def test_unknown_selection_is_mistake(reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, *sentences = UNASKED[reported]
+
     def run(command: object, log: Path, *_: object) -> tuple[str, int]:
         log.write_text(reported)
-        return "", UNASKED[reported][0]
+        return "", code
 
     monkeypatch.setattr(judging, "run", run)
-    assert judge.main(["torch", "amp", f"--out={tmp_path}"]) == 2
-    [bad_input] = json.loads((tmp_path / "report.json").read_text())["bad_input"]
-    assert bad_input == UNASKED[reported][1]
+    for words, sentence in zip(([], ["--marks=cuda"]), sentences, strict=True):
+        assert judge.main(["torch", "amp", f"--out={tmp_path}", *words]) == 2
+        assert json.loads((tmp_path / "report.json").read_text())["bad_input"] == [sentence]
 
 
 @pytest.mark.deadline(120)
