@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,7 +71,9 @@ class Selection:
         if not self._config.option.shard:
             return items, []
         number, count = map(int, self._config.option.shard.split("/"))
-        shards = shard_of([item.nodeid for item in items], count, recorded())
+        nodeids = sorted(item.nodeid for item in items)
+        self._notes.keep("selection", hashlib.sha256("\n".join(nodeids).encode()).hexdigest())
+        shards = shard_of(nodeids, count, recorded())
         chosen = [item for item in items if shards[function_of(item.nodeid)] == number]
         others = [item for item in items if shards[function_of(item.nodeid)] != number]
         for clause_id in filter(None, map(clause_of, others)):

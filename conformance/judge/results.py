@@ -168,7 +168,7 @@ class Recorder:
             TestRecord(judgement.nodeid, judgement.clause, judgement.outcome, judgement.draws)
             for judgement in self._judgements.values()
         ]
-        is_complete = is_complete and not _is_narrowed(self._config)
+        is_complete = is_complete and not (self._config.option.shard or _is_narrowed(self._config))
         self._expectations = Expectations.of_run(self._config).evaluate(tests, is_complete=is_complete)
         for judgement in stale_expectations(self._expectations, tests):
             self._judgements[judgement.nodeid] = judgement
@@ -201,6 +201,7 @@ class Recorder:
             "provides_nothing": provides_nothing(self._results(), self._subject.claims),
             "bad_input": self._bad_input(),
             "ended_early": self._ended_early,
+            "selection": self._notes.kept("selection") or None,
             "is_narrowed": _is_narrowed(self._config),
             "devices": sorted({judgement.device for judgement in judgements} - {""}),
             "expectations": [result.as_dict() for result in self._expectations],
@@ -270,9 +271,9 @@ def stale_expectations(
 
 
 def _is_narrowed(config: pytest.Config) -> bool:
-    """Return whether the run was limited to some tests of a folder."""
+    """Return whether the run was limited to some tests of a folder. A shard of all of them is not."""
     option = config.option
-    chosen = [option.clauses, option.shard, option.profile == "smoke", option.marks != ",".join(clauses.MARKS)]
+    chosen = [option.clauses, option.profile == "smoke", option.marks != ",".join(clauses.MARKS)]
     paths = [path for argument in config.args if (path := Path(str(argument))).name != "test_surface.py"]
     return any(chosen) or _is_narrowed_by_pytest(config) or not all(path.is_dir() for path in paths)
 

@@ -31,8 +31,9 @@ def main(words: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("report", type=Path, nargs="+", help="report.json of one or more runs")
-    parser.add_argument("--compare", action="store_true", help="compare the reports, in this order")
-    parser.add_argument(
+    of_many = parser.add_mutually_exclusive_group()
+    of_many.add_argument("--compare", action="store_true", help="compare the reports, in this order")
+    of_many.add_argument(
         "--merge", action="store_true", help="join the reports of all shards into the folder of --out"
     )
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
@@ -43,10 +44,12 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("index.html"),
-        help="page or, with --merge, folder (default: index.html)",
+        help="page (default: index.html) or, with --merge, folder (default: report)",
     )
     options = parser.parse_args(words)
+    out = options.out or Path("report" if options.merge else "index.html")
+    if options.merge and out.is_file():
+        parser.error(f"--out {out} is a file; expected a folder")
     is_of_many = options.compare or options.merge
     if not is_of_many and len(options.report) > 1:
         parser.error(f"got {len(options.report)} reports; expected one, or --compare or --merge")
@@ -57,12 +60,12 @@ def main(words: Sequence[str]) -> int:
     try:
         reports = [read_report(file) for file in options.report]
         if options.compare:
-            write_side_by_side(reports, options.out)
+            write_side_by_side(reports, out)
             return 0
         if options.merge:
             merged = merge_shards(reports)
-            options.out.mkdir(parents=True, exist_ok=True)
-            return conclude(merged, options.out, _print_verdict)
+            out.mkdir(parents=True, exist_ok=True)
+            return conclude(merged, out, _print_verdict)
         report = reports[0]
         if options.baseline:
             report["baseline"] = asdict(compare(read_report(options.baseline), report))
@@ -72,7 +75,7 @@ def main(words: Sequence[str]) -> int:
             report["simulation"] = read_simulation(options.simulation)
     except ValueError as error:
         parser.error(str(error))
-    write_page(report, options.out)
+    write_page(report, out)
     return 0
 
 

@@ -19,6 +19,8 @@ def ctrf(report: dict[str, Any]) -> dict[str, Any]:
     began_ms = _milliseconds(report["began"])
     tests = [_test(test) for test in report["tests"]]
     tests += [_not_run(result) for result in report["not_run"]]
+    if report["verdict"] == "red" and not any(test["status"] == "failed" for test in tests):
+        tests.append(_red_without_failure(report))
     counts = Counter(test["status"] for test in tests)
     kinds = ("passed", "failed", "skipped", "pending", "other")
     return {
@@ -66,6 +68,12 @@ def _not_run(result: dict[str, Any]) -> dict[str, Any]:
     """Return the entry of a clause without tests."""
     entry = {"name": result["clause"], "status": "skipped", "duration": 0, "rawStatus": result["outcome"]}
     return entry | {"tags": [result["clause"]], "message": result["reason"]}
+
+
+def _red_without_failure(report: dict[str, Any]) -> dict[str, Any]:
+    """Return a failed entry for a run that is red although no test failed, such as one that ended early."""
+    message = "; ".join(report["reasons"])
+    return {"name": "verdict", "status": "failed", "duration": 0, "rawStatus": "red", "message": message}
 
 
 def relay(report: dict[str, Any], artifact: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def merge_shards(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the report of all shards of a run.
 
     Raises:
-        ValueError: shards are missing or there twice, or are of different runs.
+        ValueError: a shard is missing or duplicated, or the shards divided different tests.
     """
     first = reports[0]
     for key in _SAME:
@@ -31,6 +31,10 @@ def merge_shards(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
             )
     if len({report["suite"]["catalogue"] for report in reports}) > 1:
         raise ValueError("the shards have different catalogues; judge all of them with the same suite")
+    if len({report["selection"] for report in reports if report.get("selection")}) > 1:
+        raise ValueError(
+            "the shards divided different tests; run all of them with the same clauses, packages and devices"
+        )
     count = _shard(first)[1]
     names = [f"{number}/{count}" for number, count in sorted(map(_shard, reports))]
     expected = [f"{number}/{count}" for number in range(1, count + 1)]
@@ -44,11 +48,12 @@ def merge_shards(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     rows = [_expectation(row) for row in first["expectations"]]
     ended_early = [why for report in reports for why in report["ended_early"]]
+    is_narrowed = any(report.get("is_narrowed", False) for report in reports)
     records = [
         TestRecord(test["nodeid"], test["clause"], test["outcome"], test["draws"]) for test in tests.values()
     ]
     results = Expectations(rows, datetime.datetime.now(datetime.UTC).date()).evaluate(
-        records, is_complete=not ended_early
+        records, is_complete=not ended_early and not is_narrowed
     )
     tests |= {judgement.nodeid: asdict(judgement) for judgement in stale_expectations(results, records)}
     known = {
@@ -69,7 +74,10 @@ def merge_shards(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "expectations": [result.as_dict() for result in results],
         "ended_early": ended_early,
         "bad_input": list(dict.fromkeys(sentence for report in reports for sentence in report["bad_input"])),
-        "provides_nothing": provides_nothing([*judged, *not_run], None),
+        "is_narrowed": is_narrowed,
+        "provides_nothing": all(report.get("provides_nothing", False) for report in reports)
+        or provides_nothing([*judged, *not_run], None),
+        "baseline": None,  # an earlier report was compared with one shard only
     }
 
 
@@ -101,7 +109,7 @@ def mark_flaky(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _flaky(test: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len({run["outcome"] for run in runs}) == 1:
-        return test
+        return dict(runs[0])  # first run that did not give up the clause
     worst = next((run for run in runs if run["replay"]), test)
     reason = f"{', '.join(run['outcome'] for run in runs)} in {len(runs)} runs with the same seed\n{worst['reason']}"
     return worst | {"outcome": FLAKY, "reason": reason.strip()}

@@ -69,6 +69,10 @@ def test_merged_shards_keep_reasons_and_lack_of_names() -> None:
     assert not merge_shards([shard(1, judged("passed"), not_run=[lacking]), shard(2)])["provides_nothing"]
 
 
+def test_merged_report_has_no_baseline_of_a_shard() -> None:
+    assert merge_shards([shard(1, baseline={"broke": []}), shard(2)])["baseline"] is None
+
+
 def test_expectation_is_stale_if_its_tests_pass_in_all_shards() -> None:
     row = {"clause": FIRST, "test": "", "reason": "known", "expires": "9999-01-01", "link": ""}
     row |= {"state": "met", "outcome": "passed", "says": "all its tests that were selected for this run pass"}
@@ -79,6 +83,7 @@ def test_expectation_is_stale_if_its_tests_pass_in_all_shards() -> None:
     merged = merge_shards(parts)
     assert reasons(merged) == ["1 test stale"]
     assert merged["expectations"][0]["state"] == "met"
+    assert reasons(merge_shards([parts[0], parts[1] | {"is_narrowed": True}])) == []
     parts[1]["tests"][0]["outcome"] = "expected"
     assert reasons(merge_shards(parts)) == []
 
@@ -91,6 +96,7 @@ def test_expectation_is_stale_if_its_tests_pass_in_all_shards() -> None:
         ([shard(1), shard(2, subject="torch")], "the shards differ in subject: impl, torch"),
         ([shard(1), shard(2, seed=3)], "the shards differ in seed: None, 3"),
         ([shard(1), shard(2, suite={"catalogue": 2})], "the shards have different catalogues"),
+        ([shard(1, selection="a"), shard(2, selection="b")], "the shards divided different tests"),
     ],
 )
 def test_incomplete_or_different_shards_are_refused(reports: list[dict[str, Any]], reported: str) -> None:
@@ -106,6 +112,8 @@ def test_shards_run_each_test_once_and_merge_to_complete_report(tmp_path: Path) 
         assert code == 0
         conclude(report, folder, lambda report: None)
     complete, *parts = [json.loads((folder / "report.json").read_text()) for folder in folders]
+    assert complete["selection"] is None
+    assert len({report["selection"] for report in parts} - {None}) == 1
     ids = [{test["nodeid"] for test in report["tests"]} for report in (complete, *parts)]
     assert min(map(len, ids)) > 0
     assert ids[1] | ids[2] == ids[0]
@@ -120,6 +128,18 @@ def test_shards_run_each_test_once_and_merge_to_complete_report(tmp_path: Path) 
     assert relays[0] == relays[1]
     assert relays[0].keys() == {"passed", "failed", "skipped"}
     assert sum(relays[0].values()) == len(complete["tests"]) + len(complete["not_run"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [(["--merge", "--compare"], "not allowed with"), (["--merge", "--out", __file__], "is a file")],
+)
+def test_wrong_merge_command_is_refused(
+    words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["report.json", *words])
+    assert reported in capsys.readouterr().err
 
 
 def test_different_outcomes_with_same_seed_are_flaky() -> None:
@@ -140,6 +160,7 @@ def test_different_outcomes_with_same_seed_are_flaky() -> None:
     assert {test["outcome"] for test in mark_flaky([run("passed", "passed"), given_up])["tests"]} == {
         "passed"
     }
+    assert reasons(mark_flaky([given_up, failed])) == ["1 test failed"]
 
 
 def test_rerun_reports_test_that_fails_once(tmp_path: Path) -> None:

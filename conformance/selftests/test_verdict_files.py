@@ -127,6 +127,14 @@ def test_dashboard_list_has_every_test_once() -> None:
     assert all(isinstance(test["duration"], int) for test in results["tests"])
 
 
+def test_red_run_without_failed_test_has_a_failed_entry(tmp_path: Path) -> None:
+    concluded(a_report(judged("passed"), ended_early=["stopped"]), tmp_path)
+    relay = json.loads((tmp_path / "relay.json").read_text())
+    assert (relay["passed"], relay["failed"], relay["skipped"]) == (1, 1, 0)
+    *_, entry = json.loads((tmp_path / "ctrf.json").read_text())["results"]["tests"]
+    assert (entry["name"], entry["status"], entry["message"]) == ("verdict", "failed", "stopped")
+
+
 @pytest.mark.parametrize(
     ("outcomes", "more", "reported"),
     [
