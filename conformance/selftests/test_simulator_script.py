@@ -14,6 +14,8 @@ import torch
 
 from conformance.selftests.simulator_runs import simulate
 from conformance.selftests.test_simulator import ROOT, run
+from conformance.simulator.control import Hazard, Step
+from conformance.simulator.lanes import page
 from conformance.simulator.script import ScheduledRun, differences
 
 FINDINGS = sorted((ROOT / "conformance/simulator/findings").glob("*.py"))
@@ -112,6 +114,14 @@ def test_page_without_hazard_has_no_picture(tmp_path: Path) -> None:
     assert "<svg" not in page
 
 
+def test_page_lists_hazard_of_unknown_stream_without_picture() -> None:
+    step = Step("sim:0 default stream", 4, "aten::mul", "a.py:1 f", "", -1)
+    hazard = Hazard("the host writes", "host", "a.py:3 f", "a task", "", "", "a wait", steps=(step,))
+    text = page("Hazards", [hazard])
+    assert "the host writes at a.py:3 f" in text
+    assert "<svg" not in text
+
+
 def test_documented_gate_of_a_backend_is_green(tmp_path: Path) -> None:
     page = (ROOT / "docs/gate-your-backend.md").read_text()
     for name, text in re.findall(r"```\w+\n# (acme\S+)\n((?:.*\n)*?)```", page):
@@ -149,6 +159,13 @@ def test_replay_has_output_status_and_waits_of_script(tmp_path: Path) -> None:
     assert "the host waits: item at ends.py:2 <module>, 1 times" in output
 
 
+def test_script_that_ends_its_process_has_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "exits.py").write_text("import os, torch\ntorch.ones(2, device='sim')\nos._exit(0)\n")
+    status, output = simulate("exits.py", "--seeds", 2, cwd=tmp_path)
+    assert (status, "ended without a report of its hazards" in output) == (1, True), output
+    assert "no other schedule was compared with it" in output
+
+
 def test_saved_files_are_kept_for_one_run(tmp_path: Path) -> None:
     (tmp_path / "resumes.py").write_text(
         "import torch\n"
@@ -181,6 +198,9 @@ def test_late_rank_is_ended_with_its_stack(tmp_path: Path) -> None:
 
 def test_unrunnable_script_gives_no_verdict(tmp_path: Path) -> None:
     assert simulate("absent.py", cwd=tmp_path) == (2, "there is no script absent.py\n")
+    (tmp_path / "empty.py").touch()
+    reported = "there is no folder absent for --html; create it first\n"
+    assert simulate("empty.py", "--html", "absent/page.html", cwd=tmp_path) == (2, reported)
 
 
 def test_missing_compiler_is_reported_as_unavailable(tmp_path: Path) -> None:

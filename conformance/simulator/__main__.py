@@ -25,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(words[:split])
     if not Path(options.script).is_file():
         return _refuse(f"there is no script {options.script}")
+    if options.html is not None and not options.html.parent.is_dir():
+        return _refuse(f"there is no folder {options.html.parent} for --html; create it first")
     try:
         enable(devices=max(options.devices, options.ranks))
     except (Unavailable, RuntimeError) as error:

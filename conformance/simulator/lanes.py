@@ -11,6 +11,9 @@ from conformance.simulator.control import Hazard, Step, in_program
 
 _LANE, _ROW, _TOP, _BOX = 270, 62, 40, 34
 _ROWS = 40  # limit of a picture, which leaves out the middle
+_NOT_DRAWN = (
+    "Only the first hazards of a run are drawn, and only if the stream of the earlier access is known."
+)
 _HEAD = 12  # rows above what is left out
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em;color:#222;background:#fff}
@@ -38,11 +41,12 @@ class Row:
 
 
 def page(title: str, hazards: Sequence[Hazard]) -> str:
-    """Return a page without external resources, with a picture for each hazard that has its steps."""
+    """Return a page without external resources, with a picture for each hazard that has its steps and streams."""
     parts = [f"<h1>{escape(title)}</h1>", f"<p>{_says(len(hazards))}</p>"]
     for number, hazard in enumerate(hazards, 1):
         parts.append(f'<h2 id="hazard{number}">Hazard {number}</h2><pre>{escape(str(hazard))}</pre>')
-        parts.append(picture(hazard) if hazard.steps else "<p>Only the first hazards of a run are drawn.</p>")
+        is_drawn = hazard.steps and hazard.before_stream
+        parts.append(picture(hazard) if is_drawn else f"<p>{_NOT_DRAWN}</p>")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title><style>{_STYLE}</style>'

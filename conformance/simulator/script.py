@@ -37,6 +37,9 @@ from conformance.simulator.control import (
     take_unreplayable,
 )
 
+_NO_REPORT = (
+    "ended without a report of its hazards: let the script return, or call sys.exit instead of os._exit"
+)
 _AFTER_FAILURE_S = 10.0  # limit for the reports of peers
 _REPORT_STACKS = signal.SIGUSR1  # sent to a late rank
 _REPORT_S = 0.5  # time to write them
@@ -135,6 +138,9 @@ def _run(script: Script, seed: int, folder: Path) -> ScheduledRun:
         if end.why:
             course.errors += f"{prefix}{end.why}\n"
         file = folder / f"seen{rank}.json"
+        if not file.exists() and not course.status:
+            course.status = 1
+            course.errors += f"{prefix}{_NO_REPORT}\n"
         if file.exists():
             reported = json.loads(file.read_text())
             course.saved |= {prefix + name: digest for name, digest in reported.pop("saved").items()}
