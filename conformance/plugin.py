@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 
+from conformance.cli import options
 from conformance.cli.options import PROFILES
 from conformance.judge import accounting
 from conformance.judge.clauses import AREAS, MARKS, all_clauses, clause_of
@@ -88,11 +89,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--marks",
+        type=options.marks,
         default=",".join(MARKS),
         help=f"comma-separated marks of clauses: run only tests of these clauses (default: {','.join(MARKS)})",
     )
     group.addoption(
-        "--shard", default=None, metavar="I/N", help="run the I-th of N shards, which take about as long"
+        "--shard",
+        type=options.shard,
+        default=None,
+        metavar="I/N",
+        help="run the I-th of N shards, which take about as long",
     )
     group.addoption("--report", default=None, metavar="DIR", help="folder for report.json")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,32 @@ def test_wrong_shard_is_refused(text: str) -> None:
     assert options.shard("2/3") == "2/3"
     with pytest.raises(argparse.ArgumentTypeError, match="is not a shard such as 1/3"):
         options.shard(text)
+
+
+@pytest.mark.parametrize("word", ["--shard=3/2", "--marks=generic,none"])
+def test_wrong_option_of_pytest_is_refused(word: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        word,
+    ]
+    ended = subprocess.run(
+        [*command, "conformance/nn"],
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout
+    assert word.partition("=")[0] in ended.stderr
 
 
 def test_smoke_runs_one_test_of_each_clause(tmp_path: Path) -> None:
