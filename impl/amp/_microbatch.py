@@ -22,6 +22,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from impl import kernels
 from impl.amp._gradients import named_params, rank_in, values_of
+from impl.amp._replicas import replicated_modules
 from impl.kernels import TensorList, to_device
 from impl.optim._held_gradients import GradientHolder, HeldGradient, HeldGradients, holders_of
 from impl.optim._shards import all_gather_numbers, local_part
@@ -48,10 +49,17 @@ class SkippedMicrobatch(NamedTuple):
 class Microbatch:
     """The running microbatch of a `GradScaler.microbatch` region."""
 
-    def __init__(self, params: Sequence[Tensor], holders: Sequence[GradientHolder] | None) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        holders: Sequence[GradientHolder] | None,
+        *,
+        has_unknown_peers: bool = False,
+    ) -> None:
         self._params = params
         # A disabled scaler passes None.
         self._holders = holders
+        self._has_unknown_peers = has_unknown_peers
         self.is_skipped = False
 
     def skip(self) -> None:
@@ -59,16 +67,22 @@ class Microbatch:
 
         The gradients are averaged over the ranks that did not skip. If the model is sharded, or in
         DistributedDataParallel, the rank runs the forward and backward nevertheless, on inputs of any value, because
-        the other ranks wait for its collectives.
+        the other ranks wait for its collectives. Ranks that share a batch (tensor parallelism) skip it together.
 
         Raises:
-            RuntimeError: the microbatch has gradients already; or the scaler is disabled.
+            RuntimeError: the microbatch has gradients already; or the scaler is disabled; or it is a `GradScaler` and
+                the model is in DistributedDataParallel, so that other ranks would not know.
         Sync: none. Collectives: none.
         """
         if self._holders is None:
             raise RuntimeError(
                 "skip() of a disabled GradScaler would be ignored; enable the scaler, with init_scale=1.0 if the loss "
                 "needs no scaling"
+            )
+        if self._has_unknown_peers:
+            raise RuntimeError(
+                "skip() of a GradScaler is unknown to the other ranks of DistributedDataParallel, which would average "
+                "over all; use a ShardedGradScaler"
             )
         if any(param.grad is not None for param in self._params):
             raise RuntimeError(
@@ -158,11 +172,17 @@ class Accumulation:
 class _PlainGradients:
     """`.grad` of parameters that no sharded unit has."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         self.stepped = params
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.replicas = replicated_modules(optimizer, params)
 
     def begin_microbatch(self) -> HeldGradients:
+        if not all(module.require_backward_grad_sync for module in self.replicas):
+            raise _no_unsynchronised_replicas()
+        return self._take()
+
+    def _take(self) -> HeldGradients:
         held: HeldGradients = {}
         for index, param in enumerate(self.stepped):
             if param.grad is not None:
@@ -176,28 +196,41 @@ class _PlainGradients:
         self._hooks = self._hooks or [param.register_hook(torch.zeros_like) for param in params]
 
     def end_microbatch(self) -> tuple[HeldGradients, list[Hashable]]:
-        for hook in self._hooks:
-            hook.remove()
-        return self.begin_microbatch(), []
+        held = self._take()
+        # The last forward with gradients has set this attribute.
+        if held and not all(module.require_forward_param_sync for module in self.replicas):
+            raise _no_unsynchronised_replicas()
+        return held, []
 
     def put_gradients(self, tensors: Mapping[Hashable, Tensor]) -> None:
+        for hook in self._hooks:
+            hook.remove()
         for index, param in enumerate(self.stepped):
             param.grad = tensors.get(index)
 
     def reduce_held(self) -> None: ...
 
 
+def _no_unsynchronised_replicas() -> NotImplementedError:
+    return NotImplementedError(
+        "microbatch() does not support no_sync() of DistributedDataParallel, which would never reduce the gradients "
+        "that are set aside; synchronise every microbatch"
+    )
+
+
 class _Region:
     """Gradients of all holders of one optimizer's parameters, in a region of `microbatch`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, has_peers: bool) -> None:
         named = named_params(optimizer)
         params = [param for _, param in named]
         sharded = holders_of(params)
         sharded_params = {id(param) for holder in sharded for param in holder.stepped}
-        plain = [param for param in params if id(param) not in sharded_params]
-        self.holders: list[GradientHolder] = [*sharded, _PlainGradients(plain)]
-        self.microbatch = Microbatch(params, self.holders)
+        plain = _PlainGradients(optimizer, [param for param in params if id(param) not in sharded_params])
+        self.holders: list[GradientHolder] = [*sharded, plain]
+        self.microbatch = Microbatch(
+            params, self.holders, has_unknown_peers=bool(plain.replicas) and not has_peers
+        )
         self._names = {id(param): name for name, param in named}
 
     def begin(self) -> _Grads:
@@ -210,7 +243,7 @@ class _Region:
                 begun.append(holder)
         except BaseException:
             self.holders = begun
-            self.restore(held)
+            self.put(held)
             raise
         return held
 
@@ -225,13 +258,9 @@ class _Region:
         return held, earlier
 
     def put(self, grads: _Grads) -> None:
+        """Hold these gradients instead of any others."""
         for number, holder in enumerate(self.holders):
             holder.put_gradients({key: grads[n, key] for n, key in grads if n == number})
-
-    def restore(self, grads: _Grads) -> None:
-        """Drop the gradients of the microbatch, and hold earlier ones again."""
-        self.end()
-        self.put(grads)
 
     def named(self, grads: Sequence[HeldGradient]) -> _Named:
         return [
@@ -245,6 +274,7 @@ def run_microbatch(
     accumulation: Accumulation,
     device_of: Callable[[], torch.device],
     groups: Sequence[dist.ProcessGroup | None],
+    has_peers: bool,
 ) -> Generator[Microbatch]:
     """Context manager that adds the gradients of one microbatch to the accumulated ones if all ranks' are finite.
 
@@ -253,8 +283,9 @@ def run_microbatch(
         accumulation: gets the outcome.
         device_of: returns the device on which flags are combined.
         groups: groups over which ranks decide together, in turn.
+        has_peers: whether they include the ranks that repeat plain parameters.
     """
-    region = _Region(optimizer)
+    region = _Region(optimizer, has_peers)
     earlier = region.begin()
     if accumulation.has_sum and not earlier:
         # The user has dropped the sum, and begins a new one.
@@ -274,7 +305,7 @@ def run_microbatch(
                 sums = {key: grad for key, grad in earlier.items() if key not in reduced_again}
                 earlier = _add(sums, grads, outcome.is_bad)
     except BaseException:
-        region.restore(earlier)
+        region.put(earlier)
         raise
     finally:
         accumulation.is_open = False

@@ -533,8 +533,7 @@ class GradScaler:
         that are set to None between microbatches begin a new sum. For several optimizers, nest regions.
 
         Ranks that share sharded parameters leave out the same microbatches, with or without `no_sync`. Ranks of
-        DistributedDataParallel use a `ShardedGradScaler`, and no `no_sync` of that module, whose unreduced gradients
-        are in `.grad`.
+        DistributedDataParallel use a `ShardedGradScaler`, and no `no_sync` of that module.
 
         Returns:
             An object whose `skip()` lets this rank contribute nothing, for example because its data are bad. A disabled
@@ -544,7 +543,8 @@ class GradScaler:
             RuntimeError: called after `unscale_` or `step` since the last `update`; or inside of another region of this
                 optimizer; or the backward has overwritten the accumulated gradients.
             NotImplementedError: a sharded module has trained parameters that the optimizer lacks, or settings whose
-                gradients cannot be taken back (`set_requires_all_reduce(False)`, manual finalization).
+                gradients cannot be taken back (`set_requires_all_reduce(False)`, manual finalization); or the model is
+                in `no_sync` of DistributedDataParallel.
         Sync: none, with dense gradients on the device of the scale. One if a backward reduces gradients of earlier
             microbatches that ran without synchronisation, as after `no_sync`.
         Collectives: one all-gather of three numbers for each group that parameters are sharded over, or over the group
@@ -575,7 +575,8 @@ class GradScaler:
         accumulation.check_closed("microbatch")
         self._per_optimizer_states[id(optimizer)]["accumulation"] = accumulation
         self._check_results.of(optimizer).accumulation = accumulation
-        with run_microbatch(optimizer, accumulation, lambda: self._norm_device(params), groups) as microbatch:
+        device_of = functools.partial(self._norm_device, params)
+        with run_microbatch(optimizer, accumulation, device_of, groups, self._has_peers) as microbatch:
             yield microbatch
         if microbatch.is_skipped and self._scale is None:
             # A rank without any loss steps and updates nevertheless.

@@ -88,7 +88,7 @@ def failing(lab: Lab, *, layout: str, unsynced: Sequence[int], amid: bool) -> An
         lab: the rank.
         layout: one of `LAYOUTS`.
         unsynced: microbatches that run in `no_sync`.
-        amid: raise before the last unit's backward, instead of after the whole backward.
+        amid: raise before the last unit's backward, the second of the microbatch, instead of after one.
     """
     device, rank = lab.rank.device, lab.rank.rank
     sharded = _sharded(lab, layout)
@@ -99,6 +99,8 @@ def failing(lab: Lab, *, layout: str, unsynced: Sequence[int], amid: bool) -> An
         context = sharded.no_sync() if number in unsynced else contextlib.nullcontext()
         with context, its_scaler.microbatch(optimizer):
             is_amid = amid and number == 1
+            if is_amid:
+                its_scaler.scale(sharded(batch(1, 0, rank).to(device)).sum()).backward()
             handle = sharded[0].register_forward_hook(_raise_in_backward) if is_amid else None
             loss = sharded(batch(0, number, rank).to(device)).square().mean() / 3
             if handle is not None:
@@ -139,6 +141,42 @@ def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> 
         raise KeyError("amid the backward")
 
     output.register_hook(fail)
+
+
+def unsynchronised_replicas(lab: Lab, *, is_inside: bool) -> Any:
+    """Return the error of a microbatch in `no_sync` of DistributedDataParallel, or around it, and the gradients left.
+
+    Args:
+        lab: the rank.
+        is_inside: whether `no_sync` is inside of the region.
+    """
+    device = lab.rank.device
+    replicated = _sharded(lab, "replicated")
+    optimizer = SGD(replicated.parameters(), lr=LEARNING_RATE)
+    its_scaler = lab.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=1.0)
+
+    def run(synchronises: bool) -> None:
+        contexts = [lambda: its_scaler.microbatch(optimizer)]
+        if not synchronises:
+            contexts.insert(int(is_inside), replicated.no_sync)
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            its_scaler.scale(replicated(batch(0, 0, 0).to(device)).sum()).backward()
+
+    run(True)
+    before = [param.grad.clone() for param in replicated.parameters()]
+    error = tried(lambda: run(False))
+    after = [param.grad for param in replicated.parameters()]
+    return error, all(map(torch.equal, before, after))
+
+
+def skipped_alone(lab: Lab) -> Any:
+    """Return the error of `skip()` of a GradScaler with DistributedDataParallel."""
+    replicated = _sharded(lab, "replicated")
+    optimizer = SGD(replicated.parameters(), lr=LEARNING_RATE)
+    with lab.library.find("amp.GradScaler")(lab.rank.device.type).microbatch(optimizer) as microbatch:
+        return tried(microbatch.skip)
 
 
 def refused(lab: Lab, *, setting: str) -> Any:

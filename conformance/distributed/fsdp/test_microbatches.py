@@ -176,6 +176,24 @@ def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) ->
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_unsynchronised_replicas_raise_and_keep_gradients(
+    twins_of: TwinsOf, device: str, is_inside: bool
+) -> None:
+    for error, keeps in twins_of(2, device).values(cases.unsynchronised_replicas, is_inside=is_inside):
+        assert error.startswith("NotImplementedError"), error
+        assert "no_sync() of DistributedDataParallel" in error, error
+        assert keeps
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
+def test_skip_that_replicas_do_not_know_raises(twins_of: TwinsOf, device: str) -> None:
+    for error in twins_of(2, device).values(cases.skipped_alone):
+        assert error.startswith("RuntimeError"), error
+        assert "ShardedGradScaler" in error, error
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
 @pytest.mark.parametrize(
     "setting", ["set_requires_all_reduce", "set_manual_backward_finalization", "parameters"]
 )
