@@ -93,13 +93,20 @@ def _expectation(row: dict[str, Any]) -> Expectation:
 
 
 def mark_flaky(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first of several reports of the same tests and seed, in which tests with other outcomes are flaky."""
+    """Return the first of several reports with the same seed. Tests with different outcomes are flaky in it.
+
+    It gets the tests of clauses that only a later run tested, because a subject may lack a name in one run only.
+    """
+    first: dict[str, dict[str, Any]] = {}
     outcomes: dict[str, list[dict[str, Any]]] = {}
     for test in (test for report in reports for test in report["tests"]):
+        first.setdefault(test["nodeid"], test)
         if not test["reason"].startswith(_GIVEN_UP):
             outcomes.setdefault(test["nodeid"], []).append(test)
+    tested = {test["clause"] for test in first.values()}
     return reports[0] | {
-        "tests": [_flaky(test, outcomes.get(test["nodeid"], [test])) for test in reports[0]["tests"]],
+        "tests": [_flaky(test, outcomes.get(nodeid, [test])) for nodeid, test in first.items()],
+        "not_run": [result for result in reports[0]["not_run"] if result["clause"] not in tested],
         "seconds": round(sum(report["seconds"] for report in reports), 1),
         "ended_early": list(dict.fromkeys(why for report in reports for why in report["ended_early"])),
         "bad_input": list(dict.fromkeys(sentence for report in reports for sentence in report["bad_input"])),

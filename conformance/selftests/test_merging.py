@@ -163,6 +163,13 @@ def test_different_outcomes_with_same_seed_are_flaky() -> None:
     assert reasons(mark_flaky([given_up, failed])) == ["1 test failed"]
 
 
+def test_failure_of_a_clause_that_an_earlier_run_did_not_test_is_red() -> None:
+    first = a_report(not_run=[not_run(FIRST, "lacking"), not_run(SECOND, "lacking")])
+    report = mark_flaky([first, a_report(judged("failed", clause=FIRST))])
+    assert reasons(report) == ["1 test failed"]
+    assert report["not_run"] == [not_run(SECOND, "lacking")]
+
+
 def test_rerun_reports_test_that_fails_once(tmp_path: Path) -> None:
     package = tmp_path / "wrong_once" / "nn"
     package.mkdir(parents=True)
