@@ -174,7 +174,9 @@ def _settings() -> list[str]:
 def _salvaged(options: argparse.Namespace, log: Path, began: float, why: str) -> dict[str, Any]:
     """Return a report from the judgements that were logged before judging ended early."""
     last = {entry["nodeid"]: entry for entry in _Lines(log).new() if "nodeid" in entry}
-    not_run = account({entry["clause"] for entry in last.values()}, {}, all_clauses(), why)
+    words = chosen_tests(getattr(options, "what", ()), options.subject)[1]
+    chosen = {name for name, clause in all_clauses().items() if not words or clause.is_asked_by(words)}
+    not_run = account({entry["clause"] for entry in last.values()}, {}, chosen, why)
     return heading.heading(options, began) | {
         "verdict": "red",
         "devices": [],

@@ -94,6 +94,12 @@ def test_judgements_before_crash_are_kept(tmp_path: Path) -> None:
     assert [test["nodeid"] for test in report["tests"]] == ["test_passed"]
     assert {entry["clause"] for entry in report["not_run"]} == all_clauses().keys()
     assert reasons(report | {"speed": {}, "training": {}}) == ["judging ended with code 3"]
+    options.what = ["nn"]
+    outcomes = {
+        entry["clause"]: entry["reason"] for entry in _salvaged(options, log, 0.0, "killed")["not_run"]
+    }
+    assert {name.partition(".")[0] for name, reason in outcomes.items() if reason == "killed"} == {"nn"}
+    assert set(outcomes.values()) == {"killed", "no test of it was selected"}
 
 
 def test_repeated_judgement_is_salvaged_once(tmp_path: Path) -> None:
