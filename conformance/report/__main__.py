@@ -31,9 +31,9 @@ def main(words: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("report", type=Path, nargs="+", help="report.json of one or more runs")
-    of_many = parser.add_mutually_exclusive_group()
-    of_many.add_argument("--compare", action="store_true", help="compare the reports, in this order")
-    of_many.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--compare", action="store_true", help="compare the reports, in this order")
+    group.add_argument(
         "--merge", action="store_true", help="join the reports of all shards into the folder of --out"
     )
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
