@@ -164,6 +164,11 @@ def test_script_that_ends_its_process_has_no_verdict(tmp_path: Path) -> None:
     status, output = simulate("exits.py", "--seeds", 2, cwd=tmp_path)
     assert (status, "ended without a report of its hazards" in output) == (1, True), output
     assert "no other schedule was compared with it" in output
+    (tmp_path / "exits.py").write_text(
+        "import os\nif os.environ['RANK'] == '1': os._exit(0)\nraise SystemExit(3)\n"
+    )
+    status, output = simulate("exits.py", "--seed", 0, "--ranks", 2, cwd=tmp_path)
+    assert (status, "rank 1: ended without a report of its hazards" in output) == (3, True), output
 
 
 def test_saved_files_are_kept_for_one_run(tmp_path: Path) -> None:
@@ -199,6 +204,7 @@ def test_late_rank_is_ended_with_its_stack(tmp_path: Path) -> None:
 def test_unrunnable_script_gives_no_verdict(tmp_path: Path) -> None:
     assert simulate("absent.py", cwd=tmp_path) == (2, "there is no script absent.py\n")
     (tmp_path / "empty.py").touch()
+    assert "got 0, expected at least 1" in simulate("empty.py", "--seeds", 0, cwd=tmp_path)[1]
     reported = "there is no folder absent for --html; create it first\n"
     assert simulate("empty.py", "--html", "absent/page.html", cwd=tmp_path) == (2, reported)
 

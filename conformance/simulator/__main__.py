@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script")
     parser.add_argument(
         "--seeds",
-        type=int,
+        type=_positive,
         default=20,
         help="schedules to try (20): 0 is the script's own order, 1 to 3 are extreme, the others are drawn",
     )

@@ -138,8 +138,8 @@ def _run(script: Script, seed: int, folder: Path) -> ScheduledRun:
         if end.why:
             course.errors += f"{prefix}{end.why}\n"
         file = folder / f"seen{rank}.json"
-        if not file.exists() and not course.status:
-            course.status = 1
+        if not file.exists() and not end.status:
+            course.status = course.status or 1
             course.errors += f"{prefix}{_NO_REPORT}\n"
         if file.exists():
             reported = json.loads(file.read_text())
