@@ -82,7 +82,8 @@ class Ratio(abc.ABC):
 class MemoryBound(Ratio):
     """A ratio whose call is limited by memory. The call is also compared with a plain copy of the list.
 
-    A copy does nothing but move bytes, so little is left to gain near its bandwidth. A call that only reads may be faster.
+    A copy does nothing but move bytes, so little is left to gain near its bandwidth. A call that only reads may exceed
+    it.
     """
 
     passes: int  # reads plus writes of each element of the list
