@@ -499,7 +499,7 @@ class GradScaler:
             TypeError: `optimizer` has no `param_groups`.
             RuntimeError: the last `fused_step` did not keep its norms, or there was none.
             ValueError: `per` is neither; or "module", and the optimizer was not made from `named_parameters()`; or two
-                parameters have the same name.
+                parameters have the same name; or parameters were added since the `fused_step`.
         Sync: none. Collectives: none.
 
         >>> layer = torch.nn.Linear(2, 1)
@@ -526,7 +526,8 @@ class GradScaler:
         Run forward and backward of each microbatch inside, then `unscale_`, `step` or `fused_step` as usual. A
         microbatch with inf or nan is left out of the sum, instead of the whole step being skipped. The gradients are
         multiplied by the number of microbatches over that of those taken. So a loss that is divided by the number of
-        microbatches gives the average over those taken. If none is taken, the step is skipped.
+        microbatches gives the average over those taken. If none is taken, the step is skipped. On an accelerator,
+        parameters that only bad microbatches use have a gradient of zeros.
 
         `update` lowers the scale if a microbatch had inf or nan. Inside, `.grad` is that of this microbatch. If an
         exception leaves the region, the sum is as before, and other ranks wait unless it leaves theirs too. Gradients
@@ -544,11 +545,12 @@ class GradScaler:
                 optimizer; or the backward has overwritten the accumulated gradients.
             NotImplementedError: a sharded module has trained parameters that the optimizer lacks, or settings whose
                 gradients cannot be taken back (`set_requires_all_reduce(False)`, manual finalization); or the model is
-                in `no_sync` of DistributedDataParallel.
+                in `no_sync` of DistributedDataParallel; or torch has sharded it.
         Sync: none, with dense gradients on the device of the scale. One if a backward reduces gradients of earlier
             microbatches that ran without synchronisation, as after `no_sync`.
-        Collectives: one all-gather of three numbers for each group that parameters are sharded over, or over the group
-            of a `ShardedGradScaler`. If a bad microbatch was reduced with earlier ones, they are reduced again.
+        Collectives: one all-gather of three numbers for each group that parameters are sharded or replicated over (FSDP
+            and DTensors), or over the group of a `ShardedGradScaler`. If a bad microbatch was reduced with earlier
+            ones, they are reduced again.
 
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.optim import SGD
 
 from conformance.distributed.fsdp.fsdp_cases import clean, gathered_parameters
@@ -171,6 +172,19 @@ def unsynchronised_replicas(lab: Lab, *, is_inside: bool) -> Any:
     return error, all(map(torch.equal, before, after))
 
 
+def sharded_by_torch(lab: Lab, *, api: str) -> Any:
+    """Return the error of a microbatch of a model that torch has sharded by `api`."""
+    device = lab.rank.device
+    sharded: nn.Module
+    if api == "fully_shard":
+        sharded = fsdp.fully_shard(model().to(device), mesh=lab.rank.mesh(lab.rank.world_size))
+    else:
+        sharded = fsdp.FullyShardedDataParallel(model().to(device), device_id=device)
+    optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
+    its_scaler = lab.library.find("distributed.fsdp.ShardedGradScaler")(device.type)
+    return tried(its_scaler.microbatch(optimizer).__enter__)
+
+
 def skipped_alone(lab: Lab) -> Any:
     """Return the error of `skip()` of a GradScaler with DistributedDataParallel."""
     replicated = _sharded(lab, "replicated")
@@ -200,14 +214,14 @@ def refused(lab: Lab, *, setting: str) -> Any:
 
 
 def _sharded(lab: Lab, layout: str) -> Any:
-    sharded, fsdp, world = model().to(lab.rank.device), lab.api, lab.rank.world_size
+    sharded, api, world = model().to(lab.rank.device), lab.api, lab.rank.world_size
     if layout in ("fully_shard", "kept", "hybrid"):
         sizes = (2, world // 2) if layout == "hybrid" else (world,)
         more = {"reshard_after_forward": False} if layout == "kept" else {}
         mesh = lab.rank.mesh(*sizes, names=("replicas", "shards")[-len(sizes) :])
         for child in (sharded[0], sharded[2]):
-            fsdp.fully_shard(child, mesh=mesh, **more)
-        return fsdp.fully_shard(sharded, mesh=mesh, **more)
+            api.fully_shard(child, mesh=mesh, **more)
+        return api.fully_shard(sharded, mesh=mesh, **more)
     if layout == "replicated":
         return nn.parallel.DistributedDataParallel(sharded)
     strategy = "NO_SHARD" if layout == "no_shard" else "FULL_SHARD"

@@ -187,6 +187,14 @@ def test_unsynchronised_replicas_raise_and_keep_gradients(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
+@pytest.mark.parametrize("api", ["FullyShardedDataParallel", "fully_shard"])
+def test_model_sharded_by_torch_raises(cpu_twins: Twins, api: str) -> None:
+    for error in cpu_twins.values(cases.sharded_by_torch, api=api):
+        assert error.startswith("NotImplementedError"), error
+        assert "impl.distributed.fsdp" in error, error
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
 def test_skip_that_replicas_do_not_know_raises(twins_of: TwinsOf, device: str) -> None:
     for error in twins_of(2, device).values(cases.skipped_alone):
         assert error.startswith("RuntimeError"), error
