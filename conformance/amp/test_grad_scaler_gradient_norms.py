@@ -182,3 +182,12 @@ def test_norms_of_equal_names_raise(subject: Library, device: str) -> None:
     scaler.fused_step(optimizer, keep_norms=True)
     with pytest.raises(ValueError, match="two parameters of the optimizer have the name weight"):
         scaler.gradient_norms(optimizer)
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+def test_norms_of_changed_parameters_raise(subject: Library, device: str) -> None:
+    step = NormedStep(subject, device, OPTIMIZERS["adamw"])
+    step.scaler.fused_step(step.optimizer, keep_norms=True)
+    step.optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(2, device=device)))]})
+    with pytest.raises(ValueError, match="norms of 5 parameters, and the optimizer has 6 now"):
+        step.scaler.gradient_norms(step.optimizer)

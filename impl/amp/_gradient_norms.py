@@ -79,11 +79,16 @@ def named_norms(
 
     Raises:
         ValueError: `per` is neither; or the parameters have no names, so that their modules are unknown; or two
-            parameters have the same name.
+            parameters have the same name; or the number of parameters differs.
     """
     if per not in ("parameter", "module"):
         raise ValueError(f"per is {per!r}; pass 'parameter' or 'module'")
     names = [name for name, _ in named_params(optimizer)]
+    if len(names) != len(norms):
+        raise ValueError(
+            f"the last fused_step kept the norms of {len(norms)} parameters, and the optimizer has {len(names)} now; "
+            "call gradient_norms(optimizer) before its parameters change"
+        )
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise ValueError(
