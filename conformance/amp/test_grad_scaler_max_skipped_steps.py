@@ -95,8 +95,8 @@ def test_error_has_scales_and_names(subject: Library, device: str, how: str) -> 
 
 
 @clause("amp.grad_scaler.update.max_skipped_steps")
-@pytest.mark.parametrize("limit", [0, -1])
-def test_limit_below_one_raises(subject: Library, device: str, limit: int) -> None:
+@pytest.mark.parametrize("limit", [0, -1, math.nan])
+def test_limit_below_one_raises(subject: Library, device: str, limit: float) -> None:
     with pytest.raises(ValueError, match=f"max_skipped_steps is {limit}"):
         subject.amp.GradScaler(device, max_skipped_steps=limit)
 

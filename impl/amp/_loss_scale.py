@@ -73,7 +73,7 @@ def check_settings(
 
 
 def check_max_skipped_steps(steps: int | None) -> None:
-    if steps is not None and steps < 1:
+    if steps is not None and not steps >= 1:
         raise ValueError(f"max_skipped_steps is {steps}; it must be at least 1, or None for no limit")
 
 
@@ -256,9 +256,9 @@ class SkipMonitor:
         if is_skipped is not False and skipped >= self._max_skipped_steps:
             scales = ", ".join(f"{scale:g}" for scale in self._skipped_scales[-self._max_skipped_steps :])
             raise RuntimeError(
-                f"the last {skipped} steps were skipped (max_skipped_steps={self._max_skipped_steps}). The scales "
-                f"after them were {scales or 'not changed yet'}. {describe_gradients()}. Look for nan in the inputs or "
-                "the weights; update(new_scale) starts anew"
+                f"the last {skipped} steps were skipped (max_skipped_steps={self._max_skipped_steps}). The scale has "
+                f"{f'become {scales}' if scales else 'not changed yet'}. {describe_gradients()}. Look for nan in the "
+                "inputs or the weights; update(new_scale) starts anew"
             )
 
     def _read(self, backoff_factor: float, min_scale: float) -> int:
