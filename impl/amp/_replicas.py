@@ -53,6 +53,4 @@ def replicated_modules(
 
 def _is_sharded_by_torch(module: nn.Module) -> bool:
     bases = type(module).__mro__
-    return any(
-        base.__name__ in _SHARDED and base.__module__.startswith("torch.distributed.fsdp") for base in bases
-    )
+    return any(base.__name__ in _SHARDED and base.__module__.startswith("torch.") for base in bases)
