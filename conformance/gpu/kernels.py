@@ -113,6 +113,14 @@ def total_norm(tensors: list[Tensor], p: float) -> None:
     _assert_same([expected], [actual], norm_of(_numel(tensors), len(tensors), p))
 
 
+def tensor_norms(tensors: list[Tensor]) -> None:
+    """Check the norm of each tensor, which the joint norm leaves in the same pass."""
+    norm_T = torch.full((len(tensors),), math.nan, dtype=torch.float64, device=tensors[0].device)
+    kernels.checked_norm(TensorList(tensors), 2.0, None, norm_T)
+    for tensor, norm in zip(tensors, norm_T, strict=True):
+        _assert_same([_exact_norm([tensor])], [norm], norm_of(tensor.numel(), 1, 2.0))
+
+
 def _exact_norm(tensors: list[Tensor], p: float = 2.0) -> Tensor:
     """Return the joint norm in float64, 0-dim."""
     return torch.linalg.vector_norm(torch.cat([tensor.double().view(-1) for tensor in tensors]), p)
@@ -161,6 +169,7 @@ OPERATIONS: dict[str, Callable[[list[Tensor]], None]] = {
     "clip_": clip_,
     "clamp_": clamp_,
     "step_numbers": step_numbers,
+    "tensor_norms": tensor_norms,
 }
 # Dtypes that a call's kernels do not support.
 _UNSUPPORTED = {"step_numbers": {torch.float64}}

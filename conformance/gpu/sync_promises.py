@@ -76,7 +76,11 @@ def _exports(module: ModuleType) -> list[str]:
 
 
 def _methods(value: Any) -> Iterator[tuple[str, Any]]:
-    for name, member in vars(value).items() if inspect.isclass(value) else ():
-        function = getattr(member, "__func__", member)  # function of a static or class method
-        if inspect.isfunction(function) and not name.startswith("_"):
-            yield name, function
+    """Yield the public methods of a class, and those of its direct bases in private modules."""
+    bases = value.__bases__ if inspect.isclass(value) else ()
+    private = (base for base in bases if re.match(r"impl\..*\._\w+$", base.__module__))
+    for owner in (value, *private) if inspect.isclass(value) else ():
+        for name, member in vars(owner).items():
+            function = getattr(member, "__func__", member)  # function of a static or class method
+            if inspect.isfunction(function) and not name.startswith("_"):
+                yield name, function
