@@ -348,35 +348,20 @@ class GradScaler(StepReports):
             self._scale_monitor = self._new_monitor()
         else:
             states = self._per_optimizer_states.values()
-            by_state = [
-                (
-                    state.get("accumulation"),
-                    [to_device(flag, scale.device) for flag in state["found_inf_per_device"].values()],
-                )
-                for state in states
-            ]
-            flags = [flag for _, state_flags in by_state for flag in state_flags]
+            flags = [to_device(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
             if not flags:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            for accumulation, _ in by_state:
-                if accumulation is not None:
-                    accumulation.check_closed("update")
+            accumulations = [state["accumulation"] for state in states if "accumulation" in state]
+            for accumulation in accumulations:
+                accumulation.check_closed("update")
             self._scale_monitor.warn_if_stuck(
                 self._backoff_factor, self._min_scale, self._error_if_stuck, stacklevel=2
             )
-            found_inf = skipped = functools.reduce(torch.add, flags)
+            skipped = functools.reduce(torch.add, flags)
             self._scale_monitor.check_skipped(
                 skipped, self._backoff_factor, self._min_scale, self._describe_nonfinite
             )
-            if any(accumulation for accumulation, _ in by_state):
-                flags = [
-                    flag
-                    for accumulation, state_flags in by_state
-                    for flag in (
-                        accumulation.scale_flags(state_flags, scale.device) if accumulation else state_flags
-                    )
-                ]
-                found_inf = functools.reduce(torch.add, flags)
+            found_inf = self._scale_flag(scale.device) if any(accumulations) else skipped
             may_reach_minimum = self._scale_monitor.may_reach_minimum(scale, self._backoff_factor)
             kernels.update_scale_(
                 scale, growth_tracker, found_inf,
@@ -706,6 +691,15 @@ class GradScaler(StepReports):
             device: torch.maximum(flag, accumulation.is_empty(device).reshape(flag.shape))
             for device, flag in found_inf_per_device.items()
         }
+
+    def _scale_flag(self, device: torch.device) -> Tensor:
+        """Return whether the scale must fall, which a microbatch can also decide."""
+        flags: list[Tensor] = []
+        for state in self._per_optimizer_states.values():
+            step_flags = [to_device(flag, device) for flag in state["found_inf_per_device"].values()]
+            accumulation = state.get("accumulation")
+            flags += accumulation.scale_flags(step_flags, device) if accumulation else step_flags
+        return functools.reduce(torch.add, flags)
 
     def _scale_from(self, device: torch.device) -> Tensor:
         """Return the scale's tensor. Create it on `device` if it does not exist yet."""
