@@ -31,7 +31,7 @@ Optimizers = {
 }
 
 
-class Accumulation:
+class MicrobatchRun:
     """Three parameters of which every second microbatch uses only two, an optimizer and a scaler."""
 
     def __init__(self, library: Library, device: str, optimizer: str = "sgd", **options: Any) -> None:
@@ -94,7 +94,7 @@ def test_bad_microbatches_are_left_out_of_average(
     subject: Library, device: str, optimizer: str, how: str, outcomes: list[Any]
 ) -> None:
     """The step is not taken if no microbatch is left."""
-    run = Accumulation(subject, device, optimizer)
+    run = MicrobatchRun(subject, device, optimizer)
     for _ in range(2):  # the second step begins a new sum
         run.optimizer.zero_grad()
         with torch.no_grad():
@@ -110,7 +110,7 @@ def test_bad_microbatches_are_left_out_of_average(
 @clause("amp.grad_scaler.microbatch.left_out")
 @pytest.mark.parametrize("outcomes", [(None,), (math.inf, None, None), (SKIP, math.nan, None), (None, SKIP)])
 def test_fused_step_returns_norm_of_average(subject: Library, device: str, outcomes: tuple[Any, ...]) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run(outcomes)
     norm = run.scaler.fused_step(run.optimizer, max_norm=1.0)
     steps = [(1.0 - value) / LEARNING_RATE for value in run.expected(outcomes)]
@@ -126,7 +126,7 @@ def test_all_finite_microbatches_change_no_bit(subject: Library, device: str) ->
     factors = [torch.randn(2, 3, generator=generator).to(device) for _ in range(4)]
 
     def grads_of(first: int) -> torch.Tensor:
-        run = Accumulation(subject, device)
+        run = MicrobatchRun(subject, device)
         for index, factor in enumerate(factors):
             loss = run.scaler.scale((run.params[0] * factor).sum())
             if index < first:
@@ -173,7 +173,7 @@ def test_scale_falls_after_nonfinite_microbatch(
     subject: Library, device: str, how: str, outcomes: list[Any]
 ) -> None:
     """Skipped microbatches do not lower it."""
-    run = Accumulation(subject, device, growth_interval=100)
+    run = MicrobatchRun(subject, device, growth_interval=100)
     run.run(outcomes)
     run.step(how)
     run.scaler.update()
@@ -184,7 +184,7 @@ def test_scale_falls_after_nonfinite_microbatch(
 @clause("amp.grad_scaler.microbatch.scale")
 def test_step_without_any_loss_keeps_scale(subject: Library, device: str) -> None:
     """The scaler has scaled no loss yet, so that it creates the scale itself."""
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.scaler = subject.amp.GradScaler(device, init_scale=SCALE)
     with run.scaler.microbatch(run.optimizer) as microbatch:
         microbatch.skip()
@@ -195,7 +195,7 @@ def test_step_without_any_loss_keeps_scale(subject: Library, device: str) -> Non
 
 @clause("amp.grad_scaler.microbatch.scale")
 def test_scale_falls_if_sum_of_finite_microbatches_overflows(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device, init_scale=1.0)
+    run = MicrobatchRun(subject, device, init_scale=1.0)
     for _ in range(2):
         with run.scaler.microbatch(run.optimizer):
             run.scaler.scale(run.params[0].sum() * 3e38).backward()
@@ -208,7 +208,7 @@ def test_scale_falls_if_sum_of_finite_microbatches_overflows(subject: Library, d
 @given(outcomes=outcomes_of)
 def test_skipped_microbatches_are_named(subject: Library, device: str, outcomes: list[Any]) -> None:
     """The list outlives the update, until the next step's first microbatch."""
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run(outcomes)
     expected = [
         (index, 0, () if outcome == SKIP else ("second",))
@@ -230,7 +230,7 @@ def test_skipped_microbatches_are_named(subject: Library, device: str, outcomes:
 @pytest.mark.parametrize("earlier", [0, 1])
 @pytest.mark.parametrize("how", ["step", "fused_step"])
 def test_exception_leaves_sum_as_before(subject: Library, device: str, how: str, earlier: int) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run([None] * earlier)
 
     def fail() -> None:
@@ -250,7 +250,7 @@ def test_exception_leaves_sum_as_before(subject: Library, device: str, how: str,
 
 @clause("amp.grad_scaler.microbatch.left_out")
 def test_cleared_gradients_begin_new_average(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run([None, math.inf])
     run.optimizer.zero_grad()
     run.run([None, SKIP, None])
@@ -262,7 +262,7 @@ def test_cleared_gradients_begin_new_average(subject: Library, device: str) -> N
 @clause("amp.grad_scaler.microbatch.scale")
 @pytest.mark.parametrize("outcome", [None, SKIP])
 def test_overflow_of_other_optimizer_lowers_scale(subject: Library, device: str, outcome: Any) -> None:
-    run = Accumulation(subject, device, growth_interval=100)
+    run = MicrobatchRun(subject, device, growth_interval=100)
     param = torch.nn.Parameter(torch.ones(2, device=device))
     other = torch.optim.SGD([param], lr=LEARNING_RATE)
     run.run([outcome])
@@ -276,7 +276,7 @@ def test_overflow_of_other_optimizer_lowers_scale(subject: Library, device: str,
 @clause("amp.grad_scaler.microbatch.errors")
 @pytest.mark.parametrize("call", ["unscale_", "step", "fused_step", "microbatch", "update"])
 def test_calls_inside_microbatch_raise(subject: Library, device: str, call: str) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run([None])
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, device=device))], lr=1.0)
     other.param_groups[0]["params"][0].grad = torch.ones(1, device=device)
@@ -296,7 +296,7 @@ def test_calls_inside_microbatch_raise(subject: Library, device: str, call: str)
 @clause("amp.grad_scaler.microbatch.errors")
 @pytest.mark.parametrize("how", ["step", "unscale_"])
 def test_microbatch_after_step_raises(subject: Library, device: str, how: str) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run([None])
     getattr(run.scaler, how)(run.optimizer)
     with pytest.raises(RuntimeError, match="update"), run.scaler.microbatch(run.optimizer):
@@ -305,7 +305,7 @@ def test_microbatch_after_step_raises(subject: Library, device: str, how: str) -
 
 @clause("amp.grad_scaler.microbatch.errors")
 def test_skip_after_backward_raises(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     with run.scaler.microbatch(run.optimizer) as microbatch:
         run.backward(0)
         with pytest.raises(RuntimeError, match="before"):
@@ -317,7 +317,7 @@ def test_skip_after_backward_raises(subject: Library, device: str) -> None:
 @clause("amp.grad_scaler.microbatch.errors")
 def test_gradients_in_memory_of_sum_raise_or_are_added(subject: Library, device: str) -> None:
     """Bucket views of DistributedDataParallel are an example. Only the CPU keeps the first gradient as the sum."""
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     bucket = torch.zeros(2, 3, device=device)
 
     def accumulate(value: float) -> None:
@@ -336,7 +336,7 @@ def test_gradients_in_memory_of_sum_raise_or_are_added(subject: Library, device:
 
 @clause("amp.grad_scaler.microbatch.errors")
 def test_low_precision_params_with_microbatches_raise(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     run.run([None])
     copies = [param.detach().bfloat16() for param in run.params]
     with pytest.raises(ValueError, match="low_precision_params"):
@@ -345,7 +345,7 @@ def test_low_precision_params_with_microbatches_raise(subject: Library, device: 
 
 @clause("amp.grad_scaler.microbatch.errors")
 def test_optimizer_that_takes_scaler_raises(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device, "takes scaler")
+    run = MicrobatchRun(subject, device, "takes scaler")
     run.run([None])
     with pytest.raises(NotImplementedError, match="unscale_"):
         run.scaler.step(run.optimizer)
@@ -353,14 +353,14 @@ def test_optimizer_that_takes_scaler_raises(subject: Library, device: str) -> No
 
 @clause("amp.grad_scaler.microbatch.errors")
 def test_skipped_microbatches_raise_without_microbatch(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device)
+    run = MicrobatchRun(subject, device)
     with pytest.raises(RuntimeError, match=r"microbatch\(optimizer\)"):
         run.scaler.skipped_microbatches(run.optimizer)
 
 
 @clause("amp.grad_scaler.microbatch.disabled")
 def test_disabled_scaler_checks_no_microbatch(subject: Library, device: str) -> None:
-    run = Accumulation(subject, device, enabled=False)
+    run = MicrobatchRun(subject, device, enabled=False)
     with run.scaler.microbatch(run.optimizer) as microbatch:
         run.backward(0)
         with pytest.raises(RuntimeError, match="disabled"):

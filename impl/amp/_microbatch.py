@@ -398,7 +398,7 @@ def _add(sums: _Grads, grads: _Grads, found_inf: Tensor) -> _Grads:
         if local_part(grad).layout is not torch.strided or (
             index in sums and local_part(sums[index]).layout is not torch.strided
         ):
-            if not (found_inf.item() if is_bad is None else is_bad):
+            if is_bad is False or not found_inf.item():
                 result[index] = sums[index] + grad if index in sums else grad
         elif index not in sums and is_bad is False:
             result[index] = grad
