@@ -18,7 +18,6 @@ class HeldGradient(NamedTuple):
 
     tensor: Tensor
     parts: Sequence[tuple[Tensor, Tensor]]  # parameters, and views of their elements
-    is_reduced: bool = True
 
 
 HeldGradients = dict[Hashable, HeldGradient]

@@ -213,7 +213,7 @@ class DTensorGradients:
         for index, grad in enumerate(unreduced):
             if grad is not None:
                 parts = [(self._group.params[index].sharded, grad)]
-                held[index, False] = HeldGradient(grad, parts, is_reduced=False)
+                held[index, False] = HeldGradient(grad, parts)
         for index, param in enumerate(self._group.params):
             grad = param.sharded.grad
             if grad is not None:

@@ -190,7 +190,7 @@ class GradientShard:
         if unreduced is not None:
             views = unreduced.views if handle.use_orig_params else [unreduced.total]
             parts = list(zip(handle.stepped, views, strict=True))
-            held[_UNREDUCED] = HeldGradient(unreduced.total, parts, is_reduced=False)
+            held[_UNREDUCED] = HeldGradient(unreduced.total, parts)
         return held
 
     def _drop(self) -> None:
