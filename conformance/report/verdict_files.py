@@ -22,8 +22,9 @@ def conclude(report: dict[str, Any], out: Path, say: Callable[..., None]) -> int
     (out / "report.json").write_text(json.dumps(report, indent=1))
     say(report=report)
     # These come last, so that an error in them does not suppress the verdict.
-    (out / "ctrf.json").write_text(json.dumps(ctrf(report), indent=1))
-    (out / "relay.json").write_text(json.dumps(relay(report, out.absolute())))
+    written = ctrf(report)
+    (out / "ctrf.json").write_text(json.dumps(written, indent=1))
+    (out / "relay.json").write_text(json.dumps(relay(written, out.absolute())))
     (out / "badge.svg").write_text(badge(report))
     (out / "clauses.json").write_text(json.dumps(catalogue.as_dict(), indent=1))
     write_catalogue(catalogue.as_dict(), out / "clauses.html")
