@@ -155,7 +155,7 @@ def test_simulated_device_rejects_sparse_tensors() -> None:
     except Unavailable as error:
         unavailable(str(error))
     with RankPool(1, device=NAME) as pool, pytest.raises(RankRaised, match="Sparsesim"):
-        pool.run(f"{__name__}:sparse_on_a_rank")
+        pool.run(sparse_on_a_rank)
 
 
 def sparse_scenario(device: str, gradient: Callable[[], torch.Tensor], optimizer: str = "sgd") -> Scenario:

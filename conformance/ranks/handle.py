@@ -37,7 +37,9 @@ _PRELOADED = (
     rank_process.__name__,
 )
 # Modules with cases. They import no subject, which each rank imports itself. Cases of clients do, and are left out.
-_CASE_MODULES = re.compile(r"conformance\.(?!clients\.)(\w+\.)*(\w+_)?cases")
+_CASE_MODULES = re.compile(
+    r"conformance\.(?!clients\.)(\w+\.)*(\w+_)?cases|conformance\.distributed\.(\w+\.)*test_\w+"
+)
 _KILL_S = 10.0
 _TAIL_BYTES = 16_384
 _READ_BYTES = 65_536

@@ -10,7 +10,7 @@ import statistics
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -101,8 +101,11 @@ class RankPool:
         self._selector = selectors.DefaultSelector()
         self._finalizer = weakref.finalize(self, _end, self._ranks, self._selector)
 
-    def run(self, case: str, *, deadline_s: float = 30.0, **arguments: Any) -> list[Any]:
-        """Call `module:function` as `function(Rank(...), **arguments)` on every rank and return the results by rank.
+    def run(self, case: str | Callable[..., Any], *, deadline_s: float = 30.0, **arguments: Any) -> list[Any]:
+        """Call `case(Rank(...), **arguments)` on every rank and return the results by rank.
+
+        The case is a function at the top level of a module, or the name `module:function` of one that only the ranks
+        import.
 
         Arguments and results are pickled by value, tensors included. Results should be on the CPU. The deadline starts
         when every rank has imported the case's module. If a case leaves torch's global state changed, or too many
@@ -114,7 +117,8 @@ class RankPool:
             LookupFailed: the first failure is a name that cannot be looked up.
             PoolBroken: the ranks could not be started.
         """
-        request = pickle.dumps((case, arguments))
+        name = case if isinstance(case, str) else f"{case.__module__}:{case.__qualname__}"
+        request = pickle.dumps((name, arguments))
         limit_s = self._pace.limit_s(request, deadline_s)
         try:
             self._bring_up()

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall
+from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall, play
 from conformance.distributed.fsdp.fully_shard_cases import Sharding
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
 from conformance.distributed.fsdp.traffic import are_at_most
@@ -31,7 +31,7 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
 def outcomes_of(
     twins: Twins, library: Library, calls: Sequence[UnitCall], *, sharding: Sharding = LEAVES, **how: Any
 ) -> RankOutcomes:
-    return run_on_ranks(twins.pool, library, "fully_shard_calls:play", calls=calls, sharding=sharding, **how)
+    return run_on_ranks(twins.pool, library, play, calls=calls, sharding=sharding, **how)
 
 
 def played(

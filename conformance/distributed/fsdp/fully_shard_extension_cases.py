@@ -145,11 +145,11 @@ _KEEPING = {
 
 
 def extended(
-    site: Site, kind: str, policy: Mapping[str, Any] | None = None, steps: int = 2
+    site: Site, kind: Any, policy: Mapping[str, Any] | None = None, steps: int = 2
 ) -> dict[str, Any]:
     inner = site.model.body.parts[0].inner
     for name in ("weight", "bias"):
-        setattr(inner, name, nn.Parameter(globals()[kind](getattr(inner, name).detach())))
+        setattr(inner, name, nn.Parameter(kind(getattr(inner, name).detach())))
     site.leaf_by_leaf(mp_policy=site.fsdp.MixedPrecisionPolicy(**(policy or {})))
     optimizer = torch.optim.SGD(site.model.parameters(), 0.1)
     losses, gradients = [], []
@@ -178,11 +178,11 @@ def extended_by_hand() -> torch.Tensor:
     return loss_of(call(model, TREE, TREE.batch(0, 0))).detach()
 
 
-def released(site: Site, kind: str) -> dict[str, Any]:
+def released(site: Site, kind: Any) -> dict[str, Any]:
     """Train a weight of type `kind`. Record whether the gathered tensors have memory while the weight is unsharded."""
     linear: Any = nn.Linear(4, 4, bias=False, device=site.rank.device)
     values = torch.linspace(-1, 1, 16, device=site.rank.device).view(4, 4)
-    linear.weight = nn.Parameter(globals()[kind](values))
+    linear.weight = nn.Parameter(kind(values))
     site.shard(linear)
     are_allocated, weights, gradients = [], [], []
     for number in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from conformance.distributed.fsdp.fully_shard_construct_cases import probe
 from conformance.distributed.fsdp.lab import ONE_UNIT, Program
 from conformance.distributed.fsdp.rank_judging import run_on_ranks
 from conformance.distributed.fsdp.twins import RankOutcomes, Setup, Twins
@@ -21,9 +22,7 @@ class Sites(Twins):
     def of(
         self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
     ) -> RankOutcomes:
-        return run_on_ranks(
-            self.pool, library, "fully_shard_construct_cases:probe", asks=program, **arguments
-        )
+        return run_on_ranks(self.pool, library, probe, asks=program, **arguments)
 
     def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
         """Judge a deviation: every rank of the subject must have the results of one unsharded process."""

@@ -307,7 +307,7 @@ def lost_masters(site: Site) -> dict[str, Any]:
 # -- the report
 
 
-def reported(site: Site) -> dict[str, Any]:
+def report_precisions(site: Site) -> dict[str, Any]:
     """Return the precisions that are reported for FullyShardedDataParallel and for an unsharded model."""
     fsdp = site.fsdp
     mixed = fsdp.MixedPrecision(param_dtype=LOW, reduce_dtype=FULL)

@@ -15,7 +15,9 @@ SCALE = 8.0
 OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "rmsprop": RMSprop}
 
 
-def norms(lab: Lab, *, scaler: str, layout: str, kind: str, norm_type: float, enabled: bool) -> Any:
+def joint_norm_and_norms(
+    lab: Lab, *, scaler: str, layout: str, kind: str, norm_type: float, enabled: bool
+) -> Any:
     """Return the joint norm, and the norm of each parameter that `gradient_norms` returns after two fused steps.
 
     Args:

@@ -24,7 +24,7 @@ BAD, SKIP = "bad", "skip"
 Plan = Sequence[Sequence[str | None]]
 
 
-def model() -> nn.Sequential:
+def build_model() -> nn.Sequential:
     seeding.seed_all()
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
 
@@ -177,9 +177,9 @@ def sharded_by_torch(lab: Lab, *, api: str) -> Any:
     device = lab.rank.device
     sharded: nn.Module
     if api == "fully_shard":
-        sharded = fsdp.fully_shard(model().to(device), mesh=lab.rank.mesh(lab.rank.world_size))
+        sharded = fsdp.fully_shard(build_model().to(device), mesh=lab.rank.mesh(lab.rank.world_size))
     else:
-        sharded = fsdp.FullyShardedDataParallel(model().to(device), device_id=device)
+        sharded = fsdp.FullyShardedDataParallel(build_model().to(device), device_id=device)
     optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
     its_scaler = lab.library.find("distributed.fsdp.ShardedGradScaler")(device.type)
     return tried(its_scaler.microbatch(optimizer).__enter__)
@@ -214,7 +214,7 @@ def refused(lab: Lab, *, setting: str) -> Any:
 
 
 def _sharded(lab: Lab, layout: str) -> Any:
-    sharded, api, world = model().to(lab.rank.device), lab.api, lab.rank.world_size
+    sharded, api, world = build_model().to(lab.rank.device), lab.api, lab.rank.world_size
     if layout in ("fully_shard", "kept", "hybrid"):
         sizes = (2, world // 2) if layout == "hybrid" else (world,)
         more = {"reshard_after_forward": False} if layout == "kept" else {}

@@ -111,7 +111,7 @@ def clipping(lab: Lab) -> Iterator[Any]:
     yield lab.model.clip_grad_norm_(0.05)
 
 
-def steps(lab: Lab) -> Iterator[Any]:
+def optimizer_steps(lab: Lab) -> Iterator[Any]:
     """Run steps that each begin with a backward in no_sync."""
     optimizer = torch.optim.SGD(lab.model.parameters(), 0.1, momentum=0.5)
     for number in range(3):
@@ -135,7 +135,7 @@ DOES = (
     cleared_gradients,
     cleared_inside,
     clipping,
-    steps,
+    optimizer_steps,
 )
 
 

@@ -24,7 +24,7 @@ from conformance.distributed.fsdp.state_dict_memory_cases import Received
 _OLDER_FULL, _FULL = StateDictMethod("full"), StateDictMethod("FULL", offloads=False)
 
 
-def unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
+def train_unwrapped(lab: Lab, optimized: Optimized) -> dict[str, Any]:
     """Return the optimizer's state dict for the same model without wrapping."""
     model = lab.tree.build()
     return copied(by_name(model, optimized.stepped(model)))
@@ -53,7 +53,7 @@ def there_and_back_as_dtensors(lab: Lab) -> dict[str, Any]:
 
 def counts_after_a_step(lab: Lab) -> list[float]:
     """Return `step` of each parameter after a step, if all loaded states share one tensor for it."""
-    saved = unwrapped(lab, Optimized(steps=2))
+    saved = train_unwrapped(lab, Optimized(steps=2))
     common = torch.tensor(2.0)
     for state in saved["state"].values():
         state["step"] = common
@@ -71,7 +71,7 @@ def saved_numbers_are_separate(lab: Lab) -> bool:
 
 def given_stays(lab: Lab) -> bool:
     """Return whether a loaded state dict is unchanged after the optimizer has stepped."""
-    saved = unwrapped(lab, Optimized())
+    saved = train_unwrapped(lab, Optimized())
     before = copied(saved)
     optimizer = Optimized().optimizer(lab.model)
     optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, saved))
@@ -87,7 +87,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 def loaded_without_the_first(lab: Lab) -> Any:
     """Return the names that are saved after a load in which the first parameter of a unit had no state."""
     optimized = Optimized("momentum")
-    state_dict = unwrapped(lab, optimized)
+    state_dict = train_unwrapped(lab, optimized)
     del state_dict["state"]["head.weight"]
     optimizer = optimized.optimizer(lab.model)
     optimizer.load_state_dict(_OLDER_FULL.load(lab, optimizer, state_dict))
@@ -96,7 +96,7 @@ def loaded_without_the_first(lab: Lab) -> Any:
 
 def misshaped(lab: Lab) -> Any:
     optimized = Optimized("momentum")
-    saved = unwrapped(lab, optimized)
+    saved = train_unwrapped(lab, optimized)
     saved["state"]["head.weight"]["momentum_buffer"] = torch.zeros(40)
     return tried(lambda: bool(_OLDER_FULL.load(lab, optimized.optimizer(lab.model), saved)["state"]))
 
@@ -125,7 +125,7 @@ def of_another_shape(lab: Lab) -> Any:
 def in_a_list(lab: Lab) -> Any:
     """Save and load a list of tensors for each parameter."""
     optimizer, fresh = Optimized("momentum").stepped(lab.model), Optimized("momentum").optimizer(lab.model)
-    state_dict = unwrapped(lab, Optimized("momentum"))
+    state_dict = train_unwrapped(lab, Optimized("momentum"))
     for parameter, state in optimizer.state.items():
         state["history"] = [torch.zeros_like(parameter)]
     for state in state_dict["state"].values():
@@ -234,7 +234,7 @@ def received(lab: Lab, way: StateDictMethod) -> dict[str, int]:
         saved = way.save(lab, optimizer)
     with Received() as loading:
         way.load(lab, optimizer, saved)
-    wholes = [tensor for tensor in tree_leaves(unwrapped(lab, Optimized())["state"]) if tensor.dim()]
+    wholes = [tensor for tensor in tree_leaves(train_unwrapped(lab, Optimized())["state"]) if tensor.dim()]
     return {
         "saving": saving.bytes,
         "loading": loading.bytes,

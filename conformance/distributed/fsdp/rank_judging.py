@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
 
-_PLACE = "conformance.distributed.fsdp"
 _TO_TORCH_ITSELF = (
     "we are deprecating ShardedTensor",
     "_get_pg_default_device",
@@ -36,12 +35,14 @@ def share_of_examples(share: float) -> settings:
     return settings(max_examples=max(2, round(settings.default.max_examples * share)))
 
 
-def run_on_ranks(pool: RankPool, library: Library, case: str, **arguments: Any) -> list[Outcome]:
+def run_on_ranks(
+    pool: RankPool, library: Library, case: Callable[..., Outcome], **arguments: Any
+) -> list[Outcome]:
     """Run a case on all ranks. Return the outcomes, with each warning once.
 
     How often a warning is given depends on the number of units, so it is not compared.
     """
-    outcomes = pool.run(f"{_PLACE}.{case}", library=library.spec, **arguments)
+    outcomes = pool.run(case, library=library.spec, **arguments)
     return [replace(outcome, warned=_without_torchs_own(outcome.warned)) for outcome in outcomes]
 
 

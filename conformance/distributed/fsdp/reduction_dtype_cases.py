@@ -79,7 +79,7 @@ class Dtypes:
     rounds_before_sum: bool = False
 
 
-def expected(dtypes: Dtypes, world_size: int, schedule: str) -> Tensor:
+def expected_gradient(dtypes: Dtypes, world_size: int, schedule: str) -> Tensor:
     """Return the averaged gradient [N] in float64, rounded after each step to the dtype of that step."""
     grads = [coefficients(rank).to(dtypes.computed) for rank in range(world_size)]
     if schedule == "deferred":

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from conformance.distributed.fsdp.scaler_cases import SCALER, ScalerProgram
+from conformance.distributed.fsdp.scaler_cases import SCALER, ScalerProgram, play
 from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.ranks.collective_traces import Collective
 
-CASES = "conformance.distributed.fsdp.scaler_cases"
-
 # For each rank, the outcome of each call.
 ScalerOutcomes = Sequence[Sequence[Outcome]]
 
 
-def on_ranks(twins: Twins, library: Library, case: str, **arguments: Any) -> list[Any]:
+def on_ranks(twins: Twins, library: Library, case: Callable[..., Any], **arguments: Any) -> list[Any]:
     """Run a case on every rank. Return one result per rank."""
     # A missing scaler is detected here, so that it is reported as not provided.
     library.find(SCALER)
-    return twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+    return twins.pool.run(case, library=library.spec, **arguments)
 
 
 def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) -> ScalerOutcomes:
     """Run the plan on the ranks of `library`, by default the subject."""
-    return on_ranks(twins, library or twins.subject, "play", plan=plan)
+    return on_ranks(twins, library or twins.subject, play, plan=plan)
 
 
 def assert_same(twins: Twins, plan: ScalerProgram) -> ScalerOutcomes:

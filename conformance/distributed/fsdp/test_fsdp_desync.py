@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
+from conformance.distributed.fsdp import desync_cases
 from conformance.distributed.fsdp.desync_cases import ASTRAY, LARGE, TIMEOUT_S, Program
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
@@ -19,7 +21,6 @@ from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankFault, RankPool, RanksDiverged
 
-CASES = "conformance.distributed.fsdp.desync_cases"
 GRACE_S = 20.0
 SHORT_GRACE_S = 5.0  # grace for ranks that are known to hang
 FULL = pytest.mark.profile("full")
@@ -39,8 +40,10 @@ class SeenByRanks:
 def seen_of(library: Library, program: Program) -> SeenByRanks:
     with RankPool(2, grace_s=GRACE_S) as pool:
         try:
-            together = pool.run(f"{CASES}:run", library=library.spec, program=replace(program, parts_at=None))
-            apart = pool.run(f"{CASES}:run", library=library.spec, program=program)
+            together = pool.run(
+                desync_cases.run, library=library.spec, program=replace(program, parts_at=None)
+            )
+            apart = pool.run(desync_cases.run, library=library.spec, program=program)
         except RankFault as fault:
             return _seen_in(fault)
     pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
@@ -48,11 +51,16 @@ def seen_of(library: Library, program: Program) -> SeenByRanks:
 
 
 def fault_of(
-    library: Library, case: str, *, world_size: int = 2, grace_s: float = SHORT_GRACE_S, **arguments: Any
+    library: Library,
+    case: Callable[..., Any],
+    *,
+    world_size: int = 2,
+    grace_s: float = SHORT_GRACE_S,
+    **arguments: Any,
 ) -> RankFault:
     """Run a case that fails, in a separate pool of ranks. Return the fault."""
     with RankPool(world_size, grace_s=grace_s) as pool, pytest.raises(RankFault) as fault:
-        pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+        pool.run(case, library=library.spec, **arguments)
     return fault.value
 
 
@@ -240,7 +248,7 @@ def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use
     def probe(library: Library) -> dict[int, str]:
         with RankPool(2, grace_s=SHORT_GRACE_S) as pool:
             try:
-                pool.run(f"{CASES}:write_alone", library=library.spec, use_orig_params=use_orig_params)
+                pool.run(desync_cases.write_alone, library=library.spec, use_orig_params=use_orig_params)
             except RankFault as fault:
                 return {failure.rank: failure.text for failure in fault.scene.failures}
         return {}
@@ -261,7 +269,7 @@ def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use
 @clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
 @pytest.mark.deadline(90)
 def test_states_synchronised_in_another_order(subject: Library) -> None:
-    reported = _seen_in(fault_of(subject, "synchronise", grace_s=GRACE_S)).raised
+    reported = _seen_in(fault_of(subject, desync_cases.synchronise, grace_s=GRACE_S)).raised
     assert len(reported) == 2, reported
     for text in reported.values():
         assert "'Bottleneck.0.weight' of shape (8, 4)" in text, text
@@ -285,7 +293,7 @@ def test_rank_waiting_in_other_collective_is_reported(
     def raised(library: Library) -> str:
         # torch's ranks wait until the time-out, so theirs is short. Other ranks may need longer on a busy machine.
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        fault = fault_of(library, "wait_elsewhere", face=face, by=by, timeout_s=timeout_s)
+        fault = fault_of(library, desync_cases.wait_elsewhere, face=face, by=by, timeout_s=timeout_s)
         return " ".join(failure.text for failure in fault.scene.failures)
 
     named = rf"rank {ASTRAY} waits in torch\.distributed\.{by}\(\) where rank {1 - ASTRAY} gathered '\w+'"
@@ -308,7 +316,9 @@ def test_state_requested_by_one_rank_raises(
 ) -> None:
     def raised(library: Library) -> SeenByRanks:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        return _seen_in(fault_of(library, "ask_alone", face=face, pause_s=pause_s, timeout_s=timeout_s))
+        return _seen_in(
+            fault_of(library, desync_cases.ask_alone, face=face, pause_s=pause_s, timeout_s=timeout_s)
+        )
 
     named = (
         rf"only some ranks ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; "
@@ -349,7 +359,7 @@ def test_group_is_usable_after_ranks_differed(
     subject: Library, program: Program, by: str, ranks: int
 ) -> None:
     with RankPool(ranks, grace_s=GRACE_S) as pool:
-        results = pool.run(f"{CASES}:use_group_afterwards", library=subject.spec, program=program, by=by)
+        results = pool.run(desync_cases.use_group_afterwards, library=subject.spec, program=program, by=by)
     factor = sum(range(1, ranks + 1)) * ranks**2
     for rank, (message, sums) in enumerate(results):
         assert "rank" in message, f"rank {rank} raised {message!r}"
@@ -370,7 +380,7 @@ def test_group_is_usable_after_ranks_differed(
 )
 def test_model_can_be_saved_after_ranks_differed(subject: Library, program: Program) -> None:
     with RankPool(2, grace_s=GRACE_S) as pool:
-        results = pool.run(f"{CASES}:save_afterwards", library=subject.spec, program=program)
+        results = pool.run(desync_cases.save_afterwards, library=subject.spec, program=program)
     for rank, (message, saved, expected) in enumerate(results):
         assert "rank" in message, f"rank {rank} raised {message!r}"
         assert_same_outcome(observe(sorted, expected.items()), observe(sorted, saved.items()), TRAINED)
@@ -408,18 +418,18 @@ def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
     ids=lambda program: f"{program.face} {program.by}",
 )
 def test_equivalent_settings_in_other_words_train(twins_of: TwinsOf, program: Program) -> None:
-    assert_trained_alike(twins_of(2), "run", program=program)
+    assert_trained_alike(twins_of(2), desync_cases.run, program=program)
 
 
 @clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
 @pytest.mark.deadline(90)
 def test_explicit_gather_on_one_rank_trains(twins_of: TwinsOf) -> None:
-    assert_trained_alike(twins_of(2), "gather_by_hand")
+    assert_trained_alike(twins_of(2), desync_cases.gather_by_hand)
 
 
-def assert_trained_alike(twins: Twins, case: str, **arguments: Any) -> None:
+def assert_trained_alike(twins: Twins, case: Callable[..., Any], **arguments: Any) -> None:
     expected, actual = (
-        twins.pool.run(f"{CASES}:{case}", library=library.spec, **arguments)
+        twins.pool.run(case, library=library.spec, **arguments)
         for library in (twins.reference, twins.subject)
     )
     for rank in range(len(expected)):
@@ -428,7 +438,7 @@ def assert_trained_alike(twins: Twins, case: str, **arguments: Any) -> None:
 
 
 def losses_reported(library: Library, *, world_size: int = 3, **loss: Any) -> dict[int, str]:
-    fault = fault_of(library, "lose_a_rank", world_size=world_size, grace_s=GRACE_S, **loss)
+    fault = fault_of(library, desync_cases.lose_a_rank, world_size=world_size, grace_s=GRACE_S, **loss)
     return {f.rank: f.text for f in fault.scene.failures if f.rank != loss["victim"]}
 
 

@@ -58,8 +58,7 @@ def twins_for(twins_of: TwinsOf, parallel: Parallel) -> Twins:
 
 
 def seen_by(twins: Twins, library: Library, asks: Any, parallel: Parallel, **arguments: Any) -> RankOutcomes:
-    case = "tensor_parallel_cases:probe"
-    return run_on_ranks(twins.pool, library, case, asks=asks, parallel=parallel, **arguments)
+    return run_on_ranks(twins.pool, library, cases.probe, asks=asks, parallel=parallel, **arguments)
 
 
 def assert_agree(

@@ -152,7 +152,7 @@ def test_shards_over_named_dimensions(
     twins = twins_of(math.prod(sizes))
     arguments = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
     expected, actual = (
-        run_on_ranks(twins.pool, library, "fully_shard_construct_cases:on_whole_mesh", **arguments)
+        run_on_ranks(twins.pool, library, cases.on_whole_mesh, **arguments)
         for library in (twins.reference, twins.subject)
     )
     assert_ranks_agree(expected, actual)
@@ -195,16 +195,23 @@ def test_shard_settings_of_replicas_are_refused(sites: Sites, method: str) -> No
 
 @clause("distributed.fsdp.fully_shard.extensions")
 @pytest.mark.parametrize(
-    ("kind", "policy"), [("Halved", {}), ("Halved", {"param_dtype": torch.float32}), ("Quantised", {})]
+    ("kind", "policy"),
+    [
+        (extension_cases.Halved, {}),
+        (extension_cases.Halved, {"param_dtype": torch.float32}),
+        (extension_cases.Quantised, {}),
+    ],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_extension_hooks_control_gathering(sites: Sites, kind: str, policy: dict[str, Any]) -> None:
+def test_extension_hooks_control_gathering(
+    sites: Sites, kind: type[torch.Tensor], policy: dict[str, Any]
+) -> None:
     sites.agree(extension_cases.extended, kind=kind, policy=policy)
 
 
 @clause("distributed.fsdp.fully_shard.extensions")
-@pytest.mark.parametrize("kind", ["OneMethod", "TwoArguments"])
-def test_incomplete_extension_is_refused(sites: Sites, kind: str) -> None:
+@pytest.mark.parametrize("kind", [extension_cases.OneMethod, extension_cases.TwoArguments])
+def test_incomplete_extension_is_refused(sites: Sites, kind: type[torch.Tensor]) -> None:
     (actual, *_) = sites.agree(extension_cases.extended, may_raise=True, kind=kind)
     assert actual.raised is not None
 
@@ -222,7 +229,7 @@ def test_refuses_what_is_gathered_without_padding(sites: Sites) -> None:
 def test_gathered_tensors_are_released_on_request(sites: Sites) -> None:
     releasing, keeping = (
         values_of(sites.of_subject(extension_cases.released, kind=kind))
-        for kind in ("Released", "NotReleased")
+        for kind in (extension_cases.Released, extension_cases.NotReleased)
     )
     for outcome, reference in zip(releasing, keeping, strict=True):
         assert outcome.pop("allocated") == [[False, False]] * 2
@@ -231,11 +238,19 @@ def test_gathered_tensors_are_released_on_request(sites: Sites) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.released_gather_outputs")
-@pytest.mark.parametrize("kind", ["Released", "NotReleased", "NoAnswer", "ReleasedAlone"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        extension_cases.Released,
+        extension_cases.NotReleased,
+        extension_cases.NoAnswer,
+        extension_cases.ReleasedAlone,
+    ],
+)
 @pytest.mark.world_sizes(fewest=2)
-def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: str) -> None:
+def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: type[torch.Tensor]) -> None:
     raises = [outcome.raised is not None for outcome in sites.of_subject(extension_cases.released, kind=kind)]
-    assert set(raises) == {kind in ("NoAnswer", "ReleasedAlone")}
+    assert set(raises) == {kind in (extension_cases.NoAnswer, extension_cases.ReleasedAlone)}
     if is_torch_in(">=2.15"):
         sites.agree(extension_cases.released, may_raise=True, kind=kind)
 
@@ -247,6 +262,6 @@ def test_extension_hooks_run_on_single_rank(sites_of: TwinsOf) -> None:
     expected = extension_cases.extended_by_hand()
     sites_of(1).deviate(
         extension_cases.extended,
-        kind="Halved",
+        kind=extension_cases.Halved,
         we_do=each(lambda value: does_as(expected, value["losses"][0].values)),
     )

@@ -161,7 +161,7 @@ def test_lost_masters_raise(sites: Sites) -> None:
 
 @clause("distributed.fsdp.fully_shard.param_precisions")
 def test_param_precisions_reports_each_parameter(sites: Sites) -> None:
-    reported, *_ = values_of(sites.of_subject(cases.reported))
+    reported, *_ = values_of(sites.of_subject(cases.report_precisions))
     for name, has in reported["wrapped"].items():
         own = torch.float64 if name.startswith("inner") else FULL
         assert has == str((LOW, FULL, own)), name

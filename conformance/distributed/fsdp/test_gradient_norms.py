@@ -47,7 +47,7 @@ def test_norms_on_every_rank_are_those_of_unsharded_model(
     twins_of: TwinsOf, device: str, layout: str, scaler: str, kind: str, norm_type: float
 ) -> None:
     arguments: dict[str, Any] = {"layout": layout, "kind": kind, "norm_type": norm_type, "enabled": True}
-    reports = twins_of(4, device).values(cases.norms, scaler=scaler, **arguments)
+    reports = twins_of(4, device).values(cases.joint_norm_and_norms, scaler=scaler, **arguments)
     grads = unsharded(layout)
     expected = [torch.linalg.vector_norm(grad.double(), norm_type).item() for grad in grads]
     joint = torch.linalg.vector_norm(torch.tensor(expected), norm_type).item()
@@ -62,7 +62,7 @@ def test_norms_on_every_rank_are_those_of_unsharded_model(
 def test_norms_of_disabled_scaler(twins_of: TwinsOf, device: str, scaler: str) -> None:
     arguments: dict[str, Any] = {"layout": "dtensor", "kind": "sgd", "norm_type": 2.0, "enabled": False}
     expected = [grad.double().norm().item() for grad in unsharded("dtensor")]
-    for _, norms in twins_of(2, device).values(cases.norms, scaler=scaler, **arguments):
+    for _, norms in twins_of(2, device).values(cases.joint_norm_and_norms, scaler=scaler, **arguments):
         assert [*norms.values()] == pytest.approx(expected, rel=1e-5)
 
 

@@ -30,7 +30,7 @@ SHARDED = [layout for layout in cases.LAYOUTS if layout not in ("hybrid", "repli
 
 def expected_of(plans: Sequence[Plan]) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Train the unsharded model. Return its parameters and, for each step, whether it was taken and the scale."""
-    model = cases.model()
+    model = cases.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     scale, steps = SCALE, []
     for step, plan in enumerate(plans):
@@ -137,7 +137,7 @@ def test_failed_microbatch_leaves_others(
     twins_of: TwinsOf, device: str, layout: str, unsynced: tuple[int, ...], amid: bool
 ) -> None:
     """The second of four microbatches fails. The others are averaged."""
-    model = cases.model()
+    model = cases.build_model()
     for number in (0, 2, 3):
         for rank in range(2):
             (model(cases.batch(0, number, rank)).square().mean() / 6).backward()

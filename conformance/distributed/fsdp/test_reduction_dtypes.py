@@ -39,7 +39,7 @@ def _of_fsdp(policy: Policy) -> Dtypes:
 def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
     for name, policy in POLICIES.items():
         dtypes = dtypes_of(policy)
-        expected = cases.expected(dtypes, len(outcomes), schedule)
+        expected = cases.expected_gradient(dtypes, len(outcomes), schedule)
         for gradients in values_of(outcomes):
             for gradient in gradients[name]:
                 assert gradient.values.dtype is dtypes.shown
@@ -114,7 +114,7 @@ def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: s
     dtypes = (Dtypes(LOW, FULL, FULL, FULL), Dtypes(LOW, LOW, FULL, LOW))
     for gradients in values_of(outcomes):
         for gradient, expected_by in zip(gradients, dtypes, strict=True):
-            expected = cases.expected(expected_by, len(outcomes), schedule)
+            expected = cases.expected_gradient(expected_by, len(outcomes), schedule)
             assert gradient.values.dtype is expected_by.shown
             assert torch.equal(gradient.values.double(), expected), expected_by
 
@@ -167,7 +167,7 @@ def test_fsdp_rounds_alike_beside_frozen_parameters(twins: Twins, layers: Layers
 @pytest.mark.deviation("fsdp.existing_gradients_rounded")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_existing_gradients_keep_their_precision(twins: Twins, strategy: str) -> None:
-    added = cases.expected(_of_fsdp((LOW, None)), twins.world_size, "one").float()
+    added = cases.expected_gradient(_of_fsdp((LOW, None)), twins.world_size, "one").float()
     twins.deviate(
         cases.of_existing_gradient,
         strategy=strategy,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.distributed.fsdp import resume_cases
 from conformance.distributed.fsdp.resume_cases import APIS, INF_AT
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
@@ -25,7 +26,7 @@ def test_new_processes_continue_bit_for_bit(
 ) -> None:
     def train(pool: RankPool, **options: Any) -> list[list[Any]]:
         return pool.run(
-            "conformance.distributed.fsdp.resume_cases:train",
+            resume_cases.train,
             library=subject.spec,
             api=api,
             folder=str(tmp_path),

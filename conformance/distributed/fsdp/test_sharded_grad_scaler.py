@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.distributed.fsdp import scaler_cases
 from conformance.distributed.fsdp.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
 from conformance.distributed.fsdp.scaler_judging import assert_same, issued, on_ranks, played, scales, stepped
@@ -342,7 +343,9 @@ def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")
 def test_optimizer_that_takes_scaler_gets_it(twins: Twins) -> None:
-    reported = [on_ranks(twins, library, "older_protocol") for library in (twins.reference, twins.subject)]
+    reported = [
+        on_ranks(twins, library, scaler_cases.older_protocol) for library in (twins.reference, twins.subject)
+    ]
     for (expected, is_given), (actual, is_given_ours) in zip(*reported, strict=True):
         assert_same_outcome(expected, actual)
         assert is_given
@@ -357,7 +360,7 @@ def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
     arguments = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}
     reported = [
-        on_ranks(twins, library, "train", growth_interval=2, **arguments)
+        on_ranks(twins, library, scaler_cases.train, growth_interval=2, **arguments)
         for library in (twins.reference, twins.subject)
     ]
     for expected, actual in zip(*reported, strict=True):

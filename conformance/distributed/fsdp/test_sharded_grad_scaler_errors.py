@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from conformance.distributed.fsdp import scaler_cases
 from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
 from conformance.distributed.fsdp.scaler_judging import assert_same, on_ranks, played, scales, stepped
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
@@ -106,7 +107,7 @@ def test_all_ranks_fail_alike(twins: Twins) -> None:
 def test_group_without_this_rank_is_refused(twins_of: TwinsOf) -> None:
     twins = twins_of(2)
     twins.judge(
-        lambda library: on_ranks(twins, library, "in_anothers_group"),
+        lambda library: on_ranks(twins, library, scaler_cases.in_anothers_group),
         torch_does=lambda errors: errors[0].startswith("AttributeError") and errors[0].endswith("gradient 1"),
         we_do=lambda errors: (
             errors[0].startswith("ValueError: rank 0 is not in the process_group")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from conformance.distributed.fsdp import fsdp_cases, lab
 from conformance.distributed.fsdp.fsdp_cases import Setup, Training
 from conformance.distributed.fsdp.lab import ONE_UNIT, TREE, Program
 from conformance.distributed.fsdp.rank_judging import (
@@ -94,7 +95,7 @@ class Twins:
         """
         limits = {name: arguments.pop(name) for name in ("deadline_s",) if name in arguments}
         environment = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}
-        return run_on_ranks(self.pool, library, "lab:run", arguments=arguments, **environment, **limits)
+        return run_on_ranks(self.pool, library, lab.run, arguments=arguments, **environment, **limits)
 
     def of_both(
         self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
@@ -154,7 +155,7 @@ class Twins:
         self._deviation.judge(probe, **sides)
 
     def trained(self, library: Library, training: Training, **limits: Any) -> RankOutcomes:
-        return run_on_ranks(self.pool, library, "fsdp_cases:train", training=training, **limits)
+        return run_on_ranks(self.pool, library, fsdp_cases.train, training=training, **limits)
 
     def train(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
         """Compare the training twice: rank by rank with torch, and with one unsharded process.
