@@ -28,7 +28,7 @@ from conformance.gpu import (
     speed_phase,
 )
 from conformance.gpu.phase_rows import PhaseTask, read_rows
-from conformance.judge.rank_errors import Scene
+from conformance.judge.rank_errors import FaultRecord
 from conformance.ranks import RankDied, RankHung, pool, process
 
 ROOT = Path(__file__).parents[2]
@@ -331,8 +331,8 @@ def test_ranks_start_before_the_test_that_uses_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "outcome"),
     [
-        (RankDied("rank 1 died: killed by SIGSEGV", Scene("case", 2)), "dies"),
-        (RankHung("ranks [0, 1] were still inside", Scene("case", 2)), "hangs"),
+        (RankDied("rank 1 died: killed by SIGSEGV", FaultRecord("case", 2)), "dies"),
+        (RankHung("ranks [0, 1] were still inside", FaultRecord("case", 2)), "hangs"),
         (OSError("no file descriptors"), "fails"),
         (None, "wrong"),
     ],

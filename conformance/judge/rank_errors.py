@@ -31,7 +31,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Scene:
+class FaultRecord:
     """The state of all ranks when a case failed. All fields are by rank."""
 
     case: str
@@ -63,11 +63,11 @@ class Scene:
 
 
 class RankFault(Exception):
-    """Raised when a case fails on its ranks. `scene` has the state of all ranks."""
+    """Raised when a case fails on its ranks. `record` has the state of all ranks."""
 
-    def __init__(self, summary: str, scene: Scene) -> None:
-        super().__init__(f"{summary}\n{scene}")
-        self.scene = scene
+    def __init__(self, summary: str, record: FaultRecord) -> None:
+        super().__init__(f"{summary}\n{record}")
+        self.record = record
 
 
 class RankRaised(RankFault):

@@ -20,13 +20,13 @@ from conformance import simulator
 from conformance.judge.library import LookupFailed, NotProvided
 from conformance.judge.rank_errors import (
     Failure,
+    FaultRecord,
     PoolBroken,
     RankDied,
     RankFault,
     RankHung,
     RankRaised,
     RanksDiverged,
-    Scene,
 )
 from conformance.judge.sandbox.environment import device_modules
 from conformance.judge.sandbox.seeding import run_seed
@@ -252,7 +252,7 @@ class RankPool:
     def _fault(self, case: str, progress: _Progress, clock: _Clock) -> RankFault | NotProvided | LookupFailed:
         inside = [rank for rank, end in zip(self._ranks, progress.ends, strict=True) if end is None]
         failures = sorted((end for end in progress.ends if isinstance(end, Failure)), key=_happened_ns)
-        scene = Scene(
+        record = FaultRecord(
             case=case,
             world_size=self.world_size,
             failures=failures,
@@ -265,14 +265,15 @@ class RankPool:
             if failures[0].lookup:
                 return failures[0].lookup
             kind = RankRaised if failures[0].exitcode is None else RankDied
-            return kind(str(failures[0]), scene)
+            return kind(str(failures[0]), record)
         if progress.collectives.divergence:
-            return RanksDiverged(progress.collectives.divergence, scene)
+            return RanksDiverged(progress.collectives.divergence, record)
         activity = (
             "running the case" if progress.resolved == self.world_size else "importing the case's module"
         )
         return RankHung(
-            f"ranks {[rank.number for rank in inside]} were still {activity} after {clock.limit_s:g} s", scene
+            f"ranks {[rank.number for rank in inside]} were still {activity} after {clock.limit_s:g} s",
+            record,
         )
 
 

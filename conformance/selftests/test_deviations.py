@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import twins
-from conformance.distributed.fsdp.lab import Lab
+from conformance.distributed.fsdp.scene import Scene
 from conformance.judge import surface
 from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
 from conformance.judge.files.rows import Deviation, ReferenceLimit, devices_of
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.judge.rank_errors import Scene
+from conformance.judge.rank_errors import FaultRecord
 from conformance.ranks import RankDied, RankRaised
 
 ROW = Deviation("area.row", "area.clause", "torch does.", "We do.", "So.", "", "silent", ("cpu",))
@@ -105,9 +105,9 @@ def test_deviation_without_devices_holds_on_all() -> None:
 
 
 def test_dead_rank_equals_any_failure() -> None:
-    scene = Scene("case", 1)
-    died, raised = RankDied("exit code -11", scene), raising(RuntimeError("escaped"))
-    for failed in (died, raised, RankRaised("raised", scene)):
+    record = FaultRecord("case", 1)
+    died, raised = RankDied("exit code -11", record), raising(RuntimeError("escaped"))
+    for failed in (died, raised, RankRaised("raised", record)):
         assert does_as(died, failed)
         assert does_as(failed, died)
     for results in (TORCHS, [*raised, *TORCHS]):
@@ -186,10 +186,10 @@ def test_limit_holds_for_its_torch_versions(
     torch_is(version)
     monkeypatch.setattr(twins, "_torch_can", lambda *_: can)
     if not does:
-        twins.assert_limit(row, Lab.forward)
+        twins.assert_limit(row, Scene.forward)
     else:
         with pytest.raises(StaleDeviation, match=does):
-            twins.assert_limit(row, Lab.forward)
+            twins.assert_limit(row, Scene.forward)
 
 
 @pytest.mark.parametrize(

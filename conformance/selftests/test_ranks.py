@@ -153,10 +153,10 @@ def test_harmless_case_does_not_affect_later_cases(pair: RankPool, fault: str) -
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_cause_is_distinguished_from_echoes(pools: dict[int, RankPool], where: int) -> None:
     error = fault_of(pools[3], "raises", where)
-    assert error.scene.failures[0].rank == where
-    assert {failure.rank for failure in error.scene.failures} == {0, 1, 2}
+    assert error.record.failures[0].rank == where
+    assert {failure.rank for failure in error.record.failures} == {0, 1, 2}
     assert str(error).startswith(f"rank {where} raised ValueError: injected into rank {where}\n")
-    assert all("Traceback" in failure.traceback for failure in error.scene.failures)
+    assert all("Traceback" in failure.traceback for failure in error.record.failures)
     died = fault_of(pools[3], "segfaults", where)
     assert str(died).startswith(f"rank {where} died: killed by SIGSEGV\n")
 
@@ -165,16 +165,16 @@ def test_hang_shows_position_of_every_rank(pair: RankPool) -> None:
     with pytest.raises(RankHung) as caught:
         pair.run(f"{CASES}:sleeps", where=1, deadline_s=3.0)  # time enough for both to come where they hang
     error = caught.value
-    assert "in sleeps" in error.scene.stacks[1].splitlines()[1]
-    assert "in all_reduce" in error.scene.stacks[0]
-    assert "in healthy" in error.scene.stacks[0]
+    assert "in sleeps" in error.record.stacks[1].splitlines()[1]
+    assert "in all_reduce" in error.record.stacks[0]
+    assert "in healthy" in error.record.stacks[0]
 
 
 def test_last_words_are_kept_and_bounded(pair: RankPool) -> None:
-    assert "the last words" in fault_of(pair, "talks_and_raises").scene.outputs[1]
+    assert "the last words" in fault_of(pair, "talks_and_raises").record.outputs[1]
     with pytest.raises(RankHung) as caught:
         pair.run(f"{CASES}:talks_without_end", where=1, deadline_s=0.5)
-    assert 10_000 < len(caught.value.scene.outputs[1]) <= 20_000
+    assert 10_000 < len(caught.value.record.outputs[1]) <= 20_000
 
 
 def test_diverging_collectives_are_compared_before_any_deadline(pair: RankPool) -> None:

@@ -1,4 +1,4 @@
-"""The coefficients of `reduction_dtype_cases` distinguish the dtypes in which a sum may be rounded."""
+"""The coefficients of `test_reduction_dtypes` distinguish the dtypes in which a sum may be rounded."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from conformance.distributed.fsdp import reduction_dtype_cases as cases
-from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, Dtypes
+from conformance.distributed.fsdp import test_reduction_dtypes as tests
+from conformance.distributed.fsdp.test_reduction_dtypes import FULL, LOW, Dtypes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_coefficients_differ_in_each_dtype(ranks: int) -> None:
     def sums_of(accumulated: Sequence[torch.dtype], reduced: Sequence[torch.dtype]) -> list[torch.Tensor]:
         pairs = itertools.product(accumulated, reduced)
-        return [cases.expected_gradient(Dtypes(LOW, *pair), ranks, "accumulated") for pair in pairs]
+        return [tests.expected_gradient(Dtypes(LOW, *pair), ranks, "accumulated") for pair in pairs]
 
     # A sum that was accumulated in LOW is exact in FULL. On one rank nothing is reduced.
     reduced = [LOW, FULL][:ranks]

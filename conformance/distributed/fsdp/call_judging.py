@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall, play
-from conformance.distributed.fsdp.fully_shard_cases import Sharding
+from conformance.distributed.fsdp.fully_shard_training import Sharding
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
 from conformance.distributed.fsdp.traffic import are_at_most
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of

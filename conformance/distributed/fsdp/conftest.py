@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import Twins, TwinsOf, assert_limit
+from conformance.distributed.fsdp.twins import PlainTwins, Twins, TwinsOf, assert_limit
 from conformance.judge.files.rows import all_reference_limits
 from conformance.judge.library import Library
 from conformance.ranks import RankPool
@@ -30,14 +29,14 @@ def twins(twins_of: TwinsOf, world_size: int, device: str) -> Twins:
 
 
 @pytest.fixture
-def sites_of(twins_of: TwinsOf) -> TwinsOf:
-    return replace(twins_of, kind=Sites)
+def plain_twins_of(twins_of: TwinsOf) -> TwinsOf:
+    return replace(twins_of, kind=PlainTwins)
 
 
 @pytest.fixture
-def sites(sites_of: TwinsOf, world_size: int, device: str) -> Sites:
-    """Rank comparison of `fully_shard` probes, in the world size and on the device of the test."""
-    return sites_of(world_size, device)
+def plain_twins(plain_twins_of: TwinsOf, world_size: int, device: str) -> PlainTwins:
+    """Rank comparison of programs that call `fully_shard`, in the world size and on the device of the test."""
+    return plain_twins_of(world_size, device)
 
 
 @pytest.fixture

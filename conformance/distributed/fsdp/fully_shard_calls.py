@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_cases import (
+from conformance.distributed.fsdp.fully_shard_training import (
     Sharding,
     held,
     registered,
@@ -19,16 +19,13 @@ from conformance.distributed.fsdp.fully_shard_cases import (
     sharded,
     units_of,
 )
-from conformance.distributed.fsdp.lab import tried
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, loss_of
+from conformance.distributed.fsdp.module_trees import ModuleTree, loss_of
 from conformance.distributed.fsdp.module_trees import call as call_model
+from conformance.distributed.fsdp.scene import FOUR_UNITS, tried
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
 
-# Four units in a sequence, and the root. The second unit has fewer elements than three ranks, and the last one contains
-# a module that is never called.
-TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("scaled"), Leaf("affine", 2), Leaf("idle"))))
 UNITS = 4
 ROOT = UNITS
 
@@ -50,7 +47,7 @@ class UnitCall:
 
 
 def play(
-    rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[UnitCall], tree: ModuleTree = TREE
+    rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[UnitCall], tree: ModuleTree = FOUR_UNITS
 ) -> Outcome:
     """Run the calls. Return what the rank observed after each call, and what it holds at the end.
 

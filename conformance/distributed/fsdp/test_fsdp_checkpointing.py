@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_cases import Step, Training
+from conformance.distributed.fsdp.fsdp_training import Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.twins import (

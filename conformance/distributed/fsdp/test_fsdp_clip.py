@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import clip_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp.fsdp_training import Setup, gathered_gradients
 from conformance.distributed.fsdp.rank_judging import share_of_examples, unsharded_gradients
+from conformance.distributed.fsdp.scene import SIMPLE, Scene, tried
 from conformance.distributed.fsdp.twins import (
     FLAT,
     STRATEGIES,
@@ -46,6 +45,20 @@ def assert_clipped(values: list[Any], setup: Setup, max_norm: float, norm_type: 
             assert_close(expected, value["whole"][name].values, f"{name} on rank {rank}")
 
 
+def clip(
+    scene: Scene, *, max_norm: Any, norm_type: Any = 2.0, backwards: int = 1, **more: Any
+) -> dict[str, Any]:
+    """Run backwards and clip. Return the norm, this rank's gradients after clipping, and the full gradients."""
+    for number in range(backwards):
+        scene.backward(number)
+    norm = scene.model.clip_grad_norm_(max_norm, norm_type, **more)
+    return {
+        "norm": norm,
+        "gradients": scene.gradients(),
+        "whole": gathered_gradients(scene.library, scene.model),
+    }
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.as_torch")
 @each_strategy
 @share_of_examples(0.5)
@@ -63,7 +76,7 @@ def test_clips_as_torch_does(
     twins: Twins, strategy: str, wrap: str, use_orig_params: bool, arguments: dict[str, Any]
 ) -> None:
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    twins.agree(clip_cases.clip, setup, **arguments)
+    twins.agree(clip, setup, **arguments)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
@@ -71,7 +84,7 @@ def test_clips_as_torch_does(
 @each_strategy
 def test_norm_equals_norm_of_unsharded_gradients(twins: Twins, strategy: str, norm_type: float) -> None:
     setup = leaf_by_leaf(strategy)
-    values = twins.values(clip_cases.clip, setup, max_norm=0.25, norm_type=norm_type)
+    values = twins.values(clip, setup, max_norm=0.25, norm_type=norm_type)
     assert_clipped(values, setup, 0.25, norm_type)
 
 
@@ -79,37 +92,71 @@ def test_norm_equals_norm_of_unsharded_gradients(twins: Twins, strategy: str, no
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_norm_over_replicas_counts_each_element_once(twins_of: TwinsOf, strategy: str) -> None:
     setup = Setup(strategy, ranks="groups", shards=2, wrap="leaves")
-    outcomes = twins_of(4).agree(clip_cases.clip, setup, max_norm=0.25)
+    outcomes = twins_of(4).agree(clip, setup, max_norm=0.25)
     assert_clipped([outcome.value for outcome in outcomes], setup, 0.25, 2.0)
+
+
+def clip_with_a_unit_that_is_not_sharded(scene: Scene, *, norm_type: float) -> dict[str, Any]:
+    scene.plain.head = scene.wrap(scene.plain.head, strategy="NO_SHARD")
+    scene.model = scene.wrap(scene.plain)
+    return clip(scene, max_norm=0.25, norm_type=norm_type)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.joint_norm")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_sharded_gradients_and_others_have_one_norm(cpu_twins: Twins, norm_type: float) -> None:
-    values = cpu_twins.values(clip_cases.clip_with_a_unit_that_is_not_sharded, FLAT, norm_type=norm_type)
+    values = cpu_twins.values(clip_with_a_unit_that_is_not_sharded, FLAT, norm_type=norm_type)
     assert_clipped(values, FLAT, 0.25, norm_type)
+
+
+def clip_nonfinite(scene: Scene, *, value: float) -> dict[str, Any]:
+    """Clip after rank 0 has set one gradient element to `value`."""
+    scene.backward()
+    grad = next(parameter.grad for parameter in scene.model.parameters() if parameter.grad is not None)
+    if scene.rank.rank == 0:
+        grad.view(-1)[0] = value
+    return {"norm": scene.model.clip_grad_norm_(1.0)}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.nonfinite")
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_nonfinite_gradient_on_one_rank_reaches_all_norms(twins: Twins, strategy: str, value: float) -> None:
-    outcomes = twins.agree(clip_cases.clip_nonfinite, Setup(strategy), value=value)
+    outcomes = twins.agree(clip_nonfinite, Setup(strategy), value=value)
     assert not any(outcome.value["norm"].values.isfinite() for outcome in outcomes)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.without_gradients")
 @each_strategy
 def test_warns_without_gradients(twins: Twins, strategy: str) -> None:
-    outcomes = twins.agree(clip_cases.clip, Setup(strategy), max_norm=1.0, backwards=0)
+    outcomes = twins.agree(clip, Setup(strategy), max_norm=1.0, backwards=0)
     if not twins.is_alone and strategy != "NO_SHARD":
         assert any("with no gradients" in text for _, text in outcomes[0].warned)
+
+
+def clip_an_inner_unit(scene: Scene) -> Any:
+    scene.backward()
+    return tried(lambda: scene.units[1].clip_grad_norm_(1.0))
+
+
+def clip_before_any_forward(scene: Scene) -> Any:
+    """Clip before the first forward, so that the call must initialise the root itself."""
+    return {"norm": scene.model.clip_grad_norm_(1.0), "root": scene.model.check_is_root()}
+
+
+def clip_in_backward(scene: Scene) -> Any:
+    attempts: list[Any] = []
+    batch = scene.tree.batch(0, scene.rank.rank)
+    batch.x.register_hook(lambda _: attempts.append(tried(lambda: scene.model.clip_grad_norm_(1.0))))
+    output: torch.Tensor = scene.model(batch.x, ids=batch.ids)
+    output.sum().backward()
+    return attempts
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.where")
 @pytest.mark.parametrize(
     "asks",
-    [clip_cases.clip_an_inner_unit, clip_cases.clip_before_any_forward, clip_cases.clip_in_backward],
+    [clip_an_inner_unit, clip_before_any_forward, clip_in_backward],
     ids=lambda asks: asks.__name__,
 )
 def test_root_clips_only_between_steps(twins: Twins, asks: Any) -> None:
@@ -124,4 +171,4 @@ def test_kept_low_precision_gradients(twins: Twins, use_orig_params: bool) -> No
     tolerance = Tolerance(
         4, "the gradients, their norm, its quotient and product each rounded", torch.bfloat16
     )
-    twins.agree(clip_cases.clip, setup, tolerance, tree=SIMPLE, max_norm=0.25)
+    twins.agree(clip, setup, tolerance, tree=SIMPLE, max_norm=0.25)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import hook_cases, summon_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scene import Scene
 from conformance.distributed.fsdp.traffic import (
     bytes_by_kind,
     counts,
@@ -29,11 +31,17 @@ from conformance.strategies.sharding import trainings
 
 # Wrapped leaf by leaf, the model has four units, including the root, which holds the head.
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))))
+
 UNITS = 4
+
 PLAIN = (Step(), Step(), Step())
+
 IN_NO_SYNC = (Step(forwards=3, order="no_sync"),) * 2
+
 IN_TURN = (Step(forwards=2),) * 2
+
 LOOKS = ("eval", "no_grad")
+
 # Gathers, scatters and reductions of a step. The root stays unsharded from its forward to its backward.
 LEAST = {
     ("FULL_SHARD", PLAIN): (2 * UNITS - 1, UNITS, 0),
@@ -108,6 +116,19 @@ def test_replicas_reduce_what_they_have_scattered(twins_of: TwinsOf, strategy: s
     assert {call.members for call in reduced} == {(0, 2)}
 
 
+def barriers_where_units_compute(scene: Scene) -> None:
+    """Run two forwards and backwards with a barrier wherever a unit's module begins to compute."""
+    for unit in scene.units[1:]:
+        unit.module.register_forward_pre_hook(_meet)
+        unit.module.register_full_backward_pre_hook(_meet)
+    for number in range(2):
+        scene.backward(number)
+
+
+def _meet(*_: Any) -> None:
+    dist.barrier()
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.prefetching")
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", None])
@@ -118,7 +139,7 @@ def test_units_are_gathered_before_the_one_before_computes(
     """The model has five units. The root is gathered first and stays unsharded for its backward."""
     arguments = {"forward_prefetch": forward_prefetch}
     setup = Setup(wrap="leaves", arguments=arguments, backward_prefetch=backward_prefetch)
-    cpu_twins.values(hook_cases.barriers_where_units_compute, setup)
+    cpu_twins.values(barriers_where_units_compute, setup)
     forward = [3, 4, 5, 5] if forward_prefetch else [2, 3, 4, 5]
     backward = [2, 3, 4, 4] if backward_prefetch else [1, 2, 3, 4]
     for trace in cpu_twins.pool.traces:
@@ -177,9 +198,16 @@ def test_each_parameter_is_sent_once_per_collective(cpu_twins: Twins, strategy: 
             assert bytes_by_kind(step) == Counter(expected[strategy])
 
 
+def between_barriers(scene: Scene) -> None:
+    dist.barrier()
+    with scene.fsdp.summon_full_params(scene.model):
+        pass
+    dist.barrier()
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.bytes_on_the_wire")
 def test_summoning_gathers_each_parameter_once(cpu_twins: Twins) -> None:
-    cpu_twins.values(summon_cases.between_barriers, FLAT, tree=TREE)
+    cpu_twins.values(between_barriers, FLAT, tree=TREE)
     whole = sum(_padded(numel, cpu_twins.world_size) * 8 for numel in unit_numels())
     for trace in cpu_twins.pool.traces:
         (summoning,) = steps_of(trace)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from conformance.distributed.fsdp.compile_cases import BLOCKS, graph_of_a_block, graphs_of_steps
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+import pytest
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scene import Scene
 from conformance.distributed.fsdp.twins import FULL, Twins
 from conformance.judge.clauses import clause
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))
+
 DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
 
 
@@ -30,6 +35,63 @@ def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_pa
     setup = Setup(strategy, wrap="manual", arguments={"use_orig_params": use_orig_params}, compiled=compiled)
     schedule = (Step(), Step(forwards=2, order="no_sync"))
     twins.train(Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)
+
+
+WIDTH, BLOCKS, STEPS = 4, 2, 3
+
+
+class FeedForwardBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.relu(self.first(self.norm(x))))
+
+
+_FINDS_A_STREAM = "get_external_object_by_index"  # call that computes nothing, only on accelerators
+
+
+class Noted:
+    """Backend that records the operations of each graph and runs the graph unchanged."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        del inputs
+        names = [_name_of(node.target) for node in graph.graph.nodes if node.op.startswith("call_")]
+        if set(names) != {_FINDS_A_STREAM}:
+            self.graphs.append(names)
+        return graph.forward
+
+
+def _name_of(target: Any) -> str:
+    return getattr(target, "__name__", str(target))
+
+
+def graphs_of_steps(scene: Scene, *, use_orig_params: bool) -> list[list[list[str]]]:
+    """Train a compiled sharded model. Return the graphs that each step compiled."""
+    torch._dynamo.reset()
+    blocks = (scene.wrap(FeedForwardBlock(), use_orig_params=use_orig_params) for _ in range(BLOCKS))
+    model = scene.wrap(nn.Sequential(*blocks), use_orig_params=use_orig_params)
+    backend, compiled = Noted(), []
+    model.compile(backend=backend)
+    for _ in range(STEPS):
+        before = len(backend.graphs)
+        model(torch.ones(2, WIDTH, device=scene.rank.device, requires_grad=True)).sum().backward()
+        compiled.append(backend.graphs[before:])
+    return compiled
+
+
+def graph_of_a_block() -> list[str]:
+    """Return the operations in the graph of one unsharded block."""
+    backend = Noted()
+    torch._dynamo.reset()
+    torch.compile(FeedForwardBlock(), backend=backend)(torch.ones(2, WIDTH, requires_grad=True))
+    [graph] = backend.graphs
+    return graph
 
 
 @pytest.mark.deadline(DEADLINE_S)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance import simulator
-from conformance.distributed.fsdp import construct_cases
-from conformance.distributed.fsdp.construct_cases import THE_ROOT_IGNORED, WAYS
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.lab import TREE, Lab
+from conformance.distributed.fsdp import wrapping_errors
+from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training, clean, gathered_parameters
+from conformance.distributed.fsdp.module_trees import Batch, call, loss_of
 from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     trains_like_unsharded,
 )
+from conformance.distributed.fsdp.scene import TREE, Scene, filled
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
     Twins,
@@ -29,6 +35,7 @@ from conformance.distributed.fsdp.twins import (
     raises,
     values_of,
 )
+from conformance.distributed.fsdp.wrapping_errors import THE_ROOT_IGNORED, WAYS
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
@@ -37,19 +44,26 @@ from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankPool
 
 HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
+
 SYNCHRONISED = {"sync_module_states": True}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 @pytest.mark.parametrize("way", [way for way in WAYS if way != THE_ROOT_IGNORED])
 def test_arguments_are_taken_or_refused_as_by_torch(twins: Twins, way: str) -> None:
-    twins.agree(construct_cases.construct, may_raise=True, way=way)
+    twins.agree(wrapping_errors.construct, may_raise=True, way=way)
+
+
+def differing(scene: Scene, *, argument: str) -> Any:
+    """Give an inner unit and the root different values of an argument that must be the same for both."""
+    scene.plain.head = scene.wrap(scene.plain.head, **{argument: True})
+    return scene.wrap(scene.plain, **{argument: False}).check_is_root()
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 @pytest.mark.parametrize("argument", ["limit_all_gathers", "use_orig_params"])
 def test_units_differ_in_what_they_must_have_alike(twins: Twins, argument: str) -> None:
-    for outcome in twins.agree(construct_cases.differing, may_raise=True, argument=argument):
+    for outcome in twins.agree(differing, may_raise=True, argument=argument):
         assert outcome.raised is not None
 
 
@@ -62,32 +76,88 @@ def test_ignoring_the_root_warns(twins: Twins) -> None:
             outcome, warned=tuple((kind, text.partition(": ")[0]) for kind, text in outcome.warned)
         )
 
-    expected, actual = twins.of_both(construct_cases.construct, way=THE_ROOT_IGNORED)
+    expected, actual = twins.of_both(wrapping_errors.construct, way=THE_ROOT_IGNORED)
     assert_ranks_agree([*map(shortened, expected)], [*map(shortened, actual)])
+
+
+def logged(scene: Scene) -> list[str]:
+    """Return the log messages of level WARNING and above that wrapping and one step write.
+
+    The case needs a process that has not used the library.
+    """
+    records: list[logging.LogRecord] = []
+    with mock.patch.object(logging.Logger, "handle", lambda _, record: records.append(record)):
+        scene.model = scene.wrap(scene.plain, use_orig_params=True)
+        scene.backward()
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 def test_logs_contain_no_unrequested_warnings(subject: Library, reference: Library) -> None:
     """Run in a separate pool, because a process gives such warnings only once."""
     with RankPool(2) as pool:
-        expected, actual = Twins(reference, subject, pool).of_both(construct_cases.logged)
+        expected, actual = Twins(reference, subject, pool).of_both(logged)
     for of_reference, of_subject in zip(values_of(expected), values_of(actual), strict=True):
         assert set(of_subject) <= set(of_reference)
+
+
+class _WithoutReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def materialised(scene: Scene, *, by: str, strategy: str) -> dict[str, Any]:
+    """Wrap a module on the meta device and run a step.
+
+    `by` is the method of initialisation. `function` passes a `param_init_fn`, and `no reset` adds a module that has no
+    reset_parameters.
+    """
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 2)))
+    if by == "no reset":
+        plain.append(_WithoutReset())
+    torch.manual_seed(0)
+    arguments = {"param_init_fn": _fill} if by == "function" else {}
+    model = scene.wrap(plain, units=[nn.Linear], strategy=strategy, **arguments)
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward()
+    return {"loss": loss.detach(), "whole": gathered_parameters(scene.library, model)}
+
+
+def _fill(module: nn.Module) -> None:
+    """Initialise only the module's own parameters, as a user's `param_init_fn` does."""
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) * 0.1)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.meta_device")
 @pytest.mark.parametrize("by", ["reset", "function", "no reset"])
 @each_strategy
 def test_modules_on_the_meta_device_are_built_by_wrapping(twins: Twins, strategy: str, by: str) -> None:
-    twins.agree(
-        construct_cases.materialised, may_raise=by == "no reset", tolerance=TRAINED, strategy=strategy, by=by
-    )
+    twins.agree(materialised, may_raise=by == "no reset", tolerance=TRAINED, strategy=strategy, by=by)
+
+
+def synchronised(scene: Scene) -> dict[str, Any]:
+    """Wrap a module whose values differ between ranks. Return the parameters and buffers after wrapping."""
+    plain = scene.tree.build(scene.rank.rank)
+    with torch.no_grad():
+        for buffer in plain.buffers():
+            buffer.add_(scene.rank.rank + 1)
+    model = scene.wrapped(plain)
+    buffers = {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
+    return {"whole": gathered_parameters(scene.library, model), "buffers": buffers}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
 @pytest.mark.reference_limit("fsdp.sync_module_states")
 def test_torch_cannot_synchronise_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
-    torch_cannot(construct_cases.synchronised, Setup(arguments=SYNCHRONISED))
+    torch_cannot(synchronised, Setup(arguments=SYNCHRONISED))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
@@ -101,7 +171,7 @@ def test_sync_module_states_copies_states_of_first_rank(
     twins_of: TwinsOf, setup: Setup, all_ranks: int, wrap: str
 ) -> None:
     setup, first = replace(setup, wrap=wrap, arguments=SYNCHRONISED), TREE.build()
-    for state in twins_of(all_ranks).values(construct_cases.synchronised, setup):
+    for state in twins_of(all_ranks).values(synchronised, setup):
         for name, parameter in first.named_parameters():
             assert torch.equal(state["whole"][name].values, parameter.detach()), name
         for name, buffer in first.named_buffers():
@@ -111,7 +181,7 @@ def test_sync_module_states_copies_states_of_first_rank(
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
 @pytest.mark.reference_limit("fsdp.cpu_offload")
 def test_torch_cannot_offload_parameters_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
-    torch_cannot(Lab.backward, Setup(offload_params=True))
+    torch_cannot(Scene.backward, Setup(offload_params=True))
 
 
 def _offloaded(strategy: str, use_orig_params: bool) -> Training:
@@ -119,6 +189,20 @@ def _offloaded(strategy: str, use_orig_params: bool) -> Training:
     steps = (Step(), Step(forwards=2, order="no_sync"), Step(before="eval"))
     setup = replace(leaf_by_leaf(strategy, use_orig_params), offload_params=True)
     return Training(replace(TREE, dtype=torch.float64), setup, steps)
+
+
+def waits_for_offloaded(scene: Scene) -> list[int]:
+    """Return how often the host waits for the device in a backward, with one unit and with one unit per leaf."""
+    waits: list[int] = []
+    for wrap in ("root", "leaves"):
+        scene.model = scene.wrapped(scene.tree.build(), replace(scene.setup, wrap=wrap))
+        scene.backward()
+        batch = scene.tree.batch(1, scene.rank.rank)
+        loss = loss_of(call(scene.model, scene.tree, Batch(batch.x.detach(), batch.ids)))
+        simulator.take_host_waits()
+        loss.backward()
+        waits.append(sum(wait.count for wait in simulator.take_host_waits()))
+    return waits
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload_overlaps")
@@ -129,7 +213,7 @@ def test_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_param
         unavailable("a device that counts what the host waits for")
     arguments = {"use_orig_params": use_orig_params, "limit_all_gathers": False}
     setup = Setup(arguments=arguments, offload_params=True)
-    for outcome in twins.agree(construct_cases.waits_for_offloaded, setup):
+    for outcome in twins.agree(waits_for_offloaded, setup):
         assert outcome.value == [1, 1]
 
 
@@ -172,11 +256,31 @@ def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
 def test_offloaded_parameters_stay_on_the_cpu(twins: Twins) -> None:
     """Moving the model to the meta device raises an error in torch's words."""
     twins.deviate(
-        construct_cases.moved_away,
+        wrapping_errors.moved_away,
         Setup(offload_params=True),
         torch_does=raises(NotImplementedError, "Cannot copy out of meta tensor"),
         we_do=raises(RuntimeError, "parameter CPU offloading enabled has parameters on meta"),
     )
+
+
+def tensor_parallel(scene: Scene, *, use_orig_params: bool, ignored: bool) -> dict[str, Any]:
+    """Run a step of a model with one layer that is tensor parallel over another dimension of the mesh."""
+    plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    mesh = scene.rank.mesh(scene.rank.world_size, 1, names=("sharded", "parallel"))
+    parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
+    model = scene.wrap(
+        plain,
+        device_mesh=mesh["sharded"],
+        use_orig_params=use_orig_params,
+        ignored_states=list(plain[2].parameters()) if ignored else None,
+    )
+    loss = model(torch.ones(2, 3) * (1 + scene.rank.rank)).square().sum()
+    loss.backward()
+    return {"loss": loss.detach(), "gradients": [_local(p.grad) for p in model.parameters()]}
+
+
+def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.tensor_parallel")
@@ -186,4 +290,4 @@ def test_parameters_of_tensor_parallelism_train(
     twins_of: TwinsOf, use_orig_params: bool, ignored: bool
 ) -> None:
     """The test needs two ranks, because torch fails in a world of one."""
-    twins_of(2).agree(construct_cases.tensor_parallel, use_orig_params=use_orig_params, ignored=ignored)
+    twins_of(2).agree(tensor_parallel, use_orig_params=use_orig_params, ignored=ignored)

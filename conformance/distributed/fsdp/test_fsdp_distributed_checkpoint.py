@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.optim import _NamedOptimizer
 
-from conformance.distributed.fsdp import dcp_cases as cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import SIMPLE, TREE
+from conformance.distributed.fsdp.fsdp_training import Setup, clean, gathered_parameters
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup
-from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod, by_name, copied
-from conformance.distributed.fsdp.optim_state_judging import as_tensors
+from conformance.distributed.fsdp.optimizer_states import (
+    Optimized,
+    StateDictMethod,
+    as_tensors,
+    by_name,
+    copied,
+    plain,
+    step,
+)
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scene import SIMPLE, TREE, Scene
 from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
@@ -31,11 +43,13 @@ from conformance.judge.tolerances import EXACT
 from impl.distributed.fsdp.checkpoint import LoadPlanner
 
 WHOLE, ROWS = StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED", offloads=False)
+
 every_form = pytest.mark.parametrize(
     ("setup", "way"),
     [(FLAT, WHOLE), (ORIGINALS, ROWS), (Setup(wrap="leaves", ranks="mesh"), ROWS)],
     ids=["whole", "ShardedTensor", "DTensor"],
 )
+
 WORLDS = (1, 2, 3, 4)
 
 
@@ -51,19 +65,70 @@ def assert_same(expected: Any, actual: Any, place: str = "") -> None:
         assert expected == actual, f"{place}: {actual}, expected {expected}"
 
 
+_GATHERED = StateDictMethod("FULL", offloads=False)
+
+
+class _Trained:
+    """Model whose initial values depend on `seed`, with an optimizer that has stepped."""
+
+    def __init__(self, scene: Scene, way: StateDictMethod, seed: int = 0) -> None:
+        self.scene, self.way = _scene_of(scene, seed), way
+        self.model = self.scene.model
+        self.optimizer = Optimized(steps=1 + seed).stepped(self.model)
+
+    def state(self) -> dict[str, Any]:
+        with self.way.set_on(self.scene):
+            model = self.model.state_dict()
+        return {"model": model, "optimizer": self.way.save(self.scene, self.optimizer)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        with self.way.set_on(self.scene):
+            self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(self.way.load(self.scene, self.optimizer, state["optimizer"]))
+
+    def unsharded(self) -> dict[str, Any]:
+        """Return the full parameters, the buffers and the full optimizer states by name."""
+        states = _GATHERED.save(self.scene, self.optimizer)["state"]
+        return copied(
+            {
+                "parameters": gathered_parameters(self.scene.library, self.model),
+                "buffers": {clean(name): buffer for name, buffer in self.model.named_buffers()},
+                "states": plain(states),
+            }
+        )
+
+
+def _scene_of(scene: Scene, seed: int) -> Scene:
+    return Scene(scene.rank, scene.library, scene.setup, scene.tree, scene.wrapped(scene.tree.build(seed)))
+
+
+def read(scene: Scene, *, path: str, way: StateDictMethod, planner: Any = DefaultLoadPlanner) -> Any:
+    trained = _Trained(scene, way, seed=1)
+    state = trained.state()
+    dcp.load(state, checkpoint_id=path, planner=planner())
+    trained.load(state)
+    return trained.unsharded()
+
+
 def assert_reads(
     twins: Twins, setup: Setup, expected: Any, path: Path, way: StateDictMethod, **arguments: Any
 ) -> None:
-    for value in twins.values(cases.read, setup, path=str(path), way=way, **arguments):
+    for value in twins.values(read, setup, path=str(path), way=way, **arguments):
         assert_same(as_tensors(expected), as_tensors(value))
 
 
 def unsharded() -> dict[str, Any]:
-    """Return the result of `cases.written` for a model that is not wrapped."""
+    """Return the result of `written` for a model that is not wrapped."""
     model, optimized = TREE.build(), Optimized(steps=1)
     states = by_name(model, optimized.stepped(model))["state"]
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     return copied({"parameters": parameters, "buffers": buffers, "states": states})
+
+
+def written(scene: Scene, *, path: str, way: StateDictMethod) -> Any:
+    trained = _Trained(scene, way)
+    dcp.save(trained.state(), checkpoint_id=path)
+    return trained.unsharded()
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
@@ -75,7 +140,7 @@ def test_another_number_of_ranks_reads_it(
     twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod, worlds: tuple[int, int]
 ) -> None:
     before, after = map(twins_of, worlds)
-    wrote, *_ = before.values(cases.written, setup, path=str(tmp_path), way=way)
+    wrote, *_ = before.values(written, setup, path=str(tmp_path), way=way)
     assert_reads(after, setup, wrote, tmp_path, way)
 
 
@@ -86,8 +151,22 @@ def test_ranks_without_rows_of_a_parameter_read_it(twins_of: TwinsOf, tmp_path: 
 
     DCP's default planner reports existing keys as missing on such ranks, with either library's class.
     """
-    wrote, *_ = twins_of(2).values(cases.written, setup, path=str(tmp_path), way=ROWS)
+    wrote, *_ = twins_of(2).values(written, setup, path=str(tmp_path), way=ROWS)
     assert_reads(twins_of(4), setup, wrote, tmp_path, ROWS, planner=LoadPlanner)
+
+
+def read_by_torchs_helper(scene: Scene, *, path: str) -> Any:
+    """Load the optimizer's rows with DCP's own helper, which reads one-element tensors in full on every rank."""
+    from impl.distributed.fsdp.checkpoint import LoadPlanner  # noqa: PLC0415  importing the cases must not import a subject
+
+    trained = _Trained(scene, StateDictMethod("SHARDED"), seed=1)
+    state = trained.state()
+    dcp.load({"model": state["model"]}, checkpoint_id=path, planner=LoadPlanner())
+    loaded = load_sharded_optimizer_state_dict(
+        state["model"], optimizer_key="optimizer", storage_reader=dcp.FileSystemReader(path)
+    )
+    trained.load({"model": state["model"], "optimizer": loaded["optimizer"]})
+    return trained.unsharded()
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
@@ -97,8 +176,8 @@ def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: P
         "tree": replace(SIMPLE, body=ModuleGroup((Leaf("affine", 1), Leaf("normed")))),
         "path": str(tmp_path),
     }
-    wrote, *_ = twins_of(3).values(cases.written, setup, way=ROWS, **arguments)
-    for value in cpu_twins.values(cases.read_by_torchs_helper, setup, **arguments):
+    wrote, *_ = twins_of(3).values(written, setup, way=ROWS, **arguments)
+    for value in cpu_twins.values(read_by_torchs_helper, setup, **arguments):
         assert_same(as_tensors(wrote), as_tensors(value))
 
 
@@ -112,9 +191,22 @@ def test_checkpoint_of_any_world_size_is_read(
     expected = unsharded()
     for before in WORLDS:
         path = tmp_path / str(before)
-        for wrote in twins_of(before).values(cases.written, setup, path=str(path), way=way):
+        for wrote in twins_of(before).values(written, setup, path=str(path), way=way):
             assert_same(expected, as_tensors(wrote), f"on {before} ranks")
         assert_reads(cpu_twins, setup, expected, path, way, planner=LoadPlanner)
+
+
+def written_meanwhile(scene: Scene, *, path: str, way: StateDictMethod) -> Any:
+    """Save with `async_save` while training goes on. Return the values from the time when the save began."""
+    trained = _Trained(scene, way)
+    expected = trained.unsharded()
+    # The default stager asks each tensor for its data pointer, and a ShardedTensor has none.
+    stager = BlockingAsyncStager() if way.name == "SHARDED" and scene.setup.ranks != "mesh" else None
+    group = dist.new_group(backend="gloo")
+    begun: Any = dcp.async_save(trained.state(), checkpoint_id=path, process_group=group, async_stager=stager)
+    step(trained.model, trained.optimizer)
+    getattr(begun, "upload_completion", begun).result()
+    return expected
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.asynchronous")
@@ -122,15 +214,27 @@ def test_checkpoint_of_any_world_size_is_read(
 def test_training_goes_on_while_it_is_written(
     cpu_twins: Twins, tmp_path: Path, setup: Setup, way: StateDictMethod
 ) -> None:
-    wrote, *_ = cpu_twins.values(cases.written_meanwhile, setup, path=str(tmp_path), way=way)
+    wrote, *_ = cpu_twins.values(written_meanwhile, setup, path=str(tmp_path), way=way)
     assert_reads(cpu_twins, setup, wrote, tmp_path, way, planner=LoadPlanner)
+
+
+def read_in_part(scene: Scene, *, path: str, planner: Any) -> Any:
+    """Load a checkpoint of the body only. Return the target's values before and after, and the saved model's values."""
+    way = StateDictMethod("SHARDED", offloads=False)
+    written, target = _Trained(scene, way), _Trained(scene, way, seed=1)
+    body = {name: value for name, value in written.state()["model"].items() if name.startswith("body.")}
+    dcp.save({"model": body}, checkpoint_id=path)
+    before, state = target.unsharded(), target.state()
+    dcp.load({"model": state["model"]}, checkpoint_id=path, planner=planner(allow_partial_load=True))
+    target.load(state)
+    return {"before": before, "after": target.unsharded(), "written": written.unsharded()}
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.in_part")
 @pytest.mark.parametrize("planner", [DefaultLoadPlanner, LoadPlanner], ids=["torch's", "ours"])
 def test_partial_checkpoint_is_read(cpu_twins: Twins, tmp_path: Path, planner: type) -> None:
     arguments = {"path": str(tmp_path), "planner": planner}
-    for state in map(as_tensors, cpu_twins.values(cases.read_in_part, ORIGINALS, **arguments)):
+    for state in map(as_tensors, cpu_twins.values(read_in_part, ORIGINALS, **arguments)):
         for kind, after in state["after"].items():
             source = state["before"] if kind == "states" else state["written"]
             expected = {
@@ -140,18 +244,69 @@ def test_partial_checkpoint_is_read(cpu_twins: Twins, tmp_path: Path, planner: t
             assert_same(expected, after, kind)
 
 
+def named(scene: Scene, *, path: str) -> Any:
+    """Save the states of one `_NamedOptimizer` of torch and load them into another. Return the states of both."""
+    first, second = _Named(scene, 0), _Named(scene, 1)
+    dcp.save(first.saved(), checkpoint_id=path)
+    state = second.saved()
+    dcp.load(state, checkpoint_id=path)
+    second.load(state)
+    return [first.own_state(), second.own_state()]
+
+
+class _Named:
+    def __init__(self, scene: Scene, seed: int) -> None:
+        self._scene = _scene_of(scene, seed)
+        model = self._scene.model
+        optimizer: Any = _NamedOptimizer(dict(model.named_parameters()), torch.optim.Adam)  # pyright: ignore[reportArgumentType]
+        optimizer.init_state()
+        for _ in range(1 + seed):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach() * 0.5
+            optimizer.step()
+        self._optimizer = optimizer
+
+    def saved(self) -> dict[str, Any]:
+        with _GATHERED.set_on(self._scene):
+            return self._scene.fsdp.optim_state_dict(
+                self._scene.model, self._optimizer, self._optimizer.state_dict()
+            )
+
+    def load(self, state: dict[str, Any]) -> None:
+        with _GATHERED.set_on(self._scene):
+            loaded = self._scene.fsdp.optim_state_dict_to_load(
+                self._scene.model, self._optimizer, state, is_named_optimizer=True
+            )
+        self._optimizer.load_state_dict(loaded)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the states of the parameters of which this rank has elements."""
+        states = self._optimizer.state_dict()["state"]
+        owned = {name for name, parameter in self._scene.model.named_parameters() if parameter.numel()}
+        return copied({name: states[name] for name in owned})
+
+
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.named")
 @flat_or_originals
 def test_torchs_named_optimizer(cpu_twins: Twins, tmp_path: Path, setup: Setup) -> None:
-    for first, second in map(as_tensors, cpu_twins.values(cases.named, setup, path=str(tmp_path))):
+    for first, second in map(as_tensors, cpu_twins.values(named, setup, path=str(tmp_path))):
         assert_same(first, second)
+
+
+def named_by_itself(scene: Scene, *, path: str) -> Any:
+    """Pass states of torch's `_NamedOptimizer` to DCP directly. Return this rank's states and the loaded states."""
+    first, second = _Named(scene, 0), _Named(scene, 1)
+    dcp.save(first.own_state(), checkpoint_id=path)
+    state = second.own_state()
+    dcp.load(state, checkpoint_id=path)
+    return [first.own_state(), state]
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.named_by_itself")
 @pytest.mark.world_sizes(fewest=2)
 def test_torchs_named_optimizer_by_itself(cpu_twins: Twins, tmp_path: Path) -> None:
     outcomes = [
-        cpu_twins.of(library, cases.named_by_itself, FLAT, path=str(tmp_path / side))
+        cpu_twins.of(library, named_by_itself, FLAT, path=str(tmp_path / side))
         for side, library in (("reference", cpu_twins.reference), ("subject", cpu_twins.subject))
     ]
     assert_ranks_agree(*outcomes, EXACT)

@@ -2,19 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from conformance.distributed.fsdp import double_backward_cases as cases
-from conformance.distributed.fsdp.double_backward_cases import Penalty
+from conformance.distributed.fsdp.fsdp_training import (
+    Setup,
+    average_gradients,
+    gathered_gradients,
+    zero_for_none,
+)
 from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_close_gradients
+from conformance.distributed.fsdp.scene import Scene, filled
 from conformance.distributed.fsdp.twins import Twins, both_kinds, each, holds, raises
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import ONE_STEP
 
+
+@dataclass(frozen=True)
+class Penalty:
+    """Penalty on the norm of an input's gradient, or of a gradient of higher order."""
+
+    order: int = 1  # order of the gradient
+    # Number of inputs. Each has its own forward, and all forwards run before the first gradient is computed.
+    inputs: int = 1
+    adds_loss: bool = False  # whether the loss of a last forward is added
+
+    def backward(self, model: nn.Module, rank: int) -> torch.Tensor:
+        values = torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25
+        inputs = [(values / (1 + number)).requires_grad_() for number in range(self.inputs)]
+        outputs = [model(x).sum() for x in inputs]
+        gradients = [self._gradient(output, x) for output, x in zip(outputs, inputs, strict=True)]
+        penalty = torch.stack([(gradient.norm() - 1).square() for gradient in gradients]).sum()
+        whole = penalty + model(2 * inputs[0]).square().mean() if self.adds_loss else penalty
+        whole.backward()
+        return penalty.detach()
+
+    def _gradient(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+        for _ in range(self.order - 1):
+            (gradient,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+        return gradient
+
+
 ONCE, WITH_A_LOSS = Penalty(), Penalty(adds_loss=True)
+
+
+_STEPS = 2
+
+
+def built(freezes: bool) -> nn.Sequential:
+    """Build a model whose inner unit has several layers, so that second derivatives pass through each of them."""
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
+    model = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layers, nn.Linear(4, 2)))
+    layers.requires_grad_(not freezes)
+    return model
+
+
+def _wrapped(
+    scene: Scene, *, strategy: str = "FULL_SHARD", use_orig_params: bool = True, freezes: bool = False
+) -> Any:
+    """Wrap the model and its inner unit, which may be frozen."""
+    model, arguments = built(freezes), {"strategy": strategy, "use_orig_params": use_orig_params}
+    model[2] = scene.wrap(model[2], **arguments)
+    return scene.wrap(model, **arguments)
+
+
+def penalized(scene: Scene, *, penalty: Penalty, **wrapping: Any) -> dict[str, Any]:
+    """Run steps with a penalty on gradients of inputs. Return the penalties and the full gradients."""
+    model = _wrapped(scene, **wrapping)
+    penalties = [penalty.backward(model, scene.rank.rank) for _ in range(_STEPS)]
+    return {"penalties": penalties, "whole": gathered_gradients(scene.library, model)}
+
+
+def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dict[str, torch.Tensor]:
+    """Return the gradients of unsharded replicas, averaged, with zero for a missing gradient."""
+    replicas = [built(freezes) for _ in range(world_size)]
+    for rank, replica in enumerate(replicas):
+        for _ in range(_STEPS):
+            penalty.backward(replica, rank)
+    average_gradients(replicas, Setup())
+    return {name: zero_for_none(parameter) for name, parameter in replicas[0].named_parameters()}
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
@@ -35,9 +106,9 @@ ONCE, WITH_A_LOSS = Penalty(), Penalty(adds_loss=True)
 def test_gradient_of_input_can_be_differentiated(
     cpu_twins: Twins, strategy: str, use_orig_params: bool, freezes: bool, penalty: Penalty
 ) -> None:
-    expected = cases.penalized_unsharded(cpu_twins.world_size, freezes, penalty)
+    expected = penalized_unsharded(cpu_twins.world_size, freezes, penalty)
     cpu_twins.deviate(
-        cases.penalized,
+        penalized,
         strategy=strategy,
         use_orig_params=use_orig_params,
         freezes=freezes,
@@ -51,26 +122,62 @@ def are(expected: list[torch.Tensor]) -> Any:
     return each(lambda value: holds(assert_all_close, "what was returned", expected, value, ONE_STEP))
 
 
+def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch.Tensor]:
+    """Return derivatives of the outputs in the direction `along`, each computed from two gradients.
+
+    All steps start the first gradient with the same leaf, `weights`.
+    """
+    weights = torch.ones(2, 2, requires_grad=True)
+    derivatives = []
+    for _ in range(5):
+        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x), x, weights, create_graph=True)
+        (derivative,) = torch.autograd.grad(gradient, weights, along)
+        derivatives.append(derivative)
+    assert len(weights._backward_hooks or ()) <= 2, "each step has left its hooks on a tensor of the user's"
+    return derivatives
+
+
+def differentiated_along(scene: Scene, *, strategy: str) -> list[torch.Tensor]:
+    return directional_derivatives(_wrapped(scene, strategy=strategy), torch.ones(2, 3))
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_leaf_that_starts_gradients_may_be_kept(cpu_twins: Twins, strategy: str) -> None:
-    expected = cases.directional_derivatives(cases.built(freezes=False), torch.ones(2, 3))
+    expected = directional_derivatives(built(freezes=False), torch.ones(2, 3))
     cpu_twins.deviate(
-        cases.differentiated_along, strategy=strategy, we_do=are(expected), may_agree=cpu_twins.is_alone
+        differentiated_along, strategy=strategy, we_do=are(expected), may_agree=cpu_twins.is_alone
     )
+
+
+def input_used_elsewhere(scene: Scene) -> list[torch.Tensor]:
+    """Run a double backward of an unsharded model on rank 0 only, with an input that the sharded model has used."""
+    model, x = _wrapped(scene), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+    model(x).sum().backward()
+    if scene.rank.rank == 0:
+        (gradient,) = torch.autograd.grad(built(freezes=False)(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    return [model(x).detach()]
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 def test_input_may_be_used_elsewhere_on_one_rank(cpu_twins: Twins) -> None:
     with torch.no_grad():
-        expected = cases.built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
-    outcomes = cpu_twins.of_subject(cases.input_used_elsewhere)
+        expected = built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
+    outcomes = cpu_twins.of_subject(input_used_elsewhere)
     assert are([expected])(outcomes), outcomes
+
+
+def gradients_with_a_graph(scene: Scene, *, use_orig_params: bool) -> None:
+    """Run a backward with `create_graph=True`, which asks for differentiable gradients of the parameters."""
+    model = _wrapped(scene, use_orig_params=use_orig_params)
+    model(torch.ones(1, 3) * scene.rank.rank).sum().backward(create_graph=True)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.gradients_of_gradients")
 @both_kinds
 def test_gradients_of_parameters_cannot_be_differentiated(cpu_twins: Twins, use_orig_params: bool) -> None:
-    outcomes = cpu_twins.of_subject(cases.gradients_with_a_graph, use_orig_params=use_orig_params)
+    outcomes = cpu_twins.of_subject(gradients_with_a_graph, use_orig_params=use_orig_params)
     assert raises(RuntimeError, "FSDP does not support gradients of gradients")(outcomes), outcomes

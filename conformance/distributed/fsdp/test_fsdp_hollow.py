@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.distributed.fsdp.fsdp_cases import Step, Training
+from conformance.distributed.fsdp.fsdp_training import Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.twins import FULL, Twins, Wrapping, each_wrapping, leaf_by_leaf
 from conformance.judge.clauses import clause

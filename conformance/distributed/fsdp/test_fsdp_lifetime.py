@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import gc
+import weakref
+from typing import Any
 
-from conformance.distributed.fsdp.lifetime_cases import called_without_inputs, left_behind
+import pytest
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.scene import Scene
 from conformance.distributed.fsdp.twins import Twins, each, each_strategy
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
@@ -12,10 +19,57 @@ from conformance.judge.tolerances import TRAINED
 nothing, something = each(lambda left: left == []), each(bool)
 
 
+class Constant(nn.Module):
+    """Module whose forward takes no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.square()
+
+
+def called_without_inputs(scene: Scene, *, strategy: str) -> list[Any]:
+    model = scene.wrap(Constant(), strategy=strategy)
+    output = model()
+    output.sum().backward()
+    return [output.detach(), gathered_gradients(scene.library, model)]
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.without_inputs")
 @each_strategy
 def test_module_without_inputs_trains(twins: Twins, strategy: str) -> None:
     twins.agree(called_without_inputs, tolerance=TRAINED, strategy=strategy)
+
+
+class Passing(nn.Linear):
+    """Linear layer that also returns its input."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), input
+
+
+class Taking(nn.Linear):
+    def forward(self, input: Any) -> torch.Tensor:
+        return super().forward(input[0])
+
+
+def left_behind(scene: Scene, *, use_orig_params: bool, returns_input: bool = False) -> list[str]:
+    """Return the modules and parameters that survive after a trained model was dropped.
+
+    The model's input stays alive.
+    """
+    first, second = (Passing, Taking) if returns_input else (nn.Linear, nn.Linear)
+    inner = scene.wrap(first(3, 4), use_orig_params=use_orig_params)
+    model = scene.wrap(nn.Sequential(inner, second(4, 2)), use_orig_params=use_orig_params)
+    x = torch.ones(1, 3, requires_grad=returns_input)
+    for _ in range(2):
+        model(x).sum().backward()
+    held = {name: weakref.ref(item) for name, item in (*model.named_modules(), *model.named_parameters())}
+    del model, inner
+    gc.collect()
+    return [name for name, reference in held.items() if reference() is not None]
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")

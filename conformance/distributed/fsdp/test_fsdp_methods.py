@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from conformance.distributed.fsdp import construct_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.module_trees import Batch, call, loss_of
+from conformance.distributed.fsdp.optimizer_states import Optimized, StateDictMethod, copied, plain
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scene import SIMPLE, Scene, named
 from conformance.distributed.fsdp.twins import (
     Twins,
     Wrapping,
@@ -18,9 +23,32 @@ from conformance.distributed.fsdp.twins import (
     leaf_by_leaf,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.sandbox.global_state import default_dtype
 from conformance.judge.tolerances import EXACT
 
 each_wrap = pytest.mark.parametrize("wrap", ["root", "leaves", "manual"])
+
+
+def attributes(scene: Scene) -> dict[str, Any]:
+    model = scene.model
+    return {
+        "module": type(model.module).__name__,
+        "wrapped": model.module is model._fsdp_wrapped_module,
+        "attribute": model.tree == scene.tree,
+        "inner attribute": model.body.out_width,
+        "missing": hasattr(model, "no_such_name"),
+        "units": [type(unit.module).__name__ for unit in scene.units],
+        "root only": [unit is model for unit in scene.fsdp.fsdp_modules(model, root_only=True)],
+        "root of a part": len(scene.fsdp.fsdp_modules(model.body.parts[0])),
+        "names": [name for name, _ in model.named_parameters()],
+        "buffers": [name for name, _ in model.named_buffers()],
+        "prefixed": [name for name, _ in model.named_parameters(prefix="a")],
+        "own": [name for name, _ in model.named_parameters("a", False)],
+        "prefixed buffers": [name for name, _ in model.named_buffers("a")],
+        "buffers prefixed by keyword": [name for name, _ in model.named_buffers(prefix="a")],
+        "own buffers": [name for name, _ in model.named_buffers("a", recurse=False)],
+        "repr": repr(model),
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.attributes")
@@ -28,24 +56,81 @@ each_wrap = pytest.mark.parametrize("wrap", ["root", "leaves", "manual"])
 @each_wrap
 def test_names_attributes_and_units(twins: Twins, wrap: str, use_orig_params: bool) -> None:
     setup = Setup(wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    twins.agree(construct_cases.attributes, setup)
+    twins.agree(attributes, setup)
+
+
+def roots(scene: Scene) -> dict[str, Any]:
+    """Return which units are roots, before and after a call of `check_is_root`."""
+    before = [unit._is_root for unit in scene.units]
+    return {
+        "before": before,
+        "asked": scene.model.check_is_root(),
+        "inner": [unit.check_is_root() for unit in scene.units[1:]],
+        "root only": len(scene.fsdp.fsdp_modules(scene.model, root_only=True)),
+        "by body": len(scene.fsdp.fsdp_modules(scene.model.body, root_only=True)),
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.roots")
 @each_wrap
 def test_outermost_unit_is_root(twins: Twins, wrap: str) -> None:
-    twins.agree(construct_cases.roots, Setup(wrap=wrap))
+    twins.agree(roots, Setup(wrap=wrap))
+
+
+def indexed(scene: Scene) -> list[Any]:
+    """Index a wrapped Sequential. Return the types of its modules."""
+    model = scene.wrap(nn.Sequential(nn.Linear(2, 3), nn.Tanh()))
+    return [type(model[0]).__name__, type(model[1]).__name__, len(list(model.named_modules()))]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.attributes")
 def test_wrapped_sequential_takes_indices(twins: Twins) -> None:
-    assert twins.agree(construct_cases.indexed)[0].value[:2] == ["Linear", "Tanh"]
+    assert twins.agree(indexed)[0].value[:2] == ["Linear", "Tanh"]
+
+
+def applied(scene: Scene) -> dict[str, Any]:
+    """Call `apply` with a function that reads the shapes of parameters and writes to them, then run a step."""
+    visits: list[Any] = []
+
+    def visit(module: nn.Module) -> None:
+        visits.append([type(module).__name__, [tuple(p.shape) for p in module.parameters(recurse=False)]])
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                module.weight.fill_(0.5)
+
+    returned = scene.model.apply(visit)
+    return {
+        "seen": visits,
+        "is itself": returned is scene.model,
+        "whole": gathered_parameters(scene.library, scene.model),
+        "loss": scene.backward(),
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.apply")
 @each_wrapping
 def test_apply_shows_whole_parameters(twins: Twins, wrapping: Wrapping) -> None:
-    twins.agree(construct_cases.applied, leaf_by_leaf(**wrapping))
+    twins.agree(applied, leaf_by_leaf(**wrapping))
+
+
+def converted(scene: Scene, *, how: str) -> dict[str, Any]:
+    """Change the dtype or the device after wrapping and before the first step, then run a step."""
+    conversions: dict[str, Callable[[nn.Module], Any]] = {
+        "double": lambda model: model.double(),
+        "to": lambda model: model.to(torch.float64),
+        "cpu": lambda model: model.cpu(),
+        "cpu and back": lambda model: model.cpu().to(scene.rank.device),
+    }
+    returned = conversions[how](scene.model)
+    dtype = next(scene.model.parameters()).dtype
+    batch = scene.tree.batch(0, scene.rank.rank)
+    loss_of(call(scene.model, scene.tree, Batch(batch.x.detach().to(dtype), batch.ids))).backward()
+    return {
+        "is itself": returned is scene.model,
+        "shards": named(scene.model),
+        "gradients": scene.gradients(),
+        "whole": gathered_parameters(scene.library, scene.model),
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
@@ -53,26 +138,70 @@ def test_apply_shows_whole_parameters(twins: Twins, wrapping: Wrapping) -> None:
 @each_wrapping
 def test_wrapped_model_can_be_converted(twins: Twins, wrapping: Wrapping, how: str) -> None:
     setup = leaf_by_leaf(**wrapping)
-    twins.agree(construct_cases.converted, setup, how=how, may_raise=how == "cpu")
+    twins.agree(converted, setup, how=how, may_raise=how == "cpu")
+
+
+def classes(scene: Scene) -> dict[str, bool]:
+    """Return whether each parameter is exactly an `nn.Parameter`, the class that optimizers update in groups."""
+    return {
+        clean(name): type(parameter) is nn.Parameter for name, parameter in scene.model.named_parameters()
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.class_of_parameters")
 @flat_or_originals
 def test_optimizers_may_step_parameters_together(twins: Twins, setup: Setup) -> None:
-    assert all(all(outcome.value.values()) for outcome in twins.agree(construct_cases.classes, setup))
+    assert all(all(outcome.value.values()) for outcome in twins.agree(classes, setup))
+
+
+def moved_between(scene: Scene) -> dict[str, Any]:
+    """Move the model to the device of its parameters between a forward and its backward."""
+    loss = loss_of(scene.forward())
+    scene.model.to(scene.rank.device)
+    loss.backward()
+    return {"gradients": scene.gradients(), "whole": gathered_parameters(scene.library, scene.model)}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
 @each_wrapping
 def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wrapping) -> None:
-    twins.agree(construct_cases.moved_between, leaf_by_leaf(**wrapping))
+    twins.agree(moved_between, leaf_by_leaf(**wrapping))
+
+
+def trained_under_defaults(scene: Scene, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Train, save and load while `device` is the default device and `dtype` the default dtype."""
+    plain_model, batch = scene.plain, scene.tree.batch(0, scene.rank.rank)
+    kinds = ("FULL", "SHARDED") if scene.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
+    ways = [StateDictMethod(kind, offloads=False) for kind in kinds]
+    with torch.device(device), default_dtype(dtype):
+        model = scene.model = scene.wrapped(plain_model)
+        loss = loss_of(call(model, scene.tree, batch))
+        loss.backward()
+        norms = [model.clip_grad_norm_(0.25, norm_type) for norm_type in (2.0, torch.inf)]
+    optimizer = Optimized("momentum").optimizer(model)
+    optimizer.step()
+    with torch.device(device), default_dtype(dtype):
+        saved = [way.save(scene, optimizer) for way in ways]
+        loaded = [
+            plain(way.load(scene, optimizer, saved_state))
+            for way, saved_state in zip(ways, saved, strict=True)
+        ]
+        states = []
+        for way in ways:
+            with way.set_on(scene):
+                state = model.state_dict()
+                states.append(copied(plain(state)))
+                model.load_state_dict(state)
+        with scene.fsdp.summon_full_params(model, with_grads=scene.setup.uses_orig_params):
+            whole = named(model), scene.gradients()
+    return {"loss": loss.detach(), "norms": norms, "states": [plain(saved), loaded, states], "whole": whole}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.defaults")
 @each_wrapping
 def test_default_device_and_dtype_have_no_effect(cpu_twins: Twins, wrapping: Wrapping) -> None:
     program, arguments = (
-        construct_cases.trained_under_defaults,
+        trained_under_defaults,
         {"setup": leaf_by_leaf(**wrapping), "tree": SIMPLE},
     )
     usual = cpu_twins.of_subject(program, device="cpu", dtype=torch.float32, **arguments)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,12 +14,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from conformance.distributed.fsdp import precision_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
-from conformance.distributed.fsdp.lab import SIMPLE, TREE
-from conformance.distributed.fsdp.module_trees import INPUT_FORMS, Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.fsdp_training import (
+    Setup,
+    Step,
+    Training,
+    clean,
+    gathered_gradients,
+    state_of,
+)
+from conformance.distributed.fsdp.module_trees import (
+    INPUT_FORMS,
+    Leaf,
+    ModuleGroup,
+    ModuleTree,
+    call,
+    out_of_form,
+)
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scene import SIMPLE, TREE, Scene, tried
 from conformance.distributed.fsdp.twins import (
     STRATEGIES,
     RankOutcomes,
@@ -34,6 +52,7 @@ from conformance.strategies.modules import CHECKPOINTING, KINDS
 from conformance.strategies.sharding import steps, trainings
 
 LOW = (torch.bfloat16, torch.float16)
+
 HOLLOW = ModuleTree(
     ModuleGroup((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
 )
@@ -157,6 +176,12 @@ def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) ->
     assert_ranks_agree(*(twins.trained(twins.subject, Training(TREE, setup)) for setup in setups))
 
 
+def gradients(scene: Scene) -> dict[str, Any]:
+    scene.backward()
+    shards = {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
+    return {"shards": shards, "whole": gathered_gradients(scene.library, scene.model)}
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 @each_wrapping
@@ -166,7 +191,7 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
     """Gradients are rounded, but the master weights stay in float32."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
     setup = leaf_by_leaf(**wrapping, mixed_precision=policy)
-    for value in twins.values(precision_cases.gradients, setup, tree=SIMPLE):
+    for value in twins.values(gradients, setup, tree=SIMPLE):
         whole = torch.cat([grad.values.reshape(-1) for grad in value["whole"].values()])
         weights = [state["value"] for state in value["shards"].values()]
         assert {weight.dtype for weight in weights} == {torch.float32}
@@ -183,7 +208,29 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
 def test_gradients_are_kept_in_low_precision(twins: Twins, wrapping: Wrapping, name: str) -> None:
     precision = {name: torch.bfloat16, "keep_low_precision_grads": True}
     setup = leaf_by_leaf(**wrapping, mixed_precision=precision)
-    twins.agree(precision_cases.gradients, setup, tolerance_of({name: torch.bfloat16}), tree=SIMPLE)
+    twins.agree(gradients, setup, tolerance_of({name: torch.bfloat16}), tree=SIMPLE)
+
+
+def inside(scene: Scene, *, training: bool) -> dict[str, Any]:
+    """Return the dtypes in the forward of each plain module, of the output, and of the input's gradient."""
+    dtypes: dict[str, Any] = {}
+    for name, module in scene.model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.register_forward_pre_hook(_noting(dtypes, clean(name)))
+    scene.model.train(training)
+    batch = scene.tree.batch(0, scene.rank.rank)
+    if scene.tree.takes == "dataclass":  # no root moves the tensors in a dataclass
+        batch = batch.on(scene.rank.device)
+    output = out_of_form(call(scene.model, scene.tree, batch))
+    output.sum().backward()
+    return {"inside": dtypes, "output": output.dtype, "input gradient": batch.x.grad.dtype}
+
+
+def _noting(dtypes: dict[str, Any], name: str) -> Any:
+    def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        dtypes[name] = [args[0].dtype, module.weight.dtype, tuple(module.weight.shape)]
+
+    return note
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.inside")
@@ -213,7 +260,13 @@ def test_dtypes_inside_modules_match_torch(
     """
     setup = Setup(strategy, wrap=wrap, arguments={"use_orig_params": use_orig_params}, mixed_precision=policy)
     tree = replace(SIMPLE, takes=takes, head=head)
-    twins.agree(precision_cases.inside, setup, tree=tree, training=training, may_raise=True)
+    twins.agree(inside, setup, tree=tree, training=training, may_raise=True)
+
+
+def buffers(scene: Scene) -> dict[str, torch.dtype]:
+    """Return the dtypes of buffers after a forward, which fails if batch statistics do not take the dtype."""
+    tried(scene.forward)
+    return {clean(name): buffer.dtype for name, buffer in scene.model.named_buffers()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.buffers")
@@ -223,8 +276,26 @@ def test_buffers_that_are_no_floats_keep_their_dtype(
     twins: Twins, wrap: str, buffer_dtype: torch.dtype | None
 ) -> None:
     setup = Setup(wrap=wrap, mixed_precision={"buffer_dtype": buffer_dtype})
-    for outcome in twins.agree(precision_cases.buffers, setup):
+    for outcome in twins.agree(buffers, setup):
         assert torch.int64 in outcome.value.values(), outcome.value
+
+
+def in_sequence(scene: Scene, *, calls: str) -> list[Any]:
+    results: list[Any] = []
+    for number, name in enumerate(calls.split()):
+        if name == "summon":
+            with scene.fsdp.summon_full_params(scene.model):
+                pass
+        elif name == "backward":
+            results[-1].sum().backward()
+            results[-1] = results[-1].detach()
+            results.append(scene.gradients())
+            scene.model.zero_grad()
+        else:
+            scene.model.train(name != "eval")
+            with torch.set_grad_enabled(name != "eval"):
+                results.append(out_of_form(scene.forward(number)))
+    return results
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.sequences")
@@ -235,15 +306,60 @@ def test_buffers_that_are_no_floats_keep_their_dtype(
 def test_forwards_of_every_kind_follow_each_other(twins: Twins, wrapping: Wrapping, sequence: str) -> None:
     setup = leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16})
     tolerance = Tolerance(8, "two forwards and backwards", torch.bfloat16, terms=1.0)
-    twins.agree(precision_cases.in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
+    twins.agree(in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
+
+
+def full_precision_in_eval(scene: Scene) -> dict[str, str]:
+    """Return the dtype of the head's weight in an eval forward, for each environment setting at wrapping."""
+    dtypes: dict[str, str] = {}
+    for setting in ("", "1", "0"):
+        with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):
+            model = scene.wrapped(scene.tree.build())
+            model.head.register_forward_pre_hook(_noting_dtype(dtypes, setting))
+            call(model.eval(), scene.tree, scene.tree.batch(0, scene.rank.rank))
+    return dtypes
+
+
+def _noting_dtype(dtypes: dict[str, str], key: str) -> Any:
+    def note(module: nn.Module, _: Any) -> None:
+        dtypes[key] = str(module.weight.dtype).removeprefix("torch.")
+
+    return note
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Generator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
 @each_strategy
 def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) -> None:
     setup = leaf_by_leaf(strategy, mixed_precision={"param_dtype": torch.bfloat16})
-    outcomes = twins.agree(precision_cases.full_precision_in_eval, setup, tree=SIMPLE)
+    outcomes = twins.agree(full_precision_in_eval, setup, tree=SIMPLE)
     assert outcomes[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
+
+
+def buffers_in_eval(scene: Scene) -> list[dict[str, torch.dtype]]:
+    """Return the dtypes of buffers after forwards in which none, all or some of the modules evaluate.
+
+    One buffer has low precision itself. A forward may fail, because batch statistics do not take every dtype.
+    """
+    dtypes = []
+    scene.plain.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
+    with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
+        model = scene.model
+    for evaluates in ("nothing", "all", "the body", "all", "a part of it", "nothing"):
+        model.train(evaluates != "all")
+        model.body.train(evaluates in ("nothing", "a part of it"))
+        model.body.parts[0].train(evaluates == "nothing")
+        tried(functools.partial(call, model, scene.tree, scene.tree.batch(0, scene.rank.rank)))
+        dtypes.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
+    return dtypes
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
@@ -257,5 +373,5 @@ def test_buffers_are_in_full_precision_in_eval(twins: Twins, wrap: str, dtype: s
     precision = {"buffer_dtype": torch.bfloat16, dtype: torch.bfloat16}
     setup = Setup(wrap="leaves" if wrap == "hollow" else wrap, mixed_precision=precision)
     tree = HOLLOW if wrap == "hollow" else TREE
-    trained, evaluated = twins.agree(precision_cases.buffers_in_eval, setup, tree=tree)[0].value[:2]
+    trained, evaluated = twins.agree(buffers_in_eval, setup, tree=tree)[0].value[:2]
     assert (trained == evaluated) is (dtype == "buffer_dtype"), (trained, evaluated)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
-from conformance.distributed.fsdp.nested_precision_cases import (
-    Nesting,
-    Precision,
-    trained_in_parts,
-    trained_unsharded,
+from conformance.distributed.fsdp.fsdp_training import (
+    Setup,
+    average_gradients,
+    clean,
+    gathered_gradients,
+    gathered_parameters,
+    state_of,
 )
-from conformance.distributed.fsdp.precision_cases import without_some_classes
 from conformance.distributed.fsdp.rank_judging import assert_all_close
+from conformance.distributed.fsdp.scene import Scene, filled
 from conformance.distributed.fsdp.twins import Twins, both_kinds
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import Tolerance
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+Precision = Mapping[str, Any]
+
 POLICIES: dict[str, tuple[Precision, Precision]] = {
     "outer alone": ({"param_dtype": BRAIN}, {}),
     "inner alone": ({}, {"param_dtype": BRAIN}),
@@ -36,6 +48,76 @@ def tolerance_of(*precisions: Precision) -> Tolerance:
     ]
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return Tolerance(8, "two backwards, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
+
+
+_BACKWARDS = 2
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Arguments of MixedPrecision for two units. A unit with empty arguments has no mixed precision."""
+
+    outer: Precision = field(default_factory=dict)
+    inner: Precision = field(default_factory=dict)
+    inner_strategy: str = "FULL_SHARD"
+
+
+class CastingLinear(nn.Linear):
+    """Linear layer that computes in the dtype of its weight, or in `computes_in` if that is set."""
+
+    computes_in: torch.dtype | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        dtype = self.computes_in or self.weight.dtype
+        return functional.linear(input.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+
+
+def built() -> nn.Sequential:
+    return filled(
+        nn.Sequential(
+            CastingLinear(3, 4), nn.Sequential(CastingLinear(4, 5), CastingLinear(5, 3)), CastingLinear(3, 2)
+        )
+    )
+
+
+def trained_in_parts(scene: Scene, *, nesting: Nesting, use_orig_params: bool) -> dict[str, Any]:
+    def wrap(module: nn.Module, precision: Precision, strategy: str = "FULL_SHARD") -> Any:
+        mixed = scene.api.MixedPrecision(**precision) if precision else None
+        return scene.wrap(module, strategy=strategy, mixed_precision=mixed, use_orig_params=use_orig_params)
+
+    model = built()
+    model[1] = wrap(model[1], nesting.inner, nesting.inner_strategy)
+    whole = wrap(model, nesting.outer)
+    return {
+        **_run(whole, scene.rank.rank),
+        "shards": {name: state_of(parameter) for name, parameter in whole.named_parameters()},
+        "whole_gradients": gathered_gradients(scene.library, whole),
+    }
+
+
+def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]:
+    """Train unsharded: one replica for each rank, whose gradients are averaged in full precision."""
+    replicas = [built() for _ in range(world_size)]
+    for replica in replicas:
+        for name, module in replica.named_modules():
+            if isinstance(module, CastingLinear):
+                precision = nesting.inner if name.startswith("1.") else nesting.outer
+                module.computes_in = precision.get("param_dtype")
+    results = [_run(replica, rank) for rank, replica in enumerate(replicas)]
+    average_gradients(replicas, Setup())
+    gradients = {name: parameter.grad for name, parameter in replicas[0].named_parameters()}
+    return [{**result, "whole_gradients": gradients} for result in results]
+
+
+def _run(model: nn.Module, rank: int) -> dict[str, Any]:
+    outputs, input_gradients = [], []
+    for number in range(_BACKWARDS):
+        x = (torch.linspace(0, 1 + number, 15).view(5, 3) - rank * 0.25).requires_grad_()
+        output = model(x)
+        output.float().square().mean().backward()
+        outputs.append(output.detach())
+        input_gradients.append(x.grad)
+    return {"outputs": outputs, "input_gradients": input_gradients}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.nested")
@@ -57,6 +139,48 @@ def test_each_unit_has_its_own_mixed_precision(
                 for gradients in (unsharded["whole_gradients"], outcome.value["whole_gradients"])
             )
             assert_all_close("whole_gradients", expected_gradients, whole, tolerance_of(precision))
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(torch.tanh(self.norm(self.first(x))))
+
+
+def without_some_classes(scene: Scene, *, kind: str, use_orig_params: bool) -> dict[str, Any]:
+    """Run two steps in bfloat16 except for modules of one class.
+
+    Return the dtypes in each forward and the parameters.
+    """
+    ignored = (getattr(nn, kind),)
+    model = scene.wrap(
+        filled(Normalised()),
+        units=[nn.Sequential],
+        mixed_precision=scene.api.MixedPrecision(torch.bfloat16, _module_classes_to_ignore=ignored),
+        use_orig_params=use_orig_params,
+    )
+    dtypes: list[Any] = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.register_forward_hook(_noting_dtypes(dtypes, clean(name)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for number in range(2):
+        x = torch.linspace(0, 1 + number, 6).view(2, 3) - scene.rank.rank * 0.25
+        model(x).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [clean(name) for name, _ in model.named_modules()]
+    return {"dtypes": dtypes, "modules": names, "whole": gathered_parameters(scene.library, model)}
+
+
+def _noting_dtypes(events: list[Any], name: str) -> Any:
+    return lambda module, args, output: events.append(
+        [name, args[0].dtype, module.weight.dtype, output.dtype]
+    )
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.nested")

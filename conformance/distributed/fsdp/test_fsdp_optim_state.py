@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from conformance.distributed.fsdp import optim_state_cases as cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import SIMPLE
+from conformance.distributed.fsdp import optimizer_states
+from conformance.distributed.fsdp.fsdp_training import Setup, clean, gathered_parameters
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.optim_state_cases import OPTIMIZERS, Optimized, StateDictMethod
-from conformance.distributed.fsdp.optim_state_judging import (
+from conformance.distributed.fsdp.optimizer_states import (
+    OPTIMIZERS,
+    Optimized,
+    StateDictMethod,
     as_tensors,
     assert_close_states,
     assert_same_states,
+    copied,
+    on_host,
+    plain,
+    step,
     unwrapped,
 )
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scene import SIMPLE, Scene
 from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
@@ -33,6 +44,7 @@ from conformance.distributed.fsdp.twins import (
     values_of,
 )
 from conformance.judge.clauses import clause
+from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
@@ -40,15 +52,19 @@ from conformance.strategies.sharding import setups
 
 # Optimizers whose states torch saves correctly with use_orig_params: deviation optim_state.tensors_of_their_own.
 _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
+
 # Optimizers that step each element independently, so the boundaries of shards do not matter.
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
+
 # Optimizers whose state stays zero if parameters and gradients are zero, as in the padding of flat parameters.
 _OF_ZEROS = tuple(kind for kind in _OF_ELEMENTS if kind != "rprop")
+
 _OLDER_FULL, _SCATTERED, _OLDER_SHARDED = (
     StateDictMethod("full"),
     StateDictMethod("scattered"),
     StateDictMethod("sharded"),
 )
+
 _TYPES = (
     StateDictMethod("FULL", offloads=False),
     StateDictMethod("FULL", rank0_only=True, offloads=False),
@@ -91,7 +107,7 @@ def test_states_round_trip_like_torch(twins: Twins, way: StateDictMethod, data: 
     optimized = data.draw(optimizers(kinds_of(setup, way)))
     tree = data.draw(module_trees(dtype=torch.float32))
     arguments = {"tree": tree, "optimized": optimized, "way": way}
-    twins.agree(cases.there_and_back, setup, EXACT, may_raise=True, **arguments)
+    twins.agree(optimizer_states.there_and_back, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -111,7 +127,7 @@ def test_states_round_trip_on_more_ranks(
     strategy = "FULL_SHARD" if ranks_are == "default" else "HYBRID_SHARD"
     setup = data.draw(setups(strategy=strategy, ranks=(ranks_are,), shards=2))
     arguments = {"optimized": Optimized(kind, 2), "way": way}
-    twins_of(all_ranks).agree(cases.there_and_back, setup, EXACT, may_raise=True, **arguments)
+    twins_of(all_ranks).agree(optimizer_states.there_and_back, setup, EXACT, may_raise=True, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -120,7 +136,16 @@ def test_states_round_trip_on_replicas(twins_of: TwinsOf, kind: str) -> None:
     """Rank 0 is not in the group of the second replica."""
     setup = Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves")
     arguments = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
-    twins_of(4).agree(cases.there_and_back, setup, EXACT, may_raise=True, **arguments)
+    twins_of(4).agree(optimizer_states.there_and_back, setup, EXACT, may_raise=True, **arguments)
+
+
+def saved_beside_meta(scene: Scene, way: StateDictMethod) -> Any:
+    """Return the devices of saved tensors. An ignored parameter on the meta device must not be offloaded."""
+    scene.plain.beside = nn.Linear(2, 2, device="meta")
+    kind = {"use_orig_params": scene.setup.uses_orig_params}
+    scene.model = scene.wrap(scene.plain, ignored_modules=[scene.plain.beside], **kind)
+    saved = plain(way.save(scene, Optimized("momentum").stepped(scene.model)))
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.device.type, saved)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
@@ -129,7 +154,7 @@ def test_states_round_trip_on_replicas(twins_of: TwinsOf, kind: str) -> None:
 def test_ignored_meta_parameter_is_not_offloaded(
     cpu_twins: Twins, setup: Setup, way: StateDictMethod
 ) -> None:
-    cpu_twins.agree(cases.saved_beside_meta, setup, EXACT, may_raise=True, way=way)
+    cpu_twins.agree(saved_beside_meta, setup, EXACT, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
@@ -146,12 +171,20 @@ def test_states_are_those_of_a_model_that_was_not_wrapped(
     optimized = Optimized(data.draw(st.sampled_from(kinds)))
     expected = unwrapped(optimized, tree)["state"]
     arguments = {"tree": tree, "optimized": optimized, "way": way}
-    for rank, value in enumerate(twins_of(world).values(cases.there_and_back, setup, **arguments)):
+    for rank, value in enumerate(twins_of(world).values(optimizer_states.there_and_back, setup, **arguments)):
         if rank == 0 or not (way.rank0_only or way == _SCATTERED):
             if way.name in ("full", "scattered", "FULL"):
                 assert_close_states(expected, value["saved"]["state"])
             assert sorted(value["saved"]["state"]) == sorted(expected)
         assert_same_states(value["before"]["state"], value["found"]["state"])
+
+
+def saved_again(scene: Scene, optimized: Optimized, saved: Mapping[str, Any], way: StateDictMethod) -> Any:
+    """Load a state dict from elsewhere into an optimizer, and save that optimizer."""
+    fresh = optimized.optimizer(scene.model)
+    is_given = scene.rank.rank == 0 or not (way.rank0_only or way.name == "scattered")
+    fresh.load_state_dict(way.load(scene, fresh, copied(saved) if is_given else {}))
+    return plain(StateDictMethod("FULL", offloads=False).save(scene, fresh))
 
 
 @clause("distributed.fsdp.fsdp_optim_state.other_worlds")
@@ -172,15 +205,27 @@ def test_whole_states_move_to_another_number_of_ranks(
 ) -> None:
     before, after = map(twins_of, worlds)
     optimized = Optimized(kind)
-    first, *_ = before.values(cases.there_and_back, saves, optimized=optimized, way=_TYPES[0])
+    first, *_ = before.values(optimizer_states.there_and_back, saves, optimized=optimized, way=_TYPES[0])
     saved = as_tensors(first["saved"])
     arguments = {"optimized": optimized, "saved": saved, "way": way}
-    for rank, reported in enumerate(after.values(cases.saved_again, loads, **arguments)):
+    for rank, reported in enumerate(after.values(saved_again, loads, **arguments)):
         states = as_tensors(reported)["state"]
         assert states.keys() == saved["state"].keys()
         for name, state in saved["state"].items():
             for key, value in state.items():
                 assert torch.equal(states[name][key], value), f"rank {rank}: {name}[{key!r}]"
+
+
+def exchanged(scene: Scene, writer: str, writers: Setup, optimized: Optimized, way: StateDictMethod) -> Any:
+    """Load a state that another library saved for the same module. Return it, and the states after a step."""
+    wrote = Scene(scene.rank, load_library(writer), writers, scene.tree)
+    saved = way.save(wrote, optimized.stepped(wrote.model))
+    fresh = optimized.optimizer(scene.model)
+    loaded = way.load(scene, fresh, saved)
+    loaded_on_host = on_host(plain(loaded))
+    fresh.load_state_dict(loaded)
+    step(scene.model, fresh)
+    return {"found": loaded_on_host, "after": plain(fresh.state_dict())}
 
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
@@ -196,7 +241,7 @@ def test_either_library_loads_what_the_other_saved(
     arguments = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
     both = (cpu_twins.reference, cpu_twins.subject)
     expected, *between = (
-        values_of(cpu_twins.of(reader, cases.exchanged, setup, writer=writer.spec, **arguments))
+        values_of(cpu_twins.of(reader, exchanged, setup, writer=writer.spec, **arguments))
         for reader in both
         for writer in both
     )
@@ -220,13 +265,55 @@ def test_states_load_over_group_of_device_only(
     )
     kind = "adam" if "adam" in kinds_of(writers, way) else "momentum"
     arguments = {"tree": tree, "writers": writers, "optimized": Optimized(kind, 2), "way": way}
-    twins.agree(cases.exchanged, loads, EXACT, writer=twins.reference.spec, **arguments)
+    twins.agree(exchanged, loads, EXACT, writer=twins.reference.spec, **arguments)
+
+
+def outlived(scene: Scene, way: StateDictMethod) -> list[str]:
+    """Return the names whose tensors survive the state dict that contained them."""
+    optimizer = Optimized().stepped(scene.model)
+    saved = way.save(scene, optimizer)
+    held = {name: weakref.ref(state["exp_avg"]) for name, state in saved["state"].items()}
+    del saved
+    gc.collect()
+    return [name for name, ref in held.items() if ref() is not None]
 
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")
 @by_name(StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED"))
 def test_saved_states_are_freed_with_last_reference(cpu_twins: Twins, way: StateDictMethod) -> None:
-    assert not any(cpu_twins.values(cases.outlived, FLAT, way=way))
+    assert not any(cpu_twins.values(outlived, FLAT, way=way))
+
+
+def trained(scene: Scene, optimized: Optimized, way: StateDictMethod, is_interrupted: bool) -> Any:
+    """Train, and save and load into another model halfway if `is_interrupted`. Return weights, losses and states."""
+    optimizer = optimized.optimizer(scene.model)
+    losses = [_trained_once(scene, optimizer, number) for number in range(2)]
+    if is_interrupted:
+        states = way.save(scene, optimizer)
+        weights = gathered_parameters(scene.library, scene.model)
+        scene.model = scene.wrapped(scene.tree.build(seed_shift=1))
+        _fill(scene, weights)
+        optimizer = optimized.optimizer(scene.model)
+        optimizer.load_state_dict(way.load(scene, optimizer, states))
+    losses += [_trained_once(scene, optimizer, number) for number in range(2, 5)]
+    return {
+        "losses": losses,
+        "weights": gathered_parameters(scene.library, scene.model),
+        "states": plain(optimizer.state_dict()),
+    }
+
+
+def _trained_once(scene: Scene, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    loss = scene.backward(number)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def _fill(scene: Scene, weights: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad(), scene.fsdp.summon_full_params(scene.model):
+        for name, parameter in scene.model.named_parameters():
+            parameter.copy_(weights[clean(name)])
 
 
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
@@ -239,7 +326,7 @@ def test_training_resumed_equals_training_not_interrupted(
     arguments = {"optimized": Optimized(kind, 2), "way": way, "tree": SIMPLE}
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
     straight, resumed = (
-        [*map(Outcome, cpu_twins.values(cases.trained, setup, **arguments, is_interrupted=is_interrupted))]
+        [*map(Outcome, cpu_twins.values(trained, setup, **arguments, is_interrupted=is_interrupted))]
         for is_interrupted in (False, True)
     )
     assert_ranks_agree(straight, resumed, EXACT)

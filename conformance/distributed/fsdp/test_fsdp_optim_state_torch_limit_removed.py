@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp import optim_state_torch_limit_removed_cases as cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import TREE
-from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod
-from conformance.distributed.fsdp.optim_state_judging import assert_close_states, unwrapped
+from conformance.distributed.fsdp.fsdp_training import Setup
+from conformance.distributed.fsdp.optimizer_states import (
+    Optimized,
+    StateDictMethod,
+    assert_close_states,
+    by_name,
+    copied,
+    plain,
+    step,
+    unwrapped,
+)
+from conformance.distributed.fsdp.scene import TREE, Scene, tried
+from conformance.distributed.fsdp.state_dicts import Received
 from conformance.distributed.fsdp.twins import (
     FLAT,
     FULL,
@@ -28,12 +41,20 @@ from conformance.judge.clauses import clause
 from conformance.ranks import RankFault
 
 NAMES = sorted(name for name, _ in TREE.build().named_parameters())
+
 several_ranks = pytest.mark.world_sizes(fewest=2)
 
 
 def failing(outcomes: RankOutcomes | RankFault) -> bool:
     """Return whether the ranks failed as a group."""
     return isinstance(outcomes, RankFault)
+
+
+_OLDER_FULL, _FULL = StateDictMethod("full"), StateDictMethod("FULL", offloads=False)
+
+
+def saved(scene: Scene, optimized: Optimized) -> Any:
+    return plain(_OLDER_FULL.save(scene, optimized.stepped(scene.model)))["state"]
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.tensors_of_their_own")
@@ -45,35 +66,91 @@ def test_every_tensor_of_a_state_is_saved(cpu_twins: Twins, kind: str) -> None:
     optimized = Optimized(kind)
     expected = unwrapped(optimized)["state"]
     we_do = each(lambda states: holds(assert_close_states, expected, states))
-    cpu_twins.deviate(cases.saved, ORIGINALS, optimized=optimized, we_do=we_do, may_agree=cpu_twins.is_alone)
+    cpu_twins.deviate(saved, ORIGINALS, optimized=optimized, we_do=we_do, may_agree=cpu_twins.is_alone)
+
+
+def train_unwrapped(scene: Scene, optimized: Optimized) -> dict[str, Any]:
+    """Return the optimizer's state dict for the same model without wrapping."""
+    model = scene.tree.build()
+    return copied(by_name(model, optimized.stepped(model)))
+
+
+def counts_after_a_step(scene: Scene) -> list[float]:
+    """Return `step` of each parameter after a step, if all loaded states share one tensor for it."""
+    saved = train_unwrapped(scene, Optimized(steps=2))
+    common = torch.tensor(2.0)
+    for state in saved["state"].values():
+        state["step"] = common
+    optimizer = Optimized().optimizer(scene.model)
+    optimizer.load_state_dict(_OLDER_FULL.load(scene, optimizer, saved))
+    step(scene.model, optimizer)
+    return [float(state["step"]) for state in optimizer.state.values()]
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 def test_steps_are_counted_once(cpu_twins: Twins) -> None:
     we_do = each(lambda steps: set(steps) == {3.0})
-    cpu_twins.deviate(cases.counts_after_a_step, ORIGINALS, we_do=we_do)
+    cpu_twins.deviate(counts_after_a_step, ORIGINALS, we_do=we_do)
+
+
+def saved_numbers_are_separate(scene: Scene) -> bool:
+    saved = _OLDER_FULL.save(scene, Optimized().stepped(scene.model))
+    steps = [state["step"] for state in saved["state"].values()]
+    return len({number.data_ptr() for number in steps}) == len(steps)
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 def test_numbers_are_saved_apart(cpu_twins: Twins) -> None:
     sides = {"torch_does": each(lambda are: not are), "we_do": each(bool)}
-    cpu_twins.deviate(cases.saved_numbers_are_separate, FLAT, **sides)
+    cpu_twins.deviate(saved_numbers_are_separate, FLAT, **sides)
+
+
+def given_stays(scene: Scene) -> bool:
+    """Return whether a loaded state dict is unchanged after the optimizer has stepped."""
+    saved = train_unwrapped(scene, Optimized())
+    before = copied(saved)
+    optimizer = Optimized().optimizer(scene.model)
+    optimizer.load_state_dict(_OLDER_FULL.load(scene, optimizer, saved))
+    step(scene.model, optimizer)
+    return _are_equal(before, saved)
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    pairs = zip(tree_leaves(first), tree_leaves(second), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.given_stays")
 @pytest.mark.deviation("optim_state.given_stays")
 def test_loaded_state_dict_is_not_changed_by_training(cpu_twins: Twins) -> None:
     sides = {"torch_does": each(lambda stays: not stays), "we_do": each(bool)}
-    cpu_twins.deviate(cases.given_stays, leaf_by_leaf("NO_SHARD", use_orig_params=True), **sides)
+    cpu_twins.deviate(given_stays, leaf_by_leaf("NO_SHARD", use_orig_params=True), **sides)
+
+
+def loaded_without_the_first(scene: Scene) -> Any:
+    """Return the names that are saved after a load in which the first parameter of a unit had no state."""
+    optimized = Optimized("momentum")
+    state_dict = train_unwrapped(scene, optimized)
+    del state_dict["state"]["head.weight"]
+    optimizer = optimized.optimizer(scene.model)
+    optimizer.load_state_dict(_OLDER_FULL.load(scene, optimizer, state_dict))
+    return sorted(_OLDER_FULL.save(scene, optimizer)["state"])
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.first_without_state")
 @pytest.mark.deviation("optim_state.first_without_state")
 def test_flat_parameter_loads_without_state_of_first_parameter(cpu_twins: Twins) -> None:
     we_do = each(lambda names: names == NAMES)
-    cpu_twins.deviate(cases.loaded_without_the_first, FLAT, we_do=we_do)
+    cpu_twins.deviate(loaded_without_the_first, FLAT, we_do=we_do)
+
+
+def misshaped(scene: Scene) -> Any:
+    optimized = Optimized("momentum")
+    saved = train_unwrapped(scene, optimized)
+    saved["state"]["head.weight"]["momentum_buffer"] = torch.zeros(40)
+    return tried(lambda: bool(_OLDER_FULL.load(scene, optimized.optimizer(scene.model), saved)["state"]))
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.misshaped")
@@ -82,11 +159,24 @@ def test_flat_parameter_loads_without_state_of_first_parameter(cpu_twins: Twins)
 def test_state_tensor_of_another_shape_is_refused(cpu_twins: Twins) -> None:
     text = "ValueError: Tensor optimizer state does not have same shape as its parameter"
     cpu_twins.deviate(
-        cases.misshaped,
+        misshaped,
         ORIGINALS,
         torch_does=each(lambda result: result is True),
         we_do=each(lambda result: str(result).startswith(text)),
     )
+
+
+def groups_of_two_kinds(scene: Scene) -> Any:
+    """Save parameters of one unit in two groups, of which one keeps an additional tensor."""
+    parameters = list(scene.model.parameters())
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "amsgrad": True}]
+    optimizer = torch.optim.Adam(groups, lr=0.05)
+    step(scene.model, optimizer)
+    return tried(lambda: _named_tensors(_OLDER_FULL.save(scene, optimizer)))
+
+
+def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
+    return {name: sorted(state) for name, state in sorted(saved["state"].items())}
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_of_two_kinds")
@@ -101,7 +191,7 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
         return tensors == dict.fromkeys(tensors, most) | {"body.parts.0.inner.weight": fewest}
 
     cpu_twins.deviate(
-        cases.groups_of_two_kinds,
+        groups_of_two_kinds,
         ORIGINALS,
         torch_does=lambda outcomes: (
             # On three ranks, the ranks without such parameters continue.
@@ -114,6 +204,14 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
     )
 
 
+def of_another_shape(scene: Scene) -> Any:
+    """Save an optimizer that keeps a tensor of another shape than its parameter, on the second rank only."""
+    optimizer = Optimized("momentum").stepped(scene.model)
+    if scene.rank.rank == 1:
+        next(iter(optimizer.state.values()))["extra"] = torch.zeros(3)
+    return tried(lambda: sorted(_OLDER_FULL.save(scene, optimizer)))
+
+
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.another_shape")
 @pytest.mark.deviation("optim_state.another_shape")
 @flat_or_originals
@@ -122,7 +220,24 @@ def test_state_of_another_shape_on_one_rank_is_refused_on_all(cpu_twins: Twins, 
     def is_named(result: Any) -> bool:
         return str(result).startswith("ValueError: rank 1: 'extra' of ") and "(3,)" in str(result)
 
-    cpu_twins.deviate(cases.of_another_shape, setup, we_do=each(is_named), may_fault=True)
+    cpu_twins.deviate(of_another_shape, setup, we_do=each(is_named), may_fault=True)
+
+
+def in_a_list(scene: Scene) -> Any:
+    """Save and load a list of tensors for each parameter."""
+    optimizer, fresh = (
+        Optimized("momentum").stepped(scene.model),
+        Optimized("momentum").optimizer(scene.model),
+    )
+    state_dict = train_unwrapped(scene, Optimized("momentum"))
+    for parameter, state in optimizer.state.items():
+        state["history"] = [torch.zeros_like(parameter)]
+    for state in state_dict["state"].values():
+        state["history"] = [state["momentum_buffer"].clone()]
+    return {
+        "saving": tried(lambda: sorted(_OLDER_FULL.save(scene, optimizer))),
+        "loading": tried(lambda: sorted(_OLDER_FULL.load(scene, fresh, state_dict))),
+    }
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.another_shape")
@@ -138,7 +253,30 @@ def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
             for error in map(str, results.values())
         )
 
-    cpu_twins.deviate(cases.in_a_list, setup, we_do=each(is_refused), may_fault=True)
+    cpu_twins.deviate(in_a_list, setup, we_do=each(is_refused), may_fault=True)
+
+
+def numbers_in_a_list(scene: Scene) -> Any:
+    """Return the lists in a saved and in a loaded state, after the optimizers changed their own lists."""
+    optimizer, fresh = (
+        Optimized("momentum").stepped(scene.model),
+        Optimized("momentum").optimizer(scene.model),
+    )
+    for state in optimizer.state.values():
+        state["losses"] = [0.5, torch.tensor(0.25)]
+
+    def saved_and_loaded() -> Any:
+        saved = _OLDER_FULL.save(scene, optimizer)
+        fresh.load_state_dict(_OLDER_FULL.load(scene, fresh, saved))
+        for state in (*optimizer.state.values(), *fresh.state.values()):
+            state["losses"].append(1.0)
+            state["losses"][1].add_(1)
+        return [
+            [list(map(float, state["losses"])) for state in states]
+            for states in (saved["state"].values(), fresh.state.values())
+        ]
+
+    return tried(saved_and_loaded)
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.numbers_of_their_own")
@@ -154,14 +292,47 @@ def test_lists_of_numbers_are_saved_and_loaded_apart(cpu_twins: Twins, setup: Se
             numbers == [0.5, 1.25, 1.0] for numbers in loaded
         )
 
-    cpu_twins.deviate(cases.numbers_in_a_list, setup, we_do=each(are_apart), may_fault=True)
+    cpu_twins.deviate(numbers_in_a_list, setup, we_do=each(are_apart), may_fault=True)
+
+
+def transposed(scene: Scene) -> Any:
+    """Return whether the state of a transposed parameter is the same after it was saved and loaded."""
+    weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
+    module = nn.Module()
+    module.register_parameter("weight", weight)
+    model = scene.wrap(module, use_orig_params=scene.setup.uses_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    step(model, optimizer)
+    saved = scene.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+    loaded = scene.fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer)
+    states = optimizer.state_dict()["state"]
+    return [
+        torch.equal(states[key]["momentum_buffer"], loaded["state"][key]["momentum_buffer"]) for key in states
+    ]
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.memory_order")
 @pytest.mark.deviation("optim_state.memory_order")
 @flat_or_originals
 def test_state_of_transposed_parameter_round_trips(cpu_twins: Twins, setup: Setup) -> None:
-    cpu_twins.deviate(cases.transposed, setup, we_do=each(all), may_agree=cpu_twins.is_alone)
+    cpu_twins.deviate(transposed, setup, we_do=each(all), may_agree=cpu_twins.is_alone)
+
+
+def there_and_back_as_dtensors(scene: Scene) -> dict[str, Any]:
+    """Return the types of states that are saved as DTensors, and whether a fresh optimizer loads the same states."""
+    fsdp, optimized = scene.api, Optimized("momentum")
+    optimizer, fresh = optimized.stepped(scene.model), optimized.optimizer(scene.model)
+    before = copied(optimizer.state_dict())
+    with scene.fsdp.state_dict_type(
+        scene.model,
+        fsdp.StateDictType.SHARDED_STATE_DICT,
+        fsdp.ShardedStateDictConfig(_use_dtensor=True),
+        fsdp.ShardedOptimStateDictConfig(_use_dtensor=True),
+    ):
+        saved = scene.fsdp.optim_state_dict(scene.model, optimizer)
+        types = {type(state["momentum_buffer"]).__name__ for state in saved["state"].values()}
+        fresh.load_state_dict(scene.fsdp.optim_state_dict_to_load(scene.model, fresh, saved))
+    return {"types": types, "is_kept": _are_equal(before["state"], fresh.state_dict()["state"])}
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.dtensor_without_mesh")
@@ -169,13 +340,35 @@ def test_state_of_transposed_parameter_round_trips(cpu_twins: Twins, setup: Setu
 @several_ranks
 def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.there_and_back_as_dtensors,
+        there_and_back_as_dtensors,
         Setup(wrap="leaves", ranks="group"),
         torch_does=lambda outcomes: all(
             outcome.raised and "_device_mesh" in outcome.raised.text for outcome in outcomes
         ),
         we_do=each(lambda value: value == {"types": {"DTensor"}, "is_kept": True}),
     )
+
+
+def in_a_group(scene: Scene, of: int) -> Any:
+    """Save and load in groups of `of` ranks that each have a model."""
+    ranks = [list(range(first, first + of)) for first in range(0, scene.rank.world_size, of)]
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    model = scene.wrap(scene.plain, process_group=group, use_orig_params=True)
+    optimizer = Optimized("momentum").stepped(model)
+    saved = scene.fsdp.full_optim_state_dict(model, optimizer, group=group)
+    states = optimizer.state_dict()["state"]
+    scattered = scene.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
+    scene.model, way = model, StateDictMethod("FULL", rank0_only=True, offloads=False)
+    with way.set_on(scene):
+        again = scene.fsdp.optim_state_dict(model, optimizer, group=group)
+        loaded = scene.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)["state"]
+    return {
+        "saved": sorted(saved.get("state", ())),
+        "again": sorted(again.get("state", ())),
+        "is_kept": [
+            _are_equal(states[key], scattered[key]) and _are_equal(states[key], loaded[key]) for key in states
+        ],
+    }
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_without_rank_zero")
@@ -190,12 +383,33 @@ def test_any_group_saves_and_loads(twins_of: TwinsOf) -> None:
         return saved == again == [NAMES, [], NAMES, []] and all(all(value["is_kept"]) for value in values)
 
     twins_of(4).deviate(
-        cases.in_a_group,
+        in_a_group,
         of=2,
         torch_does=lambda outcomes: failing(outcomes) or "is not part of group" in str(outcomes),
         we_do=are_right,
         may_fault=True,
     )
+
+
+def one_rank_refuses(scene: Scene, fault: str) -> Any:
+    """Load a state that does not fit on the second rank."""
+    state_dict = copied(_FULL.save(scene, Optimized(steps=2).stepped(scene.model)))
+    optimizer = Optimized(steps=1).stepped(scene.model)
+    if scene.rank.rank == 1:
+        if fault == "misshaped":
+            state_dict["state"]["head.weight"]["exp_avg"] = torch.zeros(3, 3)
+        elif fault == "unknown":
+            state_dict["param_groups"][0]["params"].append("unknown")
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    return _refused(scene, optimizer, lambda: _FULL.load(scene, optimizer, state_dict, load_directly=True))
+
+
+def _refused(scene: Scene, optimizer: torch.optim.Optimizer, load: Callable[[], Any]) -> dict[str, Any]:
+    before = copied([optimizer.state_dict(), list(scene.model.parameters())])
+    raised = tried(lambda: load() and None)
+    after = [optimizer.state_dict(), list(scene.model.parameters())]
+    return {"raised": raised, "is_as_before": _are_equal(before, after)}
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
@@ -216,7 +430,7 @@ def test_load_failure_on_one_rank_loads_nothing(cpu_twins: Twins, setup: Setup, 
         return is_named and all(value["is_as_before"] for value in (first, second, *others))
 
     cpu_twins.deviate(
-        cases.one_rank_refuses,
+        one_rank_refuses,
         setup,
         fault=fault,
         torch_does=lambda outcomes: (
@@ -227,6 +441,15 @@ def test_load_failure_on_one_rank_loads_nothing(cpu_twins: Twins, setup: Setup, 
     )
 
 
+def parts_that_differ(scene: Scene) -> Any:
+    """Load sharded rows of a state that the second rank does not have."""
+    optimizer, way = Optimized("momentum").stepped(scene.model), StateDictMethod("SHARDED")
+    state_dict = way.save(scene, optimizer)
+    if scene.rank.rank == 1:
+        del state_dict["state"]["head.weight"]
+    return _refused(scene, optimizer, lambda: way.load(scene, optimizer, state_dict, load_directly=True))
+
+
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
 @pytest.mark.deviation("optim_state.one_rank_refuses")
 @several_ranks
@@ -235,12 +458,27 @@ def test_parts_that_were_not_saved_together_are_refused(cpu_twins: Twins) -> Non
         is_named = "differ between ranks" in value["raised"] and "head.weight" in value["raised"]
         return is_named and value["is_as_before"]
 
-    cpu_twins.deviate(
-        cases.parts_that_differ, FLAT, torch_does=failing, we_do=each(is_refused), may_fault=True
-    )
+    cpu_twins.deviate(parts_that_differ, FLAT, torch_does=failing, we_do=each(is_refused), may_fault=True)
 
 
 receives_all = each(lambda value: min(value["saving"], value["loading"]) >= value["whole"])
+
+
+def received(scene: Scene, way: StateDictMethod) -> dict[str, int]:
+    """Return the bytes that this rank receives, and the bytes of full states, of single rows and of its shard."""
+    optimizer = Optimized().stepped(scene.model)
+    with Received() as saving:
+        saved = way.save(scene, optimizer)
+    with Received() as loading:
+        way.load(scene, optimizer, saved)
+    wholes = [tensor for tensor in tree_leaves(train_unwrapped(scene, Optimized())["state"]) if tensor.dim()]
+    return {
+        "saving": saving.bytes,
+        "loading": loading.bytes,
+        "whole": sum(tensor.nbytes for tensor in wholes),
+        "rows": sum(tensor[0].nbytes for tensor in wholes),
+        "shard": sum(parameter.nbytes for parameter in scene.model.parameters()),
+    }
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
@@ -254,7 +492,7 @@ def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> No
         return 0 < value["saving"] <= part and 0 < value["loading"] <= 2 * value["shard"]
 
     way = StateDictMethod("SHARDED")
-    cpu_twins.deviate(cases.received, setup, way=way, torch_does=receives_all, we_do=each(is_least))
+    cpu_twins.deviate(received, setup, way=way, torch_does=receives_all, we_do=each(is_least))
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
@@ -270,4 +508,4 @@ def test_rank0_only_saving_sends_states_to_first_rank_only(cpu_twins: Twins, set
         return is_once and all(parts) and all(value["saving"] == 0 for value in others)
 
     way = StateDictMethod("FULL", rank0_only=True)
-    cpu_twins.deviate(cases.received, setup, way=way, torch_does=receives_all, we_do=are_right)
+    cpu_twins.deviate(received, setup, way=way, torch_does=receives_all, we_do=are_right)

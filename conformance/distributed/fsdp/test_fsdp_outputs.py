@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from conformance.distributed.fsdp.output_cases import DOUBLED, KINDS, trained
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from conformance.distributed.fsdp.fsdp_training import COMPILER, gathered_gradients, state_of
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scene import Scene, filled
 from conformance.distributed.fsdp.twins import (
     FULL,
     RankOutcomes,
@@ -22,6 +30,175 @@ from conformance.judge.library import Library
 from conformance.judge.tolerances import TRAINED
 
 DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
+
+
+_WIDTH = 4
+
+
+class _Twofold(torch.autograd.Function):
+    """Function whose single node has two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return 2 * x, 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
+        scaled = [factor * grad for factor, grad in zip((2, 3), grads, strict=True) if grad is not None]
+        return torch.stack(scaled).sum(0) if scaled else None
+
+
+class _Silent(torch.autograd.Function):
+    """Function without a gradient for its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        return None
+
+
+class _Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return _Twofold.apply(self.inner(x))
+
+
+class _Attentive(nn.Module):
+    """Transformer block that also returns its attention. The compiled block is a single node with both outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixed = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = self.mixed(self.norm(x)).chunk(3, -1)
+        attention = (query @ key.transpose(-1, -2)).softmax(-1)
+        return x + self.out(attention @ value), attention
+
+
+class ForkedModel(nn.Module):
+    """Model that uses one output of an inner unit, uses both, or lets no gradient through."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.uses = uses
+        self.first = _Attentive() if uses == "compiled" else _Forked()
+        self.last = nn.Linear(_WIDTH, 2)
+        filled(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.first(x)
+        if self.uses == "both, one without gradient":
+            first = first + _Silent.apply(second)
+        if self.uses == "none":
+            first = _Silent.apply(first)
+        return self.last(first.detach() if self.uses == "detached" else first)
+
+
+class TensorPair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+# Pairs of functions: one makes a module's output from its input and result, and one makes a tensor of that output.
+_Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
+
+
+KINDS: dict[str, tuple[_Makes, _Takes]] = {
+    "a named tuple": (lambda _, y: TensorPair(y, y * 2), lambda output: output.first + output.second),
+    "an ordered dict": (
+        lambda _, y: OrderedDict(one=y, other=y * 2),
+        lambda output: output["one"] + output["other"],
+    ),
+    "nested": (
+        lambda _, y: {"a": [y, (y * 2, {"b": y * 3})]},
+        lambda output: output["a"][0] + output["a"][1][0] + output["a"][1][1]["b"],
+    ),
+    "a set": (lambda _, y: {y}, lambda output: next(iter(output))),
+    "packed": (
+        lambda _, y: pack_padded_sequence(y, torch.tensor([3, 2]), batch_first=True),
+        lambda output: output.data,
+    ),
+    "the same twice": (lambda _, y: (y, y), lambda output: output[0] + output[1]),
+    "a view beside": (lambda _, y: (y, y[..., :1]), lambda output: output[0] + output[1]),
+    "its input beside": (lambda x, y: (x, y), lambda output: output[0] + output[1]),
+    "its input alone": (lambda x, y: x, lambda output: output),
+    "no tensors beside": (lambda _, y: (None, 3, "word", y), lambda output: output[3] * output[1]),
+    "integers beside": (lambda _, y: (y.argmax(-1, keepdim=True), y), lambda output: output[0] + output[1]),
+    "no gradient beside": (lambda _, y: (y.detach(), y), lambda output: output[0] + output[1]),
+    "no elements beside": (lambda _, y: (y[:0], y), lambda output: output[0].sum() + output[1]),
+    "one number": (lambda _, y: y.square().sum(), lambda output: output),
+    "complex numbers": (lambda _, y: torch.complex(y, y * 2), lambda output: output.abs()),
+}
+
+
+# Outputs that the receiver doubles, in place and not in place.
+DOUBLED: dict[str, tuple[_Makes, _Takes]] = {
+    "doubled in place": (lambda _, y: y, lambda output: output.mul_(2)),
+    "doubled": (lambda _, y: y, lambda output: output * 2),
+}
+
+
+class _Handing(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.makes = nn.Linear(_WIDTH, _WIDTH), (KINDS | DOUBLED)[kind][0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.makes(x, self.inner(x))
+
+
+class ReturningUnits(nn.Module):
+    """Model in which the `inner` or the `outermost` unit returns one of `KINDS`."""
+
+    def __init__(self, kind: str, by: str) -> None:
+        super().__init__()
+        self.by = by
+        self.makes, self.takes = (KINDS | DOUBLED)[kind]
+        self.first = _Handing(kind) if by == "inner" else nn.Linear(_WIDTH, _WIDTH)
+        self.last = nn.Linear(_WIDTH, _WIDTH)
+        filled(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.by == "outermost":
+            return self.makes(x, self.last(self.first(x)))
+        return self.last(x) + self.takes(self.first(x)).square().mean()
+
+
+def trained(
+    scene: Scene, *, uses: str, strategy: str = "FULL_SHARD", use_orig_params: bool = False, by: str = ""
+) -> dict[str, Any]:
+    """Train for two steps. Return what this rank saw, and the full gradients.
+
+    `by` names the unit that returns one of `KINDS`.
+    """
+    model = ReturningUnits(uses, by) if by else ForkedModel(uses)
+    arguments = {"strategy": strategy, "use_orig_params": use_orig_params}
+    if uses == "compiled":
+        torch._dynamo.reset()
+        model.first.compile(backend=COMPILER)
+    model.first = scene.wrap(model.first, **arguments)
+    whole = scene.wrap(model, **arguments)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.05)
+    steps, gradients = [], {}
+    for number in range(2):
+        x = torch.linspace(-1, 1 + number, 2 * 3 * _WIDTH).view(2, 3, _WIDTH) - scene.rank.rank * 0.25
+        output = whole(x.requires_grad_())
+        loss = (model.takes(output) if by == "outermost" else output).square().sum()
+        loss.backward()
+        steps.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
+        gradients = gathered_gradients(scene.library, whole)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"seen": steps, "whole": gradients}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")

@@ -2,22 +2,67 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from conformance.distributed.fsdp.fsdp_cases import FSDP
-from conformance.distributed.fsdp.private_name_cases import read, upcast
+from conformance.distributed.fsdp.fsdp_training import FSDP, gathered_parameters, state_of
+from conformance.distributed.fsdp.scene import Scene, filled
 from conformance.distributed.fsdp.twins import Twins, both_kinds, each_strategy
 from conformance.judge.clauses import clause
 from conformance.judge.files.compat import COMPAT_NAMES, CompatName
 from conformance.judge.tolerances import TRAINED, Tolerance
 
 _ROWS = [row for row in COMPAT_NAMES if row.on_ranks]
+
 LOW = torch.bfloat16
+
 _MIXED = {"param_dtype": LOW, "reduce_dtype": LOW, "buffer_dtype": LOW}
+
 TOLERANCE = Tolerance(8, "three steps of Adam with bfloat16 gradients, each a sum over ranks", LOW, terms=1.0)
+
+
+class ThreeUnits(nn.Module):
+    """Model of units with and without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.act(self.first(x)))
+
+
+def read(scene: Scene, *, path: str, name: str, use_orig_params: bool) -> list[Any]:
+    """Read an attribute of the object at `path` of each unit.
+
+    If the path leads to a method, read the attribute of each object that the method yields.
+    """
+    plain = filled(ThreeUnits())
+    units, ignored = [nn.Linear, nn.Tanh], [plain.last]
+    model = scene.wrap(plain, units=units, use_orig_params=use_orig_params, ignored_modules=ignored)
+    attributes = []
+    for unit in scene.fsdp.fsdp_modules(model):
+        carriers = unit
+        for step in path.split(".") if path else ():
+            carriers = getattr(carriers, step)
+        several = list(carriers()) if inspect.ismethod(carriers) else [carriers]
+        attributes.append([_described(getattr(carrier, name, "missing")) for carrier in several])
+    return attributes
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [value.dtype, tuple(value.shape), value.requires_grad]
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return value if value is None or isinstance(value, (bool, str, torch.dtype)) else bool(value)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.private_names")
@@ -30,6 +75,49 @@ def test_name_that_others_read_says_what_torchs_says(
 ) -> None:
     path = row.owner.removeprefix(FSDP).lstrip(".")
     twins.agree(read, tolerance=TRAINED, path=path, name=row.name, use_orig_params=use_orig_params)
+
+
+LEARNING_RATE = 0.1
+
+
+def upcast(
+    scene: Scene, *, mixed_precision: Mapping[str, Any] | None, frozen: bool, **wrapping: Any
+) -> dict[str, Any]:
+    """Train a bfloat16 model that is cast to float32 after wrapping, as accelerate's `prepare_model` does."""
+    plain = filled(ThreeUnits()).to(torch.bfloat16)
+    if frozen:
+        plain.first.weight.requires_grad_(False)
+    precision = None if mixed_precision is None else scene.api.MixedPrecision(**mixed_precision)
+    model = scene.wrap(plain, units=[] if frozen else [nn.Linear], mixed_precision=precision, **wrapping)
+    for unit in scene.fsdp.fsdp_modules(model):
+        if unit._has_params and unit._flat_param.requires_grad:
+            unit._flat_param.data = unit._flat_param.data.to(torch.float32)
+            unit._handle._orig_param_dtype = torch.float32
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+    computed: list[tuple[torch.dtype, torch.dtype]] = []
+    steps = []
+    plain.last.register_forward_hook(lambda _, args, output: computed.append((args[0].dtype, output.dtype)))
+    for number in range(3):
+        x = torch.linspace(0, 1 + number, 6).view(2, 3) - scene.rank.rank * 0.25
+        model(x.to(torch.bfloat16)).float().square().sum().backward()
+        steps.append([state_of(parameter) for parameter in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        # A library may choose which rank has which element of a partly frozen unit.
+        "seen": {
+            parameter_state["grad"].dtype
+            for step in steps
+            for parameter_state in step
+            if parameter_state["grad"] is not None
+        }
+        if frozen
+        else steps,
+        "dtypes": [parameter.dtype for parameter in model.parameters()],
+        "computed": computed,
+        "whole": gathered_parameters(scene.library, model),
+        "state": model.state_dict(),
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.upcast")

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from conformance.distributed.fsdp import state_dict_cases as cases
-from conformance.distributed.fsdp import state_dict_hook_cases as hook_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import TREE
+from conformance.distributed.fsdp import state_dicts
+from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters
 from conformance.distributed.fsdp.module_trees import ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.state_dict_cases import Form
-from conformance.distributed.fsdp.state_dict_memory_cases import held_while_loading, outlived
+from conformance.distributed.fsdp.scene import TREE, Scene, named, tried
+from conformance.distributed.fsdp.state_dicts import (
+    DAMAGES,
+    Form,
+    PeakBytes,
+    described,
+    has_values_of_other,
+    loaded_in_its_own_way,
+    loads_its_own,
+    moved,
+    set_form,
+    state_dict_of,
+    unsharded_state,
+)
 from conformance.distributed.fsdp.twins import (
     FLAT,
     Twins,
@@ -34,7 +50,9 @@ from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
 
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
 IGNORED = ("", "", "ignored_modules", "ignored_states", "parameters")
+
 PRECISIONS = (None, None, {"buffer_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16})
 
 FAULTS = {
@@ -86,7 +104,7 @@ def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> No
     # If only rank 0 gets a full state dict inside summon_full_params, torch's other ranks raise.
     can_be_inside = form.kind != "LOCAL" and not form.config.get("rank0_only")
     twins.agree(
-        cases.saved,
+        state_dicts.saved,
         setup,
         EXACT,
         may_raise=True,
@@ -102,14 +120,14 @@ def test_saved_state_dict_matches_torch(twins: Twins, data: st.DataObject) -> No
 @pytest.mark.parametrize("by", ["groups", "meshes"])
 def test_state_dict_of_replicas_matches_torch(twins_of: TwinsOf, by: str) -> None:
     setup = Setup("HYBRID_SHARD", ranks=by, shards=2, wrap="leaves")
-    twins_of(4).agree(cases.saved, setup, EXACT, form=Form("SHARDED"))
+    twins_of(4).agree(state_dicts.saved, setup, EXACT, form=Form("SHARDED"))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @each_kind
 def test_state_dict_of_cast_buffers_matches_torch(cpu_twins: Twins, kind: str) -> None:
     setup = leaf_by_leaf(mixed_precision={"buffer_dtype": torch.bfloat16})
-    cpu_twins.agree(cases.saved, setup, EXACT, form=Form(kind))
+    cpu_twins.agree(state_dicts.saved, setup, EXACT, form=Form(kind))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
@@ -129,7 +147,7 @@ def test_state_dicts_load_across_libraries(twins: Twins, data: st.DataObject) ->
     )
     for saver, loader in pairs:
         arguments = {"tree": tree, "source": saver.spec, "form": form, **options}
-        for state in values_of(twins.of(loader, cases.exchanged, setup, **arguments)):
+        for state in values_of(twins.of(loader, state_dicts.exchanged, setup, **arguments)):
             assert state["keys"] == "<All keys matched successfully>"
             assert state["buffers"].keys() == state["expected buffers"].keys()
             loaded = state["whole"] | state["buffers"]
@@ -138,12 +156,22 @@ def test_state_dicts_load_across_libraries(twins: Twins, data: st.DataObject) ->
                     assert torch.equal(loaded[name].values, expected.values), name
 
 
+def loads_by_swapping(scene: Scene, *, form: Form) -> dict[str, Any]:
+    """Load while modules swap tensors instead of copying into them, and then train."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        reported = loads_its_own(scene, form=form)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return reported | {"loss": scene.backward(), "shards": named(scene.model)}
+
+
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @each_kind
 @both_kinds
 def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool) -> None:
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
-    for outcome in twins.agree(cases.loads_by_swapping, setup, form=Form(kind)):
+    for outcome in twins.agree(loads_by_swapping, setup, form=Form(kind)):
         assert outcome.value["loaded"]
 
 
@@ -151,7 +179,7 @@ def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_local_state_dict_loads_on_rank_without_elements(cpu_twins: Twins) -> None:
     """The unit has two elements, so the third rank holds none."""
-    for outcome in cpu_twins.agree(cases.loads_its_own, FLAT, form=Form("LOCAL")):
+    for outcome in cpu_twins.agree(state_dicts.loads_its_own, FLAT, form=Form("LOCAL")):
         assert outcome.value["loaded"]
 
 
@@ -160,8 +188,51 @@ def test_local_state_dict_loads_on_rank_without_elements(cpu_twins: Twins) -> No
 @flat_or_originals
 def test_late_parameter_is_saved_and_loaded(cpu_twins: Twins, setup: Setup, kind: str) -> None:
     arguments = {"form": Form(kind), "of": "parts.0.inner"}
-    for outcome in cpu_twins.agree(cases.with_a_late_parameter, setup, EXACT, **arguments):
+    for outcome in cpu_twins.agree(state_dicts.with_a_late_parameter, setup, EXACT, **arguments):
         assert "body.parts.0.inner.late" in outcome.value["names"]
+
+
+class OnDemand:
+    """Object with a tensor's shape and dtype. A function of torch that is called with it gets the actual tensor."""
+
+    is_meta = True
+
+    def __init__(self, read: Callable[[], torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
+        self.read, self.shape, self.dtype = read, shape, dtype
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(
+            *(argument.read() if isinstance(argument, OnDemand) else argument for argument in args),
+            **(kwargs or {}),
+        )
+
+
+def on_demand(state_dict: dict[str, Any]) -> dict[str, Any]:
+    return {key: OnDemand(value.clone, value.shape, value.dtype) for key, value in state_dict.items()}
+
+
+def loads_on_demand(scene: Scene, *, fault: str) -> dict[str, Any]:
+    """Load a full dict of objects that are not tensors. Return the result and whether the model has the values."""
+    state_dict = state_dict_of(scene, Form("FULL"))
+    if fault:
+        DAMAGES[fault](state_dict)
+    reported = tried(lambda: repr(scene.model.load_state_dict(on_demand(state_dict))))
+    return {
+        "reported": reported,
+        "loaded": has_values_of_other(scene),
+        "loss": None if fault else scene.backward(),
+    }
+
+
+def read(scene: Scene, *, path: str, form: Form) -> dict[str, Any]:
+    """Load a state with torch.distributed.checkpoint into a model with other values. Return the full parameters."""
+    target = scene.wrapped(scene.tree.build(1))
+    set_form(scene.library, target, form)
+    state_dict = target.state_dict()
+    torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)
+    target.load_state_dict(state_dict)
+    return gathered_parameters(scene.library, target)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
@@ -171,8 +242,20 @@ def test_late_parameter_is_saved_and_loaded(cpu_twins: Twins, setup: Setup, kind
 def test_state_dict_loads_values_on_demand(
     twins: Twins, strategy: str, use_orig_params: bool, fault: str
 ) -> None:
-    for outcome in twins.agree(cases.loads_on_demand, leaf_by_leaf(strategy, use_orig_params), fault=fault):
+    for outcome in twins.agree(loads_on_demand, leaf_by_leaf(strategy, use_orig_params), fault=fault):
         assert outcome.value["loaded"] is (not fault)
+
+
+def held_while_loading(scene: Scene) -> float:
+    """Return the peak memory, as a multiple of the model, while many units load a dict that is read on demand."""
+    torch.manual_seed(1)
+    body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10)))
+    model_bytes = sum(parameter.nbytes for parameter in body.parameters())
+    state_dict = on_demand({key: value.clone() for key, value in body.state_dict().items()})
+    model = scene.wrap(body, units=[nn.Linear])
+    with PeakBytes(model.parameters()) as held:
+        model.load_state_dict(state_dict)
+    return held.most_bytes / model_bytes
 
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
@@ -182,6 +265,14 @@ def test_values_on_demand_are_freed_while_loading(cpu_twins: Twins) -> None:
         assert times_the_model < 0.9
 
 
+def written(scene: Scene, *, path: str, form: Form) -> list[str]:
+    """Save a model's state with torch.distributed.checkpoint. Return its keys."""
+    set_form(scene.library, scene.model, form)
+    state_dict = scene.model.state_dict()
+    torch.distributed.checkpoint.save(state_dict, checkpoint_id=path)
+    return list(state_dict)
+
+
 @clause("distributed.fsdp.fsdp_state_dict.other_worlds")
 @pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
 def test_checkpoint_loads_on_another_world_size(
@@ -189,16 +280,73 @@ def test_checkpoint_loads_on_another_world_size(
 ) -> None:
     setup = Setup(wrap="leaves", ranks=by)
     arguments = {"path": str(tmp_path / "checkpoint"), "form": Form("SHARDED")}
-    twins_of(sizes[0]).values(cases.written, setup, **arguments)
-    for parameters in twins_of(sizes[1]).values(cases.read, setup, **arguments):
+    twins_of(sizes[0]).values(written, setup, **arguments)
+    for parameters in twins_of(sizes[1]).values(read, setup, **arguments):
         for name, expected in TREE.build().named_parameters():
             assert torch.equal(parameters[name].values, expected.detach()), name
+
+
+def settings(scene: Scene) -> dict[str, Any]:
+    """Return the settings before and after changes, and the errors of settings that are refused."""
+    fsdp, types = scene.fsdp, scene.library.distributed.fsdp.StateDictType
+    configs = scene.library.distributed.fsdp
+    reported: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(scene.model))}
+    for kind in types:
+        reported[f"before {kind}"] = str(fsdp.set_state_dict_type(scene.model, kind))
+        reported[f"after {kind}"] = _set_now(scene)
+    rank0_configs = (
+        configs.FullStateDictConfig(rank0_only=True),
+        configs.FullOptimStateDictConfig(rank0_only=True),
+    )
+    with fsdp.state_dict_type(scene.model, types.FULL_STATE_DICT, *rank0_configs):
+        inside = fsdp.get_state_dict_type(scene.model)
+        reported["inside"] = [str(inside), inside.state_dict_config is rank0_configs[0]]
+    reported["outside"] = _set_now(scene)
+    refused: list[tuple[Any, ...]] = [
+        (types.FULL_STATE_DICT, configs.ShardedStateDictConfig()),
+        (types.FULL_STATE_DICT, None, configs.LocalOptimStateDictConfig()),
+        ("FULL_STATE_DICT",),
+    ]
+    reported["refused"] = [
+        tried(functools.partial(fsdp.set_state_dict_type, scene.model, *arguments)) for arguments in refused
+    ]
+    fsdp.set_state_dict_type(scene.model, types.FULL_STATE_DICT)
+    reported["of no unit"] = [
+        str(fsdp.get_state_dict_type(nn.Linear(1, 1))),
+        str(fsdp.set_state_dict_type(nn.Linear(1, 1), types.FULL_STATE_DICT)),
+    ]
+    fsdp.set_state_dict_type(scene.units[-1], types.SHARDED_STATE_DICT)
+    reported["set apart"] = [
+        tried(lambda: fsdp.get_state_dict_type(scene.model)),
+        tried(lambda: fsdp.set_state_dict_type(scene.model, types.FULL_STATE_DICT)),
+    ]
+    return reported
+
+
+def _set_now(scene: Scene) -> str:
+    try:
+        return str(scene.fsdp.get_state_dict_type(scene.model))
+    except RuntimeError as error:
+        return (
+            f"RuntimeError: {' '.join(error.args)}"  # torch 2.11 passes its sentences as separate arguments
+        )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings")
 @pytest.mark.parametrize("by", ["default", "mesh"])
 def test_state_dict_settings_match_torch(twins: Twins, by: str) -> None:
-    twins.agree(cases.settings, Setup(wrap="leaves", ranks=by), EXACT)
+    twins.agree(settings, Setup(wrap="leaves", ranks=by), EXACT)
+
+
+def outlived(scene: Scene, *, form: Form) -> list[str]:
+    """Return the keys whose tensors survive the state dict. Buffers are left out, because the model owns them."""
+    set_form(scene.library, scene.model, form)
+    own = {id(buffer) for buffer in scene.model.buffers()}
+    state_dict = scene.model.state_dict()
+    held = {key: weakref.ref(value) for key, value in state_dict.items() if id(value) not in own}
+    del state_dict
+    gc.collect()
+    return [key for key, ref in held.items() if ref() is not None]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.freed")
@@ -207,19 +355,58 @@ def test_saved_state_dict_is_freed_with_last_reference(cpu_twins: Twins, kind: s
     assert not any(cpu_twins.values(outlived, FLAT, form=Form(kind)))
 
 
+def hooked(scene: Scene) -> dict[str, Any]:
+    """Return the arguments of hooks on a module inside a unit and on the root. The hooks change names and values."""
+    calls: list[Any] = []
+    head, root = scene.model.head, scene.model
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        calls.append(["before saving", type(module).__name__, prefix, keep_vars])
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        calls.append(["after saving", prefix, sorted(state_dict), metadata])
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].half()
+        state_dict[f"{prefix}extra"] = torch.ones(1)
+
+    def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        calls.append(["before loading", prefix, sorted(state_dict)])
+        state_dict.pop(f"{prefix}extra", None)
+        state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"].float() * 2
+
+    def after_load(module: nn.Module, keys: Any) -> None:
+        calls.append(["after loading", repr(keys)])
+
+    head.register_state_dict_pre_hook(before_save)
+    head._register_state_dict_hook(after_save)
+    head.register_load_state_dict_pre_hook(before_load)
+    root.register_load_state_dict_post_hook(after_load)
+    state_dict = root.state_dict()
+    calls.append([(key, described(value)) for key, value in state_dict.items()])
+    root.load_state_dict(state_dict)
+    return {"seen": calls, "whole": gathered_parameters(scene.library, root)}
+
+
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
 @both_kinds
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
 def test_hooks_of_users(twins: Twins, wrap: str, use_orig_params: bool) -> None:
     setup = Setup(wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    twins.agree(hook_cases.hooked, setup, EXACT)
+    twins.agree(hooked, setup, EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
 @both_kinds
 def test_modules_that_load_in_their_own_way(twins: Twins, use_orig_params: bool) -> None:
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
-    twins.agree(hook_cases.loaded_in_its_own_way, setup, EXACT, fits=True)
+    twins.agree(loaded_in_its_own_way, setup, EXACT, fits=True)
+
+
+def loaded_in_part(scene: Scene, *, form: Form, fault: str) -> dict[str, Any]:
+    """Load a state dict with missing or unexpected keys, with `strict=False`."""
+    state_dict = moved(state_dict_of(scene, form))
+    DAMAGES[fault](state_dict)
+    keys = scene.model.load_state_dict(state_dict, strict=False)
+    return {"keys": repr(keys), "state": unsharded_state(scene)}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.refused")
@@ -230,7 +417,7 @@ def test_non_strict_load_reports_missing_and_unexpected_keys(
     twins: Twins, kind: str, fault: str, use_orig_params: bool
 ) -> None:
     setup = leaf_by_leaf(use_orig_params=use_orig_params)
-    twins.agree(cases.loaded_in_part, setup, EXACT, form=Form(kind), fault=fault)
+    twins.agree(loaded_in_part, setup, EXACT, form=Form(kind), fault=fault)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.refused")
@@ -238,7 +425,7 @@ def test_non_strict_load_reports_missing_and_unexpected_keys(
 def test_faulty_state_dict_raises_like_torch(twins: Twins, kind: str, fault: str) -> None:
     """Every rank must raise torch's error. The model's state after the error is not compared."""
     arguments = {"form": Form(kind), "fault": fault, "on": range(twins.world_size)}
-    expected, actual = twins.of_both(cases.failed, FLAT, **arguments)
+    expected, actual = twins.of_both(state_dicts.failed, FLAT, **arguments)
     assert [outcome.value["error"] for outcome in actual] == [outcome.value["error"] for outcome in expected]
 
 
@@ -246,5 +433,5 @@ def test_faulty_state_dict_raises_like_torch(twins: Twins, kind: str, fault: str
 @pytest.mark.parametrize("fault", ["two parts", "without values"])
 def test_parts_that_cannot_be_taken_are_refused(twins_of: TwinsOf, fault: str) -> None:
     arguments = {"form": Form("SHARDED"), "fault": fault, "on": range(2)}
-    for value in twins_of(2).values(cases.failed, FLAT, **arguments):
+    for value in twins_of(2).values(state_dicts.failed, FLAT, **arguments):
         assert "Error" in str(value["error"])

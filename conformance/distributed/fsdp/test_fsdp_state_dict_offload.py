@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from conformance.distributed.fsdp import optim_state_cases, state_dict_cases
-from conformance.distributed.fsdp.optim_state_cases import Optimized, StateDictMethod
+from conformance.distributed.fsdp import optimizer_states, state_dicts
+from conformance.distributed.fsdp.optimizer_states import Optimized, StateDictMethod
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.state_dict_cases import Form
-from conformance.distributed.fsdp.state_dict_memory_cases import held_while_saving
+from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.state_dicts import Form, PeakBytes
 from conformance.distributed.fsdp.twins import (
     FLAT,
     RankOutcomes,
@@ -45,7 +46,7 @@ def contents_of(outcomes: Sequence[Outcome]) -> RankOutcomes:
 @pytest.mark.reference_limit("fsdp.full_state_dict_to_cpu")
 def test_torch_cannot_bring_a_whole_dict_to_a_cpu(torch_cannot: Callable[..., None]) -> None:
     form = Form("FULL", _TO_CPU)
-    torch_cannot(state_dict_cases.saved, FLAT, form=form)
+    torch_cannot(state_dicts.saved, FLAT, form=form)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
@@ -55,10 +56,23 @@ def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, use_orig_params: bool
     """The dict equals torch's dict without offload."""
     setup, config = leaf_by_leaf(use_orig_params=use_orig_params), {"rank0_only": rank0_only}
     expected, actual = (
-        cpu_twins.of(library, state_dict_cases.saved, setup, form=Form("FULL", flags))
+        cpu_twins.of(library, state_dicts.saved, setup, form=Form("FULL", flags))
         for library, flags in ((cpu_twins.reference, config), (cpu_twins.subject, config | _TO_CPU))
     )
     assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
+
+
+def held_while_saving(scene: Scene) -> tuple[int, float]:
+    """Return the bytes of one large unit's state dict on this rank, and the peak memory as a multiple of the model."""
+    torch.manual_seed(1)
+    body = nn.Sequential(*(nn.Linear(640, 640) for _ in range(5)))
+    model_bytes = sum(parameter.nbytes for parameter in body.parameters())
+    model = scene.wrap(body)
+    config = scene.api.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    scene.fsdp.set_state_dict_type(model, scene.api.StateDictType.FULL_STATE_DICT, config)
+    with PeakBytes(model.parameters()) as held:
+        state_dict = model.state_dict()
+    return sum(value.nbytes for value in state_dict.values()), held.most_bytes / model_bytes
 
 
 @clause("distributed.fsdp.fsdp_state_dict.held_once")
@@ -79,18 +93,17 @@ def test_states_of_parameters_that_are_offloaded(cpu_twins: Twins, strategy: str
     offloaded = replace(plain, offload_params=True)
     pairs = ((cpu_twins.reference, plain), (cpu_twins.subject, offloaded))
     expected, actual = (
-        cpu_twins.of(library, state_dict_cases.saved, setup, form=form) for library, setup in pairs
+        cpu_twins.of(library, state_dicts.saved, setup, form=form) for library, setup in pairs
     )
     assert_ranks_agree(contents_of(expected), contents_of(actual), EXACT)
 
     exchange = {"source": cpu_twins.subject.spec, "form": form}
-    for state in cpu_twins.values(state_dict_cases.exchanged, offloaded, **exchange):
+    for state in cpu_twins.values(state_dicts.exchanged, offloaded, **exchange):
         for name, value in state["expected"].items():
             assert torch.equal(state["whole"][name].values, value.values), name
 
     optimized = {"optimized": Optimized("momentum"), "way": StateDictMethod(kind, offloads=kind != "FULL")}
     expected, actual = (
-        cpu_twins.of(library, optim_state_cases.there_and_back, setup, **optimized)
-        for library, setup in pairs
+        cpu_twins.of(library, optimizer_states.there_and_back, setup, **optimized) for library, setup in pairs
     )
     assert_ranks_agree(expected, actual, EXACT)

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp import state_dict_cases as cases
-from conformance.distributed.fsdp import state_dict_hook_cases as hook_cases
-from conformance.distributed.fsdp import state_dict_memory_cases as memory_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import TREE, Program
-from conformance.distributed.fsdp.optim_state_cases import StateDictMethod
-from conformance.distributed.fsdp.state_dict_cases import Form
+from conformance.distributed.fsdp import state_dicts
+from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters
+from conformance.distributed.fsdp.optimizer_states import Optimized, StateDictMethod
+from conformance.distributed.fsdp.scene import TREE, Program, Scene, tried
+from conformance.distributed.fsdp.state_dicts import (
+    GROUP,
+    Form,
+    Received,
+    has_values_of_other,
+    moved,
+    rank_of,
+    set_form,
+    state_dict_of,
+    tried_to_load,
+)
 from conformance.distributed.fsdp.twins import (
     FLAT,
     ORIGINALS,
@@ -30,128 +45,45 @@ from conformance.distributed.fsdp.twins import (
 )
 from conformance.judge.clauses import clause
 
-MESH, GROUP = Setup(wrap="leaves", ranks="mesh"), Setup(wrap="leaves", ranks="group")
 each_kind = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 more_worlds = pytest.mark.world_sizes(also=[3])
-has_changed, is_as_before = each(lambda value: value["changed"]), each(lambda value: not value["changed"])
 
 
-def refused_for(rank: int) -> Callable[[RankOutcomes], bool]:
-    """Return whether all other ranks report that this rank could not load, and no rank changed anything."""
+def built_on_meta(scene: Scene, *, form: Form, assign: bool) -> dict[str, Any]:
+    """Load into a model that was wrapped on the meta device. Return what was loaded, and whether torch warned.
 
-    def do(outcomes: RankOutcomes) -> bool:
-        reported = [f"rank {rank} could not load" in str(value["error"]) for value in values_of(outcomes)]
-        return is_as_before(outcomes) and reported == [number != rank for number in range(len(outcomes))]
-
-    return do
-
-
-all_or_nothing = clause("distributed.fsdp.fsdp_state_dict.all_or_nothing")
-fails_on_one_rank = pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-
-
-@all_or_nothing
-@fails_on_one_rank
-@pytest.mark.parametrize("fault", ["missing", "misshaped", "without values"])
-@flat_or_originals
-@pytest.mark.world_sizes(fewest=2, also=[3])
-def test_load_failure_on_one_rank_changes_nothing(cpu_twins: Twins, setup: Setup, fault: str) -> None:
-    arguments = {"form": Form(), "fault": fault, "on": [1]}
-    cpu_twins.deviate(cases.failed, setup, **arguments, torch_does=has_changed, we_do=refused_for(1))
-
-
-@all_or_nothing
-@fails_on_one_rank
-def test_load_failure_on_all_ranks_changes_nothing(cpu_twins: Twins) -> None:
-    arguments = {"form": Form("SHARDED"), "fault": "missing", "on": range(cpu_twins.world_size)}
-    cpu_twins.deviate(cases.failed, FLAT, **arguments, torch_does=has_changed, we_do=is_as_before)
+    The unit has initialised its modules, except for the one that it ignores.
+    """
+    origin = scene.wrapped(scene.tree.build(1))
+    target = _wrapped_on_meta(scene)
+    for model in (origin, target):
+        set_form(scene.library, model, form)
+    state_dict, expected = origin.state_dict(), gathered_parameters(scene.library, origin)
+    ignored = [name for name in expected if name.startswith("body.parts.0.")]
+    state_dict |= {name: expected[name] for name in ignored}
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        target.load_state_dict(state_dict, assign=assign)
+    actual = gathered_parameters(scene.library, target)
+    loaded = {
+        name for name in actual if not actual[name].is_meta and torch.equal(actual[name], expected[name])
+    }
+    return {
+        "ignored": loaded.issuperset(ignored),
+        "managed": loaded.issuperset(actual.keys() - set(ignored)),
+        "warned": any("which is a no-op" in str(warning.message) for warning in reported),
+    }
 
 
-@all_or_nothing
-@fails_on_one_rank
-@pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
-@pytest.mark.parametrize("fault", ["missing buffer", "misshaped buffer"])
-@pytest.mark.world_sizes(fewest=2, also=[3])
-def test_parts_are_loaded_by_all_or_by_none(cpu_twins: Twins, kind: str, fault: str) -> None:
-    last = cpu_twins.world_size - 1
-    arguments = {"form": Form(kind), "fault": fault, "on": [last]}
-    cpu_twins.deviate(cases.failed, FLAT, **arguments, torch_does=has_changed, we_do=refused_for(last))
-
-
-@all_or_nothing
-@fails_on_one_rank
-@pytest.mark.world_sizes(fewest=2)
-def test_load_failure_below_plain_module_keeps_unit_unchanged(cpu_twins: Twins) -> None:
-    """The unit with the fault is left unchanged, and nn.Module continues with the next unit."""
-    bias = "body.parts.0.inner.bias"
-
-    def is_reported(outcomes: RankOutcomes) -> bool:
-        first, second, *_ = [str(value["error"]) for value in values_of(outcomes)]
-        is_untouched = each(lambda value: bias not in value["changed"])(outcomes)
-        return is_untouched and "rank 1 could not load" in first and "size mismatch" in second
-
-    cpu_twins.deviate(
-        cases.failed_below, FLAT, torch_does=each(lambda value: bias in value["changed"]), we_do=is_reported
+def _wrapped_on_meta(scene: Scene) -> nn.Module:
+    plain, device = scene.tree.build().to("meta"), scene.rank.device
+    return scene.fsdp(
+        plain,
+        device_id=device,
+        use_orig_params=scene.setup.uses_orig_params,
+        ignored_modules=[plain.body.parts[0]],
+        param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
     )
-
-
-@all_or_nothing
-@fails_on_one_rank
-def test_extra_states_of_a_load_that_fails(cpu_twins: Twins) -> None:
-    cpu_twins.deviate(
-        hook_cases.remembered,
-        FLAT,
-        torch_does=each(lambda memory: memory == ["old"]),
-        we_do=each(lambda memory: memory == ["new"]),
-    )
-
-
-@all_or_nothing
-@fails_on_one_rank
-def test_load_hook_that_raises_changes_nothing(twins_of: TwinsOf) -> None:
-    is_reported = each(lambda value: value["error"] == "KeyError: 'injected'")
-    twins_of(1).deviate(
-        hook_cases.raised_by_a_hook,
-        ORIGINALS,
-        torch_does=lambda outcomes: is_reported(outcomes) and has_changed(outcomes),
-        we_do=lambda outcomes: is_reported(outcomes) and is_as_before(outcomes),
-    )
-
-
-@clause("distributed.fsdp.fsdp_state_dict.misfits")
-def test_misfitting_weight_of_custom_load_raises(cpu_twins: Twins) -> None:
-    for value in cpu_twins.values(hook_cases.loaded_in_its_own_way, FLAT, fits=False):
-        assert "head.weight: rank" in value["error"]
-        assert "shape (1, 7), but keeps a tensor of shape (2, 7)" in value["error"]
-        assert not value["changed"]
-
-
-@clause("distributed.fsdp.fsdp_state_dict.misfits")
-@pytest.mark.parametrize(
-    ("setup", "kind"),
-    [(FLAT, "ShardedTensor"), (ORIGINALS, "ShardedTensor"), (MESH, "DTensor")],
-    ids=["flat", "originals", "mesh"],
-)
-@pytest.mark.world_sizes(fewest=2)
-def test_parts_of_another_shape(cpu_twins: Twins, setup: Setup, kind: str) -> None:
-    reported = (
-        f"body.parts.0.inner.weight: rank 1 of {cpu_twins.world_size} got a {kind} of shape (2, 7) "
-        "but the parameter has the shape"
-    )
-    arguments = {"form": Form("SHARDED"), "fault": "misshaped part", "on": [1]}
-    for value in cpu_twins.values(cases.failed, setup, **arguments):
-        assert reported in value["error"]
-        assert not value["changed"]
-
-
-@clause("distributed.fsdp.fsdp_state_dict.misfits")
-@flat_or_originals
-@pytest.mark.world_sizes(fewest=2)
-def test_meta_tensor_is_not_assigned(cpu_twins: Twins, setup: Setup) -> None:
-    arguments = {"form": Form(), "fault": "without values", "on": [1], "assign": True}
-    for value in cpu_twins.values(cases.failed, setup, **arguments):
-        assert "rank 1 got a meta tensor of shape" in value["error"]
-        assert not value["changed"]
 
 
 @clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
@@ -159,8 +91,29 @@ def test_meta_tensor_is_not_assigned(cpu_twins: Twins, setup: Setup) -> None:
 @both_kinds
 def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: bool) -> None:
     setup = Setup(arguments={"use_orig_params": use_orig_params})
-    for value in cpu_twins.values(cases.built_on_meta, setup, form=Form(kind), assign=False):
+    for value in cpu_twins.values(built_on_meta, setup, form=Form(kind), assign=False):
         assert value == {"ignored": False, "managed": True, "warned": True}
+
+
+def shard_placements(scene: Scene, *, form: Form) -> list[tuple[bool, bool]]:
+    set_form(scene.library, scene.model, form)
+    return _placements(scene, scene.model.state_dict(), offloads=form.config.get("offload_to_cpu", False))
+
+
+def _placements(scene: Scene, saved: Mapping[str, Any], *, offloads: bool) -> list[tuple[bool, bool]]:
+    """Return, for each shard of this rank, whether the shard and its metadata are on the requested device."""
+    device = torch.device("cpu") if offloads else scene.rank.device
+    placements: list[tuple[bool, bool]] = []
+    for value in tree_leaves(saved):
+        if isinstance(value, ShardedTensor):
+            own_metadata = [
+                shard for shard in value.metadata().shards_metadata if rank_of(shard) == scene.rank.rank
+            ]
+            for shard, shard_metadata in zip(value.local_shards(), own_metadata, strict=True):
+                placements.append(
+                    (shard.tensor.device == device, shard_metadata.placement.device() == device)
+                )
+    return placements
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
@@ -168,9 +121,11 @@ def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: boo
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
-    judge_placement(
-        twins, memory_cases.shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads})
-    )
+    judge_placement(twins, shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
+
+
+def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, bool]]:
+    return _placements(scene, way.save(scene, Optimized().stepped(scene.model)), offloads=way.offloads)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
@@ -187,7 +142,17 @@ def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads:
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_parts_of_states_are_where_they_are_said_to_be(twins: Twins, way: StateDictMethod) -> None:
-    judge_placement(twins, memory_cases.state_placements, way.offloads, way=way)
+    judge_placement(twins, state_placements, way.offloads, way=way)
+
+
+def devices_of_states(scene: Scene, *, way: StateDictMethod) -> set[str]:
+    """Return the device types of the saved states, or of their local shards."""
+    saved = tree_leaves(way.save(scene, Optimized("momentum").stepped(scene.model))["state"])
+    parts = (
+        [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        for value in saved
+    )
+    return {part.device.type for part in itertools.chain(*parts)}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
@@ -195,7 +160,7 @@ def test_parts_of_states_are_where_they_are_said_to_be(twins: Twins, way: StateD
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_that_are_not_sharded_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
     twins.deviate(
-        memory_cases.devices_of_states,
+        devices_of_states,
         leaf_by_leaf(strategy, use_orig_params=True),
         way=StateDictMethod("SHARDED"),
         torch_does=each(lambda devices: devices == {device}),
@@ -221,7 +186,7 @@ def judge_placement(twins: Twins, program: Program, offloads: bool, **arguments:
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
     twins.deviate(
-        memory_cases.shard_placements,
+        shard_placements,
         FLAT,
         form=Form("LOCAL", {"offload_to_cpu": True}),
         torch_does=raises(ValueError, "requires_grad property is incompatible"),
@@ -244,7 +209,7 @@ def test_late_parameter_of_wrapped_module_is_saved_and_loaded(
         return torch.equal(state["body.late"].values, expected)
 
     cpu_twins.deviate(
-        cases.with_a_late_parameter,
+        state_dicts.with_a_late_parameter,
         setup,
         form=Form(kind),
         of="",
@@ -258,7 +223,7 @@ def test_late_parameter_of_wrapped_module_is_saved_and_loaded(
 @each_kind
 def test_modules_built_on_meta_are_assigned_to(cpu_twins: Twins, kind: str) -> None:
     cpu_twins.deviate(
-        cases.built_on_meta,
+        built_on_meta,
         ORIGINALS,
         form=Form(kind),
         assign=True,
@@ -268,10 +233,19 @@ def test_modules_built_on_meta_are_assigned_to(cpu_twins: Twins, kind: str) -> N
     )
 
 
+def of_another_world(scene: Scene, *, kind: str) -> dict[str, Any]:
+    """Load a state dict that was saved over half of the ranks."""
+    half = Setup("HYBRID_SHARD", ranks="groups", shards=scene.rank.world_size // 2, wrap=scene.setup.wrap)
+    origin = scene.wrapped(scene.tree.build(1), half)
+    for model in (origin, scene.model):
+        set_form(scene.library, model, Form(kind))
+    return tried_to_load(scene, moved(origin.state_dict()))
+
+
 @clause("distributed.fsdp.fsdp_state_dict.another_world")
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
 def test_state_dict_of_half_world_is_refused(twins_of: TwinsOf, kind: str) -> None:
-    for rank, value in enumerate(twins_of(4).values(cases.of_another_world, FLAT, kind=kind)):
+    for rank, value in enumerate(twins_of(4).values(of_another_world, FLAT, kind=kind)):
         assert f"rank {rank} of 4 got" in value["error"]
         assert not value["changed"]
 
@@ -281,7 +255,7 @@ def test_state_dict_of_half_world_is_refused(twins_of: TwinsOf, kind: str) -> No
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_shards_of_original_parameters(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.loads_its_own,
+        state_dicts.loads_its_own,
         ORIGINALS,
         form=Form("LOCAL"),
         torch_does=each(lambda value: "head.weight" in value["keys"] and "Unexpected" in value["reported"]),
@@ -293,7 +267,7 @@ def test_shards_of_original_parameters(cpu_twins: Twins) -> None:
 @more_worlds
 def test_torchs_shards_of_original_parameters(cpu_twins: Twins) -> None:
     arguments = {"source": cpu_twins.reference.spec, "form": Form("LOCAL")}
-    for value in cpu_twins.values(cases.exchanged, ORIGINALS, **arguments):
+    for value in cpu_twins.values(state_dicts.exchanged, ORIGINALS, **arguments):
         assert value["keys"] == "<All keys matched successfully>"
         for name, expected in value["expected"].items():
             assert torch.equal(value["whole"][name].values, expected.values), name
@@ -303,7 +277,7 @@ def test_torchs_shards_of_original_parameters(cpu_twins: Twins) -> None:
 @pytest.mark.deviation("fsdp.local_of_replicas")
 def test_shards_of_every_replica(twins_of: TwinsOf) -> None:
     twins_of(4).deviate(
-        cases.loads_its_own,
+        state_dicts.loads_its_own,
         Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves"),
         form=Form("LOCAL"),
         torch_does=lambda outcomes: (
@@ -318,12 +292,18 @@ def test_shards_of_every_replica(twins_of: TwinsOf) -> None:
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.loads_its_own,
+        state_dicts.loads_its_own,
         GROUP,
         form=Form("SHARDED", {"_use_dtensor": True}),
         torch_does=raises(AttributeError),
         we_do=each(lambda value: value["loaded"] and value["types"] == ["DTensor", "Tensor"]),
     )
+
+
+def assigned(scene: Scene, *, form: Form) -> dict[str, Any]:
+    """Load with `assign` into a wrapped model, and then train. Return whether the model has the values."""
+    scene.model.load_state_dict(state_dict_of(scene, form), assign=True)
+    return {"loaded": has_values_of_other(scene), "loss": scene.backward()}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
@@ -333,35 +313,61 @@ def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
 @more_worlds
 def test_parameters_are_assigned(cpu_twins: Twins, setup: Setup, kind: str) -> None:
     we_do = each(lambda value: value["loaded"])
-    cpu_twins.deviate(cases.assigned, setup, form=Form(kind), we_do=we_do, may_agree=cpu_twins.is_alone)
+    cpu_twins.deviate(assigned, setup, form=Form(kind), we_do=we_do, may_agree=cpu_twins.is_alone)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.assigned_shards")
 @more_worlds
 def test_shards_are_assigned(cpu_twins: Twins) -> None:
-    assert all(value["loaded"] for value in cpu_twins.values(cases.assigned, FLAT, form=Form("LOCAL")))
+    assert all(value["loaded"] for value in cpu_twins.values(assigned, FLAT, form=Form("LOCAL")))
+
+
+def after_an_error_inside(scene: Scene) -> str:
+    """Return the type that is set after an exception inside the context."""
+    types = scene.library.distributed.fsdp.StateDictType
+    with contextlib.suppress(KeyError), scene.fsdp.state_dict_type(scene.model, types.SHARDED_STATE_DICT):
+        raise KeyError("injected")
+    return scene.fsdp.get_state_dict_type(scene.model).state_dict_type.name
 
 
 @clause("distributed.fsdp.fsdp_state_dict.settings_after_an_error")
 @pytest.mark.deviation("fsdp.state_dict_type_after_an_error")
 def test_settings_after_an_error(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.after_an_error_inside,
+        after_an_error_inside,
         FLAT,
         torch_does=each(lambda kind: kind == "SHARDED_STATE_DICT"),
         we_do=each(lambda kind: kind == "FULL_STATE_DICT"),
     )
 
 
+def set_on_no_unit(scene: Scene) -> Any:
+    """Enter the context for a module without units. Return the result or the error."""
+    types = scene.library.distributed.fsdp.StateDictType
+
+    def enter() -> str:
+        with scene.fsdp.state_dict_type(nn.Linear(1, 1), types.SHARDED_STATE_DICT):
+            return "entered"
+
+    return tried(enter)
+
+
 @clause("distributed.fsdp.fsdp_state_dict.settings_without_units")
 @pytest.mark.deviation("fsdp.state_dict_type_without_units")
 def test_settings_without_units(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.set_on_no_unit,
+        set_on_no_unit,
         FLAT,
         torch_does=each(lambda value: value.startswith("KeyError")),
         we_do=each(lambda value: value == "entered"),
     )
+
+
+def saved_while_unsharded(scene: Scene, *, form: Form) -> Any:
+    """Return the keys of a state dict inside summon_full_params, or the error."""
+    set_form(scene.library, scene.model, form)
+    with scene.fsdp.summon_full_params(scene.model, writeback=False):
+        return tried(lambda: list(scene.model.state_dict()))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.while_whole")
@@ -372,7 +378,7 @@ def test_rank0_only_saves_on_first_rank_while_summoned(cpu_twins: Twins) -> None
         return "head.weight" in first and all(map(holds_of_others, others))
 
     cpu_twins.deviate(
-        cases.saved_while_unsharded,
+        saved_while_unsharded,
         FLAT,
         form=Form("FULL", {"rank0_only": True}),
         torch_does=lambda outcomes: saves_on_first_rank_only(
@@ -387,7 +393,7 @@ def test_rank0_only_saves_on_first_rank_while_summoned(cpu_twins: Twins) -> None
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_not_saved_while_parameters_are_whole(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.saved_while_unsharded,
+        saved_while_unsharded,
         FLAT,
         form=Form("LOCAL"),
         torch_does=each(lambda value: str(value).startswith("ValueError")),
@@ -397,16 +403,41 @@ def test_shards_are_not_saved_while_parameters_are_whole(cpu_twins: Twins) -> No
     )
 
 
+def seen_by_a_hook(scene: Scene) -> Any:
+    """Return whether a module's own hook sees the full parameter and its values in SHARDED_STATE_DICT."""
+    whole = gathered_parameters(scene.library, scene.model)["head.weight"]
+    set_form(scene.library, scene.model, Form("SHARDED"))
+    sees_values: list[bool] = []
+
+    def after_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        value = state_dict[f"{prefix}weight"]
+        sees_values.append(tried(lambda: torch.equal(value, whole)) is True)
+
+    scene.model.head._register_state_dict_hook(after_save)
+    scene.model.state_dict()
+    return sees_values
+
+
 @clause("distributed.fsdp.fsdp_state_dict.hooks_of_parts")
 @pytest.mark.deviation("fsdp.hooks_see_no_wholes")
 @pytest.mark.world_sizes(fewest=2)
 def test_sharded_state_dict_hooks_see_no_full_values(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        hook_cases.seen_by_a_hook,
+        seen_by_a_hook,
         FLAT,
         torch_does=each(lambda sees_values: sees_values == [True]),
         we_do=each(lambda sees_values: sees_values == [False]),
     )
+
+
+def traffic(scene: Scene) -> dict[str, int]:
+    """Return the bytes that saving and loading SHARDED_STATE_DICT leave on this rank."""
+    set_form(scene.library, scene.model, Form("SHARDED"))
+    with Received() as saving:
+        state_dict = scene.model.state_dict()
+    with Received() as loading:
+        scene.model.load_state_dict(state_dict)
+    return {"saving": saving.bytes, "loading": loading.bytes}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.bytes_moved")
@@ -419,7 +450,7 @@ def test_sharded_state_dicts_move_what_is_held(cpu_twins: Twins, setup: Setup) -
     elements = sum(p.numel() for p in plain) / cpu_twins.world_size + sum(p[0].numel() for p in plain)
     share = int(elements * torch.float32.itemsize)
     cpu_twins.deviate(
-        memory_cases.traffic,
+        traffic,
         setup,
         torch_does=each(lambda value: min(value["saving"], value["loading"]) > share),
         we_do=each(lambda value: all(0 < moved <= share for moved in (value["saving"], value["loading"]))),

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from typing import Any
 
-from conformance.distributed.fsdp import stepped_params_cases as cases
+import pytest
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fsdp_training import clean, gathered_parameters
+from conformance.distributed.fsdp.scene import Scene, filled, tried
 from conformance.distributed.fsdp.twins import Twins, Wrapping, each, each_wrapping
 from conformance.judge.clauses import clause
 
 SECOND = {"second.weight", "second.bias"}
+
+
+def _backward(scene: Scene, model: nn.Module) -> None:
+    model(torch.linspace(-1, 1, 15, device=scene.rank.device).view(5, 3)).square().mean().backward()
+
+
+def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def optimizer_made_before(scene: Scene, *, of: str, use_orig_params: bool) -> dict[str, Any]:
+    """Make an optimizer before wrapping. Return the result or error of its first step, and the changed parameters.
+
+    Args:
+        of: the optimizer's parameters: those of the model, of a model on the "meta" device, or of a model of which only
+            a "frozen" module is wrapped; those that are put into it after wrapping ("replaced"); "ignored" parameters;
+            or those of another module, which may have one of the model's parameters ("shared").
+    """
+    wrap = partial(scene.wrap, use_orig_params=use_orig_params)
+    model: Any = filled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))).to(scene.rank.device)
+    other = filled(nn.Linear(3, 4)).to(scene.rank.device)
+    trained = model.to("meta") if of == "meta" else model
+    if of in ("another", "shared"):
+        trained = other
+    if of == "shared":
+        other.weight = model[0].weight
+    stepped = model[0] if of == "ignored" else trained
+    optimizer = torch.optim.SGD(stepped.parameters(), 0.1)
+    if of == "frozen":
+        model[1] = wrap(model[1].requires_grad_(False))
+    else:
+        model = wrap(model, ignored_states=[*model[0].parameters()] if of == "ignored" else None)
+    if of == "replaced":
+        optimizer.param_groups[0]["params"] = [*model.parameters()]
+    before = gathered_parameters(scene.library, model)
+    _backward(scene, other if trained is other else model)
+    step = tried(optimizer.step)
+    return {"step": step, "changed": _changed(before, gathered_parameters(scene.library, model))}
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.optimizer_made_before")
@@ -18,7 +62,7 @@ def test_step_of_optimizer_made_before_wrapping_is_an_error(
     twins: Twins, of: str, use_orig_params: bool
 ) -> None:
     twins.deviate(
-        cases.optimizer_made_before,
+        optimizer_made_before,
         of=of,
         use_orig_params=use_orig_params,
         torch_does=each(lambda value: value == {"step": None, "changed": []}),
@@ -43,9 +87,46 @@ def test_step_of_optimizer_made_before_wrapping_is_an_error(
 def test_optimizer_made_before_wrapping_steps_parameters_that_stay(
     twins: Twins, of: str, use_orig_params: bool
 ) -> None:
-    for outcome in twins.agree(cases.optimizer_made_before, of=of, use_orig_params=use_orig_params):
+    for outcome in twins.agree(optimizer_made_before, of=of, use_orig_params=use_orig_params):
         assert outcome.value["step"] is None
         assert bool(outcome.value["changed"]) == (of not in ("another", "shared"))
+
+
+class HalfUsed(nn.Module):
+    """Model whose second layer takes part in every second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        hidden = self.first(x)
+        return self.second(hidden) if self.forwards % 2 else hidden
+
+
+def unused_parameters(scene: Scene, *, is_unit: bool, use_orig_params: bool, strategy: str) -> dict[str, Any]:
+    """Train a layer in a first step and leave it out of a second one. Return what the second step does to it.
+
+    Args:
+        is_unit: the layer is a unit of its own.
+    """
+    model: Any = filled(HalfUsed())
+    wrap = partial(scene.wrap, use_orig_params=use_orig_params, strategy=strategy)
+    if is_unit:
+        model.second = wrap(model.second)
+    model = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1)
+    _backward(scene, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = gathered_parameters(scene.library, model)
+    _backward(scene, model)
+    gradients = {clean(name): parameter.grad for name, parameter in model.named_parameters()}
+    optimizer.step()
+    after = gathered_parameters(scene.library, model)
+    return {"gradients": gradients, "parameters": after, "changed": _changed(before, after)}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.unused_parameters")
@@ -54,5 +135,5 @@ def test_optimizer_made_before_wrapping_steps_parameters_that_stay(
 def test_unused_parameters_of_used_units_are_stepped_with_zeros(
     twins: Twins, wrapping: Wrapping, is_unit: bool
 ) -> None:
-    for outcome in twins.agree(cases.unused_parameters, is_unit=is_unit, **wrapping):
+    for outcome in twins.agree(unused_parameters, is_unit=is_unit, **wrapping):
         assert SECOND & {*outcome.value["changed"]} == (set() if is_unit else SECOND)

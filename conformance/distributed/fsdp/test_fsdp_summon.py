@@ -11,11 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import summon_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.lab import SIMPLE, TREE
-from conformance.distributed.fsdp.module_trees import call, out_of_form
+from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters, state_of
+from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scene import SIMPLE, TREE, Scene, named, tried
 from conformance.distributed.fsdp.twins import (
     FLAT,
     STRATEGIES,
@@ -39,6 +38,31 @@ options = st.fixed_dictionaries(
 )
 
 
+def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float = 0.0) -> dict[str, Any]:
+    """Return the tensors inside `summon_full_params`, and after it.
+
+    If `adds` is not zero, `adds` plus the rank is added to each parameter, and with `with_grads` to each gradient. `at`
+    is the number of the unit, counted from the root.
+    """
+    scene.backward()
+    with scene.fsdp.summon_full_params(scene.units[at], **options):
+        inside = {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
+        buffers = [name for name, _ in scene.model.named_buffers()]
+        with torch.no_grad():
+            for parameter in scene.model.parameters():
+                if adds:
+                    parameter.add_(adds + scene.rank.rank)
+                if adds and parameter.grad is not None and options.get("with_grads"):
+                    parameter.grad.add_(adds + scene.rank.rank)
+    return {
+        "inside": inside,
+        "buffers": buffers,
+        "shards": {name: state_of(parameter) for name, parameter in scene.model.named_parameters()},
+        "whole": gathered_parameters(scene.library, scene.model),
+        "trained": [parameter.requires_grad for parameter in scene.model.parameters()],
+    }
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.options")
 @each_strategy
 @share_of_examples(0.7)
@@ -56,7 +80,14 @@ def test_every_option(
     twins: Twins, strategy: str, options: Mapping[str, bool], use_orig_params: bool, at: int, adds: float
 ) -> None:
     setup = leaf_by_leaf(strategy, use_orig_params)
-    twins.agree(summon_cases.summon, setup, may_raise=True, options=options, at=at, adds=adds)
+    twins.agree(summon, setup, may_raise=True, options=options, at=at, adds=adds)
+
+
+def unsharded(scene: Scene, *, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the full parameters and gradients on the device where they are shown."""
+    scene.backward()
+    with scene.fsdp.summon_full_params(scene.model, **options):
+        return {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.whole")
@@ -64,34 +95,104 @@ def test_every_option(
 def test_parameters_are_whole_and_named_as_before_wrapping(twins: Twins, strategy: str) -> None:
     plain = {name: parameter.detach() for name, parameter in TREE.build().named_parameters()}
     setup, options = leaf_by_leaf(strategy, use_orig_params=True), {"with_grads": True}
-    for whole in twins.values(summon_cases.unsharded, setup, options=options):
+    for whole in twins.values(unsharded, setup, options=options):
         assert list(whole) == list(plain)
         for name, state in whole.items():
             assert torch.equal(state["value"].values, plain[name]), name
             assert state["grad"].values.shape == plain[name].shape
 
 
+def trains_on(scene: Scene) -> list[torch.Tensor]:
+    """Return the losses before and after a summon that changes the parameters."""
+    losses = [scene.backward()]
+    with scene.fsdp.summon_full_params(scene.model), torch.no_grad():
+        for parameter in scene.model.parameters():
+            parameter.mul_(0.5)
+    losses.append(scene.backward(1))
+    return losses
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.writeback")
 @each_wrapping
 def test_changes_inside_summon_are_trained_on(twins: Twins, wrapping: Wrapping) -> None:
-    twins.agree(summon_cases.trains_on, leaf_by_leaf(**wrapping))
+    twins.agree(trains_on, leaf_by_leaf(**wrapping))
+
+
+def summon_in_summon(scene: Scene) -> Any:
+    with scene.fsdp.summon_full_params(scene.model):
+        return tried(lambda: scene.fsdp.summon_full_params(scene.model).__enter__())
+
+
+def summon_in_forward(scene: Scene) -> Any:
+    return _summoned_by(scene, scene.model.head.register_forward_pre_hook)
+
+
+def summon_in_backward(scene: Scene) -> Any:
+    return _summoned_by(scene, scene.model.head.register_full_backward_hook)
+
+
+def _summoned_by(scene: Scene, register: Any) -> Any:
+    attempts: list[Any] = []
+    register(
+        lambda *_: attempts.append(tried(lambda: scene.fsdp.summon_full_params(scene.model).__enter__()))
+    )
+    scene.backward()
+    return attempts
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
 @pytest.mark.parametrize(
     "asks",
-    [summon_cases.summon_in_summon, summon_cases.summon_in_forward, summon_cases.summon_in_backward],
+    [summon_in_summon, summon_in_forward, summon_in_backward],
     ids=lambda asks: asks.__name__,
 )
 def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, asks: Any) -> None:
     assert "AssertionError" in str(twins.agree(asks, FLAT)[0].value)
 
 
+def backward_in_summon(scene: Scene) -> Any:
+    loss = loss_of(scene.forward())
+    with scene.fsdp.summon_full_params(scene.model):
+        return tried(loss.backward)
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
 @each_wrapping
 def test_backward_of_earlier_forward_inside_summon_is_refused(twins: Twins, wrapping: Wrapping) -> None:
     setup = replace(leaf_by_leaf(**wrapping), wrap="root")
-    assert "ValueError" in str(twins.agree(summon_cases.backward_in_summon, setup)[0].value)
+    assert "ValueError" in str(twins.agree(backward_in_summon, setup)[0].value)
+
+
+def computes(
+    scene: Scene, *, options: Mapping[str, Any], by: str = "unit", backward: str = "", adds: float = 0.0
+) -> dict[str, Any]:
+    """Run a forward inside, of the root unit or of the `module` that it wraps.
+
+    `backward` is `inside`, `after` or empty.
+    """
+    with scene.fsdp.summon_full_params(scene.model, **options):
+        with torch.no_grad():
+            for parameter in scene.model.parameters() if adds else ():
+                parameter.add_(adds)
+        with torch.set_grad_enabled(bool(backward)):
+            model = scene.model if by == "unit" else scene.model.module
+            output = out_of_form(
+                call(model, scene.tree, scene.tree.batch(0, scene.rank.rank).on(scene.rank.device))
+            )
+        inside = [parameter.shape for parameter in scene.model.parameters()]
+        if backward == "inside":
+            loss_of(output).backward()
+    if backward == "after":
+        loss_of(output).backward()
+    gradients = scene.gradients()
+    scene.model.zero_grad()
+    return {
+        "output": output.detach(),
+        "inside": inside,
+        "gradients": gradients,
+        "whole": gathered_parameters(scene.library, scene.model),
+        "loss": scene.backward(1),
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
@@ -111,7 +212,7 @@ def test_forward_inside_summon_matches_torch(
         "tree": SIMPLE,
     }
     setup = leaf_by_leaf(strategy, use_orig_params=True)
-    expected, actual = twins.of_both(summon_cases.computes, setup, **arguments)
+    expected, actual = twins.of_both(computes, setup, **arguments)
     assert_ranks_agree(_without_shapes(expected), _without_shapes(actual), ONE_STEP)
     values_of(actual)
 
@@ -133,7 +234,7 @@ def test_forward_of_inner_units_inside_summon_matches_torch(
     """Only the outermost unit is summoned, as for a model that generates."""
     options = {"recurse": False, "writeback": writeback}
     arguments = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0, "tree": SIMPLE}
-    twins.agree(summon_cases.computes, leaf_by_leaf(use_orig_params=use_orig_params), **arguments)
+    twins.agree(computes, leaf_by_leaf(use_orig_params=use_orig_params), **arguments)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
@@ -163,7 +264,7 @@ def test_forward_inside_summon_leaves_parameters_unsharded(
         )
 
     twins.deviate(
-        summon_cases.computes,
+        computes,
         leaf_by_leaf(**wrapping),
         tree=SIMPLE,
         options={"writeback": writeback},
@@ -183,13 +284,24 @@ def _is_close(expected: Any, actual: torch.Tensor) -> bool:
 @each_wrapping
 def test_forward_inside_summon_uses_mixed_precision(twins: Twins, wrapping: Wrapping) -> None:
     twins.deviate(
-        summon_cases.computes,
+        computes,
         leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16}),
         tree=SIMPLE,
         options={"writeback": True},
         torch_does=raises(RuntimeError, "dtype"),
         we_do=each(lambda value: value["output"].dtype is torch.bfloat16),
     )
+
+
+def backward_beside_gradients(scene: Scene) -> Any:
+    """Return the error of a backward inside the context while full gradients are shown."""
+    scene.backward()
+
+    def inside() -> None:
+        with scene.fsdp.summon_full_params(scene.model, with_grads=True):
+            scene.backward(1)
+
+    return tried(inside)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backward_beside_whole_gradients")
@@ -199,7 +311,7 @@ def test_forward_inside_summon_uses_mixed_precision(twins: Twins, wrapping: Wrap
 def test_backward_beside_unsharded_gradients_is_refused(twins: Twins, strategy: str) -> None:
     text = "inside summon_full_params(with_grads=True), where `.grad` holds unsharded gradients"
     twins.deviate(
-        summon_cases.backward_beside_gradients,
+        backward_beside_gradients,
         leaf_by_leaf(strategy, use_orig_params=True),
         tree=SIMPLE,
         torch_does=each(lambda value: "AttributeError: " in str(value)),
@@ -207,10 +319,26 @@ def test_backward_beside_unsharded_gradients_is_refused(twins: Twins, strategy: 
     )
 
 
+def restores_after_an_error(scene: Scene) -> dict[str, Any]:
+    """Raise inside the context. Return the error, the restored shards and the next loss."""
+
+    def raises() -> None:
+        with scene.fsdp.summon_full_params(scene.model):
+            raise KeyError("injected")
+
+    return {"raised": tried(raises), "shards": named(scene.model), "loss": scene.backward()}
+
+
+def of_plain_modules(scene: Scene) -> dict[str, torch.Tensor]:
+    """Summon a module that is not a unit, with units inside and around it."""
+    with scene.fsdp.summon_full_params(scene.model.body):
+        return named(scene.model.body)
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.restores")
 @pytest.mark.parametrize(
     "asks",
-    [summon_cases.restores_after_an_error, summon_cases.of_plain_modules],
+    [restores_after_an_error, of_plain_modules],
     ids=lambda asks: asks.__name__,
 )
 @each_strategy
@@ -223,7 +351,7 @@ def test_leaves_shards_behind(twins: Twins, strategy: str, asks: Any) -> None:
 def test_torch_cannot_offload_on_a_cpu(torch_cannot: Callable[..., None]) -> None:
     """torch's ranks fail when they free the gathered parameters."""
     options = {"offload_to_cpu": True, "writeback": False}
-    torch_cannot(summon_cases.unsharded, Setup(), options=options)
+    torch_cannot(unsharded, Setup(), options=options)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")
@@ -242,13 +370,28 @@ def test_offloads_what_it_gathers(
     options = {"writeback": False, "rank0_only": rank0_only}
     offloading = options | {"offload_to_cpu": True}
     asked_of_torch = options if twins.pool.device == "cpu" else offloading
-    expected = twins.of(twins.reference, summon_cases.unsharded, setup, options=asked_of_torch)
-    actual = twins.of_subject(summon_cases.unsharded, setup, options=offloading)
+    expected = twins.of(twins.reference, unsharded, setup, options=asked_of_torch)
+    actual = twins.of_subject(unsharded, setup, options=offloading)
     for outcome in actual:
         assert any("may result in" in text for _, text in outcome.warned) is not rank0_only, outcome.warned
     assert_ranks_agree(
         *([replace(outcome, warned=()) for outcome in ranks] for ranks in (expected, actual)), TRAINED
     )
+
+
+def changed_behind(scene: Scene) -> dict[str, torch.Tensor]:
+    """Return the tensors that a second summon showed. The parameters are zeroed right after it.
+
+    The second summon shows them in memory that the first one kept.
+    """
+    shown: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        with scene.fsdp.summon_full_params(scene.model, writeback=False):
+            shown = named(scene.model)
+    with torch.no_grad():
+        for parameter in scene.model.parameters():
+            parameter.zero_()
+    return shown
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.offloaded_and_changed")
@@ -262,7 +405,7 @@ def test_summoned_values_precede_later_host_writes(twins: Twins, wrapping: Wrapp
         return all(torch.equal(parameters[name].values, parameter) for name, parameter in plain.items())
 
     twins.deviate(
-        summon_cases.changed_behind,
+        changed_behind,
         setup,
         torch_does=lambda outcomes: not each(is_right)(outcomes),
         we_do=each(is_right),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp import torch_limit_removed_cases as cases
+from conformance.distributed.fsdp import special_modules
+from conformance.distributed.fsdp.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.scene import Scene, filled
+from conformance.distributed.fsdp.special_modules import Nothing, Positioned, accumulated
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged, gave
 from conformance.distributed.fsdp.traffic import counts
 from conformance.distributed.fsdp.twins import STRATEGIES, Twins, both_kinds, each, each_strategy, raises
@@ -15,6 +21,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 
 torchs_limit = clause("distributed.fsdp.fsdp_torch_limit_removed.returned_parameters")
+
 sharded_or_not = pytest.mark.parametrize(
     "strategy",
     [
@@ -29,14 +36,28 @@ sharded_or_not = pytest.mark.parametrize(
 
 @sharded_or_not
 def test_parameters_that_are_returned_are_trained(cpu_twins: Twins, strategy: str) -> None:
-    outcomes = cpu_twins.of_subject(cases.accumulate, module="returned", strategy=strategy)
+    outcomes = cpu_twins.of_subject(special_modules.accumulate, module="returned", strategy=strategy)
     assert averaged("returned")(outcomes), outcomes
+
+
+class Both(Positioned):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.both(x)
+
+
+def returned_parameters(scene: Scene, *, strategy: str, inference: bool) -> torch.Tensor:
+    """Return parameters that a forward without gradients returned, after other memory of their size was written to."""
+    model = scene.wrap(Both(), strategy=strategy)
+    with torch.inference_mode() if inference else torch.no_grad():
+        returned = model(torch.ones(5, 3))[1]
+    _others = [torch.zeros(numel) for numel in range(1, 64)]
+    return returned.clone()
 
 
 @pytest.mark.parametrize("inference", [False, True])
 @sharded_or_not
 def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: str, inference: bool) -> None:
-    for read in cpu_twins.values(cases.returned_parameters, strategy=strategy, inference=inference):
+    for read in cpu_twins.values(returned_parameters, strategy=strategy, inference=inference):
         assert torch.equal(read.values, torch.ones(5, 2)), read
 
 
@@ -46,7 +67,7 @@ def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: st
 @each_strategy
 def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) -> None:
     cpu_twins.deviate(
-        cases.accumulate,
+        special_modules.accumulate,
         module=module,
         strategy=strategy,
         we_do=averaged(module),
@@ -58,14 +79,42 @@ def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) ->
 @pytest.mark.parametrize("module", ["object with a parameter", "object inside with a parameter"])
 @each_strategy
 def test_returned_object_may_hold_parameters(cpu_twins: Twins, strategy: str, module: str) -> None:
-    outcomes = cpu_twins.of_subject(cases.accumulate, module=module, strategy=strategy)
+    outcomes = cpu_twins.of_subject(special_modules.accumulate, module=module, strategy=strategy)
     assert averaged(module)(outcomes), outcomes
+
+
+class OutputRecord:
+    """Object that is passed from unit to unit and keeps the output of each."""
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(
+        self, inputs: tuple[torch.Tensor, OutputRecord | None]
+    ) -> tuple[torch.Tensor, OutputRecord | None]:
+        x, record = inputs
+        x = self.layer(x).tanh()
+        if record is not None:
+            record.outputs.append(x)
+        return x, record
+
+
+def one_step_of_many_units(scene: Scene, *, keeps: bool) -> None:
+    model = scene.wrap(nn.Sequential(*(Keeping() for _ in range(4))), units=[Keeping])
+    output, _ = model((torch.ones(2, 3), OutputRecord() if keeps else None))
+    output.sum().backward()
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.objects")
 def test_object_passed_between_units_adds_no_gathers(twins: Twins) -> None:
     def issued(keeps: bool) -> list[Counter[str]]:
-        twins.values(cases.one_step_of_many_units, keeps=keeps)
+        twins.values(one_step_of_many_units, keeps=keeps)
         return [counts(trace) for trace in twins.pool.traces]
 
     assert issued(keeps=True) == issued(keeps=False)
@@ -76,7 +125,7 @@ def test_object_passed_between_units_adds_no_gathers(twins: Twins) -> None:
 @each_strategy
 def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
     cpu_twins.deviate(
-        cases.accumulate,
+        special_modules.accumulate,
         module="no elements",
         strategy=strategy,
         torch_does=raises(AssertionError, "unsharded_end_idx"),
@@ -84,12 +133,25 @@ def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
     )
 
 
+def states_without_elements(scene: Scene) -> dict[str, Any]:
+    """Return the shapes of gradients and the names of saved states. The last parameter has no elements."""
+    whole = nn.Sequential(nn.Linear(3, 4), Nothing())
+    model = scene.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    accumulated(model, scene.rank.rank)
+    gradients = [
+        parameter.grad is not None and tuple(parameter.grad.shape) for parameter in model.parameters()
+    ]
+    optimizer.step()
+    return {"gradients": gradients, "saved": sorted(scene.fsdp.optim_state_dict(model, optimizer)["state"])}
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
 @pytest.mark.deviation("fsdp.unsharded_without_elements")
 def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None:
     expected = {"gradients": [(4, 3), (4,), (0, 4)], "saved": ["0.bias", "0.weight", "1.weight"]}
     cpu_twins.deviate(
-        cases.states_without_elements,
+        states_without_elements,
         torch_does=raises(RuntimeError, "1.weight is not in the optimizer state"),
         we_do=each(lambda value: value == expected),
     )
@@ -98,9 +160,39 @@ def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
 def test_hooks_of_inner_module_may_read_parameters(cpu_twins: Twins) -> None:
     with torch.no_grad():
-        expected = cases.built("normed")(torch.ones(1, 3))
-    outcomes = cpu_twins.of_subject(cases.output_of_an_inner_module, module="normed")
+        expected = special_modules.built("normed")(torch.ones(1, 3))
+    outcomes = cpu_twins.of_subject(special_modules.output_of_an_inner_module, module="normed")
     assert gave(expected)(outcomes), outcomes
+
+
+class Full(nn.Module):
+    """Model that passes float32 inputs to a unit, whose forward may be checkpointed."""
+
+    def __init__(self, computed_again: bool) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.computed_again = computed_again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).float()
+        return checkpoint(self.unit, x, use_reentrant=False) if self.computed_again else self.unit(x)
+
+
+def computed_again_in_low_precision(scene: Scene, *, around: str) -> list[dict[str, torch.Tensor]]:
+    """Return the gradients without and with activation checkpointing, around a `unit` or the `root`."""
+    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+
+    def gradients(computed_again: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        plain = Full(computed_again and around == "unit")
+        model = scene.wrap(plain, units=[nn.Sequential], mixed_precision=precision)
+        x = torch.linspace(-1, 1, 15).view(5, 3).requires_grad_()
+        is_around_root = computed_again and around == "root"
+        output = checkpoint(model, x, use_reentrant=False) if is_around_root else model(x)
+        output.float().square().mean().backward()
+        return gathered_gradients(scene.library, model)
+
+    return [gradients(False), gradients(True)]
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computed_again_in_low_precision")
@@ -108,7 +200,7 @@ def test_hooks_of_inner_module_may_read_parameters(cpu_twins: Twins) -> None:
 @pytest.mark.parametrize("around", ["unit", "root"])
 def test_recomputed_unit_casts_its_inputs(cpu_twins: Twins, around: str) -> None:
     cpu_twins.deviate(
-        cases.computed_again_in_low_precision,
+        computed_again_in_low_precision,
         around=around,
         torch_does=raises(RuntimeError, "must have the same dtype"),
         we_do=each(lambda gradients: _are_equal(*gradients)),
@@ -122,7 +214,14 @@ def _are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) 
     )
 
 
+def mapped(scene: Scene, *, use_orig_params: bool) -> torch.Tensor:
+    """Return the output of torch.vmap for a model that was never called before."""
+    plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    model = scene.wrap(plain, use_orig_params=use_orig_params)
+    return torch.vmap(model)(torch.linspace(-1, 1, 12).view(2, 2, 3)).detach()
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.transforms")
 @both_kinds
 def test_model_works_under_vmap(twins: Twins, use_orig_params: bool) -> None:
-    twins.agree(cases.mapped, tolerance=TRAINED, use_orig_params=use_orig_params)
+    twins.agree(mapped, tolerance=TRAINED, use_orig_params=use_orig_params)

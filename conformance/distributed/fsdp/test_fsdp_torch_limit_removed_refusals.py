@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from conformance.distributed.fsdp import construct_cases
-from conformance.distributed.fsdp import torch_limit_removed_cases as cases
-from conformance.distributed.fsdp.construct_cases import USED_UP
-from conformance.distributed.fsdp.fsdp_cases import Setup
+from conformance.distributed.fsdp import wrapping_errors
+from conformance.distributed.fsdp.fsdp_training import Setup
+from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.special_modules import accumulated, built
 from conformance.distributed.fsdp.twins import Twins, both_kinds, each, raises
+from conformance.distributed.fsdp.wrapping_errors import USED_UP
 from conformance.judge.clauses import clause
+
+
+class Doubling(nn.Linear):
+    """Linear layer that changes its own weight in forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return super().forward(input)
+
+
+def weight_changed_in_forward(scene: Scene) -> torch.Tensor:
+    """Return the full weight after a forward that changed it. The weight began with ones."""
+    plain = Doubling(3, 4)
+    nn.init.ones_(plain.weight)
+    model = scene.wrap(plain)
+    model(torch.ones(1, 3)).sum().backward()
+    with scene.fsdp.summon_full_params(model):
+        return model.module.weight.detach().clone()
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.change_in_forward")
 def test_weight_changed_in_forward_is_not_lost(cpu_twins: Twins) -> None:
-    outcomes = cpu_twins.of_subject(cases.weight_changed_in_forward)
+    outcomes = cpu_twins.of_subject(weight_changed_in_forward)
     is_kept = each(lambda weight: (weight.values == 2).all())(outcomes)
     assert is_kept or any(raises(RuntimeError, text)(outcomes) for text in ("weight", "modified inplace")), (
         outcomes
     )
 
 
+def tied_in_two_units(scene: Scene) -> int:
+    """Return the number of parameters to step if two explicitly wrapped units share one."""
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    second.weight = first.weight
+    return len(list(scene.wrap(nn.Sequential(scene.wrap(first), scene.wrap(second))).parameters()))
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_two_units")
 @pytest.mark.deviation("fsdp.tied_in_two_units")
 def test_parameter_tied_in_two_units_is_refused(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.tied_in_two_units,
+        tied_in_two_units,
         torch_does=each(lambda parameters: parameters == 2),
         we_do=raises(ValueError, "is the same parameter as weight"),
     )
+
+
+def copied(scene: Scene, *, use_orig_params: bool) -> str:
+    """Return the type of a deep copy of a model with an inner unit."""
+    inner = scene.wrap(nn.Linear(4, 2), use_orig_params=use_orig_params)
+    model = scene.wrap(nn.Sequential(nn.Linear(3, 4), inner), use_orig_params=use_orig_params)
+    return type(copy.deepcopy(model)).__name__
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.copies")
@@ -38,7 +75,7 @@ def test_parameter_tied_in_two_units_is_refused(cpu_twins: Twins) -> None:
 @both_kinds
 def test_copy_of_wrapped_model_is_refused_with_cure(cpu_twins: Twins, use_orig_params: bool) -> None:
     cpu_twins.deviate(
-        cases.copied,
+        copied,
         use_orig_params=use_orig_params,
         torch_does=lambda outcomes: all(
             outcome.raised and "wrapped" not in outcome.raised.text for outcome in outcomes
@@ -55,11 +92,33 @@ def test_ignored_modules_may_be_iterator(cpu_twins: Twins, way: str) -> None:
         return any(name.endswith("head.weight") for name in report["parameters"])
 
     cpu_twins.deviate(
-        construct_cases.construct,
+        wrapping_errors.construct,
         way=way,
         torch_does=each(lambda report: not is_ignored(report)),
         we_do=each(is_ignored),
     )
+
+
+def tied_on_meta(scene: Scene, *, across: bool, by: str) -> tuple[int, float]:
+    """Wrap tied weights on the meta device, in one unit or `across` two.
+
+    Return the number of parameters and the sum of their absolute gradients.
+    """
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4, bias=False)))
+    plain[1][0].weight = plain[0].weight
+
+    def fill(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=by == "recursive function")
+        for parameter in module.parameters(recurse=by == "recursive function"):
+            nn.init.ones_(parameter)
+
+    arguments = {} if by == "reset" else {"param_init_fn": fill}
+    model = scene.wrap(plain, use_orig_params=True, units=[nn.Sequential] if across else [], **arguments)
+    model(torch.ones(2, 4)).sum().backward()
+    with scene.fsdp.summon_full_params(model, with_grads=True):
+        parameters = list(model.parameters())
+        return len(parameters), sum(float(parameter.grad.abs().sum()) for parameter in parameters)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_on_meta")
@@ -74,7 +133,7 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(cpu_twins: Twins, ac
     # The sum over 2 rows and 4 outputs: inner weight 2 * 4 * 5 * 4, outer weight 2 * 4 * 4 * 4, bias 2 * 4 * 4.
     of_ones = 160 + 128 + 32
     cpu_twins.deviate(
-        cases.tied_on_meta,
+        tied_on_meta,
         across=across,
         by=by,
         torch_does=each(lambda value: value[0] == 3),
@@ -82,11 +141,20 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(cpu_twins: Twins, ac
     )
 
 
+def clipped_with_an_inf(scene: Scene) -> torch.Tensor:
+    """Clip with `error_if_nonfinite` while one rank's gradients contain an inf."""
+    model = scene.wrap(built("plain"))
+    accumulated(model, scene.rank.rank)
+    if scene.rank.rank == 0:
+        next(model.parameters()).grad[0] = torch.inf
+    return model.clip_grad_norm_(0.5, error_if_nonfinite=True, foreach=False)
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.nonfinite_is_refused")
 @pytest.mark.deviation("fsdp.clip_can_refuse")
 def test_clipping_refuses_an_inf_of_another_rank(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
-        cases.clipped_with_an_inf,
+        clipped_with_an_inf,
         torch_does=raises(TypeError, "error_if_nonfinite"),
         we_do=raises(RuntimeError, "non-finite"),
     )
@@ -100,7 +168,7 @@ def test_model_moved_to_meta_device_refuses_to_compute(cpu_twins: Twins, use_ori
         (NotImplementedError, "meta device") if use_orig_params else (RuntimeError, "parameters on meta")
     )
     cpu_twins.deviate(
-        construct_cases.moved_away,
+        wrapping_errors.moved_away,
         Setup(arguments={"use_orig_params": use_orig_params}),
         torch_does=raises(NotImplementedError, "Cannot copy out of meta tensor"),
         we_do=raises(*refusal),
@@ -109,4 +177,4 @@ def test_model_moved_to_meta_device_refuses_to_compute(cpu_twins: Twins, use_ori
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 def test_model_returns_from_meta_device(cpu_twins: Twins) -> None:
-    cpu_twins.values(construct_cases.moved_away, returns=True)
+    cpu_twins.values(wrapping_errors.moved_away, returns=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from conformance.distributed.fsdp import torch_limit_removed_cases as cases
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp import special_modules
+from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import assert_like_unsharded, trains_like_unsharded
+from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.special_modules import accumulated, built
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged_gradients, gave
 from conformance.distributed.fsdp.twins import Twins, each, holds, raises
@@ -16,11 +21,23 @@ from conformance.judge.clauses import clause
 
 
 def output_without_sharding(ranks: int, steps: bool = True) -> torch.Tensor:
-    model = cases.built("plain")
+    model = special_modules.built("plain")
     gradients = averaged_gradients("plain", ranks)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.sub_(gradients[name], alpha=0.5 if steps else 0.0)
+        return model(torch.ones(1, 3))
+
+
+def output_after_a_step(scene: Scene, *, evaluates: bool, fused: bool) -> torch.Tensor:
+    """Return the model's output after a step. The model may be evaluated between the backward and the step."""
+    model = scene.wrap(built("plain"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    accumulated(model, scene.rank.rank)
+    with torch.no_grad():
+        if evaluates:
+            model(torch.ones(1, 3))
+        optimizer.step()
         return model(torch.ones(1, 3))
 
 
@@ -30,7 +47,7 @@ def output_without_sharding(ranks: int, steps: bool = True) -> torch.Tensor:
 def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> None:
     """torch's fused updates write to parameters without moving their version counters."""
     cpu_twins.deviate(
-        cases.output_after_a_step,
+        output_after_a_step,
         evaluates=True,
         fused=fused,
         torch_does=gave(output_without_sharding(cpu_twins.world_size, steps=False)),
@@ -41,7 +58,7 @@ def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> No
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
 def test_forward_uses_step(cpu_twins: Twins) -> None:
-    outcomes = cpu_twins.of_subject(cases.output_after_a_step, evaluates=False, fused=False)
+    outcomes = cpu_twins.of_subject(output_after_a_step, evaluates=False, fused=False)
     assert gave(output_without_sharding(cpu_twins.world_size))(outcomes), outcomes
 
 
@@ -49,9 +66,9 @@ def test_forward_uses_step(cpu_twins: Twins) -> None:
 @pytest.mark.deviation("fsdp.forward_of_an_inner_module")
 def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
     with torch.no_grad():
-        expected = cases.built("plain")(torch.ones(1, 3))
+        expected = special_modules.built("plain")(torch.ones(1, 3))
     cpu_twins.deviate(
-        cases.output_of_an_inner_module,
+        special_modules.output_of_an_inner_module,
         torch_does=raises(RuntimeError),
         we_do=gave(expected),
         may_agree=cpu_twins.is_alone,
@@ -75,12 +92,21 @@ def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
     )
 
 
+def saved_after_a_backward(scene: Scene, *, strategy: str) -> list[str]:
+    """Return the saved names after a backward. The outer unit is frozen, and its input needs no gradient."""
+    kind: dict[str, Any] = {"strategy": strategy, "use_orig_params": True}
+    outer = nn.Linear(3, 4).requires_grad_(False)
+    model = scene.wrap(nn.Sequential(outer, scene.wrap(nn.Linear(4, 2), **kind)), **kind)
+    model(torch.ones(2, 3)).sum().backward()
+    return sorted(model.state_dict())
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.frozen_without_sharding")
 @pytest.mark.deviation("fsdp.frozen_without_sharding")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_frozen_parameter_stays_parameter(cpu_twins: Twins, strategy: str) -> None:
     cpu_twins.deviate(
-        cases.saved_after_a_backward,
+        saved_after_a_backward,
         strategy=strategy,
         torch_does=raises(AssertionError, "FSDP assumes 0.weight is in the state_dict"),
         we_do=each(lambda saved: saved == ["0.bias", "0.weight", "1.bias", "1.weight"]),

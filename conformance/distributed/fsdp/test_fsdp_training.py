@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import construct_cases
-from conformance.distributed.fsdp.fsdp_cases import Setup, Step, Training
+from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scene import Scene
 from conformance.distributed.fsdp.twins import (
     FULL,
     STRATEGIES,
@@ -23,6 +25,7 @@ from conformance.judge.clauses import clause
 from conformance.strategies.sharding import trainings
 
 HYBRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+
 # Units of half a megabyte and more, as in real models. Such units may use another transport between ranks.
 LARGE = ModuleTree(ModuleGroup((Leaf("affine", 20_001), Leaf("affine", 2), Leaf("affine", 40_001))))
 
@@ -88,10 +91,20 @@ def test_ignored_parameters_stay_local(twins: Twins, ignored: str, data: st.Data
     twins.train(data.draw(trained.filter(lambda training: not training.mixes_frozen_with_trained)))
 
 
+def ignored_inside(scene: Scene, *, by: str) -> dict[str, Any]:
+    """Return the gradients if an inner unit gets the ignored modules or parameters, and the root does not."""
+    kind = {"use_orig_params": scene.setup.uses_orig_params}
+    part = scene.plain.body.parts[0]
+    ignored = [part] if by == "ignored_modules" else list(part.parameters())
+    scene.plain.body = scene.wrap(scene.plain.body, **{by: ignored}, **kind)
+    scene.model = scene.wrap(scene.plain, **kind)
+    return {"loss": scene.backward(), "gradients": scene.gradients()}
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.ignored")
 @pytest.mark.parametrize("by", ["ignored_modules", "ignored_states"])
 @flat_or_originals
 def test_parameters_ignored_by_inner_unit_are_ignored_by_outer(
     cpu_twins: Twins, setup: Setup, by: str
 ) -> None:
-    cpu_twins.agree(construct_cases.ignored_inside, setup, by=by)
+    cpu_twins.agree(ignored_inside, setup, by=by)

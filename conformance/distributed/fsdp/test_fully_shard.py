@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import fully_shard_cases
-from conformance.distributed.fsdp.fully_shard_cases import ShardedTraining
+from conformance.distributed.fsdp import fully_shard_training
+from conformance.distributed.fsdp.fully_shard_training import ShardedTraining
 from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
@@ -34,7 +34,7 @@ def assert_trains(
     """Compare results and traffic with torch's ranks, and results with unsharded training if `is_exact`."""
 
     def train(library: Library, **how: Any) -> tuple[list[Outcome], list[Sequence[Collective]]]:
-        trained = run_on_ranks(twins.pool, library, fully_shard_cases.train, training=training, **how)
+        trained = run_on_ranks(twins.pool, library, fully_shard_training.train, training=training, **how)
         return trained, [step for trace in twins.pool.traces for step in steps_of(trace)]
 
     (expected, most), (actual, sent) = train(twins.reference), train(twins.subject)

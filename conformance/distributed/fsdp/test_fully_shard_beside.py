@@ -1,24 +1,48 @@
-"""fully_shard combined with other features: blocks, transforms, replicas, chunked losses, checkpoints."""
+"""fully_shard with other features: reductions, compiled blocks, transforms, chunked losses, replicas."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import Shard
 
-from conformance.distributed.fsdp import fully_shard_beside_cases as cases
-from conformance.distributed.fsdp import fully_shard_evaluation_cases as evaluation_cases
-from conformance.distributed.fsdp import fully_shard_graph_cases as graph_cases
-from conformance.distributed.fsdp.fully_shard_beside_cases import blocks
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import RankOutcomes, TwinsOf, each, raises
+from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
+from conformance.distributed.fsdp.fully_shard_training import held, registered
+from conformance.distributed.fsdp.residual_blocks import batch_of, blocks
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, raises
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import does_as
-from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe
+
+
+def hooked(scene: Scene, dtype: torch.dtype, sums_alone: bool, own: bool) -> dict[str, Any]:
+    """Return what a hook on reduced gradients gets, and the gradient after the hook clamped it.
+
+    If `own`, a user-defined reduce-scatter also records its inputs.
+    """
+    model = nn.Linear(3, 2, bias=False).to(scene.rank.device, dtype)
+    nn.init.ones_(model.weight)
+    sharded = scene.shard(model)
+    inputs: list[Any] = []
+
+    def cut(reduced: torch.Tensor) -> None:
+        inputs.append(reduced.cpu())
+        reduced.clamp_(max=2.0)
+
+    sharded.set_all_reduce_hook(cut)
+    if own:
+        sharded.set_custom_reduce_scatter(ReportingReduceScatter(inputs.append))
+    if sums_alone:
+        sharded.set_force_sum_reduction_for_comms(True)
+    batch = torch.arange(1.0, 4.0, device=scene.rank.device, dtype=dtype) + scene.rank.rank
+    sharded(batch).sum().backward()
+    return {"given": inputs, "gradient": sharded.weight.grad.full_tensor().cpu()}
 
 
 @clause("distributed.fsdp.fully_shard.reduction")
@@ -27,50 +51,83 @@ from conformance.judge.outcome import observe
 @pytest.mark.parametrize("sums_alone", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_hooks_and_user_communication_get_same_inputs_as_in_torch(
-    sites: Sites, dtype: torch.dtype, sums_alone: bool, own: bool
+    plain_twins: PlainTwins, dtype: torch.dtype, sums_alone: bool, own: bool
 ) -> None:
-    sites.agree(cases.hooked, dtype=dtype, sums_alone=sums_alone, own=own)
+    plain_twins.agree(hooked, dtype=dtype, sums_alone=sums_alone, own=own)
+
+
+class _KeepingAllGather(ReportingAllGather):
+    """All-gather that reports a copy of its input."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(size, 1e30, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self._report([input_tensor.clone()])
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def gathered_by_own(scene: Scene) -> list[Any]:
+    """Return the output, and the inputs of a user-defined all-gather.
+
+    The last rank has fewer rows of the parameters.
+    """
+    layer: Any = nn.Linear(4, 5).to(scene.rank.device)
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    inputs: list[Any] = []
+    scene.shard(layer).set_custom_all_gather(_KeepingAllGather(inputs.extend))
+    return [layer(torch.ones(1, 4, device=scene.rank.device)).detach(), *inputs]
 
 
 @clause("distributed.fsdp.fully_shard.reduction")
 @pytest.mark.world_sizes(fewest=2)
-def test_user_all_gather_gets_same_inputs_as_in_torch(sites: Sites) -> None:
-    sites.agree(cases.gathered_by_own)
+def test_user_all_gather_gets_same_inputs_as_in_torch(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(gathered_by_own)
 
 
-@clause("distributed.fsdp.fully_shard.pinned")
-@pytest.mark.parametrize("pins", [True, False])
-def test_offloaded_shards_are_pinned(sites: Sites, device: str, pins: bool) -> None:
-    if device == "cpu":
-        unavailable("an accelerator")
-    (actual, *_) = sites.agree(cases.pinned, pins=pins)
-    assert set(actual.value.pop("waits", [0])) == {0}
-    assert {is_pinned for where in actual.value.values() for is_pinned in where} == {pins}, actual.value
+class _Partly(nn.Module):
+    """Module with a parameter that has no elements, and a weight if `has_weight`."""
+
+    def __init__(self, shape: tuple[int, ...], has_weight: bool) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(shape))
+        self.weight = nn.Parameter(torch.ones(4, 4)) if has_weight else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if self.weight is None else x @ self.weight) + self.empty.sum()
 
 
-@clause("distributed.fsdp.fully_shard.offloaded_and_changed")
-@pytest.mark.deviation("fully_shard.offloaded_and_changed")
-def test_output_is_unaffected_by_later_writes_to_offloaded_parameters(sites: Sites, device: str) -> None:
-    if device == "cpu":
-        unavailable("an accelerator")
-    sites.deviate(
-        cases.changed_behind,
-        torch_does=lambda outcomes: not all(outcome.value for outcome in outcomes),
-        we_do=lambda outcomes: all(outcome.value for outcome in outcomes),
-        may_agree=True,  # unless copies end after the host writes
-    )
+def without_elements(scene: Scene, shape: tuple[int, ...], dim: int, has_weight: bool) -> list[Any]:
+    """Train a unit with an empty parameter and its root for two steps.
+
+    Return the shapes of its gradients and the parameters.
+    """
+    model: Any = nn.Sequential(_Partly(shape, has_weight), nn.Linear(4, 1, bias=False)).to(scene.rank.device)
+    nn.init.ones_(model[1].weight)
+    scene.shard(model[0], shard_placement_fn=lambda parameter: Shard(dim))
+    scene.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    shapes = []
+    for _ in range(2):
+        model(torch.ones(1, 4, device=scene.rank.device)).sum().backward()
+        shapes.append(tuple(model[0].empty.grad.full_tensor().shape))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [shapes, *(parameter.detach().full_tensor().cpu() for parameter in model.parameters())]
 
 
-@clause("distributed.fsdp.fully_shard.without_accelerator")
-@pytest.mark.deviation("fully_shard.without_accelerator")
-@pytest.mark.world_sizes(fewest=2)
-@pytest.mark.parametrize("feature", ["pinned", "divided"])
-def test_accelerator_features_work_on_cpu(sites: Sites, device: str, feature: str) -> None:
-    if torch.accelerator.is_available() or device != "cpu":
-        unavailable("a machine without an accelerator")
-    gradient = torch.arange(1.0, 4.0).repeat(2, 1)
-    expected = observe(lambda: gradient * sites.world_size / 3 if feature == "divided" else gradient)
-    sites.deviate_by_hand(expected, cases.without_accelerator, feature=feature)
+def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[Any]:
+    model = nn.Sequential(_Partly(shape, has_weight), nn.Linear(4, 1, bias=False))
+    nn.init.ones_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return [[shape] * 2, *(parameter.detach() for parameter in model.parameters())]
 
 
 @clause("distributed.fsdp.fully_shard.without_elements")
@@ -78,342 +135,161 @@ def test_accelerator_features_work_on_cpu(sites: Sites, device: str, feature: st
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize(("shape", "dim"), [((0, 4), 0), ((4, 0), 0), ((0, 4), 1)])
 def test_parameter_without_elements_trains(
-    sites: Sites, shape: tuple[int, ...], dim: int, has_weight: bool
+    plain_twins: PlainTwins, shape: tuple[int, ...], dim: int, has_weight: bool
 ) -> None:
-    expected = observe(cases.without_elements_by_hand, shape, has_weight)
+    expected = observe(without_elements_by_hand, shape, has_weight)
     arguments = {"shape": shape, "dim": dim, "has_weight": has_weight}
     words = (RuntimeError, "_chunk_cat") if dim == 0 else (AssertionError, "requires even sharding")
-    sites.deviate_by_hand(expected, cases.without_elements, torch_does=raises(*words), **arguments)
+    plain_twins.deviate_by_hand(expected, without_elements, torch_does=raises(*words), **arguments)
 
 
-@clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
-def test_unit_unused_by_backward_is_gathered_again(sites: Sites) -> None:
-    sites.agree(cases.gathered_for_no_backward)
-
-
-@clause("distributed.fsdp.fully_shard.stepped_before_backward")
-@pytest.mark.deviation("fully_shard.stepped_before_backward")
-@pytest.mark.parametrize(
-    ("stays_unsharded", "how"),
-    [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})],
-)
-def test_backward_after_step_raises(sites: Sites, stays_unsharded: bool, how: dict[str, bool]) -> None:
-    sites.deviate(
-        graph_cases.stepped_before_backward,
-        stays_unsharded=stays_unsharded,
-        how=how,
-        we_do=raises(RuntimeError, "has been modified by an inplace operation"),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.stepped_before_backward")
-@pytest.mark.parametrize("options", [{"only": "inner.bias"}, {"cleared": True}], ids=["unread", "nothing"])
-@pytest.mark.parametrize("stays_unsharded", [False, True])
-def test_step_of_parameters_unread_by_backward_is_allowed(
-    sites: Sites, stays_unsharded: bool, options: dict[str, Any]
-) -> None:
-    sites.agree(
-        graph_cases.stepped_before_backward, stays_unsharded=stays_unsharded, how={"foreach": True}, **options
-    )
-
-
-@clause("distributed.fsdp.fully_shard.cast_between")
-@pytest.mark.deviation("fully_shard.cast_between")
-@pytest.mark.parametrize("stays_unsharded", [False, True])
-def test_cast_between_forward_and_backward_is_an_error(sites: Sites, stays_unsharded: bool) -> None:
-    sites.deviate(
-        graph_cases.cast_between,
-        stays_unsharded=stays_unsharded,
-        torch_does=each(lambda outcome: outcome["next forward"].startswith("RuntimeError")),
-        we_do=each(
-            lambda outcome: (
-                "between its forward and its backward" in outcome["backward"]
-                and outcome["next forward"] == "torch.float32"
-            )
-        ),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.plain_in_its_place")
-@pytest.mark.deviation("fully_shard.plain_in_its_place")
-@pytest.mark.parametrize("trained", [False, True])
-def test_plain_parameter_in_place_of_sharded_one_is_refused(sites: Sites, trained: bool) -> None:
-    def says(*words: str) -> Callable[[RankOutcomes], bool]:
-        return lambda outcomes: all(all(word in str(outcome.value) for word in words) for outcome in outcomes)
-
-    sites.deviate(
-        graph_cases.plain_in_its_place,
-        torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
-        we_do=says("TypeError", "inner.bias", "assign a DTensor"),
-        trained=trained,
-    )
-
-
-@clause("distributed.fsdp.fully_shard.whole_assigned")
-@pytest.mark.deviation("fully_shard.whole_assigned")
-def test_assignment_of_whole_tensors_names_them(sites: Sites) -> None:
-    def names(value: Any) -> bool:
-        raised = str(value["raised"])
-        return raised.startswith("RuntimeError") and "0.inner.weight" in raised and value["is as before"]
-
-    sites.deviate(
-        graph_cases.whole_assigned,
-        torch_does=each(lambda value: str(value["raised"]).startswith("AttributeError")),
-        we_do=each(names),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.no_sync")
-def test_no_sync_adds_up_gradients_unreduced(sites: Sites) -> None:
-    assert sites.values(graph_cases.no_sync) == [[True] * 4] * sites.world_size
-
-
-@clause("distributed.fsdp.fully_shard.data_assigned")
-@pytest.mark.deviation("fully_shard.data_assigned")
-def test_assignment_to_data_warns(sites: Sites) -> None:
-    def is_warned(value: Any) -> bool:
-        names = ["0.inner.weight", "1.inner.weight", "2.inner.weight"]
-        warned = value["warned"]
-        return len(warned) == 3 and all(name in text for name, text in zip(names, warned, strict=True))
-
-    sites.deviate(
-        graph_cases.data_assigned,
-        how="assigned",
-        torch_does=each(lambda value: not value["warned"]),
-        we_do=each(is_warned),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.data_assigned")
-@pytest.mark.deviation("fully_shard.data_assigned")
-@pytest.mark.parametrize("name", ["1.norm.weight", "1.norm.bias", "1.inner.weight", "1.inner.bias"])
-def test_assignment_to_data_of_one_parameter_warns(sites: Sites, name: str) -> None:
-    sites.deviate(
-        graph_cases.data_assigned,
-        how="assigned",
-        only=name,
-        torch_does=each(lambda value: not value["warned"]),
-        we_do=each(lambda value: len(value["warned"]) == 1 and name in value["warned"][0]),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.data_assigned")
-@pytest.mark.parametrize("how", ["copied", "cast"])
-def test_other_writes_do_not_warn(sites: Sites, how: str) -> None:
-    sites.agree(graph_cases.data_assigned, how=how)
-
-
-_BY_INPUTS = pytest.mark.parametrize("by", ["inputs", "grad"])
-
-
-@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
-@pytest.mark.deviation("fully_shard.gradients_by_inputs")
-@_BY_INPUTS
-def test_forward_after_gradients_by_inputs_warns(sites: Sites, by: str) -> None:
-    _warns_without_gradients(sites, by=by, is_flat=False)
-
-
-@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
-@pytest.mark.deviation("fsdp.gradients_by_inputs")
-@_BY_INPUTS
-def test_forward_after_gradients_of_original_parameters_by_inputs_warns(sites: Sites, by: str) -> None:
-    _warns_without_gradients(sites, by=by, is_flat=True)
-
-
-def _warns_without_gradients(sites: Sites, **arguments: Any) -> None:
-    def is_warned(value: Any) -> bool:
-        return len(value["warned"]) == 1 and "call loss.backward()" in value["warned"][0]
-
-    sites.deviate(
-        graph_cases.gradients_by_inputs,
-        **arguments,
-        torch_does=each(lambda value: value == {"warned": [], "grads": 0}),
-        we_do=each(is_warned),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_forward_after_backward_does_not_warn(sites: Sites, is_flat: bool) -> None:
-    sites.agree(graph_cases.gradients_by_inputs, by="backward", is_flat=is_flat)
-
-
-@clause("distributed.fsdp.fully_shard.optimizer_made_before")
-@pytest.mark.deviation("fully_shard.optimizer_made_before")
-def test_step_of_optimizer_made_before_sharding_is_an_error(sites: Sites) -> None:
-    sites.deviate(
-        graph_cases.optimizer_made_before,
-        is_replaced=False,
-        torch_does=each(lambda outcome: outcome["step"] is None),
-        we_do=each(lambda outcome: str(outcome["step"]).startswith("RuntimeError: ")),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.optimizer_made_before")
-def test_optimizer_made_before_sharding_steps_parameters_put_into_it(sites: Sites) -> None:
-    sites.agree(graph_cases.optimizer_made_before, is_replaced=True)
-
-
-@clause("distributed.fsdp.fully_shard.unsharded_optimizer_states")
-@pytest.mark.deviation("fully_shard.unsharded_optimizer_states")
-def test_step_with_unsharded_states_is_an_error(sites: Sites) -> None:
-    sites.deviate(
-        graph_cases.stepped_with_unsharded_states,
-        torch_does=each(
-            lambda value: "got mixed torch.Tensor and DTensor" in value["step"] and value["is changed"]
-        ),
-        we_do=each(lambda value: value["step"].startswith("RuntimeError: ") and not value["is changed"]),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
-@pytest.mark.parametrize("syncs_first", [True, False])
-def test_optimizers_step_in_the_backward(sites: Sites, syncs_first: bool) -> None:
-    sites.agree(graph_cases.stepped_in_backward, syncs_first=syncs_first)
-
-
-@clause("distributed.fsdp.fully_shard.hooks_on_gradients")
-@pytest.mark.deviation("fully_shard.hooks_on_gradients")
-@pytest.mark.parametrize("before", [False, True])
-def test_hooks_on_gradients_of_sharded_parameters_run(sites: Sites, before: bool) -> None:
-    after_accumulation = [name for name, _ in blocks().named_parameters()]
-
-    def ran(value: Any) -> bool:
-        on_gradients = [f"{name} {layout}" for name, layout in value["layouts"].items()]
-        # Two of the three backwards synchronise.
-        expected = dict.fromkeys([*after_accumulation, *on_gradients], 2)
-        return value["are tripled"] and Counter(value["events"]) == expected
-
-    sites.deviate(
-        graph_cases.hooks_on_gradients,
-        before=before,
-        torch_does=each(lambda value: set(value["events"]) <= set(after_accumulation)),
-        we_do=each(ran),
-    )
-
-
-@clause("distributed.fsdp.failures.in_a_forward")
-def test_forward_error_after_inner_backward_matches_torch(sites: Sites) -> None:
-    sites.agree(graph_cases.raised_behind_an_inner_backward)
-
-
-@clause("distributed.fsdp.fully_shard.without_a_backward")
-@pytest.mark.world_sizes(fewest=2)
-def test_output_kept_by_one_rank_keeps_collective_order(sites: Sites) -> None:
-    sites.agree(graph_cases.kept_by_one_rank)
-
-
-@clause("distributed.fsdp.fully_shard.without_a_backward")
-def test_forwards_alone_leave_nothing(sites: Sites) -> None:
-    sites.agree(graph_cases.without_a_backward)
-
-
-@clause("distributed.fsdp.fully_shard.kept_for_backward")
-@pytest.mark.parametrize("rows", [13, 5])
-def test_shards_kept_for_backward_are_padded_with_zeros(sites_of: TwinsOf, rows: int) -> None:
-    outcomes = sites_of(4).agree(cases.kept_for_backward, rows=rows)
-    assert outcomes[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0
+def compiled(scene: Scene, how: str) -> dict[str, Any]:
+    """Train with blocks that are compiled before they are sharded, in place or by a compiled wrapper."""
+    torch._dynamo.reset()
+    model = blocks()
+    for name, block in list(model.named_children()):
+        if how == "in place":
+            block.compile(backend="aot_eager")
+        else:
+            block = torch.compile(block, backend="aot_eager", fullgraph=True)  # noqa: PLW2901
+            model.register_module(name, block)
+        scene.shard(block)
+    scene.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for number in range(3):
+        loss = model(batch_of(scene, number)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "held": held(model)}
 
 
 @clause("distributed.fsdp.fully_shard.compiled_blocks")
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-def test_blocks_may_be_compiled(sites: Sites, how: str) -> None:
-    sites.agree(cases.compiled, how=how)
+def test_blocks_may_be_compiled(plain_twins: PlainTwins, how: str) -> None:
+    plain_twins.agree(compiled, how=how)
+
+
+def transformed(scene: Scene, how: str) -> dict[str, Any]:
+    """Return the result of a torch.func transform of a model that was never called before, and of a later backward."""
+    model = blocks(2)
+    scene.shard_children(model)
+    batch = batch_of(scene, 0)
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first use in a process
+        torch.func.jvp(torch.sin, (batch,), (batch,))
+    if how == "vjp":
+        result = torch.func.vjp(model, batch)[1](torch.ones_like(batch))[0]
+    elif how == "jvp":
+        result = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))[1]
+    else:
+        result = torch.func.grad(lambda inputs: model(inputs).square().sum())(batch)
+    model(batch).sum().backward()
+    return {"made": result.detach(), "held": held(model)}
 
 
 @clause("distributed.fsdp.fully_shard.transforms")
 @pytest.mark.parametrize("how", ["vjp", "jvp", "grad"])
-def test_transforms_differentiate_sharded_model(sites: Sites, how: str) -> None:
-    sites.agree(cases.transformed, how=how)
+def test_transforms_differentiate_sharded_model(plain_twins: PlainTwins, how: str) -> None:
+    plain_twins.agree(transformed, how=how)
+
+
+class _Headed(nn.Module):
+    """Model whose forward leaves the head to the loss function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = blocks(2), nn.LayerNorm(6).double(), nn.Linear(6, 6).double()
+        with torch.no_grad():
+            self.head.weight.copy_(torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6))
+            self.head.bias.fill_(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+
+def _headed(scene: Scene) -> Any:
+    model = _Headed()
+    for block in model.body:
+        scene.shard(block)
+    scene.shard([model.norm, model.head])
+    return scene.shard(model)
+
+
+def in_chunks(scene: Scene, keeps: bool) -> dict[str, Any]:
+    """Train with a chunked loss: after a forward, the head runs forward and backward for two rows at a time.
+
+    An evaluation of model and head comes first.
+
+    Args:
+        keeps: whether the head is unsharded once for all chunks and reduces its gradients with the last chunk.
+    """
+    model = _headed(scene)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    result: dict[str, Any] = {"losses": [], "held": []}
+    with torch.no_grad():
+        result["evaluated"] = model.head(model(batch_of(scene, 9)))
+    for number in range(2):
+        hidden = model(batch_of(scene, number))
+        chunks = [chunk.requires_grad_() for chunk in hidden.detach().split(2)]
+        if keeps:
+            model.head.set_reshard_after_forward(False)
+            model.head.set_reshard_after_backward(False)
+            model.head.unshard()
+        for index, chunk in enumerate(chunks):
+            if keeps:
+                model.head.set_requires_gradient_sync(index == len(chunks) - 1, recurse=False)
+            loss = model.head(chunk).square().sum()
+            loss.backward()
+            result["losses"].append(loss.detach())
+        if keeps:
+            model.head.set_reshard_after_forward(True)
+            model.head.set_reshard_after_backward(True)
+            model.head.reshard()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+        result["held"].append(held(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return result
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.parametrize("keeps", [False, True])
-def test_chunked_loss_calls_head_unit(sites: Sites, keeps: bool) -> None:
-    sites.agree(cases.in_chunks, keeps=keeps)
+def test_chunked_loss_calls_head_unit(plain_twins: PlainTwins, keeps: bool) -> None:
+    plain_twins.agree(in_chunks, keeps=keeps)
+
+
+def evaluated_again(scene: Scene) -> torch.Tensor:
+    """Evaluate with inputs on the CPU, after an evaluation that called the head separately."""
+    model = _headed(scene)
+    with torch.no_grad():
+        model.head(model(batch_of(scene, 0)))
+        return model(batch_of(scene, 1).cpu()).cpu()
 
 
 @clause("distributed.fsdp.fully_shard.loss_in_chunks")
 @pytest.mark.deviation("fully_shard.root_behind_a_part")
-def test_root_moves_inputs_after_call_of_submodule(sites: Sites) -> None:
-    sites.deviate(
-        cases.evaluated_again,
+def test_root_moves_inputs_after_call_of_submodule(plain_twins: PlainTwins) -> None:
+    plain_twins.deviate(
+        evaluated_again,
         torch_does=raises(RuntimeError, "Expected all tensors to be on the same device"),
         we_do=lambda outcomes: all(outcome.raised is None for outcome in outcomes),
         may_agree=True,  # torch agrees if the inputs are on the CPU
     )
 
 
+def replicated(scene: Scene) -> dict[str, Any]:
+    """Train with one part sharded and the model around it replicated.
+
+    Also return the error of replicating that part.
+    """
+    first = scene.shard(scene.model.body.parts[0], reshard_after_forward=True)
+    refused = tried(lambda: replicate(first))
+    replicate(scene.model.to(scene.rank.device))
+    return {"refused": refused.partition(" but ")[0], **scene.train(), "registered": registered(scene.model)}
+
+
 @clause("distributed.fsdp.fully_shard.replicated")
-def test_model_around_units_is_replicated(sites: Sites) -> None:
-    sites.agree(cases.replicated)
-
-
-@clause("distributed.fsdp.fully_shard.checkpoint_helpers")
-@pytest.mark.parametrize("whole", [False, True])
-def test_torchs_helpers_save_and_load(sites: Sites, whole: bool) -> None:
-    sites.agree(cases.checkpointed, whole=whole)
-
-
-@clause("distributed.fsdp.fully_shard.whole_states")
-@pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.parametrize("flat", [False, True])
-def test_states_are_put_together(sites: Sites, flat: bool, offloads: bool) -> None:
-    sites.agree(cases.full_states, flat=flat, offloads=offloads)
-
-
-@clause("distributed.fsdp.fully_shard.written_after_evaluation")
-@pytest.mark.deviation("fully_shard.written_after_evaluation")
-@pytest.mark.parametrize("method", ["forward", "generate"])
-@pytest.mark.parametrize("how", ["foreach", "data"])
-def test_evaluation_sees_writes_to_shards_of_kept_units(sites: Sites, how: str, method: str) -> None:
-    sites.deviate(
-        evaluation_cases.written_after_evaluation,
-        how=how,
-        method=method,
-        torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
-        we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.written_after_evaluation")
-@pytest.mark.deviation("fully_shard.optimizer_made_after_evaluation")
-@pytest.mark.parametrize("method", ["forward", "generate"])
-def test_optimizer_made_after_evaluation_trains(sites: Sites, method: str) -> None:
-    sites.deviate(
-        evaluation_cases.optimizer_made_after_evaluation,
-        method=method,
-        we_do=each(lambda outputs: does_as(outputs[1], outputs[0])),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.written_after_evaluation")
-@pytest.mark.deviation("fully_shard.written_after_evaluation")
-@pytest.mark.parametrize("method", ["forward", "generate"])
-def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(sites: Sites, method: str) -> None:
-    sites.deviate(
-        evaluation_cases.written_after_evaluation,
-        how="data",
-        method=method,
-        is_listed_before=False,
-        torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
-        we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.written_after_evaluation")
-@pytest.mark.deviation("fully_shard.written_after_evaluation")
-@pytest.mark.parametrize("trains", ["backward", "forward", "accumulation"])
-def test_training_goes_on_with_weights_exchanged_for_evaluation(sites: Sites, trains: str) -> None:
-    sites.deviate(
-        evaluation_cases.exchanged_for_evaluation,
-        trains=trains,
-        torch_does=each(lambda outputs: not torch.equal(outputs[0].values, outputs[2].values)),
-        we_do=each(lambda outputs: does_as(outputs[:2], outputs[2:])),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.unshard")
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}])
-def test_unsharded_root_outlives_evaluation(sites: Sites, options: dict[str, bool]) -> None:
-    sites.agree(evaluation_cases.unsharded_through_evaluation, **options)
+def test_model_around_units_is_replicated(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(replicated)

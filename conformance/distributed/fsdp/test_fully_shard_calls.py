@@ -24,9 +24,10 @@ from conformance.distributed.fsdp.call_judging import (
     reported,
     setting,
 )
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, TREE, UnitCall
-from conformance.distributed.fsdp.fully_shard_cases import Sharding
+from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall
+from conformance.distributed.fsdp.fully_shard_training import Sharding
 from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scene import FOUR_UNITS
 from conformance.distributed.fsdp.traffic import gathers_before_barriers, kind
 from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
@@ -34,7 +35,7 @@ from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 
 FULL = pytest.mark.profile("full")
-FLOAT32 = replace(TREE, dtype=torch.float32)
+FLOAT32 = replace(FOUR_UNITS, dtype=torch.float32)
 
 
 @clause("distributed.fsdp.fully_shard.unshard")

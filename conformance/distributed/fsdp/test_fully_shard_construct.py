@@ -2,67 +2,272 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from conformance.distributed.fsdp import fully_shard_construct_cases as cases
-from conformance.distributed.fsdp import fully_shard_extension_cases as extension_cases
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
-from conformance.distributed.fsdp.twins import RankOutcomes, TwinsOf, each, values_of
+from conformance.distributed.fsdp.fully_shard_training import described, held, registered
+from conformance.distributed.fsdp.module_trees import loss_of
+from conformance.distributed.fsdp.scene import FOUR_UNITS, Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.surface import is_torch_in
 
 
+def refused(scene: Scene, way: str) -> Any:
+    result = (WAYS | LATER_WAYS)[way](scene)
+    return {"made": type(result).__name__, "registered": registered(scene.model)}
+
+
+def _parameter(scene: Scene, parameter: nn.Parameter, **arguments: Any) -> Any:
+    """Shard the model with one more parameter, which belongs to the root's own group."""
+    scene.model.another = parameter
+    return scene.leaf_by_leaf(**arguments)
+
+
+def _placed(scene: Scene, where: Any) -> Any:
+    return scene.shard(scene.model.head, shard_placement_fn=lambda parameter: where)
+
+
+def _within_first(scene: Scene) -> Any:
+    scene.leaf_by_leaf()
+    first = scene.model.body.parts[0]
+    batch = FOUR_UNITS.batch(0, scene.rank.rank)
+    first(batch.x, ids=batch.ids)
+    return scene.loss()
+
+
+WAYS: dict[str, Callable[[Scene], Any]] = {
+    "a list of modules": lambda scene: scene.shard(nn.ModuleList([nn.Linear(2, 2)])),
+    "a dict of modules": lambda scene: scene.shard(nn.ModuleDict({"one": nn.Linear(2, 2)})),
+    "no module": lambda scene: scene.shard("a word"),
+    "no parameters": lambda scene: scene.shard(nn.Tanh()),
+    "sharded twice": lambda scene: scene.shard(scene.shard()),
+    "a mesh of three dimensions": lambda scene: scene.shard(mesh=scene.mesh(1, 1)),
+    "two dimensions without names": lambda scene: scene.shard(mesh=scene.mesh(1)),
+    "no factor of the ranks": lambda scene: scene.shard(reshard_after_forward=3),
+    "no ranks": lambda scene: scene.shard(reshard_after_forward=0),
+    "one rank": lambda scene: scene.shard(reshard_after_forward=1),
+    "ranks as a word": lambda scene: scene.shard(reshard_after_forward="all"),
+    "a scalar parameter": lambda scene: _parameter(scene, nn.Parameter(torch.tensor(1.0))),
+    "a strided parameter": lambda scene: _parameter(scene, nn.Parameter(torch.ones(2, 3).t())),
+    "a dimension that is not there": lambda scene: _placed(scene, Shard(3)),
+    "a unit before its root": _within_first,
+    "a group as the root": lambda scene: (scene.shard([scene.model, scene.model.head]), scene.loss())[1],
+    "two modules as the root": lambda scene: scene.shard(list(scene.model.body.parts))[0](
+        FOUR_UNITS.batch(0, 0).x, ids=FOUR_UNITS.batch(0, 0).ids
+    ),
+}
+# Cases that need torch 2.12 or later.
+LATER_WAYS: dict[str, Callable[[Scene], Any]] = {
+    "a placement that is none": lambda scene: _placed(scene, "a word"),
+    "a copy as a placement": lambda scene: _placed(scene, Replicate()),
+    "dimensions without names": lambda scene: scene.shard(
+        mesh=scene.mesh(), dp_mesh_dims=scene.api.DataParallelMeshDims(shard="data")
+    ),
+    "a dimension of another name": lambda scene: scene.shard(
+        mesh=scene.mesh(names=("data",)), dp_mesh_dims=scene.api.DataParallelMeshDims(shard="other")
+    ),
+    "dimensions without DTensors": lambda scene: scene.shard(
+        mesh=scene.mesh(names=("data",)), dp_mesh_dims=scene.api.DataParallelMeshDims(shard="data")
+    ),
+    "resharded to an int on a whole mesh": lambda scene: scene.shard(
+        mesh=scene.mesh(names=("data",)),
+        dp_mesh_dims=scene.api.DataParallelMeshDims(shard="data"),
+        reshard_after_forward=2,
+    ),
+}
+
+
 @clause("distributed.fsdp.fully_shard.refusals")
-@pytest.mark.parametrize("way", cases.WAYS)
-def test_invalid_arguments_are_refused(sites: Sites, way: str) -> None:
-    sites.agree(cases.refused, may_raise=True, way=way)
+@pytest.mark.parametrize("way", WAYS)
+def test_invalid_arguments_are_refused(plain_twins: PlainTwins, way: str) -> None:
+    plain_twins.agree(refused, may_raise=True, way=way)
 
 
 @clause("distributed.fsdp.fully_shard.later_refusals")
-@pytest.mark.parametrize("way", cases.LATER_WAYS)
-def test_arguments_that_older_torch_took_are_refused(sites: Sites, way: str) -> None:
-    sites.agree(cases.refused, may_raise=True, way=way)
+@pytest.mark.parametrize("way", LATER_WAYS)
+def test_arguments_that_older_torch_took_are_refused(plain_twins: PlainTwins, way: str) -> None:
+    plain_twins.agree(refused, may_raise=True, way=way)
+
+
+def uneven(scene: Scene) -> Any:
+    """Shard three columns over two ranks."""
+    return refused_placement(scene, nn.Linear(3, 2), Shard(1))
+
+
+def refused_placement(scene: Scene, module: nn.Module, where: Any) -> Any:
+    return type(scene.shard(module, shard_placement_fn=lambda parameter: where)).__name__
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
-def test_refuses_uneven_columns(sites: Sites) -> None:
-    (actual, *_) = sites.agree(cases.uneven, may_raise=True)
+def test_refuses_uneven_columns(plain_twins: PlainTwins) -> None:
+    (actual, *_) = plain_twins.agree(uneven, may_raise=True)
     assert actual.raised is not None
 
 
+def attributes(scene: Scene) -> dict[str, Any]:
+    model = scene.model
+    chain = scene.shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
+    returned = scene.leaf_by_leaf()
+    first = model.body.parts[0]
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    grouped = scene.shard(pair)
+    return {
+        "is the module": returned is model,
+        "is the list": grouped is pair,
+        "classes": [[base.__name__ for base in type(unit).__mro__] for unit in (model, first, *pair, chain)],
+        "are sharded modules": [
+            isinstance(module, scene.api.FSDPModule) for module in (model, first, first.inner)
+        ],
+        "managed": [
+            getattr(module, "_is_fsdp_managed_module", None) for module in (model, first, first.inner)
+        ],
+        "sliced": [type(module).__name__ for module in (chain[1:], chain[0])],
+        "a class for each class": type(pair[0]) is type(pair[1]) is not type(chain[0]),
+        "names": [name for name, _ in model.named_parameters()],
+        "copied": tried(lambda: copy.deepcopy(model)),
+        "held": held(model),
+    }
+
+
 @clause("distributed.fsdp.fully_shard.module_class")
-def test_sharded_modules_get_new_class(sites: Sites) -> None:
-    sites.agree(cases.attributes)
+def test_sharded_modules_get_new_class(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(attributes)
+
+
+class _Adapted(nn.Module):
+    """Module whose `named_parameters` only yields trained parameters, or unregistered copies of them."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.gives, self.base, self.adapter = gives, nn.Linear(2, 2), nn.Linear(2, 2)
+        self.frozen, self.scale = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        for _, parameter in nn.Module.named_parameters(self):
+            nn.init.constant_(parameter, 0.5)
+        self.base.requires_grad_(False)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.base(x) + self.adapter(x)) * self.frozen * self.scale
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            if parameter.requires_grad:
+                yield name, nn.Parameter(parameter.detach()) if self.gives == "others" else parameter
+
+
+def adapted(scene: Scene, gives: str, around: bool) -> dict[str, Any]:
+    """Run a step of a module that overrides `named_parameters`, sharded itself or inside an outer module."""
+    model = _Adapted(gives).to(scene.rank.device)
+    outer: Any = nn.Sequential(model)
+    scene.shard(outer if around else model)
+    (loss := outer(torch.ones(1, 2, device=scene.rank.device)).sum()).backward()
+    every = list(nn.Module.named_parameters(model))
+    return {
+        "loss": loss.detach(),
+        "held": {name: [described(parameter), described(parameter.grad)] for name, parameter in every},
+        "after": held(model),
+    }
 
 
 @clause("distributed.fsdp.fully_shard.named_by_modules")
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("gives", ["fewer", "others"])
-def test_named_parameters_override_selects_parameters(sites: Sites, gives: str, around: bool) -> None:
-    (actual, *_) = sites.agree(cases.adapted, gives=gives, around=around, may_raise=True)
+def test_named_parameters_override_selects_parameters(
+    plain_twins: PlainTwins, gives: str, around: bool
+) -> None:
+    (actual, *_) = plain_twins.agree(adapted, gives=gives, around=around, may_raise=True)
     assert (actual.raised is None) == (gives == "fewer"), actual.raised
 
 
+def states(scene: Scene) -> dict[str, Any]:
+    """Return what `fully_shard.state` returns for modules, before and after they are sharded."""
+    state = scene.api.fully_shard.state
+    pair: Any = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    before = [state(module) for module in (scene.model, *pair)]
+    model = scene.leaf_by_leaf()
+    scene.shard(pair)
+    after = [state(module) for module in (model, model.body.parts[0], *pair)]
+    return {
+        "before": before,
+        "is there": [module_state is not None for module_state in after],
+        "is the module's own": [
+            module_state is module._get_fsdp_state()
+            for module_state, module in zip(after, (model, model.body.parts[0], *pair), strict=True)
+        ],
+        "is one for all of a call": after[2] is after[3],
+        "are different": len({id(module_state) for module_state in after[:3]}),
+        "of what lies inside": state(model.body.parts[0].inner),
+        "of no module": tried(lambda: state(None)),
+    }
+
+
 @clause("distributed.fsdp.fully_shard.state")
-def test_state_function_returns_module_state(sites: Sites) -> None:
-    sites.agree(cases.states)
+def test_state_function_returns_module_state(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(states)
+
+
+def policies(library: Library) -> list[Any]:
+    """Create policies with default and other arguments, compare them and try to change one. No ranks are needed."""
+    fsdp = library.distributed.fsdp
+    mixed, offload = fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy
+
+    def frozen() -> None:
+        mixed().param_dtype = torch.float16
+
+    return [
+        _plain(mixed),
+        _plain(lambda: mixed(torch.bfloat16, torch.float32, torch.float16, False)),
+        tried(frozen),
+        mixed() == mixed(None),
+        hash(mixed()) == hash(mixed(None)),
+        _plain(fsdp.OffloadPolicy),
+        _plain(offload),
+        _plain(lambda: offload(pin_memory=False)),
+        offload() == offload(True),
+        isinstance(offload(), fsdp.OffloadPolicy),
+        fsdp.UnshardHandle().wait(),
+    ]
+
+
+def named_dimensions(library: Library) -> list[Any]:
+    dims = library.distributed.fsdp.DataParallelMeshDims
+    instances = (dims("data", ("a", "b")), dims((), "b"))
+    return [
+        _plain(dims),
+        _plain(lambda: dims(shard="data")),
+        _plain(lambda: dims(replicate=("a", "b"))),
+        *(getattr(instance, name) for instance in instances for name in ("shard_names", "replicate_names")),
+    ]
+
+
+def _plain(make: Callable[[], Any]) -> Any:
+    """Return the fields of a policy and how it is printed, without fields that the installed torch does not have."""
+    policy = tried(make)
+    if isinstance(policy, str):
+        return policy
+    fields, text = dict(vars(policy)), repr(policy).rpartition(".")[2]
+    if not is_torch_in(">=2.15") and fields.get("param_dtype_override_fn", ...) is None:
+        del fields["param_dtype_override_fn"]
+        text = text.replace(", param_dtype_override_fn=None", "")
+    return {"is": text, **fields}
 
 
 @pytest.mark.parametrize(
     "asks",
     [
-        pytest.param(cases.policies, marks=clause("distributed.fsdp.fully_shard.policies")),
-        pytest.param(cases.named_dimensions, marks=clause("distributed.fsdp.fully_shard.named_dimensions")),
+        pytest.param(policies, marks=clause("distributed.fsdp.fully_shard.policies")),
+        pytest.param(named_dimensions, marks=clause("distributed.fsdp.fully_shard.named_dimensions")),
     ],
     ids=["policies", "dimensions"],
 )
@@ -74,194 +279,170 @@ def test_policies_are_plain_objects(
     assert actual.raised is None, actual.raised
 
 
+def from_meta(scene: Scene, materialises: str) -> dict[str, Any]:
+    with torch.device("meta"):
+        meta = replace(FOUR_UNITS, dtype=torch.float64)
+        scene.model = type(scene.model)(meta).to(torch.float64)
+    scene.leaf_by_leaf()
+    on_meta = registered(scene.model)
+    if materialises:
+        scene.model.to_empty(device=scene.rank.device)
+        for parameter in scene.model.parameters():
+            nn.init.constant_(parameter, 0.125)
+    if materialises == "loaded":
+        plain = FOUR_UNITS.build().state_dict()
+        spread = {
+            name: distribute_tensor(plain[name], value.device_mesh, value.placements, src_data_rank=None)
+            for name, value in scene.model.state_dict().items()
+        }
+        scene.model.load_state_dict(spread, assign=True)
+    return {"on meta": on_meta, "trained": scene.train()}
+
+
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.parametrize("materialises", ["", "filled", "loaded"])
-def test_begins_on_the_meta_device(sites: Sites, materialises: str) -> None:
-    (actual, *_) = sites.agree(cases.from_meta, may_raise=not materialises, materialises=materialises)
+def test_begins_on_the_meta_device(plain_twins: PlainTwins, materialises: str) -> None:
+    (actual, *_) = plain_twins.agree(from_meta, may_raise=not materialises, materialises=materialises)
     assert (actual.raised is None) == bool(materialises), actual.raised
+
+
+def materialised_late(scene: Scene) -> dict[str, Any]:
+    """Materialise the parameters after a forward that was refused because they were on the meta device."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    scene.shard_children(model)
+    x = torch.ones(1, 2, device=scene.rank.device)
+    refused = tried(lambda: model(x)) is not None
+    model.to_empty(device=scene.rank.device)
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    return {"refused": refused, "output": model(x).detach().cpu()}
 
 
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.deviation("fully_shard.refused_first_forward")
-def test_forward_works_after_refused_forward_on_meta(sites: Sites) -> None:
+def test_forward_works_after_refused_forward_on_meta(plain_twins: PlainTwins) -> None:
     expected = observe(lambda: {"refused": True, "output": torch.full((1, 2), 4.0)})
-    sites.deviate_by_hand(expected, cases.materialised_late)
+    plain_twins.deviate_by_hand(expected, materialised_late)
+
+
+def clipped(scene: Scene, by: str) -> dict[str, Any]:
+    scene.leaf_by_leaf()
+    scene.loss().backward()
+    parameters = list(scene.model.parameters())
+    norm: Any = None
+    if by == "value":
+        torch.nn.utils.clip_grad_value_(parameters, 0.05)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.1, float(by))
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return {"norm": norm, "held": held(scene.model)}
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("by", ["2", "inf", "value"])
-def test_gradients_are_clipped(sites: Sites, by: str) -> None:
-    sites.agree(cases.clipped, by=by)
+def test_gradients_are_clipped(plain_twins: PlainTwins, by: str) -> None:
+    plain_twins.agree(clipped, by=by)
+
+
+def scaled(scene: Scene, overflows: bool) -> dict[str, Any]:
+    """Run two steps of AdamW with a GradScaler.
+
+    With `overflows`, an infinite loss on one rank skips a step on all ranks.
+    """
+    scene.model.float()
+    scene.leaf_by_leaf()
+    optimizer = torch.optim.AdamW(scene.model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scales = []
+    for number in range(2):
+        batch = FOUR_UNITS.batch(number, scene.rank.rank)
+        loss = loss_of(scene.model(batch.x.detach().float(), ids=batch.ids))
+        factor = float("inf") if overflows and number == 0 and scene.rank.rank == 0 else 1.0
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    state = {
+        str(number): {name: registered_layout(value) for name, value in parameter_state.items()}
+        for number, parameter_state in enumerate(optimizer.state.values())
+    }
+    return {"scales": scales, "held": held(scene.model), "state": state}
+
+
+def registered_layout(value: Any) -> Any:
+    return str(value.placements) if hasattr(value, "placements") else str(value)
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("overflows", [False, True])
-def test_steps_are_scaled(sites: Sites, overflows: bool) -> None:
-    sites.agree(cases.scaled, overflows=overflows)
+def test_steps_are_scaled(plain_twins: PlainTwins, overflows: bool) -> None:
+    plain_twins.agree(scaled, overflows=overflows)
+
+
+class _Encoder(nn.Module):
+    """Module with a second method that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def encode(self, x: torch.Tensor, *, times: float = 1.0) -> torch.Tensor:
+        return self.inner(x).tanh() * times
+
+
+def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(3)
+        encoder: Any = _Encoder()
+    register = scene.api.register_fsdp_forward_method
+    register(encoder, "no method of one that is not sharded")
+    scene.shard(encoder, reshard_after_forward=True)
+    if registers:
+        register(encoder, "encode")
+    x = FOUR_UNITS.batch(0, scene.rank.rank).x
+    output = encoder.encode(x, times=2.0)
+    between = registered(encoder)
+    output.sum().backward()
+    return {
+        "made": output.detach(),
+        "between": between,
+        "held": held(encoder),
+        "input": x.grad,
+        "name": encoder.encode.__name__,
+        # A library may place the class of a sharded module in any Python module.
+        "lacking": tried(lambda: register(encoder, "decode")).replace(str(type(encoder)), "its class"),
+    }
 
 
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
 @pytest.mark.parametrize("registers", [True, False])
-def test_other_methods_compute(sites: Sites, registers: bool) -> None:
-    sites.agree(cases.forward_method, may_raise=not registers, registers=registers)
+def test_other_methods_compute(plain_twins: PlainTwins, registers: bool) -> None:
+    plain_twins.agree(forward_method, may_raise=not registers, registers=registers)
+
+
+def shared_context(scene: Scene) -> dict[str, Any]:
+    """Train two roots that share streams, first together and then one after the other."""
+    first, second = (
+        Scene(scene.rank, scene.library, None, FOUR_UNITS, FOUR_UNITS.build(shift)) for shift in (0, 1)
+    )
+    for member in (first, second):
+        member.leaf_by_leaf()
+    share: Any = scene.api.share_comm_ctx
+    share([])
+    share([first.model, second.model])
+    losses = [first.forward(), second.forward()]
+    torch.stack(losses).sum().backward()
+    return {
+        "trained": [first.train(), second.train()],
+        "refused": tried(lambda: share([first.model, nn.Tanh()])),
+    }
 
 
 @clause("distributed.fsdp.fully_shard.share_comm_ctx")
-def test_two_models_share(sites: Sites) -> None:
-    sites.agree(cases.shared_context)
-
-
-@clause("distributed.fsdp.fully_shard.dp_mesh_dims")
-@pytest.mark.parametrize(
-    ("dims", "sizes", "names", "parallel"),
-    [
-        ({"shard": "data"}, (2,), ("data",), None),
-        ({"replicate": "data"}, (2,), ("data",), None),
-        ({"shard": "data"}, (2, 2), ("data", "model"), "model"),
-        ({"shard": "data"}, (2, 2), ("model", "data"), "model"),
-        ({"shard": "data", "replicate": "copies"}, (2, 2), ("copies", "data"), None),
-        ({"shard": ("a", "b")}, (2, 2), ("a", "b"), None),
-        pytest.param(
-            {"shard": "data", "replicate": "copies"},
-            (2, 2, 2),
-            ("copies", "data", "model"),
-            "model",
-            marks=pytest.mark.profile("deep"),
-        ),
-    ],
-    ids=["sharded", "replicated", "before another", "behind another", "both", "flattened", "three"],
-)
-@pytest.mark.parametrize(
-    "policies",
-    [
-        pytest.param("", id="plain"),
-        *(pytest.param(policy, marks=pytest.mark.profile("full")) for policy in ("mixed", "offloaded")),
-    ],
-)
-@pytest.mark.world_sizes(fewest=2)
-def test_shards_over_named_dimensions(
-    twins_of: TwinsOf,
-    *,
-    dims: dict[str, Any],
-    sizes: tuple[int, ...],
-    names: tuple[str, ...],
-    parallel: str | None,
-    policies: str,
-    world_size: int,
-) -> None:
-    twins = twins_of(math.prod(sizes))
-    arguments = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
-    expected, actual = (
-        run_on_ranks(twins.pool, library, cases.on_whole_mesh, **arguments)
-        for library in (twins.reference, twins.subject)
-    )
-    assert_ranks_agree(expected, actual)
-    assert actual[0].raised is None, actual[0].raised
-
-
-@clause("distributed.fsdp.fully_shard.settings_of_meshes")
-def test_copies_have_no_placement(sites: Sites) -> None:
-    (actual, *_) = sites.agree(cases.placed_copies, may_raise=True)
-    assert actual.raised is not None
-
-
-@clause("distributed.fsdp.fully_shard.settings_of_copies")
-@pytest.mark.deviation("fully_shard.settings_of_copies")
-@pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
-def test_shard_settings_of_replicas_are_refused(sites: Sites, method: str) -> None:
-    def torch_does(outcomes: RankOutcomes) -> bool:
-        is_silent = method == "set_reshard_after_forward"
-        words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
-        # If torch's error has no text, torch has already changed the root, which by default stays unsharded.
-        return all(
-            refused.startswith(f"AssertionError: {words}")
-            and (refused == "AssertionError: ") is is_silent
-            and ("Shard" in shown["0.weight"]) is is_silent
-            for refused, shown in values_of(outcomes)
-        )
-
-    def we_do(outcomes: RankOutcomes) -> bool:
-        names = "2.weight, 2.bias"
-        # The root stays unsharded, as by default.
-        return all(
-            refused.startswith(f"AssertionError: {method}() reached {names}, for which")
-            and "Shard" not in shown["0.weight"]
-            for refused, shown in values_of(outcomes)
-        )
-
-    arguments = {"method": method, "argument": True}
-    sites.deviate(cases.settings_of_copies, **arguments, torch_does=torch_does, we_do=we_do)
-
-
-@clause("distributed.fsdp.fully_shard.extensions")
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        (extension_cases.Halved, {}),
-        (extension_cases.Halved, {"param_dtype": torch.float32}),
-        (extension_cases.Quantised, {}),
-    ],
-)
-@pytest.mark.world_sizes(fewest=2)
-def test_extension_hooks_control_gathering(
-    sites: Sites, kind: type[torch.Tensor], policy: dict[str, Any]
-) -> None:
-    sites.agree(extension_cases.extended, kind=kind, policy=policy)
-
-
-@clause("distributed.fsdp.fully_shard.extensions")
-@pytest.mark.parametrize("kind", [extension_cases.OneMethod, extension_cases.TwoArguments])
-def test_incomplete_extension_is_refused(sites: Sites, kind: type[torch.Tensor]) -> None:
-    (actual, *_) = sites.agree(extension_cases.extended, may_raise=True, kind=kind)
-    assert actual.raised is not None
-
-
-@clause("distributed.fsdp.fully_shard.extensions")
-@pytest.mark.world_sizes(fewest=2)
-def test_refuses_what_is_gathered_without_padding(sites: Sites) -> None:
-    """Check the last rank, whose shard has fewer rows than the others."""
-    *_, actual = sites.agree(extension_cases.unpadded, may_raise=True)
-    assert actual.raised is None, actual.raised
-
-
-@clause("distributed.fsdp.fully_shard.released_gather_outputs")
-@pytest.mark.world_sizes(fewest=2)
-def test_gathered_tensors_are_released_on_request(sites: Sites) -> None:
-    releasing, keeping = (
-        values_of(sites.of_subject(extension_cases.released, kind=kind))
-        for kind in (extension_cases.Released, extension_cases.NotReleased)
-    )
-    for outcome, reference in zip(releasing, keeping, strict=True):
-        assert outcome.pop("allocated") == [[False, False]] * 2
-        assert reference.pop("allocated") == [[True, True]] * 2
-        assert str(outcome) == str(reference)
-
-
-@clause("distributed.fsdp.fully_shard.released_gather_outputs")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        extension_cases.Released,
-        extension_cases.NotReleased,
-        extension_cases.NoAnswer,
-        extension_cases.ReleasedAlone,
-    ],
-)
-@pytest.mark.world_sizes(fewest=2)
-def test_release_hook_without_gather_hooks_or_bool_raises(sites: Sites, kind: type[torch.Tensor]) -> None:
-    raises = [outcome.raised is not None for outcome in sites.of_subject(extension_cases.released, kind=kind)]
-    assert set(raises) == {kind in (extension_cases.NoAnswer, extension_cases.ReleasedAlone)}
-    if is_torch_in(">=2.15"):
-        sites.agree(extension_cases.released, may_raise=True, kind=kind)
-
-
-@clause("distributed.fsdp.fully_shard.extensions_of_one_rank")
-@pytest.mark.deviation("fully_shard.extensions_of_one_rank")
-def test_extension_hooks_run_on_single_rank(sites_of: TwinsOf) -> None:
-    """Train in float64, because the float32 halves of the extension lose precision."""
-    expected = extension_cases.extended_by_hand()
-    sites_of(1).deviate(
-        extension_cases.extended,
-        kind=extension_cases.Halved,
-        we_do=each(lambda value: does_as(expected, value["losses"][0].values)),
-    )
+def test_two_models_share(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(shared_context)

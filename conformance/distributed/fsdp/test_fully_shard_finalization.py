@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from conformance.distributed.fsdp import finalization_cases as cases
 from conformance.distributed.fsdp.call_judging import LOOK, TRAIN, draw_program, outcomes_of, played, setting
 from conformance.distributed.fsdp.fully_shard_calls import UnitCall
-from conformance.distributed.fsdp.fully_shard_cases import Sharding
-from conformance.distributed.fsdp.fully_shard_judging import Sites
+from conformance.distributed.fsdp.fully_shard_training import Sharding, held
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
+from conformance.distributed.fsdp.scene import Scene, filled, tried
+from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.outcome import Outcome
@@ -23,24 +25,39 @@ from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
 
 _HAS_FINALIZATION = is_torch_in(">=2.15")
+
 MANUAL = setting("set_manual_backward_finalization", enabled=True)
+
 AUTOMATIC = setting("set_manual_backward_finalization", enabled=False)
+
 FINALIZE = setting("finalize_backward")
+
 FINALIZE_ASYNC = setting("finalize_backward", async_op=True)
+
 WAIT, RESET = UnitCall("wait"), setting("reset_iter_state")
+
 PASS, STEP = TRAIN[:2], TRAIN[2]
+
 SYNC, NO_SYNC = (
     setting("set_requires_gradient_sync", requires_gradient_sync=value) for value in (True, False)
 )
+
 ALL_REDUCE, NO_ALL_REDUCE = (
     setting("set_requires_all_reduce", requires_all_reduce=value) for value in (True, False)
 )
+
 KEEP = setting("set_reshard_after_backward", reshard_after_backward=False)
+
 NO_SYNC_OF_ONE = setting("set_requires_gradient_sync", 1, requires_gradient_sync=False)
+
 LAST, NOT_LAST = (setting("set_is_last_backward", is_last_backward=value) for value in (True, False))
+
 CLEAR = UnitCall("zero_grad")
+
 SKIP = UnitCall("skip a unit", 1)
+
 SHARDED, REPLICAS = Sharding(), Sharding(ranks="replicas")
+
 FAILING = UnitCall("failing backward", 1)
 
 PROGRAMS = {
@@ -55,26 +72,34 @@ PROGRAMS = {
     "a unit unused": (MANUAL, *PASS, SKIP, FINALIZE, STEP, SKIP, FINALIZE, STEP),
     "back to automatic": (MANUAL, *PASS, FINALIZE, AUTOMATIC, *PASS, STEP),
 }
+
 # Programs with automatic finalization, in which only the last backward before the first step synchronises.
 LIKE = {
     "unsynchronised": (NO_SYNC, *PASS, SYNC, *PASS, STEP, *PASS, STEP),
     "a unit unsynchronised": (NO_SYNC_OF_ONE, *PASS, SYNC, *PASS, STEP),
 }
+
 _NOT_ROOT = "set_manual_backward_finalization must be called on the root FSDP module"
+
 _NOT_MANUAL = (
     "FSDP finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) before "
     "forward"
 )
+
 _BEGUN = "set_manual_backward_finalization cannot change mode after backward starts"
+
 _NO_ALL_REDUCE = (
     "FSDP manual backward finalization requires all-reduce for parameter group {!r}. Call "
     "set_requires_all_reduce(True) before finalization"
 )
+
 _PARTIAL = (
     "FSDP manual backward finalization does not support partial gradient reductions for parameter group {!r}. Use "
     "automatic backward finalization for this configuration"
 )
+
 _PENDING = "The previous gradient reduction must be waited on before "
+
 # Calls, and the errors that they raise.
 REFUSED: dict[str, tuple[tuple[UnitCall, ...], list[str]]] = {
     "nothing to finalize": (
@@ -171,18 +196,62 @@ def test_finalization_before_each_step_matches_torch(twins: Twins, data: st.Data
     played(twins, [MANUAL, *itertools.chain(*steps)], sharding=sharding)
 
 
+def _model(scene: Scene, *, is_manual: bool = True) -> Any:
+    """Return a model whose first unit has no differentiable input, so that its backward does not end by itself."""
+    model: Any = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(scene.rank.device)
+    scene.shard_children(model)
+    if is_manual:
+        model.set_manual_backward_finalization(True)
+    return model
+
+
+def _loss(scene: Scene, model: Any, number: int = 0) -> Tensor:
+    batch = torch.full((2, 4), 1.0 + scene.rank.rank + number, device=scene.rank.device)
+    return model(batch).square().mean()
+
+
+def of_open_unit(scene: Scene, is_manual: bool) -> dict[str, Any]:
+    """Run two backwards that leave the first unit open. Return the parameters and gradients."""
+    model = _model(scene, is_manual=is_manual)
+    for number in range(2):
+        _loss(scene, model, number).backward()
+    if is_manual:
+        model.finalize_backward()
+    return held(model)
+
+
 @clause("distributed.fsdp.fully_shard.finalization")
-def test_finalization_reduces_open_units(sites: Sites) -> None:
+def test_finalization_reduces_open_units(plain_twins: PlainTwins) -> None:
     """Compare manual finalization by the subject with automatic finalization by torch."""
-    expected = sites.of(sites.reference, cases.of_open_unit, is_manual=False)
-    assert_ranks_agree(expected, sites.of_subject(cases.of_open_unit, is_manual=True), TRAINED)
+    expected = plain_twins.of(plain_twins.reference, of_open_unit, is_manual=False)
+    assert_ranks_agree(expected, plain_twins.of_subject(of_open_unit, is_manual=True), TRAINED)
+
+
+def of_two_roots(scene: Scene) -> dict[str, Any]:
+    """Finalize one of two roots that share streams asynchronously, and call the other one meanwhile."""
+    first, second = _model(scene), _model(scene)
+    scene.api.share_comm_ctx([first, second])
+    _loss(scene, second).backward()
+    second.finalize_backward()
+    _loss(scene, first).backward()
+    handle = first.finalize_backward(async_op=True)
+    refused = [
+        tried(lambda: _loss(scene, second)),
+        tried(second.finalize_backward),
+        tried(second.reset_iter_state),
+    ]
+    handle.wait()
+    handle.wait()
+    _loss(scene, second, 1).backward()
+    second.finalize_backward()
+    return {"refused": refused, "held": [held(first), held(second)]}
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
-def test_roots_that_share_streams_wait_for_one_finalization(sites: Sites) -> None:
+def test_roots_that_share_streams_wait_for_one_finalization(plain_twins: PlainTwins) -> None:
     if _HAS_FINALIZATION:
-        sites.agree(cases.of_two_roots)
-    for value in values_of(sites.of_subject(cases.of_two_roots)):
+        plain_twins.agree(of_two_roots)
+    for value in values_of(plain_twins.of_subject(of_two_roots)):
         assert value["refused"] == [
             f"RuntimeError: {_PENDING}forward",
             "RuntimeError: Another gradient reduction sharing this communication context must be waited on before "
@@ -192,9 +261,26 @@ def test_roots_that_share_streams_wait_for_one_finalization(sites: Sites) -> Non
         ]
 
 
+def of_lost_handle(scene: Scene) -> dict[str, Any]:
+    """Drop the handle of an asynchronous finalization. Return the error's notes, and the gradients after a reset."""
+    model = _model(scene)
+    _loss(scene, model).backward()
+    model.finalize_backward(async_op=True)
+    notes: list[str] = []
+    try:
+        _loss(scene, model)
+    except RuntimeError as error:
+        notes = error.__notes__
+    model.reset_iter_state()
+    model.zero_grad()
+    _loss(scene, model, 1).backward()
+    model.finalize_backward()
+    return {"notes": notes, "held": held(model)}
+
+
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
-def test_error_after_lost_handle_names_cure(sites: Sites) -> None:
-    for value in values_of(sites.of_subject(cases.of_lost_handle)):
+def test_error_after_lost_handle_names_cure(plain_twins: PlainTwins) -> None:
+    for value in values_of(plain_twins.of_subject(of_lost_handle)):
         assert "reset_iter_state() of the root if the handle was lost" in value["notes"][0]
 
 
@@ -202,6 +288,7 @@ EARLY_STEPS = {
     "not finalized": (MANUAL, *PASS, STEP, FINALIZE, STEP),
     "not waited for": (MANUAL, *PASS, FINALIZE_ASYNC, STEP, WAIT, STEP),
 }
+
 # Calls with a failed backward, and those that leave the same gradients with automatic finalization.
 FAILED = {
     "after a backward": ((MANUAL, *PASS, FAILING, FINALIZE, STEP), TRAIN),

@@ -2,24 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from conformance.distributed.fsdp import fully_shard_precision_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.fully_shard_precision_cases import FULL, LOW, Dtypes
+from conformance.distributed.fsdp.fsdp_training import mesh_of
+from conformance.distributed.fsdp.fully_shard_training import full_value, held
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.twins import values_of
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.surface import is_torch_in
 
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+# Dtypes in which a parameter computes, is reduced and is stepped.
+Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
+
 _FULL_PRECISION: Dtypes = (FULL, None, FULL)
+
 _COMPLEX: Mapping[str, Any] = {"dtype": torch.complex64, "has_scale": False, "replicates": False}
+
+
+_LEARNING_RATE = 0.25
+
+
+_STEPS = 2
+
+
+class _Waves(nn.Module):
+    def __init__(self, dtype: torch.dtype, has_scale: bool) -> None:
+        super().__init__()
+        turns = torch.linspace(-3, 3, 35, dtype=torch.float64).view(5, 7)
+        self.weight = nn.Parameter(torch.polar(turns + 4, turns).to(dtype))
+        self.bias = nn.Parameter(torch.polar(turns[0].abs(), turns[0]).to(dtype))
+        scale = torch.linspace(1, 2, 7).to(dtype.to_real())
+        self.scale = nn.Parameter(scale, requires_grad=False) if has_scale else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = (x.to(self.weight.dtype) @ self.weight + self.bias).abs()
+        return output if self.scale is None else output * self.scale
+
+
+def of_complex(
+    scene: Scene, dtype: torch.dtype, has_scale: bool, replicates: bool, policy: Mapping[str, torch.dtype]
+) -> dict[str, Any]:
+    """Run two steps with complex parameters, which may be in one group with a real parameter.
+
+    Args:
+        replicates: whether every rank holds a full replica.
+        policy: arguments of MixedPrecisionPolicy.
+    """
+    model: Any = _Waves(dtype, has_scale).to(scene.rank.device)
+    arguments = {"mesh": mesh_of(scene.rank, 1)} if replicates else {}
+    scene.shard(model, mp_policy=scene.api.MixedPrecisionPolicy(**policy), **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
+    steps = []
+    for number in range(_STEPS):
+        batch = torch.linspace(-1 - scene.rank.rank, 1 + number, 15, device=scene.rank.device).view(3, 5)
+        loss = model(batch).square().mean()
+        loss.backward()
+        steps.append((loss.detach(), held(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"seen": steps, "after": held(model)}
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -27,9 +80,9 @@ _COMPLEX: Mapping[str, Any] = {"dtype": torch.complex64, "has_scale": False, "re
 @pytest.mark.parametrize("has_scale", [False, True], ids=["alone", "beside real ones"])
 @pytest.mark.parametrize("replicates", [False, True], ids=["sharded", "replicated"])
 def test_trains_complex_parameters(
-    sites: Sites, dtype: torch.dtype, has_scale: bool, replicates: bool
+    plain_twins: PlainTwins, dtype: torch.dtype, has_scale: bool, replicates: bool
 ) -> None:
-    sites.agree(cases.of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
+    plain_twins.agree(of_complex, dtype=dtype, has_scale=has_scale, replicates=replicates, policy={})
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -38,19 +91,23 @@ def test_trains_complex_parameters(
     [{"param_dtype": LOW}, {"reduce_dtype": torch.complex128}],
     ids=["computed in low precision", "reduced in full"],
 )
-def test_complex_parameters_keep_their_dtype(sites: Sites, policy: Mapping[str, torch.dtype]) -> None:
-    sites.agree(cases.of_complex, policy=policy, **_COMPLEX)
+def test_complex_parameters_keep_their_dtype(
+    plain_twins: PlainTwins, policy: Mapping[str, torch.dtype]
+) -> None:
+    plain_twins.agree(of_complex, policy=policy, **_COMPLEX)
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
 @pytest.mark.deviation("fully_shard.complex_gradients")
 @pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(None, LOW), (LOW, FULL), (LOW, LOW)], ids=str)
 def test_real_reduce_dtype_keeps_imaginary_parts(
-    sites: Sites, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
+    plain_twins: PlainTwins, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
 ) -> None:
-    expected = sites.of(sites.reference, cases.of_complex, policy={"param_dtype": param_dtype}, **_COMPLEX)
-    sites.deviate(
-        cases.of_complex,
+    expected = plain_twins.of(
+        plain_twins.reference, of_complex, policy={"param_dtype": param_dtype}, **_COMPLEX
+    )
+    plain_twins.deviate(
+        of_complex,
         policy={"param_dtype": param_dtype, "reduce_dtype": reduce_dtype},
         we_do=partial(does_as, expected),
         may_agree=param_dtype == reduce_dtype and not is_torch_in(">=2.15"),
@@ -58,12 +115,33 @@ def test_real_reduce_dtype_keeps_imaginary_parts(
     )
 
 
+_BACKWARDS = 5
+
+
+def accumulated(scene: Scene, policy: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the gradients after each of several backwards, of which only the last one synchronises.
+
+    All ranks have the same data.
+    """
+    model: Any = nn.Linear(16, 16, bias=False, dtype=dtype).to(scene.rank.device)
+    nn.init.constant_(model.weight, 0.01)
+    scene.shard(model, mp_policy=scene.api.MixedPrecisionPolicy(**policy))
+    shown = []
+    for number in range(_BACKWARDS):
+        model.set_requires_gradient_sync(number == _BACKWARDS - 1)
+        # The factor 1 / 3 is inexact in every dtype.
+        batch = torch.linspace(-1, 2 + number, 64, device=scene.rank.device).view(4, 16) / 3
+        model(batch.to(dtype)).abs().pow(3).sum().backward()
+        shown.append(held(model))
+    return {"shown": shown}
+
+
 @clause("distributed.fsdp.fully_shard.complex_parameters")
 @pytest.mark.deviation("fully_shard.complex_gradients")
-def test_real_reduce_dtype_accumulates_complex_gradients(sites: Sites) -> None:
-    expected = sites.of(sites.reference, cases.accumulated, policy={}, dtype=torch.complex64)
-    sites.deviate(
-        cases.accumulated,
+def test_real_reduce_dtype_accumulates_complex_gradients(plain_twins: PlainTwins) -> None:
+    expected = plain_twins.of(plain_twins.reference, accumulated, policy={}, dtype=torch.complex64)
+    plain_twins.deviate(
+        accumulated,
         policy={"param_dtype": LOW, "reduce_dtype": LOW},
         dtype=torch.complex64,
         we_do=partial(does_as, expected),
@@ -83,9 +161,85 @@ def test_real_reduce_dtype_accumulates_complex_gradients(sites: Sites) -> None:
     ids=["lower", "lower than double", "higher", "as low"],
 )
 def test_accumulates_with_torchs_roundings(
-    sites: Sites, policy: Mapping[str, torch.dtype], dtype: torch.dtype
+    plain_twins: PlainTwins, policy: Mapping[str, torch.dtype], dtype: torch.dtype
 ) -> None:
-    sites.agree(cases.accumulated, policy=policy, dtype=dtype)
+    plain_twins.agree(accumulated, policy=policy, dtype=dtype)
+
+
+class Mixed(nn.Module):
+    """Module in which each layer casts its input to the dtype of its weight, and records that dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.router = nn.LayerNorm(4), nn.Linear(4, 5), nn.Linear(5, 3)
+        self.shown: list[str] = []
+        for number, parameter in enumerate(self.parameters()):
+            parameter.data = torch.linspace(0.3, 1 - number / 3, parameter.numel()).view(parameter.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.norm, self.inner, self.router):
+            x = layer(x.to(layer.weight.dtype)).sin()
+            self.shown.append(str(layer.weight.dtype))
+        return x.float()
+
+
+def _model(cast: Callable[[Mixed], Any]) -> Mixed:
+    with torch.random.fork_rng([]):
+        model = Mixed()
+    cast(model)
+    return model
+
+
+def _batch(rank: int, number: int) -> Tensor:
+    return torch.linspace(-1 - rank, 1 + number, 12).view(3, 4)
+
+
+def _of_two(model: Mixed) -> None:
+    model.inner.double()
+
+
+def of_two_dtypes(scene: Scene, thaws: str) -> dict[str, Any]:
+    """Train layers of two dtypes, one of which is frozen until the first step is done."""
+    model = _frozen(thaws)
+    scene.shard(model)
+    return _trained(model, lambda number: model(_batch(scene.rank.rank, number)).square().mean(), thaws)
+
+
+def _frozen(name: str) -> Mixed:
+    model = _model(_of_two)
+    if name:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def of_two_dtypes_by_hand(scene: Scene, thaws: str) -> dict[str, Any]:
+    # On the same device, because its float32 operators round their results before float64 operators use them.
+    device, ranks = scene.rank.device, range(scene.rank.world_size)
+    model = _frozen(thaws).to(device)
+
+    def loss(number: int) -> Tensor:
+        return torch.stack([model(_batch(rank, number).to(device)).square().mean() for rank in ranks]).mean()
+
+    return _trained(model, loss, thaws)
+
+
+def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
+    gradients: list[Any] = []
+    for number in range(_STEPS):
+        loss_of(number).backward()
+        gradients.append(
+            {
+                name: full_value(parameter.grad).cpu()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        model.get_submodule(thaws).requires_grad_(True)
+    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
+    return {"gradients": gradients, "after": after}
 
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
@@ -93,11 +247,81 @@ def test_accumulates_with_torchs_roundings(
 @pytest.mark.parametrize(
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
-def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
-    expected, *_ = sites.of_subject(cases.of_two_dtypes_by_hand, thaws=thaws)
+def test_trains_parameters_of_two_dtypes(plain_twins: PlainTwins, thaws: str) -> None:
+    expected, *_ = plain_twins.of_subject(of_two_dtypes_by_hand, thaws=thaws)
     # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
     may_agree = thaws == "inner" and is_torch_in(">=2.15")
-    sites.deviate_by_hand(expected, cases.of_two_dtypes, thaws=thaws, may_agree=may_agree)
+    plain_twins.deviate_by_hand(expected, of_two_dtypes, thaws=thaws, may_agree=may_agree)
+
+
+def _policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:
+    def own(name: str, parameter: Tensor) -> Any:
+        dtypes = apart.get(name.partition(".")[0])
+        return None if dtypes is None else scene.api.ParamPrecision(*dtypes)
+
+    compute, reduce, master = everywhere
+    return scene.api.PerParamPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, master_dtype=master, precision_of=own
+    )
+
+
+def by_policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
+    """Train a model that was created in low precision, with a policy per parameter."""
+    model = _model(lambda module: module.to(LOW))
+    scene.shard(model, mp_policy=_policy(scene, everywhere, apart))
+    trained = _trained(model, lambda number: model(_batch(scene.rank.rank, number)).square().mean())
+    has = {name: astuple(precisions) for name, precisions in scene.api.param_precisions(model).items()}
+    return trained | {"shown": model.shown, "has": {name: str(has[name]) for name in sorted(has)}}
+
+
+def by_policy_by_hand(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
+    """Train without sharding: copies of masters compute, and the gradients of all ranks are averaged."""
+    model = _model(lambda module: module.to(scene.rank.device, LOW))
+    dtypes = {
+        name: _in_full(apart.get(name.partition(".")[0], everywhere)) for name, _ in model.named_parameters()
+    }
+    masters = {name: parameter.detach().to(dtypes[name][2]) for name, parameter in model.named_parameters()}
+    gradients: list[dict[str, Tensor]] = []
+    for number in range(_STEPS):
+        batches = [
+            _batch(rank, number).to(scene.rank.device, everywhere[0]) for rank in range(scene.rank.world_size)
+        ]
+        ranks = [_gradients(model, masters, dtypes, batch) for batch in batches]
+        gradients.append(
+            {
+                name: _average([rank_gradients[name].to(reduce) for rank_gradients in ranks]).to(master)
+                for name, (_, reduce, master) in dtypes.items()
+            }
+        )
+        masters = {name: master - _LEARNING_RATE * gradients[-1][name] for name, master in masters.items()}
+    return {
+        "gradients": [
+            {name: gradient.cpu() for name, gradient in step_gradients.items()}
+            for step_gradients in gradients
+        ],
+        "after": {name: master.cpu() for name, master in masters.items()},
+        "shown": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")] * _STEPS,
+        "has": {name: str(dtypes[name]) for name in sorted(dtypes)},
+    }
+
+
+def _in_full(dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Return the dtypes with defaults filled in, for a parameter that was created in low precision."""
+    compute, reduce, master = dtypes
+    compute, master = compute or LOW, master or LOW
+    return compute, reduce or (master if is_torch_in(">=2.15") else compute), master
+
+
+def _gradients(
+    model: Mixed, masters: Mapping[str, Tensor], dtypes: Mapping[str, Any], x: Tensor
+) -> dict[str, Tensor]:
+    shown = {name: master.to(dtypes[name][0], copy=True).requires_grad_() for name, master in masters.items()}
+    loss: Tensor = torch.func.functional_call(model, shown, (x,)).square().mean()
+    return dict(zip(shown, torch.autograd.grad(loss, list(shown.values())), strict=True))
+
+
+def _average(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(grads)).sum(0) / len(grads)
 
 
 @clause("distributed.fsdp.fully_shard.precision_per_parameter")
@@ -112,40 +336,101 @@ def test_trains_parameters_of_two_dtypes(sites: Sites, thaws: str) -> None:
     ids=["masters", "masters alone", "in full apart", "each otherwise"],
 )
 def test_computes_reduces_and_steps_by_parameter(
-    sites: Sites, everywhere: Dtypes, apart: Mapping[str, Dtypes]
+    plain_twins: PlainTwins, everywhere: Dtypes, apart: Mapping[str, Dtypes]
 ) -> None:
     expected, actual = (
-        sites.of_subject(asks, everywhere=everywhere, apart=apart)
-        for asks in (cases.by_policy_by_hand, cases.by_policy)
+        plain_twins.of_subject(asks, everywhere=everywhere, apart=apart)
+        for asks in (by_policy_by_hand, by_policy)
     )
     assert_ranks_agree(expected, actual)
     values_of(actual)
+
+
+def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
+    """Train in low precision, except for `layers`, which compute in the dtype of their parameters."""
+    model = _model(lambda model: model.to(LOW).to(FULL))
+    own = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
+    calls: list[int] = []
+
+    def override(parameter: Tensor) -> torch.dtype | None:
+        calls.append(id(parameter))
+        return parameter.dtype if id(parameter) in own else (LOW, None)[len(calls) % 2]
+
+    policy = scene.api.MixedPrecisionPolicy(LOW, FULL, param_dtype_override_fn=override)
+    scene.shard(model, mp_policy=policy)
+    outcome = _trained(model, lambda number: model(_batch(scene.rank.rank, number)).square().mean())
+    return outcome | {"shown": model.shown, "calls": len(calls)}
+
+
+def overridden_by_hand(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
+    outcome = by_policy_by_hand(scene, (LOW, FULL, FULL), dict.fromkeys(layers, (FULL, FULL, FULL)))
+    del outcome["has"]
+    return outcome | {"calls": len(list(Mixed().parameters()))}
 
 
 @clause("distributed.fsdp.fully_shard.param_dtype_override")
 @pytest.mark.parametrize("layers", [[], ["norm"], ["norm", "router"]], ids=str)
-def test_dtype_override_trains_like_unsharded(sites: Sites, layers: Sequence[str]) -> None:
+def test_dtype_override_trains_like_unsharded(plain_twins: PlainTwins, layers: Sequence[str]) -> None:
     expected, actual = (
-        sites.of_subject(program, layers=layers) for program in (cases.overridden_by_hand, cases.overridden)
+        plain_twins.of_subject(program, layers=layers) for program in (overridden_by_hand, overridden)
     )
     assert_ranks_agree(expected, actual)
     values_of(actual)
     if is_torch_in(">=2.15"):
-        sites.agree(cases.overridden, layers=layers)
+        plain_twins.agree(overridden, layers=layers)
+
+
+def refused_override(scene: Scene, returned: Any) -> str:
+    policy = scene.api.MixedPrecisionPolicy(LOW, param_dtype_override_fn=lambda _: returned)
+    return tried(lambda: scene.shard(_model(lambda _: None), mp_policy=policy))
 
 
 @clause("distributed.fsdp.fully_shard.param_dtype_override")
 @pytest.mark.parametrize("returned", [torch.float64, "bfloat16"], ids=str)
-def test_invalid_dtype_override_raises(sites: Sites, returned: object) -> None:
-    text, *_ = values_of(sites.of_subject(cases.refused_override, returned=returned))
+def test_invalid_dtype_override_raises(plain_twins: PlainTwins, returned: object) -> None:
+    text, *_ = values_of(plain_twins.of_subject(refused_override, returned=returned))
     assert text.startswith("ValueError: param_dtype_override_fn must return")
     if is_torch_in(">=2.15"):
-        sites.agree(cases.refused_override, returned=returned)
+        plain_twins.agree(refused_override, returned=returned)
+
+
+def lost_masters(scene: Scene) -> dict[str, Any]:
+    model = _model(lambda module: module.to(LOW))
+    scene.shard(model, mp_policy=scene.api.PerParamPrecisionPolicy(LOW, master_dtype=FULL))
+    x = _batch(scene.rank.rank, 0)
+    model(x).sum().backward()
+    masters = {name: value.clone() for name, value in model.state_dict().items()}
+    low = {name: value.to(LOW) for name, value in masters.items()}
+    model.load_state_dict(low)
+    loaded = sorted({str(parameter.dtype) for parameter in model.parameters()})
+    model.to(LOW)
+    model.to(FULL)
+    rounded = tried(lambda: model(x))
+    name = "router.weight"
+    model.load_state_dict({name: masters[name]}, strict=False)
+    partly = tried(lambda: model(x))
+    model.load_state_dict(masters)
+    reloaded = tried(lambda: model(x).sum().backward())
+    model.to(LOW)
+    model.load_state_dict(masters)
+    model.to(FULL)
+    into_low = tried(lambda: model(x))
+    model.router.to(LOW)
+    narrow = scene.api.PerParamPrecisionPolicy(master_dtype=LOW)
+    return {
+        "loaded": loaded,
+        "rounded": rounded,
+        "partly": partly,
+        "reloaded": reloaded,
+        "into low": into_low,
+        "cast": tried(lambda: model(x)),
+        "narrow": tried(lambda: scene.shard(_model(lambda module: None), mp_policy=narrow)),
+    }
 
 
 @clause("distributed.fsdp.fully_shard.masters")
-def test_lost_masters_raise(sites: Sites) -> None:
-    reported, *_ = values_of(sites.of_subject(cases.lost_masters))
+def test_lost_masters_raise(plain_twins: PlainTwins) -> None:
+    reported, *_ = values_of(plain_twins.of_subject(lost_masters))
     assert reported["loaded"] == [str(FULL)]
     assert reported["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
     assert reported["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
@@ -159,9 +444,23 @@ def test_lost_masters_raise(sites: Sites) -> None:
     assert "norm.weight" in reported["narrow"]
 
 
+def report_precisions(scene: Scene) -> dict[str, Any]:
+    """Return the precisions that are reported for FullyShardedDataParallel and for an unsharded model."""
+    fsdp = scene.api
+    mixed = fsdp.MixedPrecision(param_dtype=LOW, reduce_dtype=FULL)
+    wrapped = fsdp.FullyShardedDataParallel(
+        _model(_of_two), mixed_precision=mixed, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    models = {"wrapped": wrapped, "plain": _model(_of_two)}
+    return {
+        kind: {name: str(astuple(precisions)) for name, precisions in fsdp.param_precisions(model).items()}
+        for kind, model in models.items()
+    }
+
+
 @clause("distributed.fsdp.fully_shard.param_precisions")
-def test_param_precisions_reports_each_parameter(sites: Sites) -> None:
-    reported, *_ = values_of(sites.of_subject(cases.report_precisions))
+def test_param_precisions_reports_each_parameter(plain_twins: PlainTwins) -> None:
+    reported, *_ = values_of(plain_twins.of_subject(report_precisions))
     for name, has in reported["wrapped"].items():
         own = torch.float64 if name.startswith("inner") else FULL
         assert has == str((LOW, FULL, own)), name

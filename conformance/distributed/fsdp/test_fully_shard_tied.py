@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp import fully_shard_tied_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import RankOutcomes
+from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather
+from conformance.distributed.fsdp.fully_shard_training import full_value
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
@@ -17,6 +22,94 @@ from conformance.judge.outcome import observe
 def refuses(words: str) -> Callable[[RankOutcomes], bool]:
     """Return a check whether every rank reports an error that begins with these words."""
     return lambda outcomes: all(str(outcome.value).startswith(words) for outcome in outcomes)
+
+
+_ROWS, _WIDTH = 7, 3
+
+
+_STEPS = ("plain", "accumulated", "checkpointed", "reentrant")
+
+
+class Tied(nn.Module):
+    """Model whose embedding table is also the weight of the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(_ROWS, _WIDTH)
+        self.body = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _ROWS))
+        self.body[2].weight = self.embed.weight
+        self.double()
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
+            parameter.data = values.view(parameter.shape)
+
+    def forward(self, ids: torch.Tensor, step: str = "plain") -> torch.Tensor:
+        x: torch.Tensor = self.embed(ids)
+        if step in ("checkpointed", "reentrant"):
+            return checkpoint(self.body, x, use_reentrant=step == "reentrant")
+        return self.body(x)
+
+
+def _model() -> Any:
+    with torch.random.fork_rng([]):
+        return Tied()
+
+
+def tied(scene: Scene, units: Sequence[str], not_unsharded: str = "") -> dict[str, Any]:
+    """Train with `units` sharded in this order, and the model last.
+
+    Unit `not_unsharded` is not unsharded for its backward.
+    """
+    model = _model()
+    for name in units:
+        scene.shard(model.get_submodule(name))
+    scene.shard(model)
+    if not_unsharded:
+        model.get_submodule(not_unsharded).set_unshard_in_backward(False)
+    trained = _trained(model, [scene.rank.rank], model.set_requires_gradient_sync)
+    loss = _loss(model, 0, scene.rank.rank, "plain")
+    is_freed = isinstance(model.embed.weight, DTensor)
+    loss.backward()
+    return trained | {"keys": list(model.state_dict()), "is freed": is_freed, "assigned": _assigned(model)}
+
+
+def _assigned(model: Any) -> bool:
+    """Return whether a parameter that was assigned in one of its two places is in both after the next forward."""
+    state = {"embed.weight": model.embed.weight.detach() * 2}
+    model.load_state_dict(state, strict=False, assign=True)
+    model(torch.arange(2), "plain").sum().backward()
+    return model.body[2].weight is model.embed.weight and bool(
+        (model.body[2].weight == state["embed.weight"]).all()
+    )
+
+
+def tied_by_hand(world: int) -> dict[str, Any]:
+    """Train in one process on the data of all ranks. Return what each rank must see."""
+    model = _model()
+    trained = _trained(model, range(world), lambda syncs: None)
+    return trained | {"keys": list(model.state_dict()), "is freed": True, "assigned": True}
+
+
+def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
+    gradients: list[Any] = []
+    for number, step in enumerate(_STEPS):
+        for part in range(2 if step == "accumulated" else 1):
+            set_sync(step != "accumulated" or part == 1)
+            losses = [_loss(model, 2 * number + part, rank, step) for rank in ranks]
+            torch.stack(losses).mean().backward()
+        gradients.append(
+            {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
+    return {"gradients": gradients, "after": after}
+
+
+def _loss(model: Any, number: int, rank: int, step: str) -> torch.Tensor:
+    ids = (torch.arange(4) * (rank + 2) + number) % _ROWS
+    return model(ids, step).square().mean()
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -33,16 +126,73 @@ def refuses(words: str) -> Callable[[RankOutcomes], bool]:
     ],
     ids=" ".join,
 )
-def test_tied_weights_stay_tied(sites: Sites, units: tuple[str, ...]) -> None:
+def test_tied_weights_stay_tied(plain_twins: PlainTwins, units: tuple[str, ...]) -> None:
     """The unit that is sharded first owns the shared weight."""
-    expected = observe(cases.tied_by_hand, sites.world_size)
-    sites.deviate_by_hand(expected, cases.tied, units=units)
+    expected = observe(tied_by_hand, plain_twins.world_size)
+    plain_twins.deviate_by_hand(expected, tied, units=units)
+
+
+def tied_in_two_models(scene: Scene) -> str:
+    """Return the losses of the first forwards of two models that share a weight, or their error."""
+    models = [_model(), _model()]
+    models[1].embed.weight = models[0].embed.weight
+    for model in models:
+        model.body[2].weight = nn.Parameter(model.embed.weight.detach().clone())
+    for model in models:
+        scene.shard(model)
+    return tried(lambda: [_loss(model, 0, scene.rank.rank, "plain").item() for model in models])
 
 
 @clause("distributed.fsdp.fully_shard.tied_in_two_models")
 @pytest.mark.deviation("fully_shard.tied_in_two_models")
-def test_tying_across_models_is_refused(sites: Sites) -> None:
-    sites.deviate(cases.tied_in_two_models, we_do=refuses("ValueError"))
+def test_tying_across_models_is_refused(plain_twins: PlainTwins) -> None:
+    plain_twins.deviate(tied_in_two_models, we_do=refuses("ValueError"))
+
+
+class Around(nn.Module):
+    """Module that also uses the weight of its inner module. In backward, the inner module comes first."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.own = nn.Linear(3, 3), inner, nn.Linear(3, 3)
+        self.own.weight = self.inner.weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            self.inner(x[:, :2])
+        except RuntimeError:  # input too narrow for the inner module
+            x = self.own(x)
+        return self.inner(self.own(self.before(x)).sin())
+
+
+def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, Any]:
+    """Return the gradients of a model in which the owner's backward ends before that of a sharer around it."""
+    model = _around(trained)
+    scene.shard(model.inner)
+    scene.shard(model)
+    if zeros:
+        model.set_reduce_scatter_unused_params(True)
+    return _gradients_of(model)
+
+
+def around_by_hand(trained: bool) -> dict[str, Any]:
+    return _gradients_of(_around(trained))
+
+
+def _around(trained: bool) -> Any:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        model = Around(nn.Linear(3, 3))
+    model.inner.weight.requires_grad_(trained)
+    return model
+
+
+def _gradients_of(model: Around) -> dict[str, Any]:
+    for _ in range(2):
+        model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
+    grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: None if grad is None else full_value(grad).cpu() for name, grad in grads}
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -50,48 +200,134 @@ def test_tying_across_models_is_refused(sites: Sites) -> None:
 @pytest.mark.parametrize(
     ("trained", "zeros"), [(True, False), (False, False), (True, True)], ids=["trained", "frozen", "zeros"]
 )
-def test_owners_wait_for_what_is_around_them(sites: Sites, trained: bool, zeros: bool) -> None:
+def test_owners_wait_for_what_is_around_them(plain_twins: PlainTwins, trained: bool, zeros: bool) -> None:
     """The unit around an owner uses its weight after the owner's backward, and after a failed forward of the owner."""
-    expected = observe(cases.around_by_hand, trained)
-    sites.deviate_by_hand(expected, cases.around, trained=trained, zeros=zeros)
+    expected = observe(around_by_hand, trained)
+    plain_twins.deviate_by_hand(expected, around, trained=trained, zeros=zeros)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
-def test_owners_are_unsharded_where_others_need_them(sites: Sites) -> None:
+def test_owners_are_unsharded_where_others_need_them(plain_twins: PlainTwins) -> None:
     """The owner is an embedding, which is not unsharded for its backward. The last layer needs the weight there."""
-    expected = observe(cases.tied_by_hand, sites.world_size)
-    sites.deviate_by_hand(expected, cases.tied, units=("embed", "body.2"), not_unsharded="embed")
+    expected = observe(tied_by_hand, plain_twins.world_size)
+    plain_twins.deviate_by_hand(expected, tied, units=("embed", "body.2"), not_unsharded="embed")
+
+
+class Shifted(nn.Module):
+    """Model whose tail adds the sum of the body's weight. In backward the tail comes first and reads no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.tail = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3))
+        self.tail.weight = self.body.weight
+        self.tail.forward = lambda x: x + self.tail.weight.sum(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.body(self.first(x)).tanh())
+
+
+def shifted(scene: Scene | None) -> dict[str, torch.Tensor]:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model: Any = Shifted()
+    if scene is not None:
+        for module in (model.body, model.tail, model.first, model):
+            scene.shard(module)
+        model.tail.set_unshard_in_backward(False)
+    device = model.first.weight.device
+    model(torch.linspace(-1, 1, 2 * _WIDTH, device=device).view(2, _WIDTH)).square().sum().backward()
+    return {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
-def test_owners_are_unsharded_where_others_need_nothing(sites: Sites) -> None:
+def test_owners_are_unsharded_where_others_need_nothing(plain_twins: PlainTwins) -> None:
     """The sharer whose backward runs first is not unsharded for it."""
-    sites.deviate_by_hand(observe(cases.shifted, None), cases.shifted)
+    plain_twins.deviate_by_hand(observe(shifted, None), shifted)
+
+
+def unsharded(scene: Scene, has_run: bool, waits: bool) -> dict[str, Any]:
+    """Return how a unit shows a parameter that another unit owns, while it is unsharded explicitly and afterwards."""
+    model = _model()
+    scene.shard(model.embed)
+    scene.shard(model.body[2])
+    scene.shard(model)
+    if has_run:
+        model(torch.arange(2)).sum().backward()
+    handle = model.body[2].unshard(async_op=waits)
+    if waits:
+        handle.wait()
+    shown = model.body[2].weight
+    result = {"shown": shown.detach().clone().cpu(), "sharded": isinstance(shown, DTensor)}
+    model.body[2].reshard()
+    result["resharded"] = isinstance(model.body[2].weight, DTensor)
+    model(torch.arange(2)).sum().backward()
+    return result | {"gradient": full_value(model.embed.weight.grad).cpu()}
+
+
+def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
+    model = _model()
+    for _ in range(1 + has_run):
+        model(torch.arange(2)).sum().backward()
+    weight = model.embed.weight
+    return {"shown": weight.detach(), "sharded": False, "resharded": True, "gradient": weight.grad}
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("has_run", [False, True], ids=["before the first forward", "behind a step"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "by its handle"])
-def test_modules_unshard_what_others_own(sites: Sites, has_run: bool, waits: bool) -> None:
-    expected = observe(cases.unsharded_by_hand, has_run)
-    sites.deviate_by_hand(expected, cases.unsharded, has_run=has_run, waits=waits)
+def test_modules_unshard_what_others_own(plain_twins: PlainTwins, has_run: bool, waits: bool) -> None:
+    expected = observe(unsharded_by_hand, has_run)
+    plain_twins.deviate_by_hand(expected, unsharded, has_run=has_run, waits=waits)
+
+
+def prefetched(scene: Scene) -> list[Any]:
+    """Return the order of forwards and of the owner's all-gathers.
+
+    Other units prefetch the unit that shares the owner's weight.
+    """
+    events: list[Any] = []
+    tied = _model()
+    model: Any = nn.Sequential(tied, nn.Tanh())
+    for module in (tied.embed, tied.body[0], tied.body[2], model):
+        scene.shard(module)
+        module.register_forward_pre_hook(lambda unit, _: events.append(type(unit).__name__))
+    tied.embed.set_custom_all_gather(ReportingAllGather(lambda request: events.append(request[0])))
+    tied.body[0].set_modules_to_forward_prefetch([tied.body[2]])
+    model.set_modules_to_backward_prefetch([tied.body[2]])
+    out = model(torch.arange(4))
+    out.register_hook(lambda _: events.append("backward"))
+    out.sum().backward()
+    return [event for event in events if event != "allocate"]
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.world_sizes(fewest=2)
-def test_prefetching_gathers_what_others_own(sites: Sites) -> None:
+def test_prefetching_gathers_what_others_own(plain_twins: PlainTwins) -> None:
     forward = ["FSDPSequential", "gather", "FSDPEmbedding", "gather", "FSDPLinear", "FSDPLinear"]
     expected = observe(lambda: [*forward, "gather", "backward"])
-    sites.deviate_by_hand(expected, cases.prefetched)
+    plain_twins.deviate_by_hand(expected, prefetched)
+
+
+def of_other_dtypes(scene: Scene, **dtypes: torch.dtype) -> str:
+    """Return the error if a unit shares a parameter but has other dtypes than the owner."""
+    model, policy = _model(), scene.api.MixedPrecisionPolicy(**dtypes)
+
+    def run() -> None:
+        scene.shard(model.embed)
+        scene.shard(model.body[2], mp_policy=policy)
+        scene.shard(model)
+        _loss(model, 0, scene.rank.rank, "plain")
+
+    return str(tried(run))
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 @pytest.mark.parametrize("differs", ["param_dtype", "reduce_dtype"])
-def test_tied_parameter_with_two_precisions_is_refused(sites: Sites, differs: str) -> None:
+def test_tied_parameter_with_two_precisions_is_refused(plain_twins: PlainTwins, differs: str) -> None:
     named = "ValueError: weight was sharded by an earlier call, as weight: to compute in torch.float64"
-    sites.deviate(cases.of_other_dtypes, **{differs: torch.float32}, we_do=refuses(named))
+    plain_twins.deviate(of_other_dtypes, **{differs: torch.float32}, we_do=refuses(named))

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD, Optimizer, RMSprop
 
-from conformance.distributed.fsdp import gradient_norm_cases as cases
-from conformance.distributed.fsdp.fused_step_cases import on_meshes, plain_model
-from conformance.distributed.fsdp.scaler_cases import SCALER
+from conformance.distributed.fsdp.scaler_layouts import named_params, on_meshes, plain_model
+from conformance.distributed.fsdp.scaler_programs import SCALER
+from conformance.distributed.fsdp.scene import Scene, tried
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 
@@ -23,6 +24,37 @@ def unsharded(layout: str) -> list[torch.Tensor]:
         return [torch.full((6,), 3.0)] * 2
     grads = [3.0 * param.detach().flatten() for param in plain_model().parameters()]
     return [torch.cat(grads)] if layout == "flat" else grads
+
+
+SCALE = 8.0
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "rmsprop": RMSprop}
+
+
+def joint_norm_and_norms(
+    scene: Scene, *, scaler: str, layout: str, kind: str, norm_type: float, enabled: bool
+) -> Any:
+    """Return the joint norm, and the norm of each parameter that `gradient_norms` returns after two fused steps.
+
+    Args:
+        scene: the rank.
+        scaler: name of the scaler.
+        layout: one of `scaler_layouts.LAYOUTS`.
+        kind: one of `OPTIMIZERS`.
+        norm_type: order of the norms.
+        enabled: whether the scaler is enabled.
+    """
+    named = named_params(scene, layout)
+    optimizer = OPTIMIZERS[kind](named, lr=0.0)
+    its_scaler = scene.library.find(scaler)(scene.rank.device.type, init_scale=SCALE, enabled=enabled)
+    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    joint: Any = None
+    for factor in (1.0, 3.0):  # the second step has cached lists
+        for _, param in named:
+            param.grad = param.detach() * (factor * SCALE if enabled else factor)
+        joint = its_scaler.fused_step(optimizer, norm_type=norm_type, keep_norms=True)
+    return joint.item(), {name: norm.item() for name, norm in its_scaler.gradient_norms(optimizer).items()}
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
@@ -47,7 +79,7 @@ def test_norms_on_every_rank_are_those_of_unsharded_model(
     twins_of: TwinsOf, device: str, layout: str, scaler: str, kind: str, norm_type: float
 ) -> None:
     arguments: dict[str, Any] = {"layout": layout, "kind": kind, "norm_type": norm_type, "enabled": True}
-    reports = twins_of(4, device).values(cases.joint_norm_and_norms, scaler=scaler, **arguments)
+    reports = twins_of(4, device).values(joint_norm_and_norms, scaler=scaler, **arguments)
     grads = unsharded(layout)
     expected = [torch.linalg.vector_norm(grad.double(), norm_type).item() for grad in grads]
     joint = torch.linalg.vector_norm(torch.tensor(expected), norm_type).item()
@@ -62,15 +94,33 @@ def test_norms_on_every_rank_are_those_of_unsharded_model(
 def test_norms_of_disabled_scaler(twins_of: TwinsOf, device: str, scaler: str) -> None:
     arguments: dict[str, Any] = {"layout": "dtensor", "kind": "sgd", "norm_type": 2.0, "enabled": False}
     expected = [grad.double().norm().item() for grad in unsharded("dtensor")]
-    for _, norms in twins_of(2, device).values(cases.joint_norm_and_norms, scaler=scaler, **arguments):
+    for _, norms in twins_of(2, device).values(joint_norm_and_norms, scaler=scaler, **arguments):
         assert [*norms.values()] == pytest.approx(expected, rel=1e-5)
+
+
+def one_fails(scene: Scene, *, scaler: str) -> tuple[Any, Any]:
+    """Return the error of a fused step that keeps norms and fails on rank 0, and the result of the next one."""
+    named = named_params(scene, "dtensor")
+    optimizer, its_scaler = SGD(named, lr=0.0), scene.library.find(scaler)(scene.rank.device.type)
+    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    results: list[Any] = []
+    for max_norm in (math.nan if scene.rank.rank == 0 else math.inf, math.inf):
+        for _, param in named:
+            param.grad = param.detach().clone()
+        results.append(tried(lambda max_norm=max_norm: _step(its_scaler, optimizer, max_norm)))
+    return tuple(results)
+
+
+def _step(scaler: Any, optimizer: Optimizer, max_norm: float) -> int:
+    scaler.fused_step(optimizer, max_norm, keep_norms=True)
+    return len(scaler.gradient_norms(optimizer))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @pytest.mark.world_sizes(fewest=2)
 def test_failure_beside_kept_norms_is_reported(cpu_twins: Twins) -> None:
     """The failing rank takes part in the exchange of all norms, so its peers raise too, and the next step works."""
-    own, *others = cpu_twins.values(cases.one_fails, scaler=SCALER)
+    own, *others = cpu_twins.values(one_fails, scaler=SCALER)
     assert "max_norm is nan" in own[0]
     assert all("another rank" in other[0] for other in others), others
     assert [later for _, later in (own, *others)] == [4] * cpu_twins.world_size

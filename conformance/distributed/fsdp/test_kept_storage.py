@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.kept_storage_cases import kept_storage
-from conformance.distributed.fsdp.twins import values_of
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conformance.distributed.fsdp.fully_shard_training import full_value
+from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.twins import PlainTwins, values_of
 from conformance.judge.clauses import clause
+
+_STEPS = 2
+
+
+def kept_storage(scene: Scene, keep: bool, recurse: bool) -> dict[str, Any]:
+    """Train two units. Return whether the memory of their weights is allocated after each step.
+
+    The setting `keep` is reset at the end.
+    """
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(scene.rank.device)
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.constant_(parameter, 0.25 + number / 8)
+    scene.shard(model[0])
+    scene.shard(model)
+    if keep:
+        model.set_keep_unsharded_storage(True, recurse=recurse)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    first = _unsharded(model)
+    allocated = []
+    for number in range(_STEPS):
+        batch = torch.full((2, 4), 1.0 + scene.rank.rank + number, device=scene.rank.device)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        allocated.append(_are_allocated(first))
+    same = [
+        before.data_ptr() == after.data_ptr() for before, after in zip(first, _unsharded(model), strict=True)
+    ]
+    if keep:
+        model.set_keep_unsharded_storage(False)
+    _unsharded(model)
+    return {
+        "allocated": allocated,
+        "same addresses": same if keep and recurse else None,
+        "taken back": _are_allocated(first),
+        "after": [full_value(parameter).tolist() for parameter in model.parameters()],
+    }
+
+
+def _unsharded(model: Any) -> list[Tensor]:
+    """Unshard the units, keep their weights, and reshard the units again. Return the weights."""
+    for unit in (model[0], model):
+        unit.unshard()
+    weights = [layer.weight.detach() for layer in model]
+    for unit in (model[0], model):
+        unit.reshard()
+    return weights
+
+
+def _are_allocated(weights: list[Tensor]) -> list[bool]:
+    return [weight.untyped_storage().size() > 0 for weight in weights]
 
 
 @clause("distributed.fsdp.fully_shard.kept_storage")
 @pytest.mark.parametrize("recurse", [False, True], ids=["one unit", "all units"])
-def test_unsharded_storage_is_kept(sites: Sites, recurse: bool) -> None:
-    kept_values = values_of(sites.of_subject(kept_storage, keep=True, recurse=recurse))
-    freed = values_of(sites.of_subject(kept_storage, keep=False, recurse=recurse))
+def test_unsharded_storage_is_kept(plain_twins: PlainTwins, recurse: bool) -> None:
+    kept_values = values_of(plain_twins.of_subject(kept_storage, keep=True, recurse=recurse))
+    freed = values_of(plain_twins.of_subject(kept_storage, keep=False, recurse=recurse))
     for kept_value, freed_value in zip(kept_values, freed, strict=True):
         assert kept_value["allocated"] == [[recurse, True]] * 2
         assert freed_value["allocated"] == [[False, False]] * 2

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.optim import SGD
 
-from conformance.distributed.fsdp import microbatch_cases as cases
-from conformance.distributed.fsdp.microbatch_cases import BAD, LEARNING_RATE, SCALE, SKIP, Plan
-from conformance.distributed.fsdp.scaler_cases import SCALER
+from conformance.distributed.fsdp.fsdp_training import clean, gathered_parameters
+from conformance.distributed.fsdp.scaler_programs import SCALER
+from conformance.distributed.fsdp.scene import Scene, tried
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
+from conformance.judge.sandbox import seeding
 
 _GOOD = (None, None)
+
+
+# For each microbatch what each rank does: nothing (None), spoil its batch or skip it.
+BAD, SKIP = "bad", "skip"
+
+
+Plan = Sequence[Sequence[str | None]]
+
 # Each pair has the plans of two steps of three microbatches on two ranks.
 PLANS: dict[str, Sequence[Plan]] = {
     "good": [[_GOOD] * 3] * 2,
@@ -25,12 +39,31 @@ PLANS: dict[str, Sequence[Plan]] = {
     "none": [[(BAD, None), (SKIP, SKIP), (None, BAD)], [_GOOD] * 3],
     "all skip": [[(SKIP, SKIP)] * 3, [_GOOD] * 3],
 }
-SHARDED = [layout for layout in cases.LAYOUTS if layout not in ("hybrid", "replicated")]
+
+
+LAYOUTS = ("fully_shard", "kept", "hybrid", "original", "flat", "no_shard", "replicated")
+
+SHARDED = [layout for layout in LAYOUTS if layout not in ("hybrid", "replicated")]
+
+
+LEARNING_RATE = 0.125
+
+
+SCALE = 64.0
+
+
+def build_model() -> nn.Sequential:
+    seeding.seed_all()
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def batch(step: int, microbatch: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=seeding.generator(100 * step + 10 * microbatch + rank))
 
 
 def expected_of(plans: Sequence[Plan]) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Train the unsharded model. Return its parameters and, for each step, whether it was taken and the scale."""
-    model = cases.build_model()
+    model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     scale, steps = SCALE, []
     for step, plan in enumerate(plans):
@@ -38,7 +71,7 @@ def expected_of(plans: Sequence[Plan]) -> tuple[dict[str, torch.Tensor], list[An
         good = [(number, ranks) for number, ranks in enumerate(plan) if BAD not in ranks]
         batches = [(n, rank) for n, ranks in good for rank, outcome in enumerate(ranks) if outcome is None]
         for number, rank in batches:
-            (model(cases.batch(step, number, rank)).square().mean() / len(batches)).backward()
+            (model(batch(step, number, rank)).square().mean() / len(batches)).backward()
         if batches:
             optimizer.step()
         scale = scale / 2 if len(good) < len(plan) else scale
@@ -64,6 +97,83 @@ def check(reports: Sequence[Any], plans: Sequence[Plan]) -> None:
         assert named == {number for number, ranks in enumerate(plan) if BAD in ranks}
 
 
+def accumulate(
+    scene: Scene,
+    *,
+    layout: str,
+    unsynced: Sequence[int],
+    how: str,
+    plans: Sequence[Plan],
+    scaler: str,
+    growth_interval: int = 100,
+) -> Any:
+    """Train for one step for each plan.
+
+    Args:
+        scene: the rank.
+        layout: one of `LAYOUTS`.
+        unsynced: microbatches that run in `no_sync`.
+        how: the method that steps.
+        plans: outcomes of the microbatches.
+        scaler: name of the scaler.
+        growth_interval: that of the scaler.
+
+    Returns:
+        The full parameters and, for each step, whether it was taken, the scale, and the skipped microbatches.
+    """
+    device, rank = scene.rank.device, scene.rank.rank
+    sharded = _sharded(scene, layout)
+    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
+    its_scaler = scene.library.find(scaler)(device.type, init_scale=SCALE, growth_interval=growth_interval)
+    steps: list[Any] = []
+    for step, plan in enumerate(plans):
+        optimizer.zero_grad()
+        for number, outcomes in enumerate(plan):
+            inputs = batch(step, number, rank).to(device)
+            context = sharded.no_sync() if number in unsynced else contextlib.nullcontext()
+            with context, its_scaler.microbatch(optimizer) as microbatch:
+                if outcomes[rank] == SKIP:
+                    microbatch.skip()
+                loss = sharded(inputs if outcomes[rank] is None else inputs * math.nan).square().mean()
+                its_scaler.scale(loss / len(plan)).backward()
+        if how == "fused_step":
+            its_scaler.fused_step(optimizer, update=False)
+        else:
+            its_scaler.step(optimizer)
+        its_scaler.update()
+        skipped = [tuple(entry) for entry in its_scaler.skipped_microbatches(optimizer)]
+        steps.append((its_scaler.step_was_taken(optimizer), its_scaler.get_scale(), skipped))
+    return _parameters(scene, layout, sharded), steps
+
+
+def _sharded(scene: Scene, layout: str) -> Any:
+    sharded, api, world = build_model().to(scene.rank.device), scene.api, scene.rank.world_size
+    if layout in ("fully_shard", "kept", "hybrid"):
+        sizes = (2, world // 2) if layout == "hybrid" else (world,)
+        more = {"reshard_after_forward": False} if layout == "kept" else {}
+        mesh = scene.rank.mesh(*sizes, names=("replicas", "shards")[-len(sizes) :])
+        for child in (sharded[0], sharded[2]):
+            api.fully_shard(child, mesh=mesh, **more)
+        return api.fully_shard(sharded, mesh=mesh, **more)
+    if layout == "replicated":
+        return nn.parallel.DistributedDataParallel(sharded)
+    strategy = "NO_SHARD" if layout == "no_shard" else "FULL_SHARD"
+    originals = layout != "flat"
+    for number in (0, 2):
+        sharded[number] = scene.wrap(sharded[number], use_orig_params=originals, strategy=strategy)
+    return scene.wrap(sharded, use_orig_params=originals, strategy=strategy)
+
+
+def _parameters(scene: Scene, layout: str, sharded: Any) -> dict[str, list[Any]]:
+    if layout in ("original", "flat", "no_shard"):
+        return {name: value.tolist() for name, value in gathered_parameters(scene.library, sharded).items()}
+    values = {
+        clean(name).removeprefix("module."): param.full_tensor() if hasattr(param, "full_tensor") else param
+        for name, param in sharded.named_parameters()
+    }
+    return {name: value.tolist() for name, value in values.items()}
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
 @pytest.mark.parametrize("plan", list(PLANS))
 @pytest.mark.parametrize("layout", SHARDED)
@@ -72,7 +182,7 @@ def test_bad_microbatches_are_left_out_on_all_ranks(
 ) -> None:
     plans = PLANS[plan]
     reports = twins_of(2, device).values(
-        cases.accumulate, layout=layout, unsynced=(), how="step", plans=plans, scaler=SCALER
+        accumulate, layout=layout, unsynced=(), how="step", plans=plans, scaler=SCALER
     )
     check(reports, plans)
 
@@ -87,7 +197,7 @@ def test_unsynchronised_bad_microbatches_are_left_out(
     plans = PLANS[plan]
     for unsynced in ((0, 1), (0,)):
         reports = twins_of(2, device).values(
-            cases.accumulate, layout=layout, unsynced=unsynced, how="step", plans=plans, scaler=SCALER
+            accumulate, layout=layout, unsynced=unsynced, how="step", plans=plans, scaler=SCALER
         )
         check(reports, plans)
 
@@ -101,7 +211,7 @@ def test_fused_step_leaves_out_bad_microbatches(
     """A GradScaler decides over the ranks that the parameters are sharded over."""
     for plans in PLANS.values():
         reports = twins_of(2, device).values(
-            cases.accumulate, layout=layout, unsynced=(0,), how="fused_step", plans=plans, scaler=scaler
+            accumulate, layout=layout, unsynced=(0,), how="fused_step", plans=plans, scaler=scaler
         )
         check(reports, plans)
 
@@ -112,7 +222,7 @@ def test_hybrid_ranks_leave_out_bad_microbatches(twins_of: TwinsOf, device: str,
     plans = [[(*ranks, *_GOOD) for ranks in plan] for plan in PLANS["both"]]
     for unsynced in ((), (0, 1)):
         reports = twins_of(4, device).values(
-            cases.accumulate, layout="hybrid", unsynced=unsynced, how="step", plans=plans, scaler=scaler
+            accumulate, layout="hybrid", unsynced=unsynced, how="step", plans=plans, scaler=scaler
         )
         check(reports, plans)
 
@@ -124,9 +234,52 @@ def test_distributed_data_parallel_leaves_out_bad_microbatches(
 ) -> None:
     plans = PLANS[plan]
     reports = twins_of(2, device).values(
-        cases.accumulate, layout="replicated", unsynced=(), how="step", plans=plans, scaler=SCALER
+        accumulate, layout="replicated", unsynced=(), how="step", plans=plans, scaler=SCALER
     )
     check(reports, plans)
+
+
+def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -> Any:
+    """Return the full parameters after a step whose second microbatch has raised.
+
+    Args:
+        scene: the rank.
+        layout: one of `LAYOUTS`.
+        unsynced: microbatches that run in `no_sync`.
+        amid: raise before the last unit's backward, the second of the microbatch, instead of after one.
+    """
+    device, rank = scene.rank.device, scene.rank.rank
+    sharded = _sharded(scene, layout)
+    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
+    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=SCALE)
+
+    def run(number: int) -> None:
+        context = sharded.no_sync() if number in unsynced else contextlib.nullcontext()
+        with context, its_scaler.microbatch(optimizer):
+            is_amid = amid and number == 1
+            if is_amid:
+                its_scaler.scale(sharded(batch(1, 0, rank).to(device)).sum()).backward()
+            handle = sharded[0].register_forward_hook(_raise_in_backward) if is_amid else None
+            loss = sharded(batch(0, number, rank).to(device)).square().mean() / 3
+            if handle is not None:
+                handle.remove()
+            its_scaler.scale(loss).backward()
+            if number == 1:
+                raise KeyError("after the backward")
+
+    for number in range(4):
+        tried(lambda number=number: run(number))
+    its_scaler.step(optimizer)
+    return _parameters(scene, layout, sharded)
+
+
+def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    del module, inputs
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("amid the backward")
+
+    output.register_hook(fail)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.no_sync")
@@ -137,12 +290,12 @@ def test_failed_microbatch_leaves_others(
     twins_of: TwinsOf, device: str, layout: str, unsynced: tuple[int, ...], amid: bool
 ) -> None:
     """The second of four microbatches fails. The others are averaged."""
-    model = cases.build_model()
+    model = build_model()
     for number in (0, 2, 3):
         for rank in range(2):
-            (model(cases.batch(0, number, rank)).square().mean() / 6).backward()
+            (model(batch(0, number, rank)).square().mean() / 6).backward()
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    reports = twins_of(2, device).values(cases.failing, layout=layout, unsynced=unsynced, amid=amid)
+    reports = twins_of(2, device).values(failing, layout=layout, unsynced=unsynced, amid=amid)
     for parameters in reports:
         for name, param in model.named_parameters():
             torch.testing.assert_close(torch.tensor(parameters[name]), param.detach(), rtol=1e-5, atol=1e-6)
@@ -154,7 +307,7 @@ def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device
     """The rank skips the steps for which it has no batch. The scale grows, and falls for the other rank's inf."""
     plans = [[ranks] for ranks in (_GOOD, (SKIP, None), (SKIP, None), (SKIP, BAD), (SKIP, None))]
     reports = twins_of(2, device).values(
-        cases.accumulate,
+        accumulate,
         layout=layout, unsynced=(), how="step", plans=plans, scaler=SCALER, growth_interval=2,
     )  # fmt: skip
     expected = [SCALE, 2 * SCALE, 2 * SCALE, SCALE, SCALE]
@@ -165,14 +318,63 @@ def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device
             torch.testing.assert_close(torch.tensor(values[name]), value, rtol=1e-5, atol=1e-6)
 
 
+def limited(scene: Scene, *, limit: int) -> Any:
+    """Return after how many steps, which rank 1 spoils, the scaler with the limit raises, and the text."""
+    device, rank = scene.rank.device, scene.rank.rank
+    sharded = _sharded(scene, "fully_shard")
+    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
+    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(
+        device.type, max_skipped_steps=limit
+    )
+    for number in range(limit + 2):
+        optimizer.zero_grad()
+        inputs = batch(number, 0, rank).to(device) * (math.nan if rank == 1 else 1.0)
+        its_scaler.scale(sharded(inputs).sum()).backward()
+        its_scaler.step(optimizer)
+        error = tried(its_scaler.update)
+        if error is not None:
+            return number + 1, error
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    return None
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.max_skipped_steps")
 @pytest.mark.world_sizes(fewest=2)
 def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) -> None:
     """The error comes one update later on an accelerator."""
-    for steps, error in twins.values(cases.limited, limit=3):
+    for steps, error in twins.values(limited, limit=3):
         assert steps == (3 if device == "cpu" else 4)
         assert "max_skipped_steps=3" in error
         assert "weight" in error
+
+
+def unsynchronised_replicas(scene: Scene, *, is_inside: bool) -> Any:
+    """Return the error of a microbatch in `no_sync` of DistributedDataParallel, or around it, and the gradients left.
+
+    Args:
+        scene: the rank.
+        is_inside: whether `no_sync` is inside of the region.
+    """
+    device = scene.rank.device
+    replicated = _sharded(scene, "replicated")
+    optimizer = SGD(replicated.parameters(), lr=LEARNING_RATE)
+    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=1.0)
+
+    def run(synchronises: bool) -> None:
+        contexts = [lambda: its_scaler.microbatch(optimizer)]
+        if not synchronises:
+            contexts.insert(int(is_inside), replicated.no_sync)
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            its_scaler.scale(replicated(batch(0, 0, 0).to(device)).sum()).backward()
+
+    run(True)
+    before = [param.grad.clone() for param in replicated.parameters()]
+    error = tried(lambda: run(False))
+    after = [param.grad for param in replicated.parameters()]
+    return error, all(map(torch.equal, before, after))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
@@ -180,25 +382,66 @@ def test_too_many_skipped_steps_raise_on_all_ranks(twins: Twins, device: str) ->
 def test_unsynchronised_replicas_raise_and_keep_gradients(
     twins_of: TwinsOf, device: str, is_inside: bool
 ) -> None:
-    for error, keeps in twins_of(2, device).values(cases.unsynchronised_replicas, is_inside=is_inside):
+    for error, keeps in twins_of(2, device).values(unsynchronised_replicas, is_inside=is_inside):
         assert error.startswith("NotImplementedError"), error
         assert "no_sync() of DistributedDataParallel" in error, error
         assert keeps
 
 
+def sharded_by_torch(scene: Scene, *, api: str) -> Any:
+    """Return the error of a microbatch of a model that torch has sharded by `api`."""
+    device = scene.rank.device
+    sharded: nn.Module
+    if api == "fully_shard":
+        sharded = fsdp.fully_shard(build_model().to(device), mesh=scene.rank.mesh(scene.rank.world_size))
+    else:
+        sharded = fsdp.FullyShardedDataParallel(build_model().to(device), device_id=device)
+    optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
+    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(device.type)
+    return tried(its_scaler.microbatch(optimizer).__enter__)
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
 @pytest.mark.parametrize("api", ["FullyShardedDataParallel", "fully_shard"])
 def test_model_sharded_by_torch_raises(cpu_twins: Twins, api: str) -> None:
-    for error in cpu_twins.values(cases.sharded_by_torch, api=api):
+    for error in cpu_twins.values(sharded_by_torch, api=api):
         assert error.startswith("NotImplementedError"), error
         assert "impl.distributed.fsdp" in error, error
 
 
+def skipped_alone(scene: Scene) -> Any:
+    """Return the error of `skip()` of a GradScaler with DistributedDataParallel."""
+    replicated = _sharded(scene, "replicated")
+    optimizer = SGD(replicated.parameters(), lr=LEARNING_RATE)
+    with scene.library.find("amp.GradScaler")(scene.rank.device.type).microbatch(optimizer) as microbatch:
+        return tried(microbatch.skip)
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
 def test_skip_that_replicas_do_not_know_raises(twins_of: TwinsOf, device: str) -> None:
-    for error in twins_of(2, device).values(cases.skipped_alone):
+    for error in twins_of(2, device).values(skipped_alone):
         assert error.startswith("RuntimeError"), error
         assert "ShardedGradScaler" in error, error
+
+
+def refused(scene: Scene, *, setting: str) -> Any:
+    """Return the error of a microbatch that runs with a setting that it does not support."""
+    device = scene.rank.device
+    sharded = _sharded(scene, "hybrid" if setting == "set_requires_all_reduce" else "fully_shard")
+    params = [*sharded.parameters()]
+    optimizer = SGD(params[:1] if setting == "parameters" else params, lr=LEARNING_RATE)
+    its_scaler = scene.library.find("amp.GradScaler")(device.type)
+
+    def run() -> None:
+        with its_scaler.microbatch(optimizer):
+            its_scaler.scale(sharded(batch(0, 0, scene.rank.rank).to(device)).sum()).backward()
+
+    if setting == "set_requires_all_reduce":
+        sharded.set_requires_all_reduce(False)
+    elif setting == "set_manual_backward_finalization":
+        sharded.set_manual_backward_finalization(True)
+        its_scaler.scale(sharded(batch(0, 0, scene.rank.rank).to(device)).sum()).backward()
+    return tried(run)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.refused")
@@ -208,6 +451,6 @@ def test_skip_that_replicas_do_not_know_raises(twins_of: TwinsOf, device: str) -
 @pytest.mark.world_sizes(fewest=2)
 def test_unsupported_setting_raises_on_all_ranks(twins: Twins, setting: str) -> None:
     expected = "all trained parameters" if setting == "parameters" else setting
-    for error in twins.values(cases.refused, setting=setting):
+    for error in twins.values(refused, setting=setting):
         assert error.startswith("NotImplementedError"), error
         assert expected in error, error

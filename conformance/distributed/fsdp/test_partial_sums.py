@@ -2,18 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from conformance.distributed.fsdp import partial_sum_cases as cases
-from conformance.distributed.fsdp.partial_sum_cases import LayerChoices
+from conformance.distributed.fsdp.fsdp_training import mesh_of
+from conformance.distributed.fsdp.fully_shard_training import full_value
 from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scene import Scene, filled
 from conformance.distributed.fsdp.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 
-_LAYERS = st.sets(st.integers(0, cases.LAYERS - 1), min_size=1).map(sorted)
+LAYERS = 3
+
+_LAYERS = st.sets(st.integers(0, LAYERS - 1), min_size=1).map(sorted)
+
+
+_WIDTH = 3
+
+
+LayerChoices = Sequence[Sequence[int]]  # layers that each micro-batch uses
+
+
+class SelectableLayers(nn.Module):
+    """Linear layers of one size. Each forward says which layers it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, choices: Sequence[int]) -> Tensor:
+        return torch.stack([self.layers[number](x).square().sum() for number in choices]).sum()
+
+
+def _model() -> Any:
+    with torch.random.fork_rng([]):
+        return filled(SelectableLayers().double())
+
+
+def _batch(rank: int, number: int) -> Tensor:
+    return torch.linspace(-1 - rank, 2 + number, 2 * _WIDTH, dtype=torch.float64).view(2, _WIDTH)
+
+
+def partial_sums(scene: Scene, choices: LayerChoices, shards: int, is_unit_each: bool) -> list[Tensor | None]:
+    """Return the gradients after micro-batches of which only the last one reduces over the replicas."""
+    model = _model().to(scene.rank.device)
+    mesh = mesh_of(scene.rank, shards)
+    for layer in model.layers if is_unit_each else ():
+        scene.shard(layer, mesh=mesh)
+    scene.shard(model, mesh=mesh)
+    for number, layers in enumerate(choices):
+        model.set_requires_all_reduce(number == len(choices) - 1)
+        model(_batch(scene.rank.rank, number).to(scene.rank.device), layers).backward()
+    return [None if param.grad is None else full_value(param.grad).cpu() for param in model.parameters()]
+
+
+def partial_sums_by_hand(choices: LayerChoices, world_size: int) -> list[Tensor | None]:
+    model = _model()
+    for number, layers in enumerate(choices):
+        for rank in range(world_size):
+            (model(_batch(rank, number), layers) / world_size).backward()
+    return [param.grad for param in model.parameters()]
 
 
 @clause("distributed.fsdp.fully_shard.partial_sums")
@@ -25,11 +80,11 @@ _LAYERS = st.sets(st.integers(0, cases.LAYERS - 1), min_size=1).map(sorted)
 @example(choices=[[0, 1], [2]], is_unit_each=False)
 @example(choices=[[0, 1], [1]], is_unit_each=True)
 def test_partial_sums_belong_to_their_parameters(
-    sites_of: TwinsOf, all_ranks: int, shards: int, choices: LayerChoices, is_unit_each: bool
+    plain_twins_of: TwinsOf, all_ranks: int, shards: int, choices: LayerChoices, is_unit_each: bool
 ) -> None:
-    sites_of(all_ranks).deviate_by_hand(
-        observe(cases.partial_sums_by_hand, choices, all_ranks),
-        cases.partial_sums,
+    plain_twins_of(all_ranks).deviate_by_hand(
+        observe(partial_sums_by_hand, choices, all_ranks),
+        partial_sums,
         choices=choices,
         shards=shards,
         is_unit_each=is_unit_each,

@@ -2,27 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conformance.distributed.fsdp import reduction_dtype_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.reduction_dtype_cases import FULL, LOW, POLICIES, Dtypes, Layers, Policy
-from conformance.distributed.fsdp.twins import RankOutcomes, Twins, TwinsOf, each, holds, values_of
+from conformance.distributed.fsdp.fsdp_training import gathered_gradients, mesh_of
+from conformance.distributed.fsdp.fully_shard_training import full_value
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import (
+    PlainTwins,
+    RankOutcomes,
+    Twins,
+    TwinsOf,
+    each,
+    holds,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
 
 _FOLLOWS_PARAM = is_torch_in(">=2.15")
+
+
+LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+BACKWARDS = 3
+
+
+_NUMEL = 24
+
+
+class Weighted(nn.Module):
+    """Module whose weight gets the input as its gradient, in the dtype of the computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, _NUMEL, dtype=FULL))
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        return (self.weight * coefficients.to(self.weight.dtype)).sum()
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Two layers, of which some are frozen. If each is a unit, the root has no parameters."""
+
+    frozen: Sequence[int] = ()
+    are_units: bool = False
+
+    def build(self) -> Stacked:
+        model = Stacked()
+        for number in self.frozen:
+            model.layers[number].requires_grad_(False)
+        return model
+
+
+class Stacked(nn.Module):
+    """Layers whose weights all get the input as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Weighted(), Weighted()])
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        return torch.stack([layer(coefficients).float() for layer in self.layers]).sum()
+
+
+def coefficients(rank: int) -> Tensor:
+    """Return the gradients [K, N] of a rank. Their sums and the sums over ranks are not exact in float32."""
+    backward, element = torch.arange(BACKWARDS).view(-1, 1), torch.arange(_NUMEL)
+    steps = 1 + (7 * element + 31 * backward + 57 * rank) % 101
+    return (steps.to(DOUBLE) / 3) * 2.0 ** (4 * ((element + backward + rank) % 3) - 9)
+
+
 each_layers = pytest.mark.parametrize(
     "layers",
     [Layers(are_units=True), Layers((0,)), Layers((0,), are_units=True), Layers((1,), are_units=True)],
     ids=["units", "first frozen", "first unit frozen", "last unit frozen"],
 )
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes of gradients: as computed, accumulated without synchronisation, reduced and shown."""
+
+    computed: torch.dtype
+    accumulated: torch.dtype
+    reduced: torch.dtype
+    shown: torch.dtype = FULL
+    rounds_before_sum: bool = False
+
+
+Policy = tuple[torch.dtype | None, torch.dtype | None]  # param_dtype and reduce_dtype
 
 
 def _of_fully_shard(policy: Policy) -> Dtypes:
@@ -36,14 +116,99 @@ def _of_fsdp(policy: Policy) -> Dtypes:
     return Dtypes(computed, computed, policy[1] or computed)
 
 
+def expected_gradient(dtypes: Dtypes, world_size: int, schedule: str) -> Tensor:
+    """Return the averaged gradient [N] in float64, rounded after each step to the dtype of that step."""
+    grads = [coefficients(rank).to(dtypes.computed) for rank in range(world_size)]
+    if schedule == "deferred":
+        partial = torch.zeros(world_size, _NUMEL, dtype=DOUBLE)
+        for number in range(BACKWARDS):
+            own = [_rounded(grad[number], dtypes.reduced) for grad in grads]
+            partial = torch.stack(
+                [_rounded(p + g, dtypes.reduced) for p, g in zip(partial, own, strict=True)]
+            )
+        return _average(list(partial), dtypes)
+    return _average([_accumulated(grad[: _count(schedule)], dtypes) for grad in grads], dtypes)
+
+
+def _count(schedule: str) -> int:
+    return 1 if schedule == "one" else BACKWARDS
+
+
+def _accumulated(grads: Tensor, dtypes: Dtypes) -> Tensor:
+    total = _rounded(grads[0], dtypes.accumulated)
+    for grad in grads[1:]:
+        added = _rounded(grad, dtypes.accumulated) if dtypes.rounds_before_sum else grad.to(DOUBLE)
+        total = _rounded(total + added, dtypes.accumulated)
+    return total
+
+
+def _average(ranks: Sequence[Tensor], dtypes: Dtypes) -> Tensor:
+    """Return the average over ranks. A sum over two ranks is rounded once in any order, and halving is exact."""
+    total = _rounded(ranks[0], dtypes.reduced)
+    for own in ranks[1:]:
+        total = _rounded(total + _rounded(own, dtypes.reduced), dtypes.reduced)
+    return _rounded(total / len(ranks), dtypes.shown)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).to(DOUBLE)
+
+
+POLICIES: dict[str, Policy] = {
+    "none": (None, None),
+    "low": (LOW, None),
+    "low, reduced in low": (LOW, LOW),
+    "low, reduced in full": (LOW, FULL),
+    "reduced in low": (None, LOW),
+    "low, reduced in double": (LOW, DOUBLE),
+}
+
+
 def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes], schedule: str) -> None:
     for name, policy in POLICIES.items():
         dtypes = dtypes_of(policy)
-        expected = cases.expected_gradient(dtypes, len(outcomes), schedule)
+        expected = expected_gradient(dtypes, len(outcomes), schedule)
         for gradients in values_of(outcomes):
             for gradient in gradients[name]:
                 assert gradient.values.dtype is dtypes.shown
                 assert torch.equal(gradient.values.double(), expected), f"{name}: not rounded by {dtypes}"
+
+
+def of_fully_shard(
+    scene: Scene, schedule: str, replicates: bool, layers: Layers = Layers()
+) -> dict[str, list[Tensor]]:
+    """Return the gradients of trained float32 parameters under each policy."""
+    return {
+        name: _by_fully_shard(scene, policy, schedule, replicates, layers)
+        for name, policy in POLICIES.items()
+    }
+
+
+def _by_fully_shard(
+    scene: Scene, policy: Policy, schedule: str, replicates: bool, layers: Layers
+) -> list[Tensor]:
+    model: Any = layers.build().to(scene.rank.device)
+    options: dict[str, Any] = {"mesh": mesh_of(scene.rank, 1)} if replicates else {}
+    options["mp_policy"] = scene.api.MixedPrecisionPolicy(*policy, cast_forward_inputs=False)
+    for layer in model.layers if layers.are_units else ():
+        scene.shard(layer, **options)
+    scene.shard(model, **options)
+    return _gradients(scene, model, schedule)
+
+
+def _gradients(scene: Scene, model: Any, schedule: str) -> list[Tensor]:
+    count = _count(schedule)
+    if schedule == "finalized":
+        model.set_manual_backward_finalization(True)
+    for number, grad in enumerate(coefficients(scene.rank.rank)[:count]):
+        if schedule == "deferred":
+            model.set_requires_all_reduce(number == count - 1)
+        elif schedule != "finalized":
+            model.set_requires_gradient_sync(number == count - 1)
+        model(grad.to(scene.rank.device)).backward()
+    if schedule == "finalized":
+        model.finalize_backward()
+    return [full_value(param.grad).cpu() for param in model.parameters() if param.requires_grad]
 
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
@@ -52,16 +217,16 @@ def _assert_rounded(outcomes: RankOutcomes, dtypes_of: Callable[[Policy], Dtypes
     [("one", False), ("accumulated", False), ("accumulated", True)],
     ids=["sharded", "accumulated", "replicated"],
 )
-def test_fully_shard_rounds_by_its_policy(sites: Sites, schedule: str, replicates: bool) -> None:
-    outcomes = sites.agree(cases.of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
+def test_fully_shard_rounds_by_its_policy(plain_twins: PlainTwins, schedule: str, replicates: bool) -> None:
+    outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, schedule=schedule, replicates=replicates)
     _assert_rounded(outcomes, _of_fully_shard, schedule)
 
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
 @each_layers
-def test_fully_shard_rounds_alike_beside_frozen_parameters(sites: Sites, layers: Layers) -> None:
+def test_fully_shard_rounds_alike_beside_frozen_parameters(plain_twins: PlainTwins, layers: Layers) -> None:
     arguments: dict[str, Any] = {"schedule": "accumulated", "replicates": False, "layers": layers}
-    outcomes = sites.agree(cases.of_fully_shard, tolerance=EXACT, **arguments)
+    outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, **arguments)
     _assert_rounded(outcomes, _of_fully_shard, "accumulated")
 
 
@@ -69,7 +234,7 @@ def test_fully_shard_rounds_alike_beside_frozen_parameters(sites: Sites, layers:
 @pytest.mark.deviation("fully_shard.finalization_dtype")
 @pytest.mark.parametrize("replicates", [False, True], ids=["sharded", "replicated"])
 def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
-    sites: Sites, replicates: bool
+    plain_twins: PlainTwins, replicates: bool
 ) -> None:
     def is_rounded_by(dtypes_of: Callable[[Policy], Dtypes]) -> Callable[[RankOutcomes], bool]:
         return lambda outcomes: holds(_assert_rounded, outcomes, dtypes_of, "accumulated")
@@ -78,8 +243,8 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
         dtypes = _of_fully_shard(policy)
         return dtypes if policy[0] is None else replace(dtypes, accumulated=policy[0])
 
-    sites.deviate(
-        cases.of_fully_shard,
+    plain_twins.deviate(
+        of_fully_shard,
         schedule="finalized",
         replicates=replicates,
         we_do=is_rounded_by(_of_fully_shard),
@@ -88,56 +253,164 @@ def test_backwards_before_finalization_accumulate_like_unsynchronised_ones(
 
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
-def test_replicas_add_up_in_the_reduction_dtype(sites_of: TwinsOf) -> None:
-    outcomes = sites_of(2).agree(cases.of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
+def test_replicas_add_up_in_the_reduction_dtype(plain_twins_of: TwinsOf) -> None:
+    outcomes = plain_twins_of(2).agree(of_fully_shard, tolerance=EXACT, schedule="deferred", replicates=True)
     _assert_rounded(outcomes, _of_fully_shard, "deferred")
 
 
+class _Replicated(nn.Module):
+    """Module whose weight is replicated over a mesh of tensor parallelism, and gets a partial gradient."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        weight = torch.linspace(-1, 1, _NUMEL, dtype=FULL)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
+
+    def forward(self, rows: Any) -> Tensor:
+        return (self.weight * rows.to(self.weight.dtype)).sum().full_tensor().clone()  # no view
+
+
+def of_tensor_parallelism(scene: Scene) -> dict[str, Tensor]:
+    """Return the gradient under each policy. All ranks are in one group of tensor parallelism."""
+    return {name: _of_partial_gradient(scene, policy) for name, policy in POLICIES.items()}
+
+
+def _of_partial_gradient(scene: Scene, policy: Policy) -> Tensor:
+    mesh = scene.rank.mesh(1, scene.rank.world_size, names=("data", "model"))
+    model: Any = _Replicated(mesh["model"])
+    precision = scene.api.MixedPrecisionPolicy(*policy, cast_forward_inputs=False)
+    scene.shard(model, mesh=mesh["data"], mp_policy=precision)
+    row = coefficients(scene.rank.rank)[:1].to(scene.rank.device)
+    model(DTensor.from_local(row, mesh["model"], [Shard(0)])).backward()
+    return full_value(model.weight.grad).cpu()
+
+
+def expected_of_tensor_parallelism(summed: torch.dtype, dtypes: Dtypes, world_size: int) -> Tensor:
+    """Return the gradient [N] in float64, if tensor parallelism sums gradients in the dtype `summed`."""
+    grads = [_rounded(coefficients(rank)[0].to(dtypes.computed), summed) for rank in range(world_size)]
+    return _rounded(_rounded(torch.stack(grads).sum(0), summed), dtypes.reduced)
+
+
 @clause("distributed.fsdp.fully_shard.tensor_parallel_reduction_dtype")
-def test_tensor_parallelism_sums_gradients_in_their_dtype(sites_of: TwinsOf) -> None:
-    outcomes = sites_of(2).agree(cases.of_tensor_parallelism, tolerance=EXACT)
+def test_tensor_parallelism_sums_gradients_in_their_dtype(plain_twins_of: TwinsOf) -> None:
+    outcomes = plain_twins_of(2).agree(of_tensor_parallelism, tolerance=EXACT)
     for name, policy in POLICIES.items():
         dtypes = _of_fully_shard(policy)
         summed = dtypes.accumulated if _FOLLOWS_PARAM else dtypes.computed
-        expected = cases.expected_of_tensor_parallelism(summed, dtypes, len(outcomes))
+        expected = expected_of_tensor_parallelism(summed, dtypes, len(outcomes))
         for gradients in values_of(outcomes):
             assert torch.equal(gradients[name].values.double(), expected), f"{name}: not summed in {summed}"
 
 
+class TwoGradDtypes(nn.Module):
+    """Two parameters of bfloat16 in one unit. Gradients of the first one have `grad_dtype` float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Weighted().to(LOW), Weighted().to(LOW)
+        self.first.weight.grad_dtype = FULL
+
+    def forward(self, coefficients: Tensor) -> Tensor:
+        return self.first(coefficients).float() + self.second(coefficients).float()
+
+
+def of_grad_dtype(scene: Scene, schedule: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both parameters."""
+    model: Any = TwoGradDtypes().to(scene.rank.device)
+    scene.shard(model)
+    count = _count(schedule)
+    for number, grad in enumerate(coefficients(scene.rank.rank)[:count]):
+        model.set_requires_gradient_sync(number == count - 1)
+        model(grad.to(scene.rank.device)).backward()
+    first, second = (full_value(layer.weight.grad).cpu() for layer in (model.first, model.second))
+    return first, second
+
+
 @clause("distributed.fsdp.fully_shard.grad_dtype")
 @pytest.mark.parametrize("schedule", ["one", "accumulated"])
-def test_gradients_follow_grad_dtype_of_each_parameter(sites: Sites, schedule: str) -> None:
+def test_gradients_follow_grad_dtype_of_each_parameter(plain_twins: PlainTwins, schedule: str) -> None:
     if _FOLLOWS_PARAM:
-        outcomes = sites.agree(cases.of_grad_dtype, tolerance=EXACT, schedule=schedule)
+        outcomes = plain_twins.agree(of_grad_dtype, tolerance=EXACT, schedule=schedule)
     else:  # torch ignores `grad_dtype`
-        outcomes = sites.of_subject(cases.of_grad_dtype, schedule=schedule)
+        outcomes = plain_twins.of_subject(of_grad_dtype, schedule=schedule)
     dtypes = (Dtypes(LOW, FULL, FULL, FULL), Dtypes(LOW, LOW, FULL, LOW))
     for gradients in values_of(outcomes):
         for gradient, expected_by in zip(gradients, dtypes, strict=True):
-            expected = cases.expected_gradient(expected_by, len(outcomes), schedule)
+            expected = expected_gradient(expected_by, len(outcomes), schedule)
             assert gradient.values.dtype is expected_by.shown
             assert torch.equal(gradient.values.double(), expected), expected_by
 
 
+def of_kept_grad_dtype(scene: Scene, changes: str) -> list[str]:
+    """Return the dtypes of gradients after the parameters were cast or assigned."""
+    model: Any = TwoGradDtypes().to(scene.rank.device)
+    scene.shard(model)
+    if changes == "cast":
+        model.half()
+    else:
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    model(coefficients(scene.rank.rank)[0].to(scene.rank.device)).backward()
+    return [str(layer.weight.grad.dtype) for layer in (model.first, model.second)]
+
+
 @clause("distributed.fsdp.fully_shard.grad_dtype_kept")
 @pytest.mark.parametrize(("changes", "own"), [("cast", torch.float16), ("assigned", LOW)])
-def test_grad_dtype_outlives_changes_of_parameters(sites: Sites, changes: str, own: torch.dtype) -> None:
+def test_grad_dtype_outlives_changes_of_parameters(
+    plain_twins: PlainTwins, changes: str, own: torch.dtype
+) -> None:
     if _FOLLOWS_PARAM:
-        sites.agree(cases.of_kept_grad_dtype, tolerance=EXACT, changes=changes)
-    for dtypes in values_of(sites.of_subject(cases.of_kept_grad_dtype, changes=changes)):
+        plain_twins.agree(of_kept_grad_dtype, tolerance=EXACT, changes=changes)
+    for dtypes in values_of(plain_twins.of_subject(of_kept_grad_dtype, changes=changes)):
         assert dtypes == [str(FULL), str(own)]
+
+
+def of_unused_with_any_dtype(
+    scene: Scene, reduce_dtype: torch.dtype | None
+) -> tuple[str | None, Tensor | None]:
+    """Reduce unused parameters of which one has `grad_dtype=None`. Return the error, or the first one's gradient."""
+    model: Any = TwoGradDtypes().to(scene.rank.device)
+    model.second.weight.grad_dtype = None
+    scene.shard(model, mp_policy=scene.api.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    model.set_reduce_scatter_unused_params(True)
+    grad = coefficients(scene.rank.rank)[0].to(scene.rank.device)
+    if (error := tried(model(grad).backward)) is not None:
+        return error, None
+    return None, full_value(model.first.weight.grad).cpu()
 
 
 @clause("distributed.fsdp.fully_shard.grad_dtype")
 @pytest.mark.parametrize("reduce_dtype", [None, FULL], ids=str)
-def test_zeros_for_unused_parameters_need_one_dtype(sites: Sites, reduce_dtype: torch.dtype | None) -> None:
+def test_zeros_for_unused_parameters_need_one_dtype(
+    plain_twins: PlainTwins, reduce_dtype: torch.dtype | None
+) -> None:
     if _FOLLOWS_PARAM:
-        sites.agree(cases.of_unused_with_any_dtype, tolerance=EXACT, reduce_dtype=reduce_dtype)
-    for error, _ in values_of(sites.of_subject(cases.of_unused_with_any_dtype, reduce_dtype=reduce_dtype)):
+        plain_twins.agree(of_unused_with_any_dtype, tolerance=EXACT, reduce_dtype=reduce_dtype)
+    for error, _ in values_of(plain_twins.of_subject(of_unused_with_any_dtype, reduce_dtype=reduce_dtype)):
         assert (error is None) == (reduce_dtype is not None)
         assert (
             error is None or "grad_dtype=None requires an explicit MixedPrecisionPolicy.reduce_dtype" in error
         )
+
+
+def of_fsdp(
+    scene: Scene, *, schedule: str, strategy: str, layers: Layers = Layers()
+) -> dict[str, list[Tensor]]:
+    return {name: _by_fsdp(scene, policy, schedule, strategy, layers) for name, policy in POLICIES.items()}
+
+
+def _by_fsdp(scene: Scene, policy: Policy, schedule: str, strategy: str, layers: Layers) -> list[Tensor]:
+    mixed = scene.api.MixedPrecision(*policy, cast_forward_inputs=False)
+    units = {Weighted} if layers.are_units else ()
+    model = scene.wrap(
+        layers.build(), strategy=strategy, units=units, mixed_precision=mixed, use_orig_params=True
+    )
+    count = _count(schedule)
+    for number, grad in enumerate(coefficients(scene.rank.rank)[:count]):
+        with model.no_sync() if number < count - 1 else contextlib.nullcontext():
+            model(grad.to(scene.rank.device)).backward()
+    gradients = gathered_gradients(scene.library, model)
+    return [gradients[f"layers.{number}.weight"].cpu() for number in (0, 1) if number not in layers.frozen]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
@@ -151,7 +424,7 @@ def test_zeros_for_unused_parameters_need_one_dtype(sites: Sites, reduce_dtype: 
     ],
 )
 def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
-    outcomes = twins.agree(cases.of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
+    outcomes = twins.agree(of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
     _assert_rounded(outcomes, _of_fsdp, schedule)
 
 
@@ -159,17 +432,30 @@ def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedul
 @each_layers
 def test_fsdp_rounds_alike_beside_frozen_parameters(twins: Twins, layers: Layers) -> None:
     arguments: dict[str, Any] = {"schedule": "accumulated", "strategy": "FULL_SHARD", "layers": layers}
-    outcomes = twins.agree(cases.of_fsdp, tolerance=EXACT, **arguments)
+    outcomes = twins.agree(of_fsdp, tolerance=EXACT, **arguments)
     _assert_rounded(outcomes, _of_fsdp, "accumulated")
+
+
+def of_existing_gradient(scene: Scene, *, strategy: str) -> Tensor:
+    """Return the gradient after a backward that adds to a `.grad` of 1 / 3, which no low precision can hold."""
+    mixed = scene.api.MixedPrecision(LOW, cast_forward_inputs=False)
+    model = scene.wrap(Weighted(), strategy=strategy, mixed_precision=mixed, use_orig_params=True)
+    for _ in range(2):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(1 / 3)
+        model(coefficients(scene.rank.rank)[0].to(scene.rank.device)).backward()
+    (gradient,) = gathered_gradients(scene.library, model).values()
+    return gradient.cpu()
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.existing_gradients")
 @pytest.mark.deviation("fsdp.existing_gradients_rounded")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_existing_gradients_keep_their_precision(twins: Twins, strategy: str) -> None:
-    added = cases.expected_gradient(_of_fsdp((LOW, None)), twins.world_size, "one").float()
+    added = expected_gradient(_of_fsdp((LOW, None)), twins.world_size, "one").float()
     twins.deviate(
-        cases.of_existing_gradient,
+        of_existing_gradient,
         strategy=strategy,
         torch_does=each(lambda gradient: torch.equal(gradient.values, gradient.values.to(LOW).float())),
         we_do=each(lambda gradient: torch.equal(gradient.values, added + 1 / 3)),

@@ -9,17 +9,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from conformance.distributed.fsdp import scaler_cases
 from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
-from conformance.distributed.fsdp.scaler_judging import assert_same, issued, on_ranks, played, scales, stepped
+from conformance.distributed.fsdp.scaler_programs import (
+    SCALER,
+    ScalerCall,
+    ScalerProgram,
+    assert_same,
+    issued,
+    on_ranks,
+    played,
+    scales,
+    stepped,
+)
 from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.judge.outcome import assert_same_outcome
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.sandbox import seeding
+from conformance.ranks import Rank
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import PLAIN
+from conformance.strategies.scaling import PLAIN, TakesScaler, entries
 from conformance.strategies.sharded_scaling import (
     SKIPPING_FOR_THEMSELVES,
     iteration,
@@ -29,7 +40,9 @@ from conformance.strategies.sharded_scaling import (
 )
 
 BAD = (math.inf, -math.inf, math.nan)
+
 WITH_AND_WITHOUT_UNSCALE = pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "step alone"])
+
 EIGHT = {"init_scale": 8.0}
 
 
@@ -341,15 +354,55 @@ def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
     )
 
 
+def older_protocol(rank: Rank, *, library: str) -> tuple[Outcome, bool]:
+    """Return the outcome of a step by an optimizer that takes the scaler, and whether it got the scaler."""
+    scaler = load_library(library).find(SCALER)(rank.device.type)
+    parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
+    scaler.scale(parameter.sum()).backward()
+    optimizer = TakesScaler([parameter])
+    outcome = observe(scaler.step, optimizer, watch=[parameter])
+    return outcome, [id(taken) for taken in optimizer.scalers] == [id(scaler)]
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")
 def test_optimizer_that_takes_scaler_gets_it(twins: Twins) -> None:
-    reported = [
-        on_ranks(twins, library, scaler_cases.older_protocol) for library in (twins.reference, twins.subject)
-    ]
+    reported = [on_ranks(twins, library, older_protocol) for library in (twins.reference, twins.subject)]
     for (expected, is_given), (actual, is_given_ours) in zip(*reported, strict=True):
         assert_same_outcome(expected, actual)
         assert is_given
         assert is_given_ours
+
+
+def train(
+    rank: Rank,
+    *,
+    library: str,
+    low_precision: bool,
+    grad_outcomes: tuple[tuple[float | None, ...], ...],
+    **options: Any,
+) -> list[Outcome]:
+    """Train torch's FSDP with a step for each of `grad_outcomes`, in which each rank scales its inputs by a factor."""
+    seeding.seed_all()
+    half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)),
+        device_id=rank.device,
+        use_orig_params=True,
+        mixed_precision=half if low_precision else None,
+    )
+    scaler = load_library(library).find(SCALER)(rank.device.type, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    outcomes: list[Outcome] = []
+    for step, factors in enumerate(grad_outcomes):
+        inputs = torch.randn(4, 5, generator=seeding.generator(100 * step + rank.rank)).to(rank.device)
+        factor = factors[rank.rank]
+        optimizer.zero_grad()
+        loss = model(inputs if factor is None else inputs * factor).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        outcomes.append(observe(scaler.step, optimizer, watch=list(model.parameters())))
+        outcomes.append(observe(lambda: (scaler.update(), entries(scaler))))
+    return outcomes
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.training.fsdp")
@@ -360,7 +413,7 @@ def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
     arguments = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}
     reported = [
-        on_ranks(twins, library, scaler_cases.train, growth_interval=2, **arguments)
+        on_ranks(twins, library, train, growth_interval=2, **arguments)
         for library in (twins.reference, twins.subject)
     ]
     for expected, actual in zip(*reported, strict=True):

@@ -6,17 +6,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from conformance.distributed.fsdp import scaler_cases
-from conformance.distributed.fsdp.scaler_cases import ScalerCall, ScalerProgram
-from conformance.distributed.fsdp.scaler_judging import assert_same, on_ranks, played, scales, stepped
+from conformance.distributed.fsdp.scaler_programs import (
+    SCALER,
+    ScalerCall,
+    ScalerProgram,
+    assert_same,
+    on_ranks,
+    played,
+    scales,
+    stepped,
+)
 from conformance.distributed.fsdp.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.ranks import RankFault
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import observe
+from conformance.ranks import Rank, RankFault
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 EIGHT = {"init_scale": 8.0}
+
 PEERS_WAIT = "peers wait"
 
 FAILURES: dict[str, tuple[tuple[ScalerCall, ...], str]] = {
@@ -102,12 +113,24 @@ def test_all_ranks_fail_alike(twins: Twins) -> None:
     assert_same(twins, plan)
 
 
+def in_anothers_group(rank: Rank, *, library: str) -> str:
+    """Give every rank but the last a group that only has the last rank. Return the error of the scaler's check."""
+    alone = dist.new_group([rank.world_size - 1])
+    scaler = load_library(library).find(SCALER)(rank.device.type, process_group=alone)
+    parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
+    scaler.scale(parameter.sum()).backward()
+    raised = observe(scaler.unscale_, torch.optim.SGD([parameter])).raised
+    if alone is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.destroy_process_group(alone)
+    return f"{raised}, gradient {parameter.grad.item():g}"
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
 @pytest.mark.deviation("sharded_grad_scaler.anothers_group")
 def test_group_without_this_rank_is_refused(twins_of: TwinsOf) -> None:
     twins = twins_of(2)
     twins.judge(
-        lambda library: on_ranks(twins, library, scaler_cases.in_anothers_group),
+        lambda library: on_ranks(twins, library, in_anothers_group),
         torch_does=lambda errors: errors[0].startswith("AttributeError") and errors[0].endswith("gradient 1"),
         we_do=lambda errors: (
             errors[0].startswith("ValueError: rank 0 is not in the process_group")

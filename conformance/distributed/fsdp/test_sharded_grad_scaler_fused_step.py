@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from conformance.distributed.fsdp import fused_step_cases as cases
+from conformance.distributed.fsdp.fsdp_training import gathered_parameters
 from conformance.distributed.fsdp.rank_judging import assert_all_close
-from conformance.distributed.fsdp.scaler_cases import SCALER
+from conformance.distributed.fsdp.scaler_layouts import on_meshes, plain_model
+from conformance.distributed.fsdp.scaler_programs import SCALER
+from conformance.distributed.fsdp.scene import Scene
 from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
+from conformance.judge.outcome import observe
+from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import TRAINED
+from conformance.ranks.cases import PlacedGradient, full_tensor
 from conformance.strategies import fused_steps
 from conformance.strategies.fused_steps import ROW
 
@@ -29,9 +39,98 @@ def judge(
     )
 
 
+SIZE = 4  # rows of a rank's batch
+
+
+# The eps is as large as the gradients. With a smaller eps, rounding errors near zero would decide the update.
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda parameters: AdamW(parameters, lr=0.125, eps=1.0),
+    "nesterov": lambda parameters: SGD(parameters, lr=0.125, momentum=0.5, nesterov=True),
+    "rmsprop": lambda parameters: RMSprop(parameters, lr=0.125, eps=1.0),
+}
+
+
+MAX_NORM = 0.25
+
+
+OPTIONS = {"init_scale": 8.0, "growth_interval": 2}
+
+
+def inputs_of(number: int, ranks: int) -> torch.Tensor:
+    """Return the inputs of all ranks in one iteration, concatenated."""
+    return torch.randn(SIZE * ranks, 5, generator=seeding.generator(number))
+
+
+def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, ranks: int) -> list[Any]:
+    """Train with torch's four calls. Return norm, scale and parameters after each iteration.
+
+    In an iteration whose outcome is not None, one gradient element is inf.
+    """
+    model = plain_model()
+    optimizer, scaler = OPTIMIZERS[kind](model.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
+    results: list[Any] = []
+    for number, grad_outcome in enumerate(grad_outcomes):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs_of(number, ranks)).square().mean()).backward()
+        if grad_outcome is not None:
+            _spoil(model)
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((norm, scaler.get_scale(), [p.detach().clone() for p in model.parameters()]))
+    return results
+
+
+def sharded(
+    scene: Scene,
+    *,
+    scaler: str,
+    sharding: str,
+    kind: str,
+    grad_outcomes: tuple[int | None, ...],
+    norm_type: float,
+) -> list[Any]:
+    """Train a sharded model with `fused_step`. An outcome is the rank whose gradients contain inf, or None."""
+    model = _in_parts(scene, sharding)
+    optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), scene.library.find(scaler)("cpu", **OPTIONS)
+    results: list[Any] = []
+    for number, grad_outcome in enumerate(grad_outcomes):
+        optimizer.zero_grad()
+        own = inputs_of(number, scene.rank.world_size).split(SIZE)[scene.rank.rank]
+        its_scaler.scale(model(own).square().mean()).backward()
+        if grad_outcome == scene.rank.rank:
+            _spoil(model)
+        norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
+        results.append((norm, its_scaler.get_scale(), _unsharded(scene, model, sharding)))
+    return results
+
+
+def _in_parts(scene: Scene, sharding: str) -> nn.Module:
+    if sharding == "dtensor":
+        return fully_shard(plain_model(), mesh=scene.rank.mesh(scene.rank.world_size))
+    return scene.wrap(plain_model(), use_orig_params=sharding == "original")
+
+
+def _unsharded(scene: Scene, model: nn.Module, sharding: str) -> list[torch.Tensor]:
+    if sharding == "dtensor":
+        parameters: Any = model.parameters()
+        return [parameter.full_tensor().detach().clone() for parameter in parameters]
+    return [*gathered_parameters(scene.library, model).values()]
+
+
+def _spoil(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        grad: Any = parameter.grad
+        own = getattr(grad, "_local_tensor", grad)
+        if own is not None and own.numel():
+            own.view(-1)[-1] = math.inf
+            return
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
 @ROW
-@pytest.mark.parametrize("kind", list(cases.OPTIMIZERS))
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 @pytest.mark.parametrize(
     ("sharding", "some_ranks"),
@@ -47,7 +146,7 @@ def test_fused_step_matches_unsharded_with_inf_on_each_rank(
 ) -> None:
     """The norm, the decision and the scale are those of the unsharded model."""
     grad_outcomes, norm_type = (None, *range(some_ranks), None), 1.0 if kind == "nesterov" else 2.0
-    expected = cases.unsharded(kind, grad_outcomes, norm_type, some_ranks)
+    expected = unsharded(kind, grad_outcomes, norm_type, some_ranks)
 
     def judged(results: list[Any]) -> None:
         for rank, iterations in enumerate(results):
@@ -63,17 +162,60 @@ def test_fused_step_matches_unsharded_with_inf_on_each_rank(
                 assert_all_close(f"{label}parameters", whole, own_whole, TRAINED)
 
     arguments = {"sharding": sharding, "kind": kind, "grad_outcomes": grad_outcomes, "norm_type": norm_type}
-    judge(twins_of(some_ranks), cases.sharded, judged, scaler, **arguments)
+    judge(twins_of(some_ranks), sharded, judged, scaler, **arguments)
+
+
+def unsharded_of_meshes(kind: str, grad_outcomes: Sequence[int | None]) -> list[Any]:
+    """Do the steps of `over_meshes` with unsharded parameters and torch's four calls."""
+    parameters = [nn.Parameter(start.value) for start in on_meshes(0)]
+    optimizer = OPTIMIZERS[kind](parameters)
+    results: list[Any] = []
+    for number, bad in enumerate(grad_outcomes):
+        for parameter, grad in zip(parameters, gradients_on_meshes(number, bad), strict=True):
+            parameter.grad = grad.value
+        norm = nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        if bad is None:
+            optimizer.step()
+        results.append((norm, [parameter.detach().clone() for parameter in parameters]))
+    return results
+
+
+def gradients_on_meshes(number: int, bad: int | None, scale: float = 1.0) -> list[PlacedGradient]:
+    """Return the gradients of an iteration. That of the parameter `bad` has inf in its last element, on some ranks."""
+    grads = on_meshes(number + 1, scale)
+    if bad is not None:
+        grads[bad].value.view(-1)[-1] = math.inf
+    return grads
+
+
+def over_meshes(scene: Scene, *, scaler: str, kind: str, grad_outcomes: tuple[int | None, ...]) -> list[Any]:
+    """Step parameters on several meshes. Return norms, and the unsharded parameters or None."""
+
+    def distribute(values: Sequence[PlacedGradient]) -> list[torch.Tensor]:
+        return [value.on(scene.rank.mesh(*value.mesh_shape)) for value in values]
+
+    parameters = [nn.Parameter(value) for value in distribute(on_meshes(0))]
+    optimizer = OPTIMIZERS[kind](parameters)
+    its_scaler = scene.library.find(scaler)("cpu", **OPTIONS)
+    its_scaler.scale(torch.ones(()))
+    results: list[Any] = []
+    for number, bad in enumerate(grad_outcomes):
+        grads = distribute(gradients_on_meshes(number, bad, its_scaler.get_scale()))
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        norm = its_scaler.fused_step(optimizer, MAX_NORM)
+        results.append((norm, [full_tensor(parameter.detach().clone()) for parameter in parameters]))
+    return results
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.several_meshes")
 @ROW
-@pytest.mark.parametrize("kind", list(cases.OPTIMIZERS))
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, scaler: str, kind: str) -> None:
     """Each gradient in turn has inf, which only some ranks hold."""
     grad_outcomes = (None, 0, 1, 2, 3, 4, None)
-    expected = cases.unsharded_of_meshes(kind, grad_outcomes)
+    expected = unsharded_of_meshes(kind, grad_outcomes)
 
     def judged(results: list[Any]) -> None:
         for rank, iterations in enumerate(results):
@@ -87,7 +229,31 @@ def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, sca
                 pairs = [(full, own) for full, own in zip(whole, own_whole, strict=True) if own is not None]
                 assert_all_close(f"{label}parameters", *map(list, zip(*pairs, strict=True)), TRAINED)
 
-    judge(twins_of(4), cases.over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
+    judge(twins_of(4), over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
+
+
+def offloaded(scene: Scene, *, scaler: str, enabled: bool) -> list[Any]:
+    """Train with parameters on the host and a group without a backend for the host. Return norms and parameters."""
+    group = scene.rank.group_of_device()
+    model = scene.wrap(
+        plain_model(),
+        use_orig_params=True,
+        process_group=group,
+        cpu_offload=scene.api.CPUOffload(offload_params=True),
+    )
+    more = {"process_group": group} if "Sharded" in scaler else {}
+    its_scaler = scene.library.find(scaler)(scene.rank.device.type, enabled=enabled, **more, **OPTIONS)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    results: list[Any] = []
+    for number in range(2):
+        optimizer.zero_grad()
+        own = inputs_of(number, scene.rank.world_size).split(SIZE)[scene.rank.rank]
+        its_scaler.scale(model(own).square().mean()).backward()
+        norm = its_scaler.fused_step(optimizer, MAX_NORM).cpu()
+        results.append(
+            (norm, [parameter.cpu() for parameter in gathered_parameters(scene.library, model).values()])
+        )
+    return results
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
@@ -96,7 +262,7 @@ def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, sca
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 @pytest.mark.world_sizes(fewest=2)
 def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, enabled: bool) -> None:
-    expected = cases.unsharded("adamw", (None, None), 2.0, twins.world_size)
+    expected = unsharded("adamw", (None, None), 2.0, twins.world_size)
 
     def judged(results: list[Any]) -> None:
         for rank, iterations in enumerate(results):
@@ -105,7 +271,27 @@ def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, e
                 assert (excess := TRAINED.excess(norm, own)) is None, f"on rank {rank} the norm: {excess}"
                 assert_all_close(f"on rank {rank} parameters", whole, own_whole, TRAINED)
 
-    judge(twins, cases.offloaded, judged, scaler, enabled=enabled)
+    judge(twins, offloaded, judged, scaler, enabled=enabled)
+
+
+def one_fails(scene: Scene, *, scaler: str, failure: str) -> tuple[Any, Any, list[float]]:
+    """Make a fused step fail on rank 0.
+
+    Return its error, the error of the next step after gradients were cleared, and the parameter between the steps.
+    """
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer, its_scaler = SGD([parameter], lr=0.125), scene.library.find(scaler)("cpu", **OPTIONS)
+    fails = scene.rank.rank == 0
+    if not (fails and failure == "no scale"):
+        its_scaler.scale(parameter.sum()).backward()
+    if fails and failure == "sparse":
+        parameter.grad = parameter.grad.to_sparse()
+    max_norm = math.nan if fails and failure == "max_norm" else math.inf
+    failed = observe(its_scaler.fused_step, optimizer, max_norm).raised
+    after_failure = parameter.tolist()
+    parameter.grad = None
+    its_scaler.scale(parameter.sum()).backward()
+    return failed, observe(its_scaler.fused_step, optimizer).raised, after_failure
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
@@ -125,7 +311,15 @@ def test_fused_step_failure_on_one_rank_is_reported(cpu_twins: Twins, failure: s
         assert [*parameters] == [[1.0] * 4] * cpu_twins.world_size
         assert [*later] == [None] * cpu_twins.world_size
 
-    judge(cpu_twins, cases.one_fails, judged, failure=failure)
+    judge(cpu_twins, one_fails, judged, failure=failure)
+
+
+def no_optimizer(scene: Scene, *, scaler: str) -> list[Any]:
+    """Return the error of `fused_step` if all ranks pass a model, and then for the optimizer."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer, its_scaler = SGD([parameter], lr=0.125), scene.library.find(scaler)("cpu", **OPTIONS)
+    its_scaler.scale(parameter.sum()).backward()
+    return [observe(its_scaler.fused_step, argument).raised for argument in (nn.Linear(1, 1), optimizer)]
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
@@ -138,4 +332,4 @@ def test_fused_step_refuses_object_that_is_no_optimizer(cpu_twins: Twins) -> Non
             assert "expected an optimizer, which has param_groups, got Linear" in str(refused)
             assert then is None
 
-    judge(cpu_twins, cases.no_optimizer, judged)
+    judge(cpu_twins, no_optimizer, judged)

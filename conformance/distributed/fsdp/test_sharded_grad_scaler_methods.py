@@ -10,8 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scaler_cases import SCALER, ScalerCall, ScalerProgram
-from conformance.distributed.fsdp.scaler_judging import assert_same, issued, played, scales
+from conformance.distributed.fsdp.scaler_programs import (
+    SCALER,
+    ScalerCall,
+    ScalerProgram,
+    assert_same,
+    issued,
+    played,
+    scales,
+)
 from conformance.distributed.fsdp.twins import Twins
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
@@ -24,6 +31,7 @@ from conformance.strategies.scaling import Harness, entries
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 LOW = [torch.float16, torch.bfloat16]
+
 EIGHT = {"init_scale": 8.0}
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
@@ -32,9 +40,6 @@ ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "backoff_factor": st.sampled_from([0.5, 0.25, 0.75]),  # see test_backoff_factor_is_not_rounded_to_float32
     "growth_interval": st.integers(1, 3),
 }
-
-
-# --- constructor
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
@@ -130,9 +135,6 @@ def test_min_scale_of_user_is_kept(twins: Twins) -> None:
     assert scales(played(twins, plan)) == [2.0] * twins.world_size
 
 
-# --- scale
-
-
 @clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
 def test_scale_multiplies_losses(compare: Compare, device: str, dtype: torch.dtype) -> None:
@@ -217,9 +219,6 @@ def test_host_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
     )
 
 
-# --- unscale_
-
-
 @clause("distributed.fsdp.sharded_grad_scaler.unscale_.divides")
 @pytest.mark.parametrize("scale", [3.0, 1024.0])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32, torch.float64], ids=str)
@@ -262,9 +261,6 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
     assert (sparse := outcomes[last][1]).raised is None, f"there is no such gradient: {sparse.raised}"
     skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
     assert scales(outcomes) == [4.0 if skips else 8.0] * (last + 1)
-
-
-# --- update
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")

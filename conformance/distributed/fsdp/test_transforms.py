@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from conformance.distributed.fsdp import fully_shard_functional_cases as functional_cases
-from conformance.distributed.fsdp import transform_cases as cases
-from conformance.distributed.fsdp.fully_shard_judging import Sites
-from conformance.distributed.fsdp.twins import Twins, each
+from conformance.distributed.fsdp.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.fully_shard_training import full_value
+from conformance.distributed.fsdp.residual_blocks import ResidualBlock, blocks
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, Twins, each
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.judgement import unavailable
 from conformance.judge.surface import is_torch_in
 
 differentiable_or_not = pytest.mark.parametrize("differentiable", [False, True])
+
 resharded_or_not = pytest.mark.parametrize("reshards", [False, True])
 
 
@@ -24,30 +33,137 @@ def _is_like_unsharded(pair: list[dict[str, Any]]) -> bool:
     return does_as(plain, sharded)
 
 
-def _judge_transform(sites: Sites, **arguments: Any) -> None:
-    sites.deviate(cases.through_fully_shard, we_do=each(_is_like_unsharded), **arguments)
+Transform = Callable[[Any, Tensor], Tensor]  # function of a model and its inputs [4, 6]
+
+
+def _tangents(x: Tensor) -> Tensor:
+    return torch.linspace(0.5, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
+
+
+def _energy(model: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().sum()
+
+
+def _dual(model: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        output, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, _tangents(x))))
+        return output + tangent.square()
+
+
+def _vjp_and_output(model: Any, x: Tensor) -> Tensor:
+    output, pull_back = vjp(model, x)
+    return output.square() + pull_back(_tangents(x))[0].square()
+
+
+# Transforms that call the model with tensors of an outer graph, on which torch puts its hooks.
+FORWARD: dict[str, Transform] = {
+    "vmap": lambda model, x: vmap(model)(x),
+    "vmap of vmap": lambda model, x: vmap(vmap(model))(x.view(2, 2, 6)),
+    "jvp": lambda model, x: torch.stack(jvp(model, (x,), (_tangents(x),))),
+    "jvp of jvp": lambda model, x: jvp(
+        lambda inner: jvp(model, (inner,), (_tangents(x),))[1], (x,), (_tangents(x),)
+    )[1],
+    "vmap of jvp": lambda model, x: vmap(lambda row: jvp(model, (row,), (_tangents(row),))[1])(x),
+    "jacfwd": lambda model, x: jacfwd(model)(x[0]),
+}
+
+
+# Transforms that also differentiate a graph inside the transform.
+REVERSE: dict[str, Transform] = {
+    "vjp": lambda model, x: vjp(model, x)[1](_tangents(x))[0],
+    "vjp and output": _vjp_and_output,
+    "grad": lambda model, x: grad(_energy(model))(x),
+    "grad of grad": lambda model, x: grad(lambda inner: grad(_energy(model))(inner).square().sum())(x),
+    "vmap of grad": lambda model, x: vmap(grad(_energy(model)))(x),
+    "grad of vmap": lambda model, x: grad(lambda inner: vmap(model)(inner).square().sum())(x),
+    "jvp of grad": lambda model, x: jvp(grad(_energy(model)), (x,), (_tangents(x),))[1],
+    "jacrev": lambda model, x: jacrev(model)(x[0]),
+    "jacrev of jacrev": lambda model, x: jacrev(jacrev(_energy(model)))(x[0]),
+    "hessian": lambda model, x: hessian(_energy(model))(x[0]),
+    "output of linearize": lambda model, x: linearize(model, x)[0],
+    "dual level": _dual,
+}
+
+
+def _inputs(device: torch.device, differentiable: bool) -> Tensor:
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64, device=device).view(4, 6)
+    return x.requires_grad_(differentiable)
+
+
+def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
+    """Run two backwards, since the first one may leave units in another state."""
+    outputs: list[Tensor] = []
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first transform in a process
+        for _ in range(2):
+            output = transform(model, x)
+            output.square().sum().backward()
+            outputs.append(output.detach())
+    return {"outputs": outputs, "of inputs": x.grad}
+
+
+def without_sharding(device: torch.device, name: str, differentiable: bool) -> dict[str, Any]:
+    model = blocks(2).to(device)
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    results["gradients"] = {key: _gradient(param) for key, param in model.named_parameters()}
+    return results
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """Return zeros for a parameter that the result does not depend on, such as the last bias."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def through_fully_shard(
+    scene: Scene, name: str, differentiable: bool, reshards: bool
+) -> list[dict[str, Any]]:
+    """Return the results of a sharded model, and of the same model without sharding."""
+    model = blocks(2).to(scene.rank.device)
+    scene.shard_children(model, reshard_after_forward=reshards)
+    device = scene.rank.device
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    for block in (*model, model):
+        block.reshard()
+    results["gradients"] = {key: full_value(_gradient(param)) for key, param in model.named_parameters()}
+    return [results, without_sharding(device, name, differentiable)]
+
+
+def _judge_transform(plain_twins: PlainTwins, **arguments: Any) -> None:
+    plain_twins.deviate(through_fully_shard, we_do=each(_is_like_unsharded), **arguments)
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
 @pytest.mark.deviation("fully_shard.backward_after_forward_transforms")
 @resharded_or_not
 @differentiable_or_not
-@pytest.mark.parametrize("name", cases.FORWARD)
+@pytest.mark.parametrize("name", FORWARD)
 def test_backward_after_forward_transform_reaches_parameters(
-    sites: Sites, name: str, differentiable: bool, reshards: bool
+    plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    _judge_transform(sites, name=name, differentiable=differentiable, reshards=reshards)
+    _judge_transform(plain_twins, name=name, differentiable=differentiable, reshards=reshards)
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
 @pytest.mark.deviation("fully_shard.backward_after_transforms")
 @resharded_or_not
 @differentiable_or_not
-@pytest.mark.parametrize("name", cases.REVERSE)
+@pytest.mark.parametrize("name", REVERSE)
 def test_backward_after_reverse_transform_reaches_parameters(
-    sites: Sites, name: str, differentiable: bool, reshards: bool
+    plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    _judge_transform(sites, name=name, differentiable=differentiable, reshards=reshards, may_fault=True)
+    _judge_transform(plain_twins, name=name, differentiable=differentiable, reshards=reshards, may_fault=True)
+
+
+def through_flat(
+    scene: Scene, *, name: str, differentiable: bool, strategy: str, use_orig_params: bool
+) -> list[dict[str, Any]]:
+    """Return the results of a wrapped model, and of the same model without sharding."""
+    device = scene.rank.device
+    model = scene.wrap(
+        blocks(2).to(device), strategy=strategy, units=[ResidualBlock], use_orig_params=use_orig_params
+    )
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    results["gradients"] = gathered_gradients(scene.library, model)
+    return [results, without_sharding(device, name, differentiable)]
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backward_after_transforms")
@@ -60,7 +176,7 @@ def test_backward_after_transform_reaches_flat_parameters(
     twins: Twins, name: str, strategy: str, use_orig_params: bool
 ) -> None:
     twins.deviate(
-        cases.through_flat,
+        through_flat,
         name=name,
         differentiable=True,
         strategy=strategy,
@@ -71,17 +187,71 @@ def test_backward_after_transform_reaches_flat_parameters(
     )
 
 
+_LossOf = Callable[[dict[str, Tensor]], Tensor]
+
+
+def _loss(scene: Scene, rank: int, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
+    batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device).view(4, 6)
+    return functional_call(model, tensors, (batch * (1 + rank),)).square().mean()
+
+
+def _gradients(loss_of: _LossOf, tensors: dict[str, Tensor], inner_steps: int) -> dict[str, Tensor | None]:
+    """Return the gradients of the loss after `inner_steps` of SGD, by the names in `tensors`."""
+    for tensor in tensors.values():
+        tensor.requires_grad_()
+    fast = dict(tensors)
+    for _ in range(inner_steps):
+        grads = torch.autograd.grad(loss_of(fast), list(fast.values()), create_graph=True)
+        pairs = zip(fast.items(), grads, strict=True)
+        fast = {name: tensor - 0.1 * grad for (name, tensor), grad in pairs}
+    loss_of(fast).backward()
+    return {name: _whole(tensor.grad) for name, tensor in tensors.items()}
+
+
+def _whole(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else full_value(grad)
+
+
+def substituted(scene: Scene, how: str, keeps: bool, inner_steps: int) -> list[dict[str, Any]]:
+    """Return results of a sharded model with other tensors for its parameters, and of the same one without sharding."""
+    rank, device = scene.rank.rank, scene.rank.device
+    plain, model = (blocks(2).to(device) for _ in range(2))
+    whole = {name: param.detach() * 2 for name, param in plain.named_parameters()}
+    scene.shard_children(model, reshard_after_forward=not keeps)
+    sharded = {name: param.detach() * 2 for name, param in model.named_parameters()}
+    tensors = sharded if how == "sharded" else {name: tensor.clone() for name, tensor in whole.items()}
+    with torch.no_grad():
+        _loss(scene, rank, model, {})  # the root's first forward
+        results: dict[str, Any] = {"loss": _loss(scene, rank, model, dict(tensors))}
+    results["gradients"] = _gradients(
+        lambda fast: _loss(scene, rank, model, dict(fast)), tensors, inner_steps
+    )
+    for block in (*model, model):
+        block.reshard()
+    own_grads = [_whole(param.grad) for param in model.parameters()]
+    results["own"] = [*map(full_value, model.parameters()), *own_grads]
+    ranks = range(dist.get_world_size()) if how == "sharded" else [rank]
+
+    def mean_loss(fast: dict[str, Tensor]) -> Tensor:
+        return torch.stack([_loss(scene, peer, plain, dict(fast)) for peer in ranks]).mean()
+
+    expected: dict[str, Any] = {"loss": _loss(scene, rank, plain, dict(whole))}
+    expected["gradients"] = _gradients(mean_loss, whole, inner_steps)
+    expected["own"] = [*(param.detach() for param in plain.parameters()), *([None] * len(own_grads))]
+    return [results, expected]
+
+
 @clause("distributed.fsdp.fully_shard.functional_call")
 @pytest.mark.deviation("fully_shard.functional_call")
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(("how", "inner_steps"), [("sharded", 0), ("sharded", 1), ("whole", 0), ("whole", 1)])
 def test_functional_call_computes_with_given_tensors(
-    sites: Sites, how: str, inner_steps: int, keeps: bool
+    plain_twins: PlainTwins, how: str, inner_steps: int, keeps: bool
 ) -> None:
     if how == "sharded" and inner_steps and is_torch_in("<2.13"):
         unavailable("a DTensor has no second derivatives in torch 2.11")
-    sites.deviate(
-        functional_cases.substituted,
+    plain_twins.deviate(
+        substituted,
         how=how,
         keeps=keeps,
         inner_steps=inner_steps,
@@ -95,11 +265,43 @@ def _is_linearized_like_unsharded(pair: list[list[Any]]) -> bool:
     return does_as(plain, sharded)
 
 
+def _linearized_twice(model: Any, device: torch.device) -> list[Tensor]:
+    """Return the output and the derivative before and after the parameters were doubled."""
+    x = _inputs(device, False)
+    with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first transform in a process
+        output, derivative = linearize(model, x)
+    before = derivative(_tangents(x))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+        doubled = model(x)
+    return [output.detach(), before.detach(), doubled, derivative(_tangents(x)).detach()]
+
+
+def linearized(scene: Scene, reshards: bool) -> list[list[Tensor]]:
+    """Return results of linearize for a sharded model, and for the same model without sharding."""
+    device = scene.rank.device
+    plain, model = (blocks(2).to(device) for _ in range(2))
+    scene.shard_children(model, reshard_after_forward=reshards)
+    sharded = _linearized_twice(model, device)
+    # An unsharded model would differentiate with its changed parameters.
+    expected = _linearized_twice(plain, device)
+    return [sharded, [*expected[:3], expected[1]]]
+
+
 @clause("distributed.fsdp.fully_shard.linearize")
 @pytest.mark.deviation("fully_shard.linearize")
 @resharded_or_not
-def test_linearize_gives_the_derivative_of_unsharded_model(sites: Sites, reshards: bool) -> None:
-    sites.deviate(cases.linearized, reshards=reshards, we_do=each(_is_linearized_like_unsharded))
+def test_linearize_gives_the_derivative_of_unsharded_model(plain_twins: PlainTwins, reshards: bool) -> None:
+    plain_twins.deviate(linearized, reshards=reshards, we_do=each(_is_linearized_like_unsharded))
+
+
+def linearized_flat(scene: Scene, *, strategy: str) -> list[list[Tensor]]:
+    """Return results of linearize for a wrapped model, and for the same model without sharding."""
+    device = scene.rank.device
+    model = scene.wrap(blocks(2).to(device), strategy=strategy, units=[ResidualBlock], use_orig_params=True)
+    expected = _linearized_twice(blocks(2).to(device), device)
+    return [_linearized_twice(model, device), [*expected[:3], expected[1]]]
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.linearize")
@@ -107,15 +309,40 @@ def test_linearize_gives_the_derivative_of_unsharded_model(sites: Sites, reshard
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_linearize_gives_the_derivative_of_flat_model(twins: Twins, strategy: str) -> None:
-    twins.deviate(cases.linearized_flat, strategy=strategy, we_do=each(_is_linearized_like_unsharded))
+    twins.deviate(linearized_flat, strategy=strategy, we_do=each(_is_linearized_like_unsharded))
+
+
+class _Hidden:
+    """Output type in which no library can find the tensor."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Hiding(nn.Linear):
+    def forward(self, input: Tensor) -> Any:
+        return _Hidden(super().forward(input))
+
+
+def unseen_gradients(scene: Scene, then: str) -> Any:
+    """Return the error of a forward or step after a backward that no hook on outputs has seen."""
+    model: Any = _Hiding(6, 6).double().to(scene.rank.device)
+    nn.init.ones_(model.weight)
+    scene.shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = _inputs(scene.rank.device, False)
+    model(x).tensor.square().sum().backward()
+    return tried(lambda: model(x)) if then == "forward" else tried(optimizer.step)
 
 
 @clause("distributed.fsdp.fully_shard.unseen_gradients")
 @pytest.mark.deviation("fully_shard.unseen_gradients")
 @pytest.mark.parametrize("then", ["forward", "step"])
-def test_gradients_of_unseen_backward_are_an_error(sites: Sites, then: str) -> None:
-    sites.deviate(
-        cases.unseen_gradients,
+def test_gradients_of_unseen_backward_are_an_error(plain_twins: PlainTwins, then: str) -> None:
+    plain_twins.deviate(
+        unseen_gradients,
         then=then,
         torch_does=each(lambda error: not isinstance(error, str)),
         we_do=each(lambda error: isinstance(error, str) and "RuntimeError: _Hiding" in error),

@@ -1,4 +1,4 @@
-"""Traffic between ranks in training, counted between the barriers that `fsdp_cases` puts around each step.
+"""Traffic between ranks in training, counted between the barriers that `fsdp_training` puts around each step.
 
 Operators with the same effect are counted together. A gather into a list of tensors counts like one into a single
 tensor, and an all-to-all whose receivers add up counts like a reduce-scatter.

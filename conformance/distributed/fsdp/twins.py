@@ -1,7 +1,7 @@
 """Run one program on the ranks of both libraries, and compare what the ranks report or judge a deviation.
 
 def test_apply_shows_whole_parameters(twins: Twins, strategy: str) -> None:
-    twins.agree(construct_cases.applied, leaf_by_leaf(strategy))
+    twins.agree(wrapping_errors.applied, leaf_by_leaf(strategy))
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from conformance.distributed.fsdp import fsdp_cases, lab
-from conformance.distributed.fsdp.fsdp_cases import Setup, Training
-from conformance.distributed.fsdp.lab import ONE_UNIT, TREE, Program
+from conformance.distributed.fsdp import fsdp_training, scene
+from conformance.distributed.fsdp.fsdp_training import Setup, Training
 from conformance.distributed.fsdp.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
@@ -22,7 +21,8 @@ from conformance.distributed.fsdp.rank_judging import (
     trains_like_unsharded,
     without_layout,
 )
-from conformance.judge.deviations import DeviationJudge, StaleDeviation
+from conformance.distributed.fsdp.scene import FOUR_UNITS, ONE_UNIT, TREE, Program
+from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
 from conformance.judge.files.rows import ReferenceLimit
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
@@ -60,9 +60,15 @@ flat_or_originals = pytest.mark.parametrize("setup", [FLAT, ORIGINALS], ids=["fl
 
 
 class Twins:
-    """The fixtures `twins`, `cpu_twins` and `twins_of`: both libraries on the ranks of one world."""
+    """The fixtures `twins`, `cpu_twins` and `twins_of`: both libraries on the ranks of one world.
 
-    tolerance = ONE_STEP  # default for comparisons
+    A program gets a `Scene` whose model FullyShardedDataParallel wraps.
+    """
+
+    # Defaults of programs and comparisons.
+    setup: Setup | None = ONE_UNIT
+    tree = TREE
+    tolerance = ONE_STEP
 
     def __init__(
         self, reference: Library, subject: Library, pool: RankPool, deviation: DeviationJudge | None = None
@@ -87,34 +93,38 @@ class Twins:
         return self.world_size == 1
 
     def of(
-        self, library: Library, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
+        self, library: Library, program: Program, setup: Setup | None = None, **arguments: Any
     ) -> RankOutcomes:
         """Run the program on every rank of a library.
 
         `arguments` are the program's arguments, besides the model's `tree` and the limit `deadline_s`.
         """
         limits = {name: arguments.pop(name) for name in ("deadline_s",) if name in arguments}
-        environment = {"program": program, "setup": setup, "tree": arguments.pop("tree", TREE)}
-        return run_on_ranks(self.pool, library, lab.run, arguments=arguments, **environment, **limits)
+        environment = {
+            "program": program,
+            "setup": setup or self.setup,
+            "tree": arguments.pop("tree", self.tree),
+        }
+        return run_on_ranks(self.pool, library, scene.run, arguments=arguments, **environment, **limits)
 
     def of_both(
-        self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any
+        self, program: Program, setup: Setup | None = None, **arguments: Any
     ) -> tuple[RankOutcomes, RankOutcomes]:
         return self.of(self.reference, program, setup, **arguments), self.of_subject(
             program, setup, **arguments
         )
 
-    def of_subject(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> RankOutcomes:
+    def of_subject(self, program: Program, setup: Setup | None = None, **arguments: Any) -> RankOutcomes:
         return self.of(self.subject, program, setup, **arguments)
 
-    def values(self, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> list[Any]:
+    def values(self, program: Program, setup: Setup | None = None, **arguments: Any) -> list[Any]:
         """Return the program's result on every rank of the subject."""
         return values_of(self.of_subject(program, setup, **arguments))
 
     def agree(
         self,
         program: Program,
-        setup: Setup = ONE_UNIT,
+        setup: Setup | None = None,
         tolerance: Tolerance | None = None,
         *,
         may_raise: bool = False,
@@ -130,7 +140,7 @@ class Twins:
     def deviate(
         self,
         program: Program,
-        setup: Setup = ONE_UNIT,
+        setup: Setup | None = None,
         *,
         we_do: Callable[[Any], bool],
         torch_does: Callable[[Any], bool] | None = None,
@@ -155,7 +165,7 @@ class Twins:
         self._deviation.judge(probe, **sides)
 
     def trained(self, library: Library, training: Training, **limits: Any) -> RankOutcomes:
-        return run_on_ranks(self.pool, library, fsdp_cases.train, training=training, **limits)
+        return run_on_ranks(self.pool, library, fsdp_training.train, training=training, **limits)
 
     def train(self, training: Training, tolerance: Tolerance = TRAINED, **limits: Any) -> None:
         """Compare the training twice: rank by rank with torch, and with one unsharded process.
@@ -175,9 +185,25 @@ class Twins:
             assert_like_unsharded(by_library[1], training, tolerance)
 
 
+class PlainTwins(Twins):
+    """The fixtures `plain_twins` and `plain_twins_of`: a program gets a `Scene` whose model it shards itself."""
+
+    setup = None
+    tree = FOUR_UNITS
+    tolerance = TRAINED
+
+    def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
+        """Judge a deviation: every rank of the subject must have the results of one unsharded process."""
+        self.deviate(
+            program,
+            we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
+            **arguments,
+        )
+
+
 @dataclass(frozen=True)
 class TwinsOf:
-    """The fixtures `twins_of` and `sites_of`: `twins_of(world_size, device="cpu")` for any world size and device."""
+    """The fixtures `twins_of` and `plain_twins_of`, which take any world size and device: `twins_of(4, "cpu")`."""
 
     reference: Library
     subject: Library
@@ -192,7 +218,7 @@ class TwinsOf:
         return replace(self, subject=subject)
 
 
-def assert_limit(row: ReferenceLimit, program: Program, setup: Setup = ONE_UNIT, **arguments: Any) -> None:
+def assert_limit(row: ReferenceLimit, program: Program, setup: Setup | None = None, **arguments: Any) -> None:
     """Assert that torch fails on two ranks if this row of `reference_limits.toml` applies to it, else succeeds."""
     if _torch_can(program, setup, **arguments) == row.is_of_this_torch:
         versions = f"torch {row.torch}" if row.torch else "all versions"

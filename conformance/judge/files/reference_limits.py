@@ -76,5 +76,5 @@ def _describe_failure(error: BaseException) -> str:
     """Return type and text of a failure, without the details of ranks that differ from run to run."""
     kind = type(error).__name__
     if isinstance(error, RankRaised):
-        return plain_text(f"{kind}: {error.scene.failures[0]}")
+        return plain_text(f"{kind}: {error.record.failures[0]}")
     return kind if isinstance(error, RankFault) else plain_text(describe(error))

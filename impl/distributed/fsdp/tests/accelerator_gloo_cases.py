@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.desync_cases import _wait_until_raised
+from conformance.distributed.fsdp.desync_programs import wait_until_raised
 from conformance.ranks import Rank
 from impl.distributed.fsdp import FullyShardedDataParallel
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -103,6 +103,6 @@ def train(rank: Rank, *, timeout_s: float, parts: bool) -> list[float]:
             loss.backward()
             losses.append(float(loss))
     except RuntimeError:
-        _wait_until_raised(rank.world_size)
+        wait_until_raised(rank.world_size)
         raise
     return losses

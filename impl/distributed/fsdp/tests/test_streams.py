@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_cases import Setup
-from conformance.distributed.fsdp.fully_shard_cases import Sharding
+from conformance.distributed.fsdp.fsdp_training import Setup
+from conformance.distributed.fsdp.fully_shard_training import Sharding
 from conformance.distributed.fsdp.happens_before import (
     HOST,
     Operation,

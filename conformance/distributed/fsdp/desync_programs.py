@@ -1,0 +1,311 @@
+"""Programs in which one rank deviates from the others, and what the ranks report."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from conformance.distributed.fsdp.fsdp_training import FSDP
+from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library, load_library
+from conformance.judge.sandbox import seeding
+from conformance.ranks import Rank, RankFault, RankPool, RanksDiverged
+
+GRACE_S = 20.0
+SHORT_GRACE_S = 5.0  # grace for ranks that are known to hang
+FULL = pytest.mark.profile("full")
+WAYS = ((0, 1, 2), (0, 2, 1))
+
+
+@dataclass
+class SeenByRanks:
+    """The error text of each rank that raised, and whether the values are those of ranks with the same program."""
+
+    raised: dict[int, str] = field(default_factory=dict)
+    diverged: bool = False  # collectives of unequal sizes were issued
+    is_right: bool = False
+
+
+ASTRAY = 1  # rank that deviates from the others
+WIDTH = 4
+_TELLING_S = 15.0  # time for the other ranks to raise too
+
+
+class Bottleneck(nn.Sequential):
+    def __init__(self, hidden: int) -> None:
+        super().__init__(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH))
+
+
+class Blocks(nn.Module):
+    def __init__(self, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Bottleneck(width) for width in hidden)
+        self.head = nn.Linear(WIDTH, 2)
+        self.order: Sequence[int] = range(len(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps that all ranks run, and the way in which one rank deviates.
+
+    Each entry of `orders` is a step: the blocks that it runs, in order. If `by` is `order`, the deviating rank runs
+    `astray` in step `parts_at` instead. If `by` is a key of `DIFFERENCES`, it changes its model from that step on. If
+    `by` is a key of `SHARDED_WITH`, it shards with other arguments, and `parts_at` is 0. With `alike`, all ranks make
+    the change or use the arguments.
+    """
+
+    orders: tuple[tuple[int, ...], ...] = ((0, 1, 2),) * 4
+    hidden: tuple[int, ...] = (8, 8, 8)
+    # Values: train, eval or mixed. A mixed step evaluates and runs a backward in no_sync before it trains.
+    mode: str = "train"
+    astray: tuple[int, ...] = (0, 2, 1)
+    parts_at: int | None = None
+    face: str = "FSDP1"  # API: FSDP1 or fully_shard
+    by: str = "order"
+    alike: bool = False
+
+
+def _unused(blocks: Any, is_astray: bool) -> None:
+    if is_astray:
+        _leave_out_bias(blocks.blocks[1][0])
+
+
+def _others_unused(blocks: Any, is_astray: bool) -> None:
+    _leave_out_bias(blocks.blocks[1][0 if is_astray else 2])
+
+
+def _leave_out_bias(layer: Any) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, layer.weight)
+
+    layer.forward = forward
+
+
+def _frozen(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1][0].bias.requires_grad = not is_astray
+
+
+def _unsynchronised(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1].set_requires_gradient_sync(not is_astray)
+
+
+def _kept(blocks: Any, is_astray: bool) -> None:
+    for block in blocks.blocks:
+        block.set_reshard_after_forward(not is_astray)
+
+
+def _divided(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1].set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+    if is_astray:
+        blocks.blocks[1].set_gradient_divide_factor(3.0)
+
+
+def _divided_alike(blocks: Any, is_astray: bool) -> None:
+    blocks.blocks[1].set_force_sum_reduction_for_comms(True)
+    blocks.blocks[1].set_gradient_divide_factor(3 if is_astray else 3.0)
+
+
+def _by_columns(parameter: nn.Parameter) -> Shard | None:
+    is_even = parameter.dim() > 1 and parameter.shape[1] % dist.get_world_size() == 0
+    return Shard(1) if is_even else None
+
+
+# Arguments that one rank passes to fully_shard for the second block, or to FSDP1 for the model.
+SHARDED_WITH: dict[str, Callable[[Library], dict[str, Any]]] = {
+    "computed": lambda library: {
+        "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    },
+    "computed alike": lambda library: {
+        "mp_policy": library.distributed.fsdp.MixedPrecisionPolicy(
+            torch.float32, torch.float32, output_dtype=torch.float32, cast_forward_inputs=False
+        )
+    },
+    "mixed": lambda library: {
+        "mixed_precision": library.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+    },
+    "mixed alike": lambda library: {
+        "mixed_precision": library.distributed.fsdp.MixedPrecision(torch.float32, torch.float32)
+    },
+    "placed": lambda library: {"shard_placement_fn": _by_columns},
+}
+# Changes that one rank makes to its model, besides another order of the blocks.
+DIFFERENCES = {
+    "unused": _unused,
+    "others unused": _others_unused,
+    "frozen": _frozen,
+    "unsynchronised": _unsynchronised,
+    "kept": _kept,
+    "divided": _divided,
+    "divided alike": _divided_alike,
+}
+
+
+def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
+    """Train. Return the outputs and the final parameters. A rank that raises waits until the others raise too."""
+    torch.manual_seed(0)
+    loaded, blocks = load_library(library), Blocks(program.hidden)
+    is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
+    options = SHARDED_WITH[program.by](loaded) if is_astray and program.by in SHARDED_WITH else None
+    model = shard_blocks(loaded, blocks, program.face, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    tensors: list[torch.Tensor] = []
+    step = 0
+    try:
+        for step, common in enumerate(program.orders):
+            is_astray = rank.rank == ASTRAY and step == program.parts_at
+            blocks.order = program.astray if is_astray and program.by == "order" else common
+            if step == program.parts_at and program.by in DIFFERENCES:
+                DIFFERENCES[program.by](blocks, is_astray or program.alike)
+            tensors += train_step(model, program.mode, seeding.generator(10 * step + rank.rank))
+            optimizer.step()
+            optimizer.zero_grad()
+    except Exception as error:
+        wait_until_raised(rank.world_size)
+        raise RuntimeError(f"in step {step}: {error}") from error
+    return tensors + [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def shard_blocks(
+    library: Library,
+    blocks: Blocks,
+    face: str,
+    group: dist.ProcessGroup | None = None,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    if face == "FSDP1":
+        return wrap_fsdp(library, blocks, group, **options or {})
+    mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+    fully_shard = library.find(FULLY_SHARD)
+    for number, block in enumerate(blocks.blocks):
+        fully_shard(block, mesh=mesh, **(options or {}) if number == 1 else {})
+    return fully_shard(blocks, mesh=mesh)
+
+
+def wrap_fsdp(library: Library, model: Blocks, group: dist.ProcessGroup | None = None, **options: Any) -> Any:
+    policy = library.distributed.fsdp.wrap.ModuleWrapPolicy({Bottleneck})
+    return library.find(FSDP)(
+        model, process_group=group, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
+    )
+
+
+def train_step(model: Any, mode: str, generator: torch.Generator) -> list[torch.Tensor]:
+    x = torch.randn(3, WIDTH, generator=generator)
+    tensors: list[torch.Tensor] = []
+    if mode in ("eval", "mixed"):
+        with torch.no_grad():
+            tensors.append(model.eval()(x))
+        model.train()
+    if mode == "mixed":
+        with model.no_sync():
+            model(x).sum().backward()
+    if mode in ("train", "mixed"):
+        outputs = model(x)
+        outputs.sum().backward()
+        tensors.append(outputs.detach())
+    return tensors
+
+
+def wait_until_raised(ranks: int) -> None:
+    """Wait until `ranks` ranks have raised, because the others would take a rank that exits early for the cause."""
+    store = dist.distributed_c10d._get_default_store()
+    end = time.monotonic() + _TELLING_S
+    with contextlib.suppress(RuntimeError):  # the rank that serves the store may have died
+        store.add("raised", 1)
+        while store.add("raised", 0) < ranks and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def seen_of(library: Library, program: Program) -> SeenByRanks:
+    with RankPool(2, grace_s=GRACE_S) as pool:
+        try:
+            together = pool.run(run, library=library.spec, program=replace(program, parts_at=None))
+            apart = pool.run(run, library=library.spec, program=program)
+        except RankFault as fault:
+            return seen_in(fault)
+    pairs = zip(together[1 - ASTRAY], apart[1 - ASTRAY], strict=True)
+    return SeenByRanks(is_right=all(torch.equal(*pair) for pair in pairs))
+
+
+def fault_of(
+    library: Library,
+    case: Callable[..., Any],
+    *,
+    world_size: int = 2,
+    grace_s: float = SHORT_GRACE_S,
+    **arguments: Any,
+) -> RankFault:
+    """Run a case that fails, in a separate pool of ranks. Return the fault."""
+    with RankPool(world_size, grace_s=grace_s) as pool, pytest.raises(RankFault) as fault:
+        pool.run(case, library=library.spec, **arguments)
+    return fault.value
+
+
+def seen_in(fault: RankFault) -> SeenByRanks:
+    raised = {failure.rank: failure.text for failure in fault.record.failures}
+    return SeenByRanks(raised, isinstance(fault, RanksDiverged))
+
+
+def reports_both(
+    outcome: SeenByRanks,
+    astray: str = "gathered 'blocks.2'",
+    other: str = "gathered 'blocks.1'",
+    summary: str = "Forward order differs across ranks",  # torch's words
+) -> bool:
+    first, second = (re.escape(f"rank {rank} {did}") for rank, did in ((ASTRAY, astray), (1 - ASTRAY, other)))
+    reported = f"{summary}: ({first} where {second}|{second} where {first});"
+    return len(outcome.raised) == 2 and all(re.search(reported, text) for text in outcome.raised.values())
+
+
+def steps_late(outcome: SeenByRanks, program: Program) -> list[int]:
+    """Return how many steps after the divergence the ranks raised, in ascending order."""
+    assert program.parts_at is not None
+    raised_in = [re.match(r"in step (\d+): ", text) for text in outcome.raised.values()]
+    return sorted(int(step[1]) - program.parts_at for step in raised_in if step)
+
+
+def is_silently_wrong(outcome: SeenByRanks) -> bool:
+    return not outcome.raised and not outcome.diverged and not outcome.is_right
+
+
+def judge_at_once(deviation: DeviationJudge, program: Program, *texts: str, are_alike: bool = False) -> None:
+    """Both ranks of the subject must raise the error that `reports_both` describes, in the step in which they diverge.
+
+    torch's ranks issue collectives of unequal sizes. If the sizes are equal, torch silently computes wrong values.
+    """
+    deviation.judge(
+        lambda library: seen_of(library, program),
+        torch_does=is_silently_wrong if are_alike else lambda outcome: outcome.diverged,
+        we_do=lambda outcome: reports_both(outcome, *texts) and steps_late(outcome, program) == [0, 0],
+    )
+
+
+# Hidden elements of a block of realistic size, because ranks may exchange large messages over another transport.
+LARGE = 20_000
+
+
+def synchronise(rank: Rank, *, library: str) -> None:
+    """Wrap two blocks with `sync_module_states`, in the opposite order on one rank."""
+    blocks = [Bottleneck(8), Bottleneck(16)]
+    try:
+        for block in reversed(blocks) if rank.rank == ASTRAY else blocks:
+            load_library(library).find(FSDP)(block, device_id=torch.device("cpu"), sync_module_states=True)
+    except Exception:
+        wait_until_raised(rank.world_size)
+        raise

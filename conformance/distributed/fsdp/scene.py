@@ -1,0 +1,188 @@
+"""The scene of a test program on ranks: a rank, a library, and a small model that the library shards.
+
+A program is a function `program(scene, **arguments)` at the top level of a test module, beside the test that uses it.
+The parent process gets an `Outcome` from each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from conformance.distributed.fsdp.fsdp_training import FSDP, Setup, wrapped
+from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD, held
+from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
+from conformance.judge.library import Library, LookupFailed, NotProvided, load_library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+# Wrapped leaf by leaf, the model has units in a chain that is not a unit, buffers, and a unit with fewer elements than
+# three ranks.
+_LOOKED_UP = Leaf("lookup", 3)
+TREE = ModuleTree(
+    ModuleGroup(
+        (Leaf("affine", 4), ModuleGroup((_LOOKED_UP, Leaf("batched")), form="tuple"), Leaf("scaled"))
+    ),
+    dtype=torch.float32,
+    seed=3,
+)
+# The same without batch statistics, which need more precision than low-precision dtypes have.
+SIMPLE = replace(
+    TREE, body=ModuleGroup((Leaf("affine", 4), ModuleGroup((_LOOKED_UP,), form="tuple"), Leaf("scaled")))
+)
+
+# Four units in a sequence for fully_shard. The second one has fewer elements than three ranks, and the last one
+# contains a module that is never called.
+FOUR_UNITS = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("scaled"), Leaf("affine", 2), Leaf("idle"))))
+
+ONE_UNIT = Setup()
+
+
+class Scene:
+    """A rank with a library and a model of `tree`.
+
+    `plain` is the model as built. `model` is the same model, wrapped by `setup`. Without a setup it is not sharded yet,
+    and the program shards it.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        library: Library,
+        setup: Setup | None = ONE_UNIT,
+        tree: ModuleTree = TREE,
+        model: Any = None,
+    ) -> None:
+        self.rank, self.library, self.setup, self.tree = rank, library, setup, tree
+        if model is not None:
+            self.model = model
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        return self.tree.build()
+
+    @functools.cached_property
+    def model(self) -> Any:
+        return self.wrapped(self.plain) if self.setup else self.plain
+
+    def wrapped(self, model: nn.Module, setup: Setup | None = None) -> Any:
+        setup = setup or self.setup
+        assert setup is not None, "the scene has no setup, and the program gives none"
+        return wrapped(self.rank, self.library, model, setup)
+
+    def wrap(self, module: Any, *, strategy: str = "", units: Collection[type] = (), **arguments: Any) -> Any:
+        """Wrap `module` by calling the constructor. Submodules of the classes in `units` become units."""
+        arguments.setdefault("device_id", self.rank.device)
+        if strategy:
+            arguments["sharding_strategy"] = self.api.ShardingStrategy[strategy]
+        if units:
+            arguments["auto_wrap_policy"] = self.api.wrap.ModuleWrapPolicy(set(units))
+        return self.fsdp(module, **arguments)
+
+    @property
+    def api(self) -> Any:
+        return self.library.distributed.fsdp
+
+    @property
+    def fsdp(self) -> Any:
+        return self.library.find(FSDP)
+
+    @property
+    def units(self) -> list[Any]:
+        return self.fsdp.fsdp_modules(self.model)
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """Return a mesh with all ranks in its last dimension. `sizes` are the dimensions before it."""
+        return self.rank.mesh(*sizes, self.rank.world_size, names=names)
+
+    def shard(self, module: Any = None, **arguments: Any) -> Any:
+        """Call `fully_shard` for `module`, by default the model."""
+        return self.library.find(FULLY_SHARD)(self.model if module is None else module, **arguments)
+
+    def shard_children(self, model: Any, **arguments: Any) -> Any:
+        """Shard each child as a unit, and the model as the root."""
+        for child in model.children():
+            self.shard(child, **arguments)
+        return self.shard(model, **arguments)
+
+    def leaf_by_leaf(self, **arguments: Any) -> Any:
+        for part in self.model.body.parts:
+            self.shard(part, **arguments)
+        return self.shard(**arguments)
+
+    def forward(self, number: int = 0) -> Any:
+        batch = self.tree.batch(number, self.rank.rank)
+        # The root moves no tensors of user objects to the device.
+        if self.tree.takes == "dataclass":
+            batch = batch.on(self.rank.device)
+        return call(self.model, self.tree, batch)
+
+    def loss(self, number: int = 0) -> torch.Tensor:
+        return loss_of(self.forward(number))
+
+    def backward(self, number: int = 0) -> torch.Tensor:
+        loss = self.loss(number)
+        loss.backward()
+        return loss.detach()
+
+    def train(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Run a step of SGD. Return the loss, the gradients before the step and the parameters after it."""
+        model = self.model if model is None else model
+        # Without foreach, which does not mix plain tensors with DTensors.
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
+        loss = self.backward()
+        gradients = held(model)
+        optimizer.step()
+        return {"loss": loss, "gradients": gradients, "after": held(model)}
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+
+Program = Callable[..., Any]
+
+
+def run(
+    rank: Rank,
+    *,
+    library: str,
+    program: Program,
+    setup: Setup | None,
+    tree: ModuleTree,
+    arguments: Mapping[str, Any],
+) -> Outcome:
+    """Run a program on this rank. Return its outcome."""
+    scene = Scene(rank, load_library(library), setup, tree)
+    return observe(lambda: program(scene, **arguments))
+
+
+def tried(call: Callable[[], Any]) -> Any:
+    """Return the result of `call`, or the type and text of the error that it raised.
+
+    Use it for calls after which the program continues.
+    """
+    try:
+        return call()
+    except (NotProvided, LookupFailed):
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def filled(module: nn.Module) -> Any:
+    """Fill the parameters with numbers from -1 to 1, with different values for each parameter."""
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            values = torch.linspace(-1, 1, parameter.numel() + number, dtype=torch.float64)[number:]
+            parameter.copy_(values.view(parameter.shape))
+    return module

@@ -1,0 +1,347 @@
+"""State dicts of every type: saved, damaged, exchanged and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conformance.distributed.fsdp.fsdp_training import FSDP, Setup, clean, gathered_parameters, wrapped
+from conformance.distributed.fsdp.scene import Scene, named, tried
+from conformance.judge.library import Library, load_library
+
+
+@dataclass(frozen=True)
+class Form:
+    """State dict type and its configuration."""
+
+    kind: str = "FULL"  # FULL, SHARDED or LOCAL
+    config: Mapping[str, bool] = field(default_factory=dict)
+
+    def of(self, library: Library) -> tuple[Any, Any]:
+        fsdp = library.distributed.fsdp
+        config = getattr(fsdp, f"{self.kind.capitalize()}StateDictConfig")(**self.config)
+        return fsdp.StateDictType[f"{self.kind}_STATE_DICT"], config
+
+
+def set_form(library: Library, model: nn.Module, form: Form) -> None:
+    library.find(FSDP).set_state_dict_type(model, *form.of(library))
+
+
+def described(value: Any) -> Any:
+    """Return a description of a state dict's value on this rank."""
+    if isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        parts = [
+            (shard.shard_offsets, shard.shard_sizes, rank_of(shard)) for shard in metadata.shards_metadata
+        ]
+        local = [
+            (shard.metadata.shard_offsets, shard.metadata.shard_sizes, shard.tensor.detach().cpu().clone())
+            for shard in value.local_shards()
+        ]
+        return ["ShardedTensor", parts, metadata.size, str(metadata.tensor_properties), local]
+    if isinstance(value, DTensor):
+        local = value.to_local().clone()
+        return ["DTensor", str(value.device_mesh), str(value.placements), value.size(), value.stride(), local]
+    if isinstance(value, torch.Tensor):
+        return [type(value).__name__, value.requires_grad, value.stride(), value.detach().clone()]
+    return value
+
+
+def rank_of(part: ShardMetadata) -> int:
+    """Return the rank of a shard. The device is checked by `placed`."""
+    assert part.placement is not None
+    return part.placement.rank()
+
+
+def saved(
+    scene: Scene,
+    *,
+    form: Form,
+    at: str = "root",
+    inside: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Save after a forward and a backward. Return the state dict, and the state of the model afterwards."""
+    scene.backward()
+    set_form(scene.library, scene.model, form)
+    module = {"root": scene.model, "inner": scene.units[-1], "body": scene.model.body}[at]
+    context = (
+        scene.fsdp.summon_full_params(scene.model, writeback=False) if inside else contextlib.nullcontext()
+    )
+    with context:
+        if inside:
+            with torch.no_grad():
+                for parameter in scene.model.parameters():
+                    parameter.add_(1)
+        state_dict = module.state_dict(**(options or {}))
+        result = {
+            "items": [(key, described(value)) for key, value in state_dict.items()],
+            "type": type(state_dict).__name__,
+            "metadata": [(key, dict(value)) for key, value in state_dict._metadata.items()],
+            "shared": shared(state_dict, scene.model),
+        }
+    return result | {
+        "settings": str(scene.fsdp.get_state_dict_type(scene.model)),
+        "shards": named(scene.model),
+        "buffers": list(scene.model.named_buffers()),
+        "loss": scene.backward(1),
+    }
+
+
+def shared(state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, list[str]]:
+    """Return, for each key, the other keys and the tensors of the model that share its memory."""
+    owners: dict[int, list[str]] = {}
+    for key, value in (*state_dict.items(), *model.named_parameters(), *model.named_buffers()):
+        for tensor in _memory_of(value):
+            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
+    return {names[0]: names[1:] for names in owners.values() if names[0] in state_dict}
+
+
+def _memory_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards() if shard.tensor.numel()]
+    tensor = value.to_local() if isinstance(value, DTensor) else value
+    return [tensor] if tensor.numel() else []
+
+
+def exchanged(
+    scene: Scene, *, source: str, form: Form, at: str = "root", inside: bool = False, assign: bool = False
+) -> dict[str, Any]:
+    """Load a state dict of the `source` library's model into a model with other values.
+
+    Return the state of both models.
+    """
+    library = load_library(source)
+    origin = wrapped(scene.rank, library, scene.tree.build(), scene.setup)
+    target = scene.wrapped(scene.tree.build(1))
+    with torch.no_grad():
+        for buffer in target.buffers():
+            buffer.add_(1)
+    for model, model_library in ((origin, library), (target, scene.library)):
+        set_form(model_library, model, form)
+        model.check_is_root()  # torch must find the root before the body is used
+    state_dict = origin.body.state_dict() if at == "body" else origin.state_dict()
+    loaded = target.body if at == "body" else target
+    context = scene.fsdp.summon_full_params(target) if inside else contextlib.nullcontext()
+    with context:
+        keys = loaded.load_state_dict(state_dict, assign=assign)
+    scene.model = target
+    return {
+        "keys": repr(keys),
+        "whole": gathered_parameters(scene.library, target),
+        "expected": gathered_parameters(library, origin),
+        "buffers": _copied_buffers(target),
+        "expected buffers": _copied_buffers(origin),
+        "loss": scene.backward(),
+    }
+
+
+def _copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def state_dict_of(scene: Scene, form: Form) -> dict[str, Any]:
+    """Return the state dict of a model with other values."""
+    origin = scene.wrapped(scene.tree.build(1))
+    for model in (origin, scene.model):
+        set_form(scene.library, model, form)
+    return origin.state_dict()
+
+
+def with_a_late_parameter(scene: Scene, *, form: Form, of: str) -> dict[str, Any]:
+    """Save and load a parameter that was added inside a unit after wrapping.
+
+    The unit around the module manages the parameter.
+    """
+    kind = {"use_orig_params": scene.setup.uses_orig_params}
+    inner = scene.plain.body = scene.wrap(scene.plain.body, **kind)
+    inner.module.get_submodule(of).late = nn.Parameter(torch.ones(4))
+    scene.model = scene.wrap(scene.plain, **kind)
+    set_form(scene.library, scene.model, form)
+    state_dict = moved(copy.deepcopy(scene.model.state_dict()))
+    with torch.no_grad():
+        for parameter in scene.model.parameters():
+            parameter.zero_()
+    keys = scene.model.load_state_dict(state_dict)
+    whole = unsharded_state(scene)
+    return {
+        "names": sorted(state_dict),
+        "keys": repr(keys),
+        "state": {name: whole[name] for name in sorted(whole)},
+    }
+
+
+def moved(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict with other values for plain tensors, which are copies."""
+    return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
+
+
+def unsharded_state(scene: Scene) -> dict[str, torch.Tensor]:
+    """Return the full parameters and the buffers."""
+    buffers = {f"buffer {name}": buffer.clone() for name, buffer in scene.model.named_buffers()}
+    return gathered_parameters(scene.library, scene.model) | buffers
+
+
+Damage = Callable[[dict[str, Any]], Any]
+WEIGHT, BUFFER = "body.parts.0.inner.weight", "body.parts.1.parts.1.inner.running_mean"
+
+
+def _split_into_rows(state_dict: dict[str, Any]) -> None:
+    """Split the local shards of a ShardedTensor into one shard for each row."""
+    sharded = state_dict[WEIGHT]
+    if isinstance(sharded, ShardedTensor):
+        parts = [
+            Shard.from_tensor_and_offsets(row, [shard.metadata.shard_offsets[0] + number, 0], dist.get_rank())
+            for shard in sharded.local_shards()
+            for number, row in enumerate(shard.tensor.split(1))
+        ]
+        state_dict[WEIGHT] = ShardedTensor._init_from_local_shards(parts, sharded.size())
+
+
+def _drop_values(state_dict: dict[str, Any]) -> None:
+    """Put a tensor on the meta device. `ShardedTensor.to("meta")` asks for an accelerator from torch 2.14 on."""
+    value = state_dict[WEIGHT]
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            shard.tensor = shard.tensor.to("meta")
+    else:
+        state_dict[WEIGHT] = value.to("meta")
+
+
+DAMAGES: dict[str, Damage] = {
+    "missing": lambda state_dict: (state_dict.pop(WEIGHT), state_dict.pop("head.bias")),
+    "missing buffer": lambda state_dict: state_dict.pop(BUFFER),
+    "unexpected": lambda state_dict: state_dict.update(
+        {"head.more": torch.ones(1), "body.parts.0.more": torch.ones(1)}
+    ),
+    "misshaped": lambda state_dict: state_dict.update({WEIGHT: torch.ones(2), "head.bias": torch.ones(7)}),
+    "misshaped buffer": lambda state_dict: state_dict.update({BUFFER: torch.ones(2)}),
+    "a word": lambda state_dict: state_dict.update({WEIGHT: "word"}),
+    "whole": lambda state_dict: state_dict.update({WEIGHT: torch.ones(4, 3)}),
+    "without values": _drop_values,
+    "two parts": _split_into_rows,
+    "misshaped part": lambda state_dict: state_dict.update({WEIGHT: state_dict["head.weight"]}),
+}
+
+
+def failed(
+    scene: Scene, *, form: Form, fault: str, on: Sequence[int], assign: bool = False
+) -> dict[str, Any]:
+    """Load a state dict that has a fault on some ranks. Return the error, the changed values and the next loss."""
+    state_dict = moved(state_dict_of(scene, form))
+    if scene.rank.rank in on:
+        DAMAGES[fault](state_dict)
+    return tried_to_load(scene, state_dict, assign=assign)
+
+
+def tried_to_load(
+    scene: Scene, state_dict: dict[str, Any], module: nn.Module | None = None, assign: bool = False
+) -> dict[str, Any]:
+    before = unsharded_state(scene)
+    error = tried(lambda: (module or scene.model).load_state_dict(state_dict, assign=assign))
+    after = unsharded_state(scene)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return {"error": error, "changed": changed, "loss": scene.backward()}
+
+
+def loads_its_own(scene: Scene, *, form: Form) -> dict[str, Any]:
+    """Load a state dict into another model. Return the keys, the result, and whether the model has the values."""
+    state_dict = state_dict_of(scene, form)
+    reported = tried(lambda: repr(scene.model.load_state_dict(state_dict)))
+    return {
+        "keys": list(state_dict),
+        "types": sorted({type(value).__name__ for value in state_dict.values()}),
+        "reported": reported,
+        "loaded": has_values_of_other(scene),
+    }
+
+
+def has_values_of_other(scene: Scene) -> bool:
+    """Return whether the parameters equal those of the model in `state_dict_of`."""
+    actual = gathered_parameters(scene.library, scene.model)
+    expected = scene.tree.build(1).named_parameters()
+    return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
+
+
+MESH, GROUP = Setup(wrap="leaves", ranks="mesh"), Setup(wrap="leaves", ranks="group")
+
+
+class OwnWay(nn.Linear):
+    """Linear layer that loads by itself: twice its weight, or a weight that does not fit."""
+
+    fits = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        with torch.no_grad():
+            self.bias.copy_(state_dict.pop(f"{prefix}bias"))
+            weight = state_dict.pop(f"{prefix}weight")
+            if self.fits:
+                self.weight.data.copy_(2 * weight)
+            else:
+                self.weight.data = weight[:1]
+
+
+def loaded_in_its_own_way(scene: Scene, *, fits: bool) -> dict[str, Any]:
+    """Load into a unit's inner module that loads by itself. Return the error and the full parameters."""
+    state_dict = moved(state_dict_of(scene, Form()))
+    scene.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
+    return tried_to_load(scene, state_dict) | {"whole": gathered_parameters(scene.library, scene.model)}
+
+
+class PeakBytes(TorchDispatchMode):
+    """Mode that records the peak bytes of tensors that operators return, without the storages of `old`."""
+
+    def __init__(self, old: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._old = {tensor.untyped_storage()._cdata for tensor in old}
+        self._returned: list[weakref.ref[torch.Tensor]] = []
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._returned.append(weakref.ref(result))
+        living = [(ref, tensor) for ref in self._returned if (tensor := ref()) is not None]
+        self._returned = [ref for ref, _ in living]
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for _, tensor in living
+        }
+        held = sum(size for key, size in storages.items() if key not in self._old)
+        self.most_bytes = max(self.most_bytes, held)
+        return result
+
+
+class Received(TorchDispatchMode):
+    """Mode that counts the bytes of tensors that collectives leave on this rank.
+
+    Objects by which ranks agree are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
+            is_exchange = func.__name__.startswith("alltoall")
+            self.bytes += sum(
+                tensor.nbytes for tensor in received if is_exchange or tensor.is_floating_point()
+            )
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,210 @@
+"""Ranks with other settings, gradients or shards than the others, and settings that are equivalent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.distributed.fsdp.desync_programs import (
+    ASTRAY,
+    FULL,
+    GRACE_S,
+    SHORT_GRACE_S,
+    WIDTH,
+    Blocks,
+    Program,
+    fault_of,
+    judge_at_once,
+    run,
+    seen_in,
+    synchronise,
+    train_step,
+    wrap_fsdp,
+)
+from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD
+from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library, load_library
+from conformance.judge.sandbox import seeding
+from conformance.judge.surface import is_torch_in
+from conformance.judge.tolerances import TRAINED
+from conformance.ranks import Rank, RankFault, RankPool
+
+DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0), (0, 1, 2))
+
+
+@clause("distributed.fsdp.fsdp_desync.parts_by_settings")
+@pytest.mark.deviation("fully_shard.settings_of_one_rank")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
+@pytest.mark.parametrize(
+    ("by", "astray", "other"),
+    [
+        ("kept", "reduced 'blocks.2'", "gathered 'blocks.2'"),
+        pytest.param("unsynchronised", "reduced 'Blocks'", "reduced 'blocks.1'", marks=FULL),
+    ],
+    ids=["kept", "unsynchronised"],
+)
+def test_settings_of_one_rank_only_raise(
+    deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
+) -> None:
+    program = Program(parts_at=parts_at, face="fully_shard", by=by)
+    judge_at_once(deviation, program, astray, other, "the ranks issue different collectives")
+
+
+_SHARDED = "the ranks have sharded a module differently"
+# From torch 2.15 on, gradients of float32 parameters that compute in bfloat16 are reduced in float32.
+_REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
+
+
+@clause("distributed.fsdp.fsdp_desync.parts_by_sharding")
+@pytest.mark.deviation("fully_shard.sharded_otherwise_on_one_rank")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("by", "parts_at", "astray", "summary"),
+    [
+        ("computed", 0, f"gathered 'blocks.1' with param_dtype=torch.bfloat16{_REDUCED}", _SHARDED),
+        pytest.param(
+            *("placed", 0, "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)"),
+            _SHARDED, marks=FULL,
+        ),
+        pytest.param("mixed", 0, "gathered 'Blocks' with param_dtype=torch.bfloat16", _SHARDED, marks=FULL),
+        ("divided", 2, "reduced 'blocks.1' divided by 3.0", "the ranks divide gradients by different factors"),
+    ],
+    ids=["computed", "placed", "mixed", "divided"],
+)  # fmt: skip
+def test_different_sharding_on_one_rank_raises(
+    deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, summary: str
+) -> None:
+    face = "FSDP1" if by == "mixed" else "fully_shard"
+    other = astray.partition("' ")[0] + "'"
+    are_alike = by in ("placed", "divided")
+    judge_at_once(
+        deviation, Program(parts_at=parts_at, face=face, by=by), astray, other, summary, are_alike=are_alike
+    )
+
+
+def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
+    """Write to the unsharded root unit on one rank only, between a forward and its backward."""
+    torch.manual_seed(0)
+    model = wrap_fsdp(load_library(library), Blocks((8,)), use_orig_params=use_orig_params)
+    loss = model(torch.ones(3, WIDTH)).sum()
+    if rank.rank == ASTRAY:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "blocks" not in name:
+                    parameter.mul_(0.5)
+    try:
+        loss.backward()
+    except Exception as error:
+        raise RuntimeError(" ".join([str(error), *getattr(error, "__notes__", ())])) from error
+
+
+@clause("distributed.fsdp.fsdp_desync.parts_by_writing")
+@pytest.mark.deviation("fsdp.written_on_one_rank")
+@FULL
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use_orig_params: bool) -> None:
+    def probe(library: Library) -> dict[int, str]:
+        with RankPool(2, grace_s=SHORT_GRACE_S) as pool:
+            try:
+                pool.run(write_alone, library=library.spec, use_orig_params=use_orig_params)
+            except RankFault as fault:
+                return {failure.rank: failure.text for failure in fault.record.failures}
+        return {}
+
+    def is_reported(messages: dict[int, str]) -> bool:
+        pattern = f"written to on some ranks only: .*rank {ASTRAY} gathered again.* 'Blocks'.*; write to them on every"
+        everywhere = len(messages) == 2 and all(re.search(pattern, text) for text in messages.values())
+        return everywhere and "head.weight" in messages[ASTRAY]
+
+    def is_torchs(messages: dict[int, str]) -> bool:
+        if use_orig_params:
+            return messages == {}
+        return messages.keys() == {ASTRAY} and "modified inplace" in messages[ASTRAY]
+
+    deviation.judge(probe, torch_does=is_torchs, we_do=is_reported)
+
+
+@clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
+@pytest.mark.deadline(90)
+def test_states_synchronised_in_another_order(subject: Library) -> None:
+    reported = seen_in(fault_of(subject, synchronise, grace_s=GRACE_S)).raised
+    assert len(reported) == 2, reported
+    for text in reported.values():
+        assert "'Bottleneck.0.weight' of shape (8, 4)" in text, text
+        assert "'Bottleneck.0.weight' of shape (16, 4)" in text, text
+
+
+@clause("distributed.fsdp.fsdp_desync.changes_alike")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(Program(DROPPED, (8, 5, 11), mode) for mode in ("train", "eval", "mixed")),
+        Program(DROPPED, (8, 5, 11), face="fully_shard"),
+        *(
+            Program(parts_at=2, face="fully_shard", by=by, alike=True)
+            for by in ("unused", "frozen", "kept", "divided")
+        ),
+        Program(parts_at=0, face="fully_shard", by="placed", alike=True),
+    ],
+    ids=lambda program: f"{program.face} {program.by} {program.mode}",
+)
+@pytest.mark.world_sizes(fewest=2, also=[3])
+def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
+    assert_trained_alike(cpu_twins, run, program=program)
+
+
+@clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(parts_at=0, face="fully_shard", by="computed alike"),
+        Program(parts_at=0, by="mixed alike"),
+        Program(parts_at=2, face="fully_shard", by="divided alike"),
+    ],
+    ids=lambda program: f"{program.face} {program.by}",
+)
+def test_equivalent_settings_in_other_words_train(twins_of: TwinsOf, program: Program) -> None:
+    assert_trained_alike(twins_of(2), run, program=program)
+
+
+def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
+    """Unshard the root explicitly before the first forward, on one rank only. The root has mixed precision."""
+    torch.manual_seed(0)
+    loaded = load_library(library)
+    policy = loaded.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = loaded.find(FULLY_SHARD)(Blocks((8,)), mp_policy=policy)
+    if rank.rank == ASTRAY:
+        model.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    tensors: list[torch.Tensor] = []
+    for step in range(2):
+        tensors += train_step(model, "train", seeding.generator(10 * step + rank.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    return tensors + [p.to_local().detach().clone() for p in model.parameters()]
+
+
+@clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
+@pytest.mark.deadline(90)
+def test_explicit_gather_on_one_rank_trains(twins_of: TwinsOf) -> None:
+    assert_trained_alike(twins_of(2), gather_by_hand)
+
+
+def assert_trained_alike(twins: Twins, case: Callable[..., Any], **arguments: Any) -> None:
+    expected, actual = (
+        twins.pool.run(case, library=library.spec, **arguments)
+        for library in (twins.reference, twins.subject)
+    )
+    for rank in range(len(expected)):
+        for tensor, other in zip(expected[rank], actual[rank], strict=True):
+            assert (excess := TRAINED.excess(tensor, other)) is None, f"rank {rank}: {excess}"

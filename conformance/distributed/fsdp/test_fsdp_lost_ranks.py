@@ -1,0 +1,378 @@
+"""Ranks that are lost, or that wait in another collective than their peers."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from conformance.distributed.fsdp.desync_programs import (
+    ASTRAY,
+    FULL,
+    GRACE_S,
+    LARGE,
+    WAYS,
+    Blocks,
+    Program,
+    SeenByRanks,
+    fault_of,
+    run,
+    seen_in,
+    shard_blocks,
+    synchronise,
+    train_step,
+    wait_until_raised,
+)
+from conformance.distributed.fsdp.fsdp_training import FSDP
+from conformance.judge.clauses import clause
+from conformance.judge.deviations import DeviationJudge
+from conformance.judge.library import Library, load_library
+from conformance.judge.outcome import assert_same_outcome, observe
+from conformance.judge.sandbox import seeding
+from conformance.judge.tolerances import TRAINED
+from conformance.ranks import Rank, RankPool
+
+TIMEOUT_S = 20.0  # timeout of the group in which ranks are killed
+
+
+def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: float) -> None:
+    """Leave out a step on one rank, which enters a collective of the default group instead. Every rank raises."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(0)
+    model = shard_blocks(load_library(library), Blocks((8, 8)), face, group)
+    train_step(model, "train", seeding.generator(0))
+    meet = dist.barrier if by == "barrier" else functools.partial(dist.all_reduce, torch.ones(1))
+    try:
+        if rank.rank != ASTRAY:
+            train_step(model, "train", seeding.generator(1))
+    finally:
+        meet()
+    raise RuntimeError("a step was left out")
+
+
+@clause("distributed.fsdp.fsdp_desync.waits_elsewhere")
+@pytest.mark.deviation("fsdp.waits_elsewhere")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("face", "by"),
+    [
+        ("fully_shard", "barrier"),
+        pytest.param("FSDP1", "barrier", marks=FULL),
+        pytest.param("FSDP1", "all_reduce", marks=FULL),
+    ],
+)
+def test_rank_waiting_in_other_collective_is_reported(
+    deviation: DeviationJudge, reference: Library, face: str, by: str
+) -> None:
+    def raised(library: Library) -> str:
+        # torch's ranks wait until the time-out, so theirs is short. Other ranks may need longer on a busy machine.
+        timeout_s = 2.0 if library is reference else TIMEOUT_S
+        fault = fault_of(library, wait_elsewhere, face=face, by=by, timeout_s=timeout_s)
+        return " ".join(failure.text for failure in fault.record.failures)
+
+    named = rf"rank {ASTRAY} waits in torch\.distributed\.{by}\(\) where rank {1 - ASTRAY} gathered '\w+'"
+    deviation.judge(
+        raised,
+        torch_does=lambda text: by not in text,
+        we_do=lambda text: re.search(named, text) is not None,
+    )
+
+
+def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s: float) -> None:
+    """Request a full state on one rank only, while the others begin a step `pause_s` seconds later.
+
+    FSDP1 requests the state of the optimizer, fully_shard the state of the model.
+    """
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(0)
+    loaded = load_library(library)
+    model = shard_blocks(loaded, Blocks((8, 8)), face, group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.5)
+    train_step(model, "train", seeding.generator(0))
+    optimizer.step()
+    try:
+        if rank.rank != ASTRAY:
+            time.sleep(pause_s)
+            train_step(model, "train", seeding.generator(1))
+        elif face == "FSDP1":
+            model.optim_state_dict(model, optimizer, group=group)
+        else:
+            path = "distributed.checkpoint.state_dict.get_model_state_dict"
+            get = loaded.find(path) if loaded.provides(path) else get_model_state_dict
+            get(model, options=StateDictOptions(full_state_dict=True))
+    except Exception:
+        wait_until_raised(rank.world_size)
+        raise
+    raise RuntimeError("a state was asked for")
+
+
+@clause("distributed.fsdp.fsdp_desync.states_of_one_rank")
+@pytest.mark.deviation("fsdp.states_of_one_rank")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("face", "pause_s"),
+    [("FSDP1", 1.0), *(pytest.param(face, 0.0, marks=FULL) for face in ("FSDP1", "fully_shard"))],
+)
+def test_state_requested_by_one_rank_raises(
+    deviation: DeviationJudge, reference: Library, face: str, pause_s: float
+) -> None:
+    def raised(library: Library) -> SeenByRanks:
+        timeout_s = 2.0 if library is reference else TIMEOUT_S
+        return seen_in(fault_of(library, ask_alone, face=face, pause_s=pause_s, timeout_s=timeout_s))
+
+    named = (
+        rf"only some ranks ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; "
+        "call the function that returns it on every"
+    )
+    deviation.judge(
+        raised,
+        torch_does=lambda outcome: outcome.diverged,
+        we_do=lambda outcome: (
+            len(outcome.raised) == 2 and all(re.search(named, text) for text in outcome.raised.values())
+        ),
+    )
+
+
+def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str) -> tuple[str, list[float]]:
+    """Return the error of this rank, and sums over the group that it still uses."""
+    message = ""
+    try:
+        if by == "wrapping":
+            synchronise(rank, library=library)
+        elif by == "state":
+            ask_alone(rank, library=library, face=program.face, pause_s=0.0, timeout_s=TIMEOUT_S)
+        else:
+            run(rank, library=library, program=program)
+    except RuntimeError as error:
+        message = str(error)
+    dist.barrier()
+    sums = torch.arange(3.0) * (rank.rank + 1)
+    for _ in range(3):
+        dist.all_reduce(sums)
+    return message, sums.tolist()
+
+
+@clause("distributed.fsdp.fsdp_desync.group_afterwards")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    ("program", "by", "ranks"),
+    [
+        (Program(parts_at=0), "order", 2),
+        (Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"), "order", 2),
+        pytest.param(Program(hidden=(8, 16, 24), parts_at=0), "order", 3, marks=FULL),
+        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), "order", 3, marks=FULL),
+        pytest.param(Program((*WAYS, *WAYS, *(WAYS[0],) * 4), parts_at=4), "order", 3, marks=FULL),
+        *(
+            pytest.param(Program(parts_at=2, face="fully_shard", by=by), by, 2, marks=FULL)
+            for by in ("unused", "frozen", "kept", "unsynchronised", "divided")
+        ),
+        pytest.param(Program(parts_at=0, face="fully_shard", by="computed"), "computed", 3, marks=FULL),
+        pytest.param(Program(), "wrapping", 3, marks=FULL),
+        *(pytest.param(Program(face=face), "state", 2, marks=FULL) for face in ("FSDP1", "fully_shard")),
+    ],
+    ids=lambda value: (
+        f"{value.face} {value.hidden} {value.parts_at}" if isinstance(value, Program) else str(value)
+    ),
+)
+def test_group_is_usable_after_ranks_differed(
+    subject: Library, program: Program, by: str, ranks: int
+) -> None:
+    with RankPool(ranks, grace_s=GRACE_S) as pool:
+        results = pool.run(use_group_afterwards, library=subject.spec, program=program, by=by)
+    factor = sum(range(1, ranks + 1)) * ranks**2
+    for rank, (message, sums) in enumerate(results):
+        assert "rank" in message, f"rank {rank} raised {message!r}"
+        assert sums == [0.0, factor, 2.0 * factor], f"rank {rank}"
+
+
+def save_afterwards(
+    rank: Rank, *, library: str, program: Program
+) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the error of this rank, the state dict that it saves then, and the parameters that it should have."""
+    torch.manual_seed(0)
+    loaded, blocks = load_library(library), Blocks(program.hidden)
+    plain = copy.deepcopy(blocks)
+    model = shard_blocks(loaded, blocks, program.face)
+    optimizers = [torch.optim.SGD(trained.parameters(), 0.01, momentum=0.5) for trained in (model, plain)]
+    message = ""
+    try:
+        for step, common in enumerate(program.orders):
+            is_astray = rank.rank == ASTRAY and step == program.parts_at
+            blocks.order = program.astray if is_astray else common
+            train_step(model, "train", seeding.generator(10 * step + rank.rank))
+            for number in range(rank.world_size):
+                train_step(plain, "train", seeding.generator(10 * step + number))
+            for parameter in plain.parameters():
+                assert parameter.grad is not None
+                parameter.grad.div_(rank.world_size)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        message = str(error)
+    states: dict[str, Any] = {}
+    if program.face == "FSDP1":
+        saved = model.state_dict()
+        states = loaded.find(FSDP).optim_state_dict(model, optimizers[0])["state"]
+    else:
+        saved = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    saved |= {f"momentum of {name}": state["momentum_buffer"] for name, state in states.items()}
+    expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    expected |= {
+        f"momentum of {name}": optimizers[1].state[parameter]["momentum_buffer"]
+        for name, parameter in plain.named_parameters()
+        if states
+    }
+    return message, saved, expected
+
+
+@clause("distributed.fsdp.fsdp_desync.group_afterwards")
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(parts_at=2),
+        Program(hidden=(8, 16, 24), parts_at=0),
+        Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"),
+        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), marks=FULL),
+    ],
+    ids=lambda program: f"{program.face} {program.hidden} {program.parts_at}",
+)
+def test_model_can_be_saved_after_ranks_differed(subject: Library, program: Program) -> None:
+    with RankPool(2, grace_s=GRACE_S) as pool:
+        results = pool.run(save_afterwards, library=subject.spec, program=program)
+    for rank, (message, saved, expected) in enumerate(results):
+        assert "rank" in message, f"rank {rank} raised {message!r}"
+        assert_same_outcome(observe(sorted, expected.items()), observe(sorted, saved.items()), TRAINED)
+
+
+_PAUSE_S = 1.5
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("it fails")
+
+
+def lose_a_rank(
+    rank: Rank, *, library: str, when: str, victim: int, hidden: int, face: str = "FSDP1"
+) -> None:
+    """Kill one rank, or let it exit after an exception.
+
+    `when` is `before` (wrapping), `middle` (of a step), `collective` (which the others enter late) or `exception`. The
+    other ranks raise their error together with the seconds that it took.
+    """
+    group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    assert isinstance(group, dist.ProcessGroup)
+    dist.barrier(group)
+    is_victim = rank.rank == victim
+    if is_victim and when == "before":
+        _die()
+    torch.manual_seed(0)
+    blocks = Blocks((hidden,) * 3)
+    model = shard_blocks(load_library(library), blocks, face, group)
+    began = time.monotonic()
+    try:
+        if when != "before":
+            train_step(model, "train", seeding.generator(0))
+        if is_victim and when == "collective":
+            threading.Timer(_PAUSE_S / 3, _die).start()
+        elif is_victim:
+            blocks.blocks[1].register_forward_pre_hook(_fail if when == "exception" else _die)
+        elif when == "collective":
+            time.sleep(_PAUSE_S)
+        train_step(model, "train", seeding.generator(1))
+    except Exception as error:
+        if is_victim:
+            os._exit(1)
+        wait_until_raised(rank.world_size - 1)
+        raise RuntimeError(f"{error} [after {time.monotonic() - began:.1f} s]") from error
+
+
+def losses_reported(library: Library, *, world_size: int = 3, **loss: Any) -> dict[int, str]:
+    fault = fault_of(library, lose_a_rank, world_size=world_size, grace_s=GRACE_S, **loss)
+    return {f.rank: f.text for f in fault.record.failures if f.rank != loss["victim"]}
+
+
+def is_named_by_none(reported: dict[int, str], victim: int) -> bool:
+    return not any(re.search(rf"rank {victim}\b", text) for text in reported.values())
+
+
+def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3) -> bool:
+    return len(reported) == world_size - 1 and all(
+        # On a busy machine, a live rank that does not answer within seconds is named together with the victim.
+        re.search(rf"ranks? (\d, )*{victim}\b", text)
+        and re.search(r"'blocks\.\d'|'Blocks'", text)
+        and float(text.rpartition("after ")[2].removesuffix(" s]")) < TIMEOUT_S
+        for text in reported.values()
+    )
+
+
+@clause("distributed.fsdp.fsdp_desync.lost_rank")
+@pytest.mark.deviation("fsdp.lost_rank_is_named")
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize(
+    ("when", "hidden"),
+    [
+        pytest.param("before", 8, marks=FULL),
+        ("middle", 8),
+        ("collective", 8),
+        pytest.param("middle", LARGE, marks=FULL),
+        ("collective", LARGE),
+        pytest.param("exception", 8, marks=FULL),
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
+    """Rank 0 is a special victim, because it serves the store."""
+    deviation.judge(
+        lambda library: losses_reported(library, when=when, victim=victim, hidden=hidden),
+        torch_does=lambda reported: is_named_by_none(reported, victim),
+        we_do=lambda reported: is_named_in_time(reported, victim),
+    )
+
+
+@clause("distributed.fsdp.fsdp_desync.lost_rank")
+@pytest.mark.deviation("fsdp.lost_rank_is_named")
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize(
+    "when", ["middle", "exception", *(pytest.param(when, marks=FULL) for when in ("before", "collective"))]
+)
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
+def test_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
+    deviation.judge(
+        lambda library: losses_reported(
+            library, world_size=2, when=when, victim=victim, hidden=8, face="fully_shard"
+        ),
+        torch_does=lambda reported: is_named_by_none(reported, victim),
+        we_do=lambda reported: is_named_in_time(reported, victim, world_size=2),
+    )
+
+
+@clause("distributed.fsdp.fsdp_desync.lost_rank")
+@pytest.mark.deviation("fsdp.lost_rank_is_named")
+@FULL
+@pytest.mark.deadline(120)
+def test_lost_rank_is_named_by_indirect_waiters(deviation: DeviationJudge) -> None:
+    """Rank 2 of a ring of four receives from rank 1, which raised but is alive, and sends to rank 3."""
+    deviation.judge(
+        lambda library: losses_reported(library, world_size=4, when="middle", victim=0, hidden=8),
+        torch_does=lambda reported: is_named_by_none(reported, 0),
+        we_do=lambda reported: is_named_in_time(reported, 0, world_size=4),
+    )

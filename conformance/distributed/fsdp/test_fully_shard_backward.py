@@ -1,0 +1,262 @@
+"""Backwards with fully_shard: hooks, accumulation, failed and missing backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fully_shard_training import described, held, layout_of, registered
+from conformance.distributed.fsdp.residual_blocks import ResidualBlock, batch_of, blocks
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, TwinsOf, each
+from conformance.judge.clauses import clause
+
+
+def gathered_for_no_backward(scene: Scene) -> torch.Tensor:
+    """Zero the first weights after a backward that ended just before their unit.
+
+    Return the output of the next forward.
+    """
+    model, between = blocks(), []
+    scene.shard_children(model)
+    first = list(model[0].parameters())
+    model.set_reshard_after_backward(False)
+    model[2].register_forward_pre_hook(lambda module, args: between.append(*args))
+    torch.autograd.grad(model(batch_of(scene, 0)).sum(), between)
+    with torch.no_grad():
+        for parameter in first:
+            parameter.zero_()
+        return model(batch_of(scene, 0))
+
+
+@clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
+def test_unit_unused_by_backward_is_gathered_again(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(gathered_for_no_backward)
+
+
+def no_sync(scene: Scene) -> list[bool]:
+    """Return, for each backward, whether `no_sync` leaves the same gradients as `set_requires_gradient_sync`."""
+    by_context, by_settings = (_gradients_unsynchronised(scene, by_context) for by_context in (True, False))
+    return [
+        before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        for before, after in zip(by_settings, by_context, strict=True)
+    ]
+
+
+def _gradients_unsynchronised(scene: Scene, by_context: bool) -> list[dict[str, torch.Tensor]]:
+    """Return gradients after each backward. The first two do not synchronise, and the last unit never does."""
+    model = blocks()
+    scene.shard_children(model)
+    model[-1].set_requires_gradient_sync(False)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for number in range(4):
+        is_apart = number < 2
+        for unit in () if by_context else (*model[:-1], model):
+            unit.set_requires_gradient_sync(not is_apart, recurse=False)
+        with model.no_sync() if by_context and is_apart else contextlib.nullcontext():
+            model(batch_of(scene, number)).sum().backward()
+        named = model.named_parameters()
+        gradients.append({name: param.grad.full_tensor() for name, param in named if param.grad is not None})
+    return gradients
+
+
+@clause("distributed.fsdp.fully_shard.no_sync")
+def test_no_sync_adds_up_gradients_unreduced(plain_twins: PlainTwins) -> None:
+    assert plain_twins.values(no_sync) == [[True] * 4] * plain_twins.world_size
+
+
+def stepped_in_backward(scene: Scene, syncs_first: bool) -> dict[str, Any]:
+    """Step each parameter in its own hook after accumulation. Return the order of the hooks and the final parameters.
+
+    Each event also has the number of gradients that existed at that time.
+    """
+    model = blocks()
+    scene.shard_children(model)
+    events: list[Any] = []
+    for name, parameter in model.named_parameters():
+        optimizer = torch.optim.AdamW([parameter], 0.1)
+
+        def step(
+            tensor: torch.Tensor, name: str = name, optimizer: torch.optim.Optimizer = optimizer
+        ) -> None:
+            events.append((name, sum(param.grad is not None for param in model.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        model.set_requires_gradient_sync(number > 0 or syncs_first)
+        model(batch_of(scene, number)).sum().backward()
+    return {"events": events, **held(model)}
+
+
+@clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
+@pytest.mark.parametrize("syncs_first", [True, False])
+def test_optimizers_step_in_the_backward(plain_twins: PlainTwins, syncs_first: bool) -> None:
+    plain_twins.agree(stepped_in_backward, syncs_first=syncs_first)
+
+
+def hooks_on_gradients(scene: Scene, before: bool) -> dict[str, Any]:
+    """Return which hooks ran, and whether hooks that triple gradients make them three times as large."""
+    plain = _accumulated(scene, blocks())
+    model = blocks()
+    events: list[str] = []
+    if before:
+        _register_hooks(model, events)
+    hooked = _accumulated(scene, model, None if before else events)
+    pairs = zip(plain, hooked, strict=True)
+    return {
+        "events": events,
+        "layouts": registered(model),
+        "are tripled": all(torch.allclose(3 * grad, tripled) for grad, tripled in pairs),
+    }
+
+
+def _accumulated(scene: Scene, model: Any, events: list[str] | None = None) -> list[torch.Tensor]:
+    scene.shard_children(model)
+    if events is not None:
+        _register_hooks(model, events)
+    for number in range(3):
+        model.set_requires_gradient_sync(number > 0)
+        model(batch_of(scene, number)).sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def _register_hooks(model: nn.Module, events: list[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: events.append(f"{name} {layout_of(grad)}"))
+        parameter.register_hook(lambda grad: grad * 3)
+        parameter.register_hook(lambda grad: grad * 5).remove()
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+
+
+@clause("distributed.fsdp.fully_shard.hooks_on_gradients")
+@pytest.mark.deviation("fully_shard.hooks_on_gradients")
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_on_gradients_of_sharded_parameters_run(plain_twins: PlainTwins, before: bool) -> None:
+    after_accumulation = [name for name, _ in blocks().named_parameters()]
+
+    def ran(value: Any) -> bool:
+        on_gradients = [f"{name} {layout}" for name, layout in value["layouts"].items()]
+        # Two of the three backwards synchronise.
+        expected = dict.fromkeys([*after_accumulation, *on_gradients], 2)
+        return value["are tripled"] and Counter(value["events"]) == expected
+
+    plain_twins.deviate(
+        hooks_on_gradients,
+        before=before,
+        torch_does=each(lambda value: set(value["events"]) <= set(after_accumulation)),
+        we_do=each(ran),
+    )
+
+
+class _TrainsInside(ResidualBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm(x.detach()).sum().backward()
+        raise ValueError("the user's own")
+
+
+def raised_behind_an_inner_backward(scene: Scene) -> list[str]:
+    """Return the errors of two forwards that run a backward of an inner unit and then raise.
+
+    The inputs need gradients.
+    """
+    model = _TrainsInside().double()
+    for module in (model.norm, model):
+        scene.shard(module)
+    batch = batch_of(scene, 0).requires_grad_()
+    return [tried(lambda: model(batch)) for _ in range(2)]
+
+
+@clause("distributed.fsdp.failures.in_a_forward")
+def test_forward_error_after_inner_backward_matches_torch(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(raised_behind_an_inner_backward)
+
+
+class _WithAuxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.auxiliary, self.head = blocks()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return self.head(hidden), self.auxiliary(hidden)
+
+
+def kept_by_one_rank(scene: Scene) -> dict[str, Any]:
+    """Train while one rank keeps an output that is in no loss, for example to log it. The other ranks drop it."""
+    model = _WithAuxiliary()
+    scene.shard_children(model)
+    logged = []
+    for number in range(3):
+        output, auxiliary = model(batch_of(scene, number))
+        if scene.rank.rank == 0:
+            logged.append(auxiliary)
+        del auxiliary
+        output.sum().backward()
+    return held(model)
+
+
+@clause("distributed.fsdp.fully_shard.without_a_backward")
+@pytest.mark.world_sizes(fewest=2)
+def test_output_kept_by_one_rank_keeps_collective_order(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(kept_by_one_rank)
+
+
+def without_a_backward(scene: Scene) -> dict[str, bool]:
+    """Return whether forwards with a graph but without a backward leave hooks on the input, or objects in memory."""
+    model = blocks()
+    scene.shard_children(model)
+    batch = batch_of(scene, 0).requires_grad_()
+
+    def left(forwards: int) -> tuple[int, int]:
+        for _ in range(forwards):
+            model(batch)
+        gc.collect()
+        return len(batch._backward_hooks or ()), len(gc.get_objects())
+
+    hooks, objects = left(80)  # enough forwards to fill any history of recent steps
+    more_hooks, more_objects = left(50)
+    return {"hooks": more_hooks > hooks, "objects": more_objects >= objects + 50}
+
+
+@clause("distributed.fsdp.fully_shard.without_a_backward")
+def test_forwards_alone_leave_nothing(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(without_a_backward)
+
+
+def kept_for_backward(scene: Scene, rows: int) -> dict[str, Any]:
+    """Return descriptions of a parameter with `rows` rows after forwards that reshard it to groups of two ranks."""
+    layer: Any = nn.Linear(64, rows, bias=False).to(scene.rank.device)
+    with torch.no_grad():
+        layer.weight.copy_(1 + torch.arange(float(rows))[:, None].expand(rows, 64))
+    model: Any = nn.Sequential(layer, nn.Linear(rows, 1).to(scene.rank.device))
+    nn.init.ones_(model[1].weight)
+    scene.shard(layer, reshard_after_forward=2)
+    scene.shard(model)
+    shown = []
+    for _ in range(4):
+        _spoil_memory(4 * -(-rows // 4) * 64, scene.rank.device)
+        loss = model(torch.ones(2, 64, device=scene.rank.device)).sum()
+        shown.append(described(layer.weight))
+        loss.backward()
+    return {"shown": shown, "gradient": described(layer.weight.grad)}
+
+
+def _spoil_memory(numel: int, device: torch.device) -> None:
+    """Fill memory with a large value and free it, so that new tensors of `numel` elements contain that value."""
+    used = [torch.full((numel,), 1e30, device=device) for _ in range(64)]
+    del used
+
+
+@clause("distributed.fsdp.fully_shard.kept_for_backward")
+@pytest.mark.parametrize("rows", [13, 5])
+def test_shards_kept_for_backward_are_padded_with_zeros(plain_twins_of: TwinsOf, rows: int) -> None:
+    outcomes = plain_twins_of(4).agree(kept_for_backward, rows=rows)
+    assert outcomes[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0

@@ -1,0 +1,184 @@
+"""Meshes of fully_shard with named dimensions, and settings of replicas."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+from conformance.distributed.fsdp.fully_shard_training import held, registered
+from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes, TwinsOf, values_of
+from conformance.judge.clauses import clause
+from conformance.judge.library import load_library
+from conformance.judge.outcome import Outcome, observe
+from conformance.ranks import Rank
+
+
+def on_whole_mesh(
+    rank: Rank,
+    *,
+    library: str,
+    dims: dict[str, Any],
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    parallel: str | None,
+    policies: str = "",
+) -> Outcome:
+    """Run two steps of a model whose weights are sharded over the dimension `parallel` of the mesh.
+
+    Ranks along the other dimensions have different rows of the batch.
+    """
+    fsdp = load_library(library).distributed.fsdp
+    mesh = rank.mesh(*sizes, names=names)
+    model = _spread(mesh, parallel)
+    rows = [Replicate() if name == parallel else Shard(0) for name in names]
+    inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
+
+    def run() -> list[Any]:
+        arguments = {"mesh": mesh, "dp_mesh_dims": fsdp.DataParallelMeshDims(**dims)}
+        if policies == "mixed":
+            arguments["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if policies == "offloaded":
+            arguments["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
+        fsdp.fully_shard(model[2], **arguments)
+        fsdp.fully_shard(model, **arguments)
+        snapshots: list[Any] = [registered(model)]
+        batch = distribute_tensor(inputs, mesh, rows, src_data_rank=None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            loss = model(batch).square().mean()
+            loss.backward()
+            snapshots += [loss.full_tensor().detach(), held(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*snapshots, registered(model), held(model)]
+
+    return observe(run)
+
+
+def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
+    """Return a model whose first weight is sharded by rows and whose last weight is sharded by columns."""
+
+    def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if isinstance(module, nn.Linear):
+            weight: Any = module.weight
+            cut = Shard(0 if name == "0" else 1)
+            where = [cut if dimension == parallel else Replicate() for dimension in mesh.mesh_dim_names or ()]
+            spread = distribute_tensor(weight.detach(), mesh, where, src_data_rank=None)
+            module.register_parameter("weight", nn.Parameter(spread))
+
+    layers = [nn.Linear(3, 4, dtype=torch.float64), nn.Identity(), nn.Linear(4, 5, dtype=torch.float64)]
+    for number, parameter in enumerate(nn.ModuleList(layers).parameters()):
+        values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
+        parameter.data = values.view(parameter.shape)
+    return distribute_module(nn.Sequential(*layers), mesh, partition)
+
+
+@clause("distributed.fsdp.fully_shard.dp_mesh_dims")
+@pytest.mark.parametrize(
+    ("dims", "sizes", "names", "parallel"),
+    [
+        ({"shard": "data"}, (2,), ("data",), None),
+        ({"replicate": "data"}, (2,), ("data",), None),
+        ({"shard": "data"}, (2, 2), ("data", "model"), "model"),
+        ({"shard": "data"}, (2, 2), ("model", "data"), "model"),
+        ({"shard": "data", "replicate": "copies"}, (2, 2), ("copies", "data"), None),
+        ({"shard": ("a", "b")}, (2, 2), ("a", "b"), None),
+        pytest.param(
+            {"shard": "data", "replicate": "copies"},
+            (2, 2, 2),
+            ("copies", "data", "model"),
+            "model",
+            marks=pytest.mark.profile("deep"),
+        ),
+    ],
+    ids=["sharded", "replicated", "before another", "behind another", "both", "flattened", "three"],
+)
+@pytest.mark.parametrize(
+    "policies",
+    [
+        pytest.param("", id="plain"),
+        *(pytest.param(policy, marks=pytest.mark.profile("full")) for policy in ("mixed", "offloaded")),
+    ],
+)
+@pytest.mark.world_sizes(fewest=2)
+def test_shards_over_named_dimensions(
+    twins_of: TwinsOf,
+    *,
+    dims: dict[str, Any],
+    sizes: tuple[int, ...],
+    names: tuple[str, ...],
+    parallel: str | None,
+    policies: str,
+    world_size: int,
+) -> None:
+    twins = twins_of(math.prod(sizes))
+    arguments = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
+    expected, actual = (
+        run_on_ranks(twins.pool, library, on_whole_mesh, **arguments)
+        for library in (twins.reference, twins.subject)
+    )
+    assert_ranks_agree(expected, actual)
+    assert actual[0].raised is None, actual[0].raised
+
+
+def placed_copies(scene: Scene) -> Any:
+    mesh = scene.mesh(names=("data",))
+    dims = scene.api.DataParallelMeshDims(replicate="data")
+    return scene.shard(
+        _spread(mesh, None)[2], mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda parameter: None
+    )
+
+
+@clause("distributed.fsdp.fully_shard.settings_of_meshes")
+def test_copies_have_no_placement(plain_twins: PlainTwins) -> None:
+    (actual, *_) = plain_twins.agree(placed_copies, may_raise=True)
+    assert actual.raised is not None
+
+
+def settings_of_copies(scene: Scene, method: str, argument: bool) -> list[Any]:
+    """Call `method` on a sharded root around a replicated layer. Return the error and the layouts afterwards."""
+    mesh = scene.mesh(names=("data",))
+    model, dims = _spread(mesh, None), scene.api.DataParallelMeshDims
+    scene.shard(model[2], mesh=mesh, dp_mesh_dims=dims(replicate="data"))
+    scene.shard(model, mesh=mesh, dp_mesh_dims=dims(shard="data"))
+    batch = distribute_tensor(torch.ones(2, 3, dtype=torch.float64), mesh)
+    model(batch)
+    refused = tried(lambda: getattr(model, method)(argument))
+    model(batch)
+    return [refused, registered(model)]
+
+
+@clause("distributed.fsdp.fully_shard.settings_of_copies")
+@pytest.mark.deviation("fully_shard.settings_of_copies")
+@pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
+def test_shard_settings_of_replicas_are_refused(plain_twins: PlainTwins, method: str) -> None:
+    def torch_does(outcomes: RankOutcomes) -> bool:
+        is_silent = method == "set_reshard_after_forward"
+        words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
+        # If torch's error has no text, torch has already changed the root, which by default stays unsharded.
+        return all(
+            refused.startswith(f"AssertionError: {words}")
+            and (refused == "AssertionError: ") is is_silent
+            and ("Shard" in shown["0.weight"]) is is_silent
+            for refused, shown in values_of(outcomes)
+        )
+
+    def we_do(outcomes: RankOutcomes) -> bool:
+        names = "2.weight, 2.bias"
+        # The root stays unsharded, as by default.
+        return all(
+            refused.startswith(f"AssertionError: {method}() reached {names}, for which")
+            and "Shard" not in shown["0.weight"]
+            for refused, shown in values_of(outcomes)
+        )
+
+    arguments = {"method": method, "argument": True}
+    plain_twins.deviate(settings_of_copies, **arguments, torch_does=torch_does, we_do=we_do)

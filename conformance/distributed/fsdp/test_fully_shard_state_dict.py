@@ -1,0 +1,112 @@
+"""State dicts of fully_shard through the helpers of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as checkpoints
+from torch.distributed.tensor import Shard
+
+from conformance.distributed.fsdp.fully_shard_training import described, held
+from conformance.distributed.fsdp.residual_blocks import batch_of, blocks
+from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.twins import PlainTwins
+from conformance.judge.clauses import clause
+
+
+def checkpointed(scene: Scene, whole: bool) -> dict[str, Any]:
+    """Save with torch's helpers, train one step, and load into the same model and optimizer again."""
+    model = blocks()
+    for block in model:
+        scene.shard(block)
+    scene.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    options = checkpoints.StateDictOptions(full_state_dict=whole)
+
+    def step(number: int) -> torch.Tensor:
+        loss = model(batch_of(scene, number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step(0)
+    model_state = checkpoints.get_model_state_dict(model, options=options)
+    optimizer_state = checkpoints.get_optimizer_state_dict(model, optimizer, options=options)
+    saved = {name: described(value) for name, value in model_state.items()}
+    states = {
+        f"{name}.{key}": described(value)
+        for name, state in optimizer_state["state"].items()
+        for key, value in state.items()
+    }
+    model_state = {name: value.clone() for name, value in model_state.items()}
+    losses = [step(1)]
+    checkpoints.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    missing = checkpoints.set_model_state_dict(model, model_state, options=options)
+    losses.append(step(1))
+    dist.barrier()
+    return {
+        "saved": saved,
+        "states": states,
+        "losses": losses,
+        "missing": str(missing),
+        "held": held(model),
+    }
+
+
+@clause("distributed.fsdp.fully_shard.checkpoint_helpers")
+@pytest.mark.parametrize("whole", [False, True])
+def test_torchs_helpers_save_and_load(plain_twins: PlainTwins, whole: bool) -> None:
+    plain_twins.agree(checkpointed, whole=whole)
+
+
+_HELPERS = "distributed.checkpoint.state_dict"
+
+
+def full_states(scene: Scene, offloads: bool, flat: bool) -> dict[str, Any]:
+    """Return full state dicts by the library's own helpers, or by torch's if it has none.
+
+    Some parameters are sharded by rows, unevenly, and others by columns.
+
+    Args:
+        offloads: whether only the first rank keeps the states, on the CPU.
+        flat: whether the optimizer's state is one flat dictionary.
+    """
+    from_library = scene.library.provides(f"{_HELPERS}.get_state_dict")
+    helpers: Any = scene.library.find(_HELPERS) if from_library else checkpoints
+    model = blocks(2)
+    model.append(nn.Linear(6, 5).double())
+    model[-1].register_buffer("seen", torch.arange(3))
+    scene.shard(model[0], shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    scene.shard(model[1], mesh=scene.rank.mesh(1, scene.rank.world_size, names=("copies", "parts")))
+    scene.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(batch_of(scene, 0)).square().mean().backward()
+    optimizer.step()
+    options = checkpoints.StateDictOptions(
+        full_state_dict=True, cpu_offload=offloads, flatten_optimizer_state_dict=flat
+    )
+    both = helpers.get_state_dict(model, optimizer, options=options)
+    return {
+        "model": _described(helpers.get_model_state_dict(model, options=options)),
+        "optimizer": _described(helpers.get_optimizer_state_dict(model, optimizer, options=options)),
+        "both": [_described(state) for state in both],
+        "held": held(model),
+    }
+
+
+def _described(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _described(value) for name, value in state.items()}
+    return [_described(value) for value in state] if isinstance(state, list) else described(state)
+
+
+@clause("distributed.fsdp.fully_shard.whole_states")
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_states_are_put_together(plain_twins: PlainTwins, flat: bool, offloads: bool) -> None:
+    plain_twins.agree(full_states, flat=flat, offloads=offloads)

@@ -1,0 +1,333 @@
+"""Writes to parameters of fully_shard, and optimizers made before it: what works, warns or raises."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conformance.distributed.fsdp.fully_shard_training import held
+from conformance.distributed.fsdp.residual_blocks import ResidualBlock, batch_of, blocks
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes, each, raises
+from conformance.judge.clauses import clause
+
+
+def stepped_before_backward(
+    scene: Scene, stays_unsharded: bool, how: dict[str, bool], only: str = "", cleared: bool = False
+) -> list[torch.Tensor]:
+    """Step between a forward and its backward. Return the gradients.
+
+    The optimizer only has the parameters whose names end in `only`.
+    """
+    model = blocks()
+    scene.shard_children(model, reshard_after_forward=not stays_unsharded)
+    stepped = [parameter for name, parameter in model.named_parameters() if name.endswith(only)]
+    optimizer = torch.optim.AdamW(stepped, 0.1, **how)
+    model(batch_of(scene, 0)).sum().backward()
+    loss = model(batch_of(scene, 1)).sum()
+    if cleared:  # a step without gradients writes nothing
+        optimizer.zero_grad()
+    optimizer.step()
+    loss.backward()
+    return [parameter.grad.to_local() for parameter in model.parameters()]
+
+
+@clause("distributed.fsdp.fully_shard.stepped_before_backward")
+@pytest.mark.deviation("fully_shard.stepped_before_backward")
+@pytest.mark.parametrize(
+    ("stays_unsharded", "how"),
+    [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})],
+)
+def test_backward_after_step_raises(
+    plain_twins: PlainTwins, stays_unsharded: bool, how: dict[str, bool]
+) -> None:
+    plain_twins.deviate(
+        stepped_before_backward,
+        stays_unsharded=stays_unsharded,
+        how=how,
+        we_do=raises(RuntimeError, "has been modified by an inplace operation"),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.stepped_before_backward")
+@pytest.mark.parametrize("options", [{"only": "inner.bias"}, {"cleared": True}], ids=["unread", "nothing"])
+@pytest.mark.parametrize("stays_unsharded", [False, True])
+def test_step_of_parameters_unread_by_backward_is_allowed(
+    plain_twins: PlainTwins, stays_unsharded: bool, options: dict[str, Any]
+) -> None:
+    plain_twins.agree(
+        stepped_before_backward, stays_unsharded=stays_unsharded, how={"foreach": True}, **options
+    )
+
+
+def cast_between(scene: Scene, stays_unsharded: bool) -> dict[str, Any]:
+    """Return the error of a backward after a cast, and the dtype or the error of the next forward."""
+    model = blocks()
+    scene.shard_children(model, reshard_after_forward=not stays_unsharded)
+    batch = batch_of(scene, 0)
+    loss = model(batch).sum()
+    model.float()
+    return {
+        "backward": str(tried(loss.backward)),
+        "next forward": tried(lambda: str(model(batch.float()).dtype)),
+    }
+
+
+@clause("distributed.fsdp.fully_shard.cast_between")
+@pytest.mark.deviation("fully_shard.cast_between")
+@pytest.mark.parametrize("stays_unsharded", [False, True])
+def test_cast_between_forward_and_backward_is_an_error(
+    plain_twins: PlainTwins, stays_unsharded: bool
+) -> None:
+    plain_twins.deviate(
+        cast_between,
+        stays_unsharded=stays_unsharded,
+        torch_does=each(lambda outcome: outcome["next forward"].startswith("RuntimeError")),
+        we_do=each(
+            lambda outcome: (
+                "between its forward and its backward" in outcome["backward"]
+                and outcome["next forward"] == "torch.float32"
+            )
+        ),
+    )
+
+
+def plain_in_its_place(scene: Scene, trained: bool) -> Any:
+    """Return the output or the error of a forward after a plain parameter replaced a sharded one."""
+    model = scene.shard(ResidualBlock().double())
+    if trained:
+        model(batch_of(scene, 0)).sum().backward()
+    model.inner.bias = nn.Parameter(torch.ones(6, dtype=torch.float64, device=scene.rank.device))
+    return tried(lambda: model(batch_of(scene, 1)))
+
+
+@clause("distributed.fsdp.fully_shard.plain_in_its_place")
+@pytest.mark.deviation("fully_shard.plain_in_its_place")
+@pytest.mark.parametrize("trained", [False, True])
+def test_plain_parameter_in_place_of_sharded_one_is_refused(plain_twins: PlainTwins, trained: bool) -> None:
+    def says(*words: str) -> Callable[[RankOutcomes], bool]:
+        return lambda outcomes: all(all(word in str(outcome.value) for word in words) for outcome in outcomes)
+
+    plain_twins.deviate(
+        plain_in_its_place,
+        torch_does=says("tensor(") if trained else says("AttributeError", "_local_tensor"),
+        we_do=says("TypeError", "inner.bias", "assign a DTensor"),
+        trained=trained,
+    )
+
+
+def whole_assigned(scene: Scene) -> dict[str, Any]:
+    """Return the error of a load that assigns full tensors, and whether the model computes the same after it."""
+    model = blocks()
+    whole = {name: value + 1 for name, value in model.state_dict().items()}
+    scene.shard_children(model)
+    before = model(batch_of(scene, 0)).detach()
+    raised = tried(lambda: model.load_state_dict(whole, assign=True))
+    after = tried(lambda: model(batch_of(scene, 0)).detach())
+    return {"raised": raised, "is as before": isinstance(after, torch.Tensor) and torch.equal(before, after)}
+
+
+@clause("distributed.fsdp.fully_shard.whole_assigned")
+@pytest.mark.deviation("fully_shard.whole_assigned")
+def test_assignment_of_whole_tensors_names_them(plain_twins: PlainTwins) -> None:
+    def names(value: Any) -> bool:
+        raised = str(value["raised"])
+        return raised.startswith("RuntimeError") and "0.inner.weight" in raised and value["is as before"]
+
+    plain_twins.deviate(
+        whole_assigned,
+        torch_does=each(lambda value: str(value["raised"]).startswith("AttributeError")),
+        we_do=each(names),
+    )
+
+
+def data_assigned(scene: Scene, how: str, only: str = "") -> dict[str, Any]:
+    """Return the warnings and the outputs of forwards after parameters were written or cast.
+
+    Args:
+        only: name of the one parameter that is written. By default all are.
+    """
+    model = blocks()
+    scene.shard_children(model)
+    model(batch_of(scene, 0)).sum().backward()
+    if how == "cast":
+        model.float().double()
+    for name, param in model.named_parameters():
+        if how == "cast" or only not in ("", name):
+            continue
+        if how == "assigned":
+            param.data = torch.zeros_like(param)
+        else:
+            param.data.copy_(torch.zeros_like(param))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = [_trained_output(model, batch_of(scene, 0)) for _ in range(4)]
+    return {"warned": [str(warning.message) for warning in caught], "outputs": outputs}
+
+
+def _trained_output(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    output = model(batch)
+    output.sum().backward()
+    return output.detach()
+
+
+@clause("distributed.fsdp.fully_shard.data_assigned")
+@pytest.mark.deviation("fully_shard.data_assigned")
+def test_assignment_to_data_warns(plain_twins: PlainTwins) -> None:
+    def is_warned(value: Any) -> bool:
+        names = ["0.inner.weight", "1.inner.weight", "2.inner.weight"]
+        warned = value["warned"]
+        return len(warned) == 3 and all(name in text for name, text in zip(names, warned, strict=True))
+
+    plain_twins.deviate(
+        data_assigned,
+        how="assigned",
+        torch_does=each(lambda value: not value["warned"]),
+        we_do=each(is_warned),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.data_assigned")
+@pytest.mark.deviation("fully_shard.data_assigned")
+@pytest.mark.parametrize("name", ["1.norm.weight", "1.norm.bias", "1.inner.weight", "1.inner.bias"])
+def test_assignment_to_data_of_one_parameter_warns(plain_twins: PlainTwins, name: str) -> None:
+    plain_twins.deviate(
+        data_assigned,
+        how="assigned",
+        only=name,
+        torch_does=each(lambda value: not value["warned"]),
+        we_do=each(lambda value: len(value["warned"]) == 1 and name in value["warned"][0]),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.data_assigned")
+@pytest.mark.parametrize("how", ["copied", "cast"])
+def test_other_writes_do_not_warn(plain_twins: PlainTwins, how: str) -> None:
+    plain_twins.agree(data_assigned, how=how)
+
+
+_BY_INPUTS = pytest.mark.parametrize("by", ["inputs", "grad"])
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.deviation("fully_shard.gradients_by_inputs")
+@_BY_INPUTS
+def test_forward_after_gradients_by_inputs_warns(plain_twins: PlainTwins, by: str) -> None:
+    _warns_without_gradients(plain_twins, by=by, is_flat=False)
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.deviation("fsdp.gradients_by_inputs")
+@_BY_INPUTS
+def test_forward_after_gradients_of_original_parameters_by_inputs_warns(
+    plain_twins: PlainTwins, by: str
+) -> None:
+    _warns_without_gradients(plain_twins, by=by, is_flat=True)
+
+
+def gradients_by_inputs(scene: Scene, by: str, is_flat: bool) -> dict[str, Any]:
+    """Compute gradients by `by`, step, and run a forward. Return the warnings and the number of gradients."""
+    model = blocks()
+    if is_flat:
+        wrap = scene.library.distributed.fsdp.FullyShardedDataParallel
+        model = wrap(model, device_id=scene.rank.device, use_orig_params=True)
+    else:
+        scene.shard_children(model)
+    params = [param for param in model.parameters() if param.requires_grad and param.numel()]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loss = model(batch_of(scene, 0)).sum()
+    if by == "inputs":
+        loss.backward(inputs=params)
+    elif by == "grad":
+        for param, grad in zip(params, torch.autograd.grad(loss, params, allow_unused=True), strict=True):
+            param.grad = grad
+    else:
+        loss.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        model(batch_of(scene, 1))
+    return {
+        "warned": [str(warning.message) for warning in caught],
+        "grads": sum(param.grad is not None for param in params),
+    }
+
+
+def _warns_without_gradients(plain_twins: PlainTwins, **arguments: Any) -> None:
+    def is_warned(value: Any) -> bool:
+        return len(value["warned"]) == 1 and "call loss.backward()" in value["warned"][0]
+
+    plain_twins.deviate(
+        gradients_by_inputs,
+        **arguments,
+        torch_does=each(lambda value: value == {"warned": [], "grads": 0}),
+        we_do=each(is_warned),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_forward_after_backward_does_not_warn(plain_twins: PlainTwins, is_flat: bool) -> None:
+    plain_twins.agree(gradients_by_inputs, by="backward", is_flat=is_flat)
+
+
+def optimizer_made_before(scene: Scene, is_replaced: bool) -> Any:
+    """Create an optimizer before sharding. Return the result or error of its first step."""
+    model = blocks()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scene.shard_children(model)
+    if is_replaced:
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+    model(batch_of(scene, 0)).sum().backward()
+    return {"step": tried(optimizer.step), "held": held(model)}
+
+
+@clause("distributed.fsdp.fully_shard.optimizer_made_before")
+@pytest.mark.deviation("fully_shard.optimizer_made_before")
+def test_step_of_optimizer_made_before_sharding_is_an_error(plain_twins: PlainTwins) -> None:
+    plain_twins.deviate(
+        optimizer_made_before,
+        is_replaced=False,
+        torch_does=each(lambda outcome: outcome["step"] is None),
+        we_do=each(lambda outcome: str(outcome["step"]).startswith("RuntimeError: ")),
+    )
+
+
+@clause("distributed.fsdp.fully_shard.optimizer_made_before")
+def test_optimizer_made_before_sharding_steps_parameters_put_into_it(plain_twins: PlainTwins) -> None:
+    plain_twins.agree(optimizer_made_before, is_replaced=True)
+
+
+def stepped_with_unsharded_states(scene: Scene) -> dict[str, Any]:
+    """Step with the states of an optimizer of the unsharded model. Return the error, and whether anything changed."""
+    model = blocks()
+    earlier = torch.optim.AdamW(model.parameters(), 0.1)
+    model(batch_of(scene, 0).cpu()).sum().backward()
+    earlier.step()
+    scene.shard_children(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    optimizer.load_state_dict(earlier.state_dict())
+    model(batch_of(scene, 0)).sum().backward()
+    before = [param.to_local().clone() for param in model.parameters()]
+    step = tried(optimizer.step)
+    pairs = zip(before, model.parameters(), strict=True)
+    are_same = all(torch.equal(shard, param.to_local()) for shard, param in pairs)
+    counts = {float(state["step"]) for state in optimizer.state.values()}
+    return {"step": step, "is changed": counts != {1.0} or not are_same}
+
+
+@clause("distributed.fsdp.fully_shard.unsharded_optimizer_states")
+@pytest.mark.deviation("fully_shard.unsharded_optimizer_states")
+def test_step_with_unsharded_states_is_an_error(plain_twins: PlainTwins) -> None:
+    plain_twins.deviate(
+        stepped_with_unsharded_states,
+        torch_does=each(
+            lambda value: "got mixed torch.Tensor and DTensor" in value["step"] and value["is changed"]
+        ),
+        we_do=each(lambda value: value["step"].startswith("RuntimeError: ") and not value["is changed"]),
+    )
