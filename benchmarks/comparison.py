@@ -66,6 +66,18 @@ class Ratio(abc.ABC):
     track_noise.unit = "of the ratio"
     track_noise.label = "spread of the ratio"
 
+    def track_seconds(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float:
+        return measured[case].subject_s
+
+    track_seconds.unit = "seconds"
+    track_seconds.label = "seconds of a call"
+
+    def track_seconds_of_torch(self, measured: dict[tuple[Any, ...], Paired], *case: Any) -> float:
+        return measured[case].reference_s
+
+    track_seconds_of_torch.unit = "seconds"
+    track_seconds_of_torch.label = "seconds of torch's call"
+
     @classmethod
     def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
         device = dict(zip(cls.param_names, case, strict=True))["device"]

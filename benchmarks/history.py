@@ -5,6 +5,7 @@ This module needs only Python, and git to count commits.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -19,7 +20,15 @@ _HASH_LENGTH = 8  # hash length of asv's file names
 _RESULT, _PARAMS, _VERSION = 0, 1, 2  # positions in asv's rows
 # Columns with one value per row, the two times among them. The other columns have one value per case.
 _ROW_COLUMNS = (_PARAMS, _VERSION, 3, 4)
-_RATIO, _NOISE, _SHARE, _BYTES = "track_ratio_vs_torch", "track_noise", "track_share_of_copy", "track_bytes"
+_BYTES = "track_bytes"
+# Attributes of a ratio by the method that tracks them.
+_ATTRIBUTES = {
+    "track_ratio_vs_torch": "value",
+    "track_noise": "noise",
+    "track_share_of_copy": "share_of_copy",
+    "track_seconds": "of_impl",
+    "track_seconds_of_torch": "of_torch",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,11 @@ class RatioPoint:
     noise: float
     # Bandwidth ÷ that of a plain copy. None if memory does not limit the case.
     share_of_copy: float | None = None
+    # Seconds of a call, or counted bytes. None in old results.
+    of_impl: float | None = None
+    of_torch: float | None = None
+    unit: str = "time"  # "time" or "bytes"
+    version: str = "1"  # version of the benchmark
 
 
 @dataclass(frozen=True)
@@ -59,22 +73,44 @@ def of_machine(machine: str, torch: str, results: Path = RESULTS) -> list[Point]
 
 def commits_since(commit: str, root: Path = RESULTS.parents[1]) -> int | None:
     """Return how many commits of the current branch change impl after `commit`, or None if git cannot count them."""
-    command = ["git", "rev-list", "--count", "--first-parent", f"{commit}..HEAD", "--", "impl"]
+    count = _git(root, "rev-list", "--count", "--first-parent", f"{commit}..HEAD", "--", "impl")
+    return None if count is None else int(count)
+
+
+def subjects(*revisions: str, root: Path = RESULTS.parents[1]) -> dict[str, str]:
+    """Return the subject of each commit by its id, or an empty dict without git.
+
+    Args:
+        revisions: arguments of `git log` that select the commits (default: all commits).
+    """
+    run = _git(root, "log", "--format=%H %s", *(revisions or ("--all",)))
+    return dict(line.split(" ", 1) for line in run.splitlines()) if run else {}
+
+
+@functools.cache
+def has_impl_changed(before: str, after: str, root: Path = RESULTS.parents[1]) -> bool:
+    """Return whether impl differs between two commits. Unless git shows it, different commits differ."""
+    if before == after:
+        return False
+    differing = _git(root, "diff", "--name-only", before, after, "--", "impl")
+    return differing is None or bool(differing)
+
+
+def release_date_ms(root: Path = RESULTS.parents[1]) -> int | None:
+    """Return the author date of the last release, which a tag such as v0.1.0 names, or None if there is none."""
+    tag = _git(root, "describe", "--tags", "--abbrev=0", "--match=v[0-9]*")
+    date = tag and _git(root, "log", "-1", "--format=%at", tag.strip())
+    return int(date) * 1000 if date else None
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """Return the output of git, or None if it fails or is missing."""
     try:
-        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
+        return subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return int(run.stdout)
-
-
-def subjects(root: Path = RESULTS.parents[1]) -> dict[str, str]:
-    """Return the subject of each commit by its id, or an empty dict without git."""
-    command = ["git", "log", "--all", "--format=%H %s"]
-    try:
-        run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(line.split(" ", 1) for line in run.stdout.splitlines())
 
 
 def ratios_by_case(earlier: list[Point], most: int) -> dict[str, list[float]]:
@@ -132,38 +168,34 @@ def _cells_of(column: list[Any] | None, like: list[Any]) -> list[Any]:
 
 
 def _read(file: Path) -> Point:
-    content = json.loads(file.read_text())
-    values: dict[str, float] = {}
-    noises: dict[str, float] = {}
-    shares: dict[str, float] = {}
+    return point_of(json.loads(file.read_text()), file)
+
+
+def point_of(content: dict[str, Any], file: Path) -> Point:
+    """Return the point of a results file with this content."""
+    attributes: dict[str, dict[str, Any]] = {}
+    ratios: dict[str, RatioPoint] = {}
     for benchmark, row in content["results"].items():
         _, kind, method = benchmark.rsplit(".", 2)
-        target = {_RATIO: values, _NOISE: noises, _SHARE: shares}.get(method)
-        if target is not None:
-            target |= {f"{kind}[{case}]": value for case, value in _cells(row)}
+        if method in _ATTRIBUTES:
+            for case, value in _cells(row):
+                of_case = attributes.setdefault(f"{kind}[{case}]", {"noise": math.nan})
+                of_case |= {_ATTRIBUTES[method]: value, "version": row[_VERSION]}
         elif method == _BYTES:
-            ratios = {f"{kind}[{case}]": value for case, value in _of_subjects(dict(_cells(row)))}
-            values |= ratios
-            noises |= dict.fromkeys(ratios, 0.0)
-    return Point(
-        file=file,
-        machine=file.parent.name,
-        commit=content["commit_hash"],
-        date_ms=content["date"],
-        traits=content["params"],
-        ratios={
-            name: RatioPoint(value, noises.get(name, math.nan), shares.get(name))
-            for name, value in values.items()
-        },
-    )
+            for case, of_impl, of_torch in _of_subjects(dict(_cells(row))):
+                ratios[f"{kind}[{case}]"] = RatioPoint(
+                    of_impl / of_torch, 0.0, None, of_impl, of_torch, "bytes", row[_VERSION]
+                )
+    ratios |= {name: RatioPoint(**of_case) for name, of_case in attributes.items() if "value" in of_case}
+    return Point(file, file.parent.name, content["commit_hash"], content["date"], content["params"], ratios)
 
 
-def _of_subjects(cells: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield impl's bytes ÷ torch's by case, without the subject at the front of the case."""
+def _of_subjects(cells: dict[str, float]) -> Iterator[tuple[str, float, float]]:
+    """Yield each case without the subject at its front, and the bytes of impl and of torch."""
     for case, value in cells.items():
         subject, _, others = case.partition(", ")
         if subject == "impl" and cells.get(f"torch, {others}"):
-            yield others, value / cells[f"torch, {others}"]
+            yield others, value, cells[f"torch, {others}"]
 
 
 def _cells(row: list[Any]) -> list[tuple[str, float]]:

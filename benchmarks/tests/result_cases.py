@@ -25,12 +25,20 @@ def results(ratios: dict[str, float], noise: float = 0.1, share_of_copy: float =
     cases = {(repr(size),): ratio for size, ratio in ratios.items()}
     described = {
         f"{name}.{method}": {"params": [["'few'", "'many'"]], "version": "1"}
-        for method in ("track_ratio_vs_torch", "track_noise", "track_share_of_copy")
+        for method in (
+            "track_ratio_vs_torch",
+            "track_noise",
+            "track_share_of_copy",
+            "track_seconds",
+            "track_seconds_of_torch",
+        )
     }
     values: asv_format.Measured = {
         f"{name}.track_ratio_vs_torch": {case: {"result": ratio} for case, ratio in cases.items()},
         f"{name}.track_noise": {case: {"result": noise} for case in cases},
         f"{name}.track_share_of_copy": {case: {"result": share_of_copy} for case in cases},
+        f"{name}.track_seconds": {case: {"result": 6.0 * ratio} for case, ratio in cases.items()},
+        f"{name}.track_seconds_of_torch": {case: {"result": 6.0} for case in cases},
     }
     return asv_format.results(described, values, MACHINE, {"python": "3.11", "torch": "2.13.0"}, 7)
 

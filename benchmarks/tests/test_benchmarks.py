@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import benchmark_cases, comparison, machine, timing
+from benchmarks import benchmark_cases, comparison, machine, single, timing
 from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, some_of, training
 from benchmarks.decision import LIMIT
 from benchmarks.timing import QUICK, Workload, by_turns, median_interval, paired, summary
@@ -138,6 +138,13 @@ def test_share_of_copy_counts_each_pass_as_half_a_copy(monkeypatch):
 
     result = FourPasses.measure(("1x1k", "cpu"), QUICK)
     assert (result.ratio, result.share_of_copy) == (0.5, 2.0)
+
+
+def test_ratio_is_stored_with_the_seconds_of_both_sides():
+    case = ("1x1k", "cpu")
+    stored = {case: timing.Paired(0.5, 0.4, 0.6, 0.1, subject_s=1.0, reference_s=2.0, pairs=9)}
+    names = [name for name in single.names_of(FSDP_STEP) if "seconds" in name]
+    assert [getattr(FSDP_STEP(), name.rpartition(".")[2])(stored, *case) for name in names] == [1.0, 2.0]
 
 
 def test_plain_copy_has_the_bytes_of_the_list():

@@ -28,7 +28,7 @@ def test_added_point_reads_back_equal(tmp_path: Path) -> None:
     ]
     (point,) = history.points(tmp_path)
     assert (point.machine, point.commit, point.date_ms) == ("m", "a" * 40, 1_000)
-    assert point.ratios == {"RatioClip[few]": history.RatioPoint(0.5, 0.1, share_of_copy=0.5)}
+    assert point.ratios == {"RatioClip[few]": history.RatioPoint(0.5, 0.1, 0.5, of_impl=3.0, of_torch=6.0)}
 
 
 def test_memory_is_read_as_a_ratio(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_memory_is_read_as_a_ratio(tmp_path: Path) -> None:
     content = asv_format.results(described, values, MACHINE, {"python": "3", "torch": "2"}, 7)
     history.add(content, MACHINE, "a" * 40, 1_000, tmp_path)
     (point,) = history.points(tmp_path)
-    assert point.ratios == {"Peak[2]": history.RatioPoint(0.75, 0.0)}
+    assert point.ratios == {"Peak[2]": history.RatioPoint(0.75, 0.0, None, 60, 80, "bytes")}
 
 
 def test_later_run_keeps_cases_that_it_did_not_measure(tmp_path: Path) -> None:
