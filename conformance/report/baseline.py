@@ -74,8 +74,16 @@ def read_report(file: Path) -> dict[str, Any]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> BaselineComparison:
-    """Compare two reports test by test, and return the differences by clause."""
+    """Compare two reports test by test, and return the differences by clause.
+
+    If the reports are of different shards, tests that another shard may have are neither new nor removed.
+    """
     then, now = _tests(old, new), _tests(new, old)
+    if old.get("shard") != new.get("shard"):
+        then = (
+            then if new.get("shard") is None else {name: test for name, test in then.items() if name in now}
+        )
+        now = now if old.get("shard") is None else {name: test for name, test in now.items() if name in then}
     both = [(then[nodeid], test) for nodeid, test in now.items() if nodeid in then]
     paces = list(_paces(old, new))
     return BaselineComparison(
@@ -230,6 +238,7 @@ def _differs(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         "subject": lambda report: report["subject"],
         "profile": lambda report: report["profile"],
         "seed": lambda report: report.get("seed") or "default",
+        "shard (tests of other shards are not compared)": lambda report: report.get("shard") or "all tests",
         "devices": lambda report: ", ".join(sorted({t["device"] for t in report["tests"]} - {""})) or "none",
         "torch": lambda report: report["environment"].get("packages", {}).get("torch"),
         "machine": lambda report: ", ".join(

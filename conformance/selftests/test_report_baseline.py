@@ -95,6 +95,28 @@ def test_lost_name_is_broken_although_no_test_ran() -> None:
     assert reported(compare(had, a_report(not_run=unselected))) == {"gone": [(CLAUSE["id"], ["a"])]}
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        (None, "1/3", {"broke": ["a"], "new": ["added"]}),
+        ("1/3", None, {"broke": ["a"], "gone": ["removed"]}),
+        ("1/3", "2/3", {"broke": ["a"]}),
+        ("1/3", "1/3", {"broke": ["a"], "new": ["added"], "gone": ["removed"]}),
+        (None, None, {"broke": ["a"], "new": ["added"], "gone": ["removed"]}),
+    ],
+)
+def test_tests_of_other_shards_are_neither_new_nor_removed(
+    then: str | None, now: str | None, expected: dict[str, list[str]]
+) -> None:
+    old = a_report(judged("passed", nodeid="a"), judged("passed", nodeid="removed"), shard=then)
+    new = a_report(judged("failed", nodeid="a"), judged("passed", nodeid="added"), shard=now)
+    changes = compare(old, new)
+    assert reported(changes) == {kind: [(CLAUSE["id"], tests)] for kind, tests in expected.items()}
+    names = [shard or "all tests" for shard in (now, then)]
+    difference = "shard (tests of other shards are not compared): {}, in the baseline {}".format(*names)
+    assert changes.differs == ([] if then == now else [difference])
+
+
 def test_changes_are_reported_by_clause_and_own_tests_by_name() -> None:
     names = ("a", "b", "c")
     old = a_report(
