@@ -25,7 +25,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import asv_format, benchmark_cases, comparison, decision, earlier, point, slowed, source
+from benchmarks import (
+    asv_format,
+    benchmark_cases,
+    comparison,
+    decision,
+    earlier,
+    figures,
+    point,
+    slowed,
+    source,
+)
 from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK
 from benchmarks.machine import describe_machine, machine_name, own_name
 from benchmarks.timing import FULL, HISTORY, QUICK, Effort
@@ -231,9 +241,10 @@ def _line(row: dict[str, Any]) -> str:
     if row["outcome"] != "measured":
         return f"{row['name']:64} {row['outcome']}: {row['why'].splitlines()[0]}"
     if "ratio" not in row:
-        return f"{row['name']:64} measured"
+        return f"{row['name']:64} {figures.amount(row['bytes'], 'bytes') if 'bytes' in row else 'measured'}"
     interval = f"{row['low']:.3f} to {row['high']:.3f}"
-    times = f"{_time(row['subject_s']):>9}  {_time(row['reference_s']):>9}"
+    own, torchs = (figures.amount(row[key], "time") for key in ("subject_s", "reference_s"))
+    times = f"{own:>9}  {torchs:>9}"
     share = f"{row['share_of_copy']:.0%}" if row.get("share_of_copy") else ""
     others = ", ".join(f"{ratio:.3f}" for ratio in row.get("elsewhere", {}).values())
     line = f"{row['name']:64} {row['ratio']:6.3f}  {interval:14}  {times}  {row['pairs']:>5}  {share:>9}"
@@ -262,13 +273,6 @@ def _print_verdicts(rows: list[dict[str, Any]], source_text: dict[str, str]) -> 
     judged = sum(row.get("verdict", decision.NEW) != decision.NEW for row in rows)
     if judged and not any(row.get("verdict") == decision.REGRESSION for row in rows):
         print(f"no regression in {judged} cases")
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
 
 
 def _release() -> str:

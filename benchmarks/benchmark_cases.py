@@ -82,6 +82,8 @@ def measure_case(
         return row | {"outcome": "not available", "why": str(missing)}, None
     except Exception as error:
         return row | {"outcome": "failed", "why": f"{type(error).__name__}: {error}"}, None
+    if hasattr(kind, "track_bytes"):
+        row["bytes"] = values[asv_format.name_of(kind, "track_bytes")]["result"]
     return row | {"outcome": "measured", **(dataclasses.asdict(paired) if paired else {})}, values
 
 

@@ -55,7 +55,7 @@ def spots(points: Sequence[history.Point], cases: Collection[str]) -> list[Spot]
     ]
     columns = [_filled([point.ratios.get(case) for point in own]) for case in sorted(measured)]
     rows = zip(*(column for column in columns if column), strict=True)
-    return [_mean(point, row) for point, row in zip(own, rows, strict=True)]
+    return [mean(point, row) for point, row in zip(own, rows, strict=True)]
 
 
 def _filled(ratios: Sequence[history.RatioPoint | None]) -> list[history.RatioPoint]:
@@ -69,7 +69,8 @@ def _filled(ratios: Sequence[history.RatioPoint | None]) -> list[history.RatioPo
     ]
 
 
-def _mean(point: history.Point, ratios: Sequence[history.RatioPoint]) -> Spot:
+def mean(point: history.Point, ratios: Sequence[history.RatioPoint]) -> Spot:
+    """Return the geometric mean of ratios with its interval."""
     value = math.exp(statistics.fmean(math.log(ratio.value) for ratio in ratios))
     noises = [0.0 if math.isnan(ratio.noise) else ratio.noise for ratio in ratios]
     half = _HALF_INTERVAL * math.hypot(*noises) / len(noises)

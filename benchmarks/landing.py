@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from benchmarks import asv_format, benchmark_cases, comparison, curves, decision, drawing, history
+from benchmarks import (
+    asv_format,
+    benchmark_cases,
+    comparison,
+    curves,
+    decision,
+    drawing,
+    figures,
+    history,
+    movers,
+)
 from benchmarks.common import LEFT_OUT_OF_HISTORY
 
 _TEMPLATE = Path(__file__).with_name("landing.html")
@@ -259,7 +269,12 @@ def _label(kind: Any, parameters: dict[str, Any]) -> Label:
     )
 
 
-def page(shown: list[Machine], subjects: Mapping[str, str] | None = None) -> str:
+def page(
+    shown: list[Machine],
+    subjects: Mapping[str, str] | None = None,
+    quoted: Sequence[figures.Figure] = (),
+    moved: Sequence[movers.Mover] = (),
+) -> str:
     """Return the page as HTML. `subjects` maps commit ids to the subjects of their messages."""
     import jinja2  # noqa: PLC0415 (asv imports each module of this folder, also where there is no jinja2)
 
@@ -267,9 +282,22 @@ def page(shown: list[Machine], subjects: Mapping[str, str] | None = None) -> str
     environment.filters |= {"day": drawing.day, "ratio": drawing.in_digits}
     template = environment.from_string(_TEMPLATE.read_text())
     return template.render(
-        machines=shown, limit=decision.LIMIT, earlier=decision.EARLIER_POINTS, subjects=subjects or {}
+        machines=shown,
+        limit=decision.LIMIT,
+        earlier=decision.EARLIER_POINTS,
+        subjects=subjects or {},
+        figures=quoted,
+        movers=moved[: movers.MOST_SHOWN],
+        causes=movers.CAUSES,
     )
 
 
+def main(file: Path) -> None:
+    points = history.points()
+    moved = movers.movers(points, history.release_date_ms())
+    text = page(machines(points, headlines()), history.subjects(), figures.figures(points), moved)
+    file.write_text(text)
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page(machines(history.points(), headlines()), history.subjects()))
+    main(Path(sys.argv[1]))

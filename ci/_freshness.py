@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import _benchmarks
 import _differences
 import _picture
 import _runs
@@ -23,6 +24,7 @@ DOCUMENTS = tuple(
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/differences.md": _differences.page,
     "docs/results.svg": _picture.picture,
+    _benchmarks.PAGE: _benchmarks.page,
     _runs.PAGE: _runs.page,
 }
 MOST_NEWER_COMMITS = 10

@@ -16,7 +16,6 @@ from _environment import ROOT
 
 SOURCE = "ci/runs.toml"
 PAGE = "README.md"
-_BLOCK = re.compile(r"(?<=<!-- runs -->\n).*?(?=<!-- end of runs -->)", re.DOTALL)
 _HEAD = (
     "# Judged versions, by torch, Python and subject. Written by `ci/check --record REPORT`. Do not edit.\n"
 )
@@ -90,10 +89,19 @@ def _section(name: str, areas: dict[str, dict[str, Any]]) -> str:
 
 def page() -> str:
     """Return README with the table of the recorded runs."""
-    text = (ROOT / PAGE).read_text()
-    if not _BLOCK.search(text):
-        raise ValueError(f"{PAGE} has no block between `<!-- runs -->` and `<!-- end of runs -->`")
-    return _BLOCK.sub(lambda _: _table(recorded()), text)
+    return with_block(PAGE, (ROOT / PAGE).read_text(), "runs", _table(recorded()))
+
+
+def with_block(page: str, text: str, name: str, content: str) -> str:
+    """Return the text of a page with `content` between `<!-- name -->` and `<!-- end of name -->`.
+
+    Raises:
+        ValueError: the page has no such block.
+    """
+    block = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end of {name} -->)", re.DOTALL)
+    if not block.search(text):
+        raise ValueError(f"{page} has no block between `<!-- {name} -->` and `<!-- end of {name} -->`")
+    return block.sub(lambda _: content, text)
 
 
 def _table(runs: Runs) -> str:

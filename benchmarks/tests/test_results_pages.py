@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
-from benchmarks import asv_format, benchmark_cases, history, landing
+from benchmarks import asv_format, benchmark_cases, figures, history, landing, movers
 
 pytestmark = pytest.mark.deadline(60)
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "ram": "24 GiB", "gpu": "none", "driver": "none"}
@@ -72,6 +73,21 @@ def test_worse_cases_come_before_slower_ones_and_newest_machine_first() -> None:
         < page.index(">worse than before<")
         < page.index(">slower than torch<")
     )
+
+
+def test_page_shows_figures_and_movers() -> None:
+    case = "RatioUnscale[gpt2, float32, kept, cpu]"
+    ratio = history.RatioPoint(0.5, 0.0, 0.8, of_impl=0.05, of_torch=0.1)
+    points = [
+        history.Point(Path(), "amd", commit * 40, day, TRAITS, {case: replace(ratio, value=value)})
+        for day, (commit, value) in enumerate((("a", 0.5), ("b", 0.6)), 1)
+    ]
+    moved = movers.movers(points, None, lambda *commits: True)
+    page = landing.page([], None, figures.figures(points), moved)
+    for cell in ("0.60 × torch, 50 ms", "40 ms", "80%", "amd at bbbbbbbb", "+10 ms", "0.50 → 0.60", "code"):
+        assert f">{cell}</td>" in page
+    assert f"<code>python -m benchmarks --case &#34;{case}&#34;</code>" in page
+    assert "Figures to quote" not in landing.page([])
 
 
 def test_case_links_to_its_curve() -> None:

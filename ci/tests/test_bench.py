@@ -177,6 +177,58 @@ def test_run_is_recorded_by_its_mode(
     assert bool(added) == {"always": True, "never": False, "if whole": not stopped}[recorded]
 
 
+def test_regression_prints_an_issue_and_opens_none(
+    monkeypatch: pytest.MonkeyPatch,
+    ci_history: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    bench = load_command("bench")
+    monkeypatch.setattr(history, "RESULTS", tmp_path)
+    monkeypatch.setattr(history.points, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(history.of_machine, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(ci_history, "date_ms", lambda commit: 2)
+    traits = {"cpu": "C", "num_cpu": "2", "gpu": "none"}
+    contents = [results({"few": ratio}) for ratio in (0.5, 0.9)]
+    for content in contents:
+        content["params"] |= traits
+    for date_ms, (commit, content) in enumerate(zip("ab", contents, strict=True), 1):
+        history.add(content, MACHINE, commit * 40, date_ms, tmp_path)
+    row = {"name": "RatioClip[few]", "outcome": "measured", "ratio": 0.9, "was": 0.5, "again": [0.9, 0.9]}
+    measured = {"results": contents[1], "machine": MACHINE}
+    for verdict, titles in (("ok", 0), ("regression", 1)):
+        row |= {
+            "verdict": verdict,
+            "reported": "RatioClip[few] was 0.50 × torch's time, now 0.90, 0.90, 0.90",
+        }
+        bench.print_issue({"rows": [row]}, measured, "b" * 40)
+        printed = capsys.readouterr()
+        assert printed.out.count("Title: RatioClip[few] was 0.50") == titles
+        assert ("it has not been opened" in printed.err) == bool(titles)
+    assert (
+        "at aaaaaaaa | 0.90, 0.90, 0.90 × torch (5.4 s, torch 6 s) at bbbbbbbb | +2.4 s | code |"
+        in printed.out
+    )
+
+
+def test_since_prints_movers_without_timing(
+    monkeypatch: pytest.MonkeyPatch,
+    ci_history: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    bench = load_command("bench")
+    monkeypatch.setattr(history.points, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(ci_history, "commit_named", lambda name: name)
+    monkeypatch.setattr(ci_history, "date_ms", {"b" * 40: 2}.get)
+    for date_ms, (commit, ratio) in enumerate((("a", 0.5), ("b", 0.6), ("c", 0.9)), 1):
+        history.add(results({"few": ratio}, noise=0.0), MACHINE, commit * 40, date_ms, tmp_path)
+    for words, expected in (([], "+2.4 s | 0.50 → 0.90 | aaaaaaaa → cccccccc"), (["b" * 40], "0.60 → 0.90")):
+        monkeypatch.setattr(sys, "argv", ["ci/bench", "--since", *words])
+        assert bench.main() == 0
+        assert expected in capsys.readouterr().out
+
+
 def point(commit: str) -> history.Point:
     return history.Point(Path(), "amd", commit, 2, {}, {})
 

@@ -12,6 +12,7 @@ from conformance.judge.clauses import all_clauses
 from conformance.judge.files.rows import HARMS, all_deviations, all_reference_limits
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import _benchmarks
 import _differences
 import _freshness
 import _picture
@@ -95,6 +96,29 @@ def test_picture_needs_a_result_with_all_cases(tree: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_picture, "ROOT", tree)
     with pytest.raises(ValueError, match="run ci/bench"):
         _picture.times()
+
+
+def test_benchmarks_page_is_complained_about_until_written(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_freshness, _benchmarks):
+        monkeypatch.setattr(module, "ROOT", tree)
+    monkeypatch.setattr(_freshness, "GENERATED", {_benchmarks.PAGE: _benchmarks.page})
+    blocks = [f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in ("figures", "movers")]
+    (tree / _benchmarks.PAGE).write_text("before\n" + "between\n".join(blocks) + "after\n")
+    assert "run ci/check --fix" in _freshness.generated_are_current()[0]
+    _freshness.write_generated()
+    assert _freshness.generated_are_current() == []
+    page = (tree / _benchmarks.PAGE).read_text()
+    assert [line for line in page.splitlines() if not line.startswith(("|", "<", "No", "- ")) and line] == [
+        "before",
+        "between",
+        "after",
+    ]
+    assert "| `clip_grad_norm_`, GPT-2's tensors |" in page
+    (tree / _benchmarks.PAGE).write_text(blocks[0])
+    with pytest.raises(ValueError, match="has no block between `<!-- movers -->`"):
+        _benchmarks.page()
 
 
 def test_links_to_missing_files_and_headings_are_complained_about(
