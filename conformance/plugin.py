@@ -36,6 +36,10 @@ from conformance.judge.sandbox.notes import Notes
 from conformance.selection import Selection, folder_of
 
 _EXAMPLES = {"smoke": 5, "quick": 15, "full": 60, "deep": 1000}
+# Profiles in which each test of a deviation runs torch too, and how many tests of a function do so in the others.
+_PROFILES_THAT_ALWAYS_ASK_TORCH = ("full", "deep")
+_MOST_TESTS_THAT_ASK = 4
+_ASKS_TORCH = pytest.StashKey[bool]()
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink)
 
 
@@ -193,11 +197,34 @@ def _set_hypothesis_up(config: pytest.Config) -> None:
         seeding.set_run_seed(config.option.seed)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.profile not in _PROFILES_THAT_ALWAYS_ASK_TORCH:
+        _choose_tests_that_ask_torch(session.items)
     # Imported objects stay, so collections that tests and pytest request need not visit them. Without the unfreezing at
     # exit, extensions report leaks.
     gc.freeze()
     atexit.register(gc.unfreeze)
+
+
+def _choose_tests_that_ask_torch(items: Sequence[pytest.Item]) -> None:
+    """Choose the tests of each function that check torch's side of a deviation: at most `_MOST_TESTS_THAT_ASK`.
+
+    torch may die or hang there, and its ranks take seconds to start again.
+    """
+    by_function: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("deviation") is not None:
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for tests in by_function.values():
+        for number, test in enumerate(tests):
+            test.stash[_ASKS_TORCH] = number in scattered(len(tests), _MOST_TESTS_THAT_ASK)
+
+
+def scattered(count: int, most: int) -> set[int]:
+    """Return at most `most` of the numbers below `count`, at irregular distances, so that no parameter is left out."""
+    if count <= most:
+        return set(range(count))
+    return {int(count * (number * 0.618 % 1)) for number in range(most)}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -295,7 +322,8 @@ def deviation(request: pytest.FixtureRequest, subject: Library, reference: Libra
     row = all_deviations()[request.node.get_closest_marker("deviation").args[0]]
     is_extension = clause_of(request.node) in claimed_extensions(subject.spec)
     device = request.getfixturevalue("device") if "device" in request.fixturenames else None
-    request.node.deviation_judge = DeviationJudge(subject, reference, row, is_extension, device)
+    asks_torch = request.node.stash.get(_ASKS_TORCH, True)
+    request.node.deviation_judge = DeviationJudge(subject, reference, row, is_extension, device, asks_torch)
     return request.node.deviation_judge
 
 

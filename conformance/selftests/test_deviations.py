@@ -71,6 +71,26 @@ def test_outcome_of_one_side_is_accepted(sides: dict[str, Any]) -> None:
         takes_torchs_side(OURS, TORCHS, may_agree=True, **sides)
 
 
+@pytest.mark.parametrize(
+    ("subject", "result", "expected_runs"),
+    [
+        ("conformance.exact_copy", OURS, ["conformance.exact_copy"]),
+        ("conformance.exact_copy", TORCHS, ["conformance.exact_copy", "torch"]),
+        ("torch", OURS, ["torch", "torch"]),
+    ],
+)
+def test_torch_runs_only_if_needed(subject: str, result: Any, expected_runs: list[str]) -> None:
+    runs = []
+
+    def probe(library: Library) -> Any:
+        runs.append(library.spec)
+        return TORCHS if library.spec == "torch" else result
+
+    judge = DeviationJudge(Library(subject), Library("torch"), ROW, asks_torch=False)
+    judge.judge(probe, we_do=is_ours)
+    assert runs == expected_runs
+
+
 def test_deviation_is_stale_if_torch_does_neither() -> None:
     with pytest.raises(StaleDeviation, match="something else"):
         takes_torchs_side(THIRD, OURS, torch_does=lambda outcome: outcome is TORCHS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.judge.clauses import HERE
-from conformance.plugin import usable_world_sizes
+from conformance.plugin import scattered, usable_world_sizes
 from conformance.selection import applies_to
 
 
@@ -40,3 +40,9 @@ def test_test_runs_where_it_is_meaningful(
     expected_worlds: list[int], limits: dict[str, Any], used: list[int]
 ) -> None:
     assert usable_world_sizes(expected_worlds, **limits) == used
+
+
+def test_few_tests_of_a_function_ask_torch() -> None:
+    assert scattered(4, 4) == {0, 1, 2, 3}
+    # Positions differ by their parity and in both halves, as parameters do.
+    assert scattered(96, 4) == {0, 59, 22, 81}
