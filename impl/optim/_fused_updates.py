@@ -77,7 +77,8 @@ class Update:
     parameters: Parameters
     grads: TensorList  # local tensors
     bucket: Bucket
-    unfilled: bool
+    # Momenta that become states in this first update, of the parameters' types, with the memory of `parameters.states`.
+    first_momenta: Sequence[Tensor] = ()
 
     def apply(
         self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None, taken: Tensor | None
@@ -96,14 +97,14 @@ class Update:
         factor = to_device(factor, self.bucket.device)
         found_inf = None if found_inf is None else to_device(found_inf, self.bucket.device)
         is_flag_enough = found_inf is None or not self.group.get("dampening")
-        if self.unfilled and not is_flag_enough:
+        if self.first_momenta and not is_flag_enough:
             assert found_inf is not None
             if found_inf.item():
                 return None
             found_inf = None
         # Without dampening, momentum of zeros becomes the gradient, or stays zeros if the step is skipped.
         settings = self.rule.settings_of(self.group)
-        if self.unfilled and found_inf is None:
+        if self.first_momenta and found_inf is None:
             settings["is_first_step"] = True
         rule = self.rule(**settings)
         counters = self.bucket.counters
@@ -111,9 +112,8 @@ class Update:
         backend = fused_step_(rule, self.parameters, self.grads, factor, found_inf)
         if found_inf is not None and taken is None:
             counters.undo_advance(found_inf)
-        if self.unfilled:
-            for param, momentum in zip(self.params, self.parameters.states[0], strict=True):
-                optimizer.state[param][self.rule.LATE_STATE] = momentum
+        for param, momentum in zip(self.params, self.first_momenta, strict=False):
+            optimizer.state[param][self.rule.LATE_STATE] = momentum
         return backend
 
 
@@ -291,7 +291,7 @@ class _Lists:
         if is_plain:
             group_lists.attached[bucket] = prepared
         known_grads = TensorList([*grads], prepared.layout)
-        return [Update(self._rule, group, bucket.params, prepared.parameters, known_grads, bucket, False)]
+        return [Update(self._rule, group, bucket.params, prepared.parameters, known_grads, bucket)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]
@@ -303,13 +303,14 @@ class _Lists:
             indices = [i for i, momentum in enumerate(momenta) if (momentum is None) is unfilled]
             if indices:
                 params = [bucket.params[i] for i in indices]
-                states = [*map(torch.zeros_like, params)] if unfilled else [momenta[i] for i in indices]
+                new = [*map(torch.zeros_like, params)] if unfilled else []
+                states = new or [momenta[i] for i in indices]
                 selected_grads = [grads[i] for i in indices]
                 low_precision_params = _low_precision_params(params, copies)
                 parameters = _prepare(params, [states], bucket, selected_grads, low_precision_params)
                 updates.append(
                     Update(
-                        self._rule, group, params, parameters, TensorList(selected_grads), bucket, unfilled
+                        self._rule, group, params, parameters, TensorList(selected_grads), bucket, new
                     )
                 )
         return updates
