@@ -30,6 +30,7 @@ from impl.kernels import (
     Rule,
     TensorList,
     UpdateBackend,
+    flag_if_free_to_read,
     fused_step_,
     list_layout,
     match_layout,
@@ -96,6 +97,11 @@ class Update:
         """
         factor = to_device(factor, self.bucket.device)
         found_inf = None if found_inf is None else to_device(found_inf, self.bucket.device)
+        if found_inf is not None and found_inf.is_cpu and flag_if_free_to_read(found_inf) is not None:
+            # The host has waited for the flag.
+            if found_inf:
+                return None
+            found_inf = None
         is_flag_enough = found_inf is None or not self.group.get("dampening")
         if self.first_momenta and not is_flag_enough:
             assert found_inf is not None
@@ -309,9 +315,7 @@ class _Lists:
                 low_precision_params = _low_precision_params(params, copies)
                 parameters = _prepare(params, [states], bucket, selected_grads, low_precision_params)
                 updates.append(
-                    Update(
-                        self._rule, group, params, parameters, TensorList(selected_grads), bucket, new
-                    )
+                    Update(self._rule, group, params, parameters, TensorList(selected_grads), bucket, new)
                 )
         return updates
 

@@ -1,6 +1,8 @@
-"""`fused_step` of sharded parameters: the types of states."""
+"""`fused_step` of sharded parameters: the types of states, and the backends of offloaded parameters."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,10 +11,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from conformance.distributed.fsdp.test_scale import world_of
+from conformance.judge.judgement import unavailable
+from conformance.ranks import RankPool
+from conformance.simulator import NAME, Unavailable, ensure_built
 from impl.amp import GradScaler
 from impl.distributed.fsdp import fully_shard
+from impl.distributed.fsdp.tests import fused_step_cases
 
 pytestmark = pytest.mark.deadline(300)
+
+
+@pytest.fixture
+def late_rank() -> Iterator[RankPool]:
+    try:
+        ensure_built()
+    except Unavailable as error:
+        unavailable(str(error))
+    with RankPool(1, device=NAME, start_s=240) as pool:
+        yield pool
 
 
 def test_momentum_of_dtensor_is_dtensor() -> None:
@@ -26,3 +42,9 @@ def test_momentum_of_dtensor_is_dtensor() -> None:
         assert [(type(momentum), momentum.shape) for momentum in momenta] == [
             (DTensor, param.shape) for param in model.parameters()
         ]
+
+
+def test_offloaded_parameters_are_updated_by_library(late_rank: RankPool) -> None:
+    [(backends, scales)] = late_rank.run(f"{fused_step_cases.__name__}:offloaded", deadline_s=120)
+    assert backends == ["native"]
+    assert scales == [64.0, 32.0, 32.0]
