@@ -11,7 +11,7 @@ import pytest
 from conformance.cli.options import PROFILES
 from conformance.judge.accounting import NOT_RUN, OTHER_SHARD, NotRun, clauses_of_file
 from conformance.judge.clauses import AREAS, HERE, Clause, all_clauses, clause_of
-from conformance.judge.durations import function_of, recorded, shard_of, smoke_functions
+from conformance.judge.durations import first_tests, function_of, recorded, shard_of, smoke_functions
 from conformance.judge.library import package_of
 from conformance.judge.sandbox.notes import Notes
 
@@ -61,7 +61,8 @@ class Selection:
         selected, others = self._split(selected)
         deselected += others
         self._config.hook.pytest_deselected(items=deselected)
-        items[:] = selected
+        first = set(first_tests(item.nodeid for item in selected))
+        items[:] = sorted(selected, key=lambda item: item.nodeid not in first)
         for clause_id in map(clause_of, selected):
             self._not_run.pop(clause_id, None)
         self._notes.keep("not-run", [asdict(result) for result in self._not_run.values()])

@@ -194,6 +194,8 @@ class _JudgingBar:
     def __init__(self, progress: PhaseProgress, task: TaskID, log: Path) -> None:
         self._progress, self._task, self._lines = progress, task, _Lines(log)
         self._collected: int | None = None
+        self._first: list[str] = []
+        self._has_told_first = False
         # By test, because a test that fails in its teardown has two lines.
         self._outcomes: dict[str, str] = {}
 
@@ -201,11 +203,30 @@ class _JudgingBar:
         for entry in self._lines.new():
             if "collected" in entry:
                 self._collected = max(entry["collected"], self._collected or 0)
+                self._first = entry["first"]
             else:
                 self._outcomes[entry["nodeid"]] = entry["outcome"]
+        self._tell_first()
         red = sum(outcome in RED for outcome in self._outcomes.values())
         note = f"{red} red" if red else "" if self._outcomes else "collecting"
         self._progress.update(self._task, total=self._collected, completed=len(self._outcomes), note=note)
+
+    def _tell_first(self) -> None:
+        """Print the outcome of the first tests as soon as it is known, if others follow."""
+        if self._has_told_first or not 0 < len(self._first) < (self._collected or 0):
+            return
+        if not all(nodeid in self._outcomes for nodeid in self._first):
+            return
+        self._has_told_first = True
+        red = sum(self._outcomes[nodeid] in RED for nodeid in self._first)
+        task = self._progress.tasks[self._progress.task_ids.index(self._task)]
+        self._progress.console.print(
+            f"first {len(self._first)} tests, one for each function of the profile smoke: "
+            f"{f'{red} red' if red else 'green'} after {task.elapsed or 0.0:.0f} s; the others follow",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 class _Lines:

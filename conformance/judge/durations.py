@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,16 @@ def smoke_functions(durations: Sequence[Duration], limit_s: float = SMOKE_S) -> 
         if total_s <= limit_s:
             chosen[row.clause] = row.function
     return chosen
+
+
+def first_tests(nodeids: Iterable[str]) -> list[str]:
+    """Return the first test of each function that the profile `smoke` has. They run first in every profile."""
+    functions = set(smoke_functions(recorded()).values())
+    first: dict[str, str] = {}
+    for nodeid in nodeids:
+        if (function := function_of(nodeid)) in functions:
+            first.setdefault(function, nodeid)
+    return list(first.values())
 
 
 def shard_of(nodeids: Sequence[str], count: int, durations: Sequence[Duration]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import pytest
 
 from conformance.judge import clauses
 from conformance.judge.accounting import NOT_RUN, OTHER_SHARD, NotRun, account
+from conformance.judge.durations import first_tests
 from conformance.judge.files.expectations import ExpectationResult, Expectations, TestRecord
 from conformance.judge.heading import heading, replay_command
 from conformance.judge.judgement import RED, Judgement, if_expected, judgement_of
@@ -93,11 +94,14 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._note({"collected": len(ids)})
+        self._note_collected(ids)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
-            self._note({"collected": len(session.items)})
+            self._note_collected([item.nodeid for item in session.items])
+
+    def _note_collected(self, ids: Sequence[str]) -> None:
+        self._note({"collected": len(ids), "first": first_tests(ids)})
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self._log is not None:

@@ -18,6 +18,7 @@ from conformance.judge.durations import (
     _OVERHEAD_S,
     _UNKNOWN_S,
     Duration,
+    first_tests,
     function_of,
     shard_of,
     smoke_functions,
@@ -90,6 +91,12 @@ def test_smoke_has_fastest_function_of_core_clauses_within_limit(
     assert sum(fastest[clause] for clause in chosen) <= limit_s
     left = [fastest[clause] for clause in fastest.keys() - chosen.keys()]
     assert not left or sum(fastest[clause] for clause in chosen) + min(left) > limit_s
+
+
+def test_first_tests_are_one_for_each_function_of_smoke() -> None:
+    first, second = sorted(set(smoke_functions(durations.recorded()).values()))[:2]
+    nodeids = ["other.py::test_a", f"{second}[1]", f"{first}[1]", f"{second}[2]", first]
+    assert first_tests(nodeids) == [f"{second}[1]", f"{first}[1]"]
 
 
 def test_functions_of_smoke_exist() -> None:

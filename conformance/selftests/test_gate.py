@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -87,7 +88,11 @@ def test_red_report_says_nothing_about_other_package() -> None:
 def test_judgements_before_crash_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "judgements.jsonl"
     log.write_text(
-        json.dumps({"collected": 2}) + "\n" + json.dumps(judged("passed")) + "\n" + '{"nodeid": "half'
+        json.dumps({"collected": 2, "first": []})
+        + "\n"
+        + json.dumps(judged("passed"))
+        + "\n"
+        + '{"nodeid": "half'
     )
     options = of_gate("").parse_args([])
     report = _salvaged(options, log, 0.0, "judging ended with code 3")
@@ -131,7 +136,8 @@ def test_each_line_of_a_growing_log_is_read_once(
 
 def test_progress_bar_follows_log(tmp_path: Path) -> None:
     log = tmp_path / "judgements.jsonl"
-    progress = Progress(console=Console(quiet=True))
+    written = io.StringIO()
+    progress = Progress(console=Console(file=written, width=200))
     bar = _JudgingBar(progress, progress.add_task("judging", total=None, note=""), log)
 
     def after(*entries: dict[str, Any]) -> tuple[float | None, float, str]:
@@ -143,11 +149,17 @@ def test_progress_bar_follows_log(tmp_path: Path) -> None:
 
     assert after() == (None, 0, "collecting")
     # All workers report the same number of collected tests.
-    assert after({"collected": 3}, {"collected": 3}) == (3, 0, "collecting")
+    collected = {"collected": 3, "first": ["one", "two"]}
+    assert after(collected, collected) == (3, 0, "collecting")
     assert after(judged("passed", nodeid="one")) == (3, 1, "")
     assert after() == (3, 1, "")
-    assert after(judged("passed", nodeid="two"), judged("failed", nodeid="three")) == (3, 3, "1 red")
-    assert after(judged("failed", nodeid="two")) == (3, 3, "2 red")
+    assert written.getvalue() == ""
+    assert after(judged("failed", nodeid="two")) == (3, 2, "1 red")
+    assert written.getvalue().startswith(
+        "first 2 tests, one for each function of the profile smoke: 1 red after "
+    )
+    assert after(collected, judged("failed", nodeid="three")) == (3, 3, "2 red")
+    assert written.getvalue().count("first 2 tests") == 1
 
 
 @pytest.mark.parametrize("subject", ["impl", "mine"])
