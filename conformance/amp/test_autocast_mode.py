@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
-from conformance.judge.library import Library
+from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.sandbox import seeding
-from conformance.ranks import RankPool
+from conformance.ranks import Rank, RankPool
 from conformance.strategies.regions import LOW, cuda_reported, operands, state
 
 
@@ -75,13 +76,44 @@ def test_device_types_without_autocast(compare: Compare, name: str, dtype: torch
     compare(lambda library: observe(lambda: library.amp.autocast(name, dtype).device))
 
 
+_NAME = "theirs"
+
+
+_MODULES: dict[str, dict[str, Any] | None] = {
+    "no module": None,
+    "a module that says nothing": {},
+    "a module without dtypes": {"get_amp_supported_dtype": list},
+    "a module with dtypes": {"get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float32]},
+}
+
+
+def regions(rank: Rank, *, reference: str, subject: str) -> list[Outcome]:
+    torch.utils.rename_privateuse1_backend(_NAME)
+    return [observe(_all_of, load_library(spec)) for spec in (reference, subject)]
+
+
+def _all_of(library: Library) -> dict[str, Outcome]:
+    outcomes = {}
+    for title, module in _MODULES.items():
+        if module is not None:
+            setattr(torch, _NAME, types.SimpleNamespace(**module))
+        for dtype in (None, torch.bfloat16, torch.float16, torch.float32):
+            for enabled in (True, False):
+                outcomes[f"{title}, {dtype}, {enabled}"] = observe(_inside, library, dtype, enabled)
+    delattr(torch, _NAME)
+    return outcomes
+
+
+def _inside(library: Library, dtype: torch.dtype | None, enabled: bool) -> Any:
+    with library.amp.autocast(_NAME, dtype, enabled) as region:
+        return region._enabled, torch.is_autocast_enabled(_NAME), torch.get_autocast_dtype(_NAME)
+
+
 @clause("amp.autocast_mode.autocast.device_type")
 def test_backends_that_name_themselves(subject: Library) -> None:
     """Run in a separate process, because a backend can name itself only once."""
     with RankPool(1) as pool:
-        [(expected, actual)] = pool.run(
-            "conformance.amp.named_backend_cases:regions", reference="torch", subject=subject.spec
-        )
+        [(expected, actual)] = pool.run(regions, reference="torch", subject=subject.spec)
     assert_same_outcome(expected, actual)
 
 

@@ -8,14 +8,48 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import impl.amp
-from conformance.ranks import RankPool
+from conformance.ranks import Rank, RankPool
+from impl.distributed.fsdp import FullyShardedDataParallel, ShardedGradScaler
 from impl.optim import capture, explain
 from impl.optim.tests import captured_twins as on
-from impl.optim.tests.captured_twins import CapturedTwins, Side
+from impl.optim.tests.captured_twins import CapturedTwins, Side, snapshot
 
 pytestmark = pytest.mark.deadline(120)
+
+
+def train_both(rank: Rank, *, use_orig_params: bool, options: dict[str, Any]) -> list[Any]:
+    """Return whether both trainings are equal, and the explanation of the captured one."""
+    plain, captured = (_train(rank, use_orig_params, options, is_captured) for is_captured in (False, True))
+    return [plain["trained"] == captured["trained"], captured["how"]]
+
+
+def _train(rank: Rank, use_orig_params: bool, options: dict[str, Any], is_captured: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    inner = FullyShardedDataParallel(nn.Linear(6, 5), use_orig_params=use_orig_params)
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(4, 6), inner, nn.Linear(5, 1)), use_orig_params=use_orig_params
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    if is_captured:
+        capture(optimizer)
+    snapshots = []
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs = torch.full((3, 4), float(rank.rank + step))
+        if step == 4:
+            inputs[0, 0] = torch.inf
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        snapshots.append(
+            snapshot([list(model.parameters()), list(optimizer.state.values()), scaler.get_scale()])
+        )
+    optim_state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    return {"trained": repr([snapshots, snapshot(optim_state)]), "how": str(explain(optimizer))}
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -25,7 +59,7 @@ def test_sharded_parameters(
 ) -> None:
     """Flat and original parameters. Their memory is freed and allocated again around each step."""
     reported = ranks(world_size).run(
-        "impl.optim.tests.captured_cases:train_both",
+        train_both,
         use_orig_params=use_orig_params,
         options={implementation: True},
     )

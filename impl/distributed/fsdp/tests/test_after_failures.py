@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.judge.judgement import unavailable
-from conformance.ranks import RankPool
+from conformance.ranks import Rank, RankPool
+from impl.distributed.fsdp import fully_shard
 from impl.distributed.fsdp._comm.desync.foreign_collective import foreign_collective
 from impl.distributed.fsdp._engine.phase import Phase
-from impl.distributed.fsdp.tests import failed_gather_cases
 from impl.distributed.fsdp.tests.streamed import PLAIN, call, loss_of, model_of, world_of
 
 
@@ -181,8 +183,43 @@ def test_no_garbage_is_collected_while_another_threads_frames_are_walked() -> No
     assert gc.isenabled()
 
 
+class FailsOnce:
+    """Gathers, but where it `fails`."""
+
+    fails = False
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        fails, self.fails = self.fails, False
+        if fails:
+            raise OSError("a gather fails")
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, **options)
+
+
+def gather_again(rank: Rank) -> list[float]:
+    """Return outputs of a layer of ones that keeps shards after forward, once it was written to and a gather fails."""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    mesh = DeviceMesh("cpu", torch.arange(rank.world_size))
+    fully_shard(layer, mesh=mesh, reshard_after_forward=2)
+    model = fully_shard(nn.Sequential(layer), mesh=mesh)
+    gathers = FailsOnce()
+    layer.set_custom_all_gather(gathers)
+    shards = list(model.parameters())
+    with torch.no_grad():
+        before = model(torch.ones(1, 4))
+        for shard in shards:
+            shard.mul_(2)
+        gathers.fails = True
+        with pytest.raises(OSError, match="a gather fails"):
+            model(torch.ones(1, 4))
+        return [float(element) for out in (before, model(torch.ones(1, 4))) for element in out.unique()]
+
+
 @pytest.mark.deadline(120)
 def test_failed_gather_is_followed_by_gather_of_shards(ranks: Callable[..., RankPool]) -> None:
     """Shards that were kept for a backward have older values than the parameters."""
-    outcomes = ranks(4).run(f"{failed_gather_cases.__name__}:gather_again")
+    outcomes = ranks(4).run(gather_again)
     assert outcomes == [[4.0, 8.0]] * 4

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.ranks import RankPool
+from conformance.ranks import Rank, RankPool
+from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot, layout_of
+from impl.distributed.fsdp._state_dict import redistribution
 from impl.distributed.fsdp._state_dict.redistribution import chunk_of, overlaps
-from impl.distributed.fsdp.tests import resharding_cases
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -82,6 +85,49 @@ def test_each_element_of_a_piece_is_in_one_chunk(layout: FlatLayout) -> None:
         assert sorted(elements) == list(range(piece.numel if piece else 0))
 
 
+def round_trip(rank: Rank, *, layout: FlatLayout, dtypes: list[torch.dtype]) -> dict[str, Any]:
+    groups = Groups(dist.group.WORLD if rank.world_size > 1 else None, None)
+    exchanges = redistribution.Redistribution(layout, groups, torch.device(rank.device), "tested")
+    received = 0
+    issued = redistribution.all_to_all
+
+    def counting(group: Any, output: torch.Tensor, *rest: Any) -> Any:
+        nonlocal received
+        received += output.nbytes
+        return issued(group, output, *rest)
+
+    pieces = []
+    for number, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
+        piece = layout.piece(slot, rank.rank)
+        first = rank.rank * layout.shard_numel + piece.offset - slot.start if piece else 0
+        pieces.append(in_memory(slot.numel, number, dtype)[first : first + (piece.numel if piece else 0)])
+    sharded = [
+        redistribution.ShardPiece(number, piece.dtype, piece if piece.numel() else None)
+        for number, piece in enumerate(pieces)
+    ]
+    redistribution.all_to_all = counting
+    try:
+        chunks = exchanges.chunks_from(sharded)
+        received_for_chunks = received
+        held = [redistribution.ShardChunk(number, chunk.contiguous()) for number, chunk in enumerate(chunks)]
+        again = exchanges.pieces_from(held)
+    finally:
+        redistribution.all_to_all = issued
+    return {
+        "chunks": [chunk.clone() for chunk in chunks],
+        "chunk_bytes": sum(chunk.nbytes for chunk in chunks),
+        "received": received_for_chunks,
+        "returned": [torch.equal(returned, piece) for returned, piece in zip(again, pieces, strict=True)],
+        "returned_bytes": received - received_for_chunks,
+        "piece_bytes": sum(piece.nbytes for piece in pieces),
+    }
+
+
+def in_memory(numel: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a parameter's elements in memory order. The numbers identify the parameter and the position."""
+    return (torch.arange(numel) + 10 * number).to(dtype)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @share_of_examples(0.5)
 @given(data=st.data())
@@ -90,11 +136,9 @@ def test_ranks_exchange_what_they_are_to_hold_and_no_more(
 ) -> None:
     layout = data.draw(layouts(world))
     dtypes = [data.draw(st.sampled_from(DTYPES)) for _ in layout.slots]
-    outcomes = ranks(world, "cpu").run(
-        f"{resharding_cases.__name__}:round_trip", layout=layout, dtypes=dtypes
-    )
+    outcomes = ranks(world, "cpu").run(round_trip, layout=layout, dtypes=dtypes)
     for number, (slot, dtype) in enumerate(zip(layout.slots, dtypes, strict=True)):
-        memory = resharding_cases.in_memory(slot.numel, number, dtype)
+        memory = in_memory(slot.numel, number, dtype)
         expected = full_tensor_of(slot, memory).chunk(world)
         for outcome, chunk in zip(outcomes, expected, strict=False):
             assert torch.equal(outcome["chunks"][number], chunk)
