@@ -1,4 +1,4 @@
-"""Cases of FullyShardedDataParallel training, described by plain values, on the ranks and unsharded."""
+"""Trainings with FullyShardedDataParallel, described by plain values, on the ranks and unsharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of training with fully_shard, described by plain values. Each rank returns the tensors that it has."""
+"""Trainings with fully_shard, described by plain values. Each rank returns the tensors that it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of fully_shard with other features: compiled blocks, transforms, replicas, chunked losses, checkpoints."""
+"""A small residual model, and its batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of small modules that torch's FullyShardedDataParallel refuses or gets wrong."""
+"""Small modules that torch's FullyShardedDataParallel refuses or gets wrong."""
 
 from __future__ import annotations
 

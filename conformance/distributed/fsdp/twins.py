@@ -1,7 +1,12 @@
 """Run one program on the ranks of both libraries, and compare what the ranks report or judge a deviation.
 
-def test_apply_shows_whole_parameters(twins: Twins, strategy: str) -> None:
-    twins.agree(wrapping_errors.applied, leaf_by_leaf(strategy))
+def loss_of_a_step(scene: Scene) -> torch.Tensor:
+    return scene.backward()
+
+
+@each_strategy
+def test_loss_matches_torch(twins: Twins, strategy: str) -> None:
+    twins.agree(loss_of_a_step, leaf_by_leaf(strategy))
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of wrapping: refused arguments, warnings, deferred initialisation, and module states synchronised by rank 0."""
+"""Ways to wrap a model that are refused or that warn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.distributed.fsdp.fsdp_training import mesh_of
 from conformance.distributed.fsdp.module_trees import LEAVES, loss_of
@@ -50,14 +49,10 @@ def _hybrid(**arguments: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
     )
 
 
-def _mesh(scene: Scene) -> DeviceMesh:
-    return scene.rank.mesh(scene.rank.world_size)
-
-
 THE_ROOT_IGNORED = "the root ignored"
 WAYS: dict[str, Callable[[Scene], Any]] = {
     "group and mesh": lambda scene: scene.wrap(
-        scene.plain, process_group=dist.group.WORLD, device_mesh=_mesh(scene)
+        scene.plain, process_group=dist.group.WORLD, device_mesh=scene.mesh()
     ),
     "modules and states ignored": lambda scene: scene.wrap(
         scene.plain, ignored_modules=[scene.plain.head], ignored_states=[scene.plain.head]
@@ -79,7 +74,7 @@ WAYS: dict[str, Callable[[Scene], Any]] = {
     "a unit ignored": lambda scene: scene.wrap(scene.plain, ignored_modules=[scene.wrap(scene.plain.head)]),
     "hybrid without groups": lambda scene: scene.wrap(scene.plain, strategy="HYBRID_SHARD"),
     "hybrid with one group": _hybrid(process_group=lambda _: dist.group.WORLD),
-    "hybrid with a mesh of one dimension": _hybrid(device_mesh=_mesh),
+    "hybrid with a mesh of one dimension": _hybrid(device_mesh=Scene.mesh),
     "a mesh of two dimensions that is not hybrid": lambda scene: scene.wrap(
         scene.plain, device_mesh=mesh_of(scene.rank, 1)
     ),

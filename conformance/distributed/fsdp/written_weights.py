@@ -1,4 +1,4 @@
-"""Cases of writes to parameters and gradients between two calls of the model, with and without sharding.
+"""Writes to parameters and gradients between two calls of the model, with and without sharding.
 
 Without sharding, one process runs the data of all ranks and averages their losses. A rank runs its own data.
 """
