@@ -43,7 +43,7 @@ def scale_nested(outputs: object, scales: PerDevice) -> Any:
         return scale_tensor(outputs, scales[outputs.device])
     if isinstance(outputs, (list, tuple)):
         return type(outputs)([scale_nested(output, scales) for output in outputs])
-    if not isinstance(outputs, Iterable) or isinstance(outputs, str | bytes):
+    if not isinstance(outputs, Iterable):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
     return (scale_nested(output, scales) for output in cast("Iterable[Any]", outputs))
 

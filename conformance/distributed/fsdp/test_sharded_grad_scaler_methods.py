@@ -184,23 +184,6 @@ def test_low_precision_losses(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
-@pytest.mark.deviation("sharded_grad_scaler.losses_on_any_device")
-def test_meta_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
-    def probe(library: Library) -> Any:
-        scaler = library.find(SCALER)(device)
-        scaler.scale(torch.ones((), device=device))
-        return observe(lambda: str(scaler.scale(torch.ones(2, device="meta")).device))
-
-    deviation.judge(
-        probe,
-        torch_does=lambda outcome: (
-            str(outcome.raised) == "AssertionError: Expected supported device, got meta"
-        ),
-        we_do=lambda outcome: outcome.value == "meta",
-    )
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
 @pytest.mark.deviation("sharded_grad_scaler.losses_on_the_host")
 def test_host_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
     if device == "cpu":
