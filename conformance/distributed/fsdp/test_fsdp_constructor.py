@@ -32,7 +32,6 @@ from conformance.distributed.fsdp.twins import (
     both_kinds,
     each_strategy,
     leaf_by_leaf,
-    raises,
     values_of,
 )
 from conformance.distributed.fsdp.wrapping_errors import THE_ROOT_IGNORED, WAYS
@@ -248,18 +247,6 @@ def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
         torch_does=lambda outcomes: not trains_like_unsharded(outcomes, offloaded),
         we_do=lambda outcomes: trains_like_unsharded(outcomes, offloaded),
         may_agree=True,  # unless a copy overlaps with the next one
-    )
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
-@pytest.mark.deviation("fsdp.moved_to_meta")
-def test_offloaded_parameters_stay_on_the_cpu(twins: Twins) -> None:
-    """Moving the model to the meta device raises an error in torch's words."""
-    twins.deviate(
-        wrapping_errors.moved_away,
-        Setup(offload_params=True),
-        torch_does=raises(NotImplementedError, "Cannot copy out of meta tensor"),
-        we_do=raises(RuntimeError, "parameter CPU offloading enabled has parameters on meta"),
     )
 
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 
 from conformance.distributed.fsdp.fully_shard_training import held, registered
 from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes, TwinsOf, values_of
+from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.twins import PlainTwins, TwinsOf, raises
 from conformance.judge.clauses import clause
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
@@ -143,42 +143,18 @@ def test_copies_have_no_placement(plain_twins: PlainTwins) -> None:
     assert actual.raised is not None
 
 
-def settings_of_copies(scene: Scene, method: str, argument: bool) -> list[Any]:
-    """Call `method` on a sharded root around a replicated layer. Return the error and the layouts afterwards."""
+def settings_of_copies(scene: Scene, method: str) -> None:
+    """Call `method` on a sharded root around a replicated layer."""
     mesh = scene.mesh(names=("data",))
     model, dims = _spread(mesh, None), scene.api.DataParallelMeshDims
     scene.shard(model[2], mesh=mesh, dp_mesh_dims=dims(replicate="data"))
     scene.shard(model, mesh=mesh, dp_mesh_dims=dims(shard="data"))
     batch = distribute_tensor(torch.ones(2, 3, dtype=torch.float64), mesh)
     model(batch)
-    refused = tried(lambda: getattr(model, method)(argument))
-    model(batch)
-    return [refused, registered(model)]
+    getattr(model, method)(True)
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_copies")
-@pytest.mark.deviation("fully_shard.settings_of_copies")
 @pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
 def test_shard_settings_of_replicas_are_refused(plain_twins: PlainTwins, method: str) -> None:
-    def torch_does(outcomes: RankOutcomes) -> bool:
-        is_silent = method == "set_reshard_after_forward"
-        words = "" if is_silent else "Expected mesh_info to be FSDPMeshInfo, got "
-        # If torch's error has no text, torch has already changed the root, which by default stays unsharded.
-        return all(
-            refused.startswith(f"AssertionError: {words}")
-            and (refused == "AssertionError: ") is is_silent
-            and ("Shard" in shown["0.weight"]) is is_silent
-            for refused, shown in values_of(outcomes)
-        )
-
-    def we_do(outcomes: RankOutcomes) -> bool:
-        names = "2.weight, 2.bias"
-        # The root stays unsharded, as by default.
-        return all(
-            refused.startswith(f"AssertionError: {method}() reached {names}, for which")
-            and "Shard" not in shown["0.weight"]
-            for refused, shown in values_of(outcomes)
-        )
-
-    arguments = {"method": method, "argument": True}
-    plain_twins.deviate(settings_of_copies, **arguments, torch_does=torch_does, we_do=we_do)
+    plain_twins.check_both(raises(AssertionError), settings_of_copies, method=method)

@@ -142,6 +142,17 @@ class Twins:
             values_of(actual)
         return actual
 
+    def check_both(
+        self,
+        check: Callable[[RankOutcomes], bool],
+        program: Program,
+        setup: Setup | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Assert that `check` holds for the outcomes of both libraries, whose errors may differ."""
+        for outcomes in self.of_both(program, setup, **arguments):
+            assert check(outcomes), outcomes
+
     def deviate(
         self,
         program: Program,
@@ -267,6 +278,11 @@ def raises(kind: type[Exception], text: str = "") -> Callable[[RankOutcomes], bo
         outcome.raised is not None and outcome.raised.kind is kind and text in outcome.raised.text
         for outcome in outcomes
     )
+
+
+def raise_an_error(outcomes: RankOutcomes) -> bool:
+    """Return whether every rank raised an error of any type."""
+    return all(outcome.raised is not None for outcome in outcomes)
 
 
 def holds(check: Callable[..., Any], *arguments: Any, **more: Any) -> bool:
