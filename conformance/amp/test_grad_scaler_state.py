@@ -273,7 +273,7 @@ def test_unscale_right_after_loading(deviation: DeviationJudge, device: str, met
 
 
 @clause("amp.grad_scaler.pickle.between_iterations")
-@pytest.mark.deviation("grad_scaler.failed_checks_leave_no_trace")
+@pytest.mark.deviation("grad_scaler.refused_step_can_be_taken_again")
 @pytest.mark.parametrize("refused", ["float16", "no gradients"])
 def test_after_a_check_that_was_refused(deviation: DeviationJudge, device: str, refused: str) -> None:
     gradient = Gradient((2,), torch.float16 if refused == "float16" else None)

@@ -110,7 +110,7 @@ def _files() -> dict[str, Path]:
 
 
 def _read(area: str, file: Path) -> Iterator[Clause]:
-    threads = {row.clause: row.thread for row in all_deviations().values()}
+    threads = {clause: row.thread for row in all_deviations().values() for clause in row.clauses}
 
     def visit(path: str, table: Mapping[str, Any]) -> Iterator[Clause]:
         if "says" not in table:

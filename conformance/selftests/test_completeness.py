@@ -64,8 +64,8 @@ def test_clauses_cover_what_exists(clause: object) -> None:
 
 @pytest.mark.parametrize("row", list(all_deviations().values()), ids=lambda row: row.id)
 def test_deviations_are_asserted(row: object) -> None:
-    assert row.clause in all_clauses()
-    assert row.id in {row_id for _, _, row_id in _JUDGED_BY_ROWS}, f"no test asserts both sides of {row.id}"
+    judged = {clause for _, clause, row_id in _JUDGED_BY_ROWS if row_id == row.id}
+    assert set(row.clauses) <= all_clauses().keys() & judged, f"no test asserts both sides of {row.id}"
 
 
 def test_rows_judge_tests_of_their_own_clause() -> None:
@@ -75,7 +75,7 @@ def test_rows_judge_tests_of_their_own_clause() -> None:
     """
     rows, clauses = all_deviations(), all_clauses()
     excused = [entry for entry in _JUDGED_BY_ROWS if clauses[entry[1]].level != "extension"]
-    assert [entry for entry in excused if rows[entry[2]].clause != entry[1]] == []
+    assert [entry for entry in excused if entry[1] not in rows[entry[2]].clauses] == []
 
 
 @pytest.mark.parametrize("row", list(all_reference_limits().values()), ids=lambda row: row.id)

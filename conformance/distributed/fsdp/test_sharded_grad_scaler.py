@@ -322,7 +322,7 @@ def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.answers")
-@pytest.mark.deviation("sharded_grad_scaler.answers_for_all_ranks")
+@pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.world_sizes(fewest=2)
 def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:

@@ -159,7 +159,7 @@ def test_scale_of_what_is_no_tensor(compare: Compare, device: str, outputs: Any)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.low_precision_losses")
-@pytest.mark.deviation("sharded_grad_scaler.low_precision_losses")
+@pytest.mark.deviation("grad_scaler.low_precision_losses")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("shape", [(), (2,)], ids=str)
 @pytest.mark.parametrize("nested", [False, True])
@@ -184,7 +184,7 @@ def test_low_precision_losses(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.any_device")
-@pytest.mark.deviation("sharded_grad_scaler.losses_on_the_host")
+@pytest.mark.deviation("grad_scaler.gradients_on_the_host")
 def test_host_loss_is_scaled(deviation: DeviationJudge, device: str) -> None:
     if device == "cpu":
         unavailable("one device type only")

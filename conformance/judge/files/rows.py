@@ -64,6 +64,11 @@ class Deviation(Row):
     thread: str
     harm: str  # member of HARMS
     devices: tuple[str, ...]  # device types on which torch is known to do so, or ANY
+    also: tuple[str, ...] = ()  # further clauses in which the same fault of torch shows
+
+    @property
+    def clauses(self) -> tuple[str, ...]:
+        return (self.clause, *self.also)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +119,10 @@ def all_reference_limits() -> Mapping[str, ReferenceLimit]:
 @functools.cache
 def all_deviations() -> Mapping[str, Deviation]:
     return {
-        row_id: Deviation(id=row_id, **row | {"devices": devices_of(row_id, row, may_be_any=True)})
+        row_id: Deviation(
+            id=row_id,
+            **row | {"also": tuple(row.get("also", ())), "devices": devices_of(row_id, row, may_be_any=True)},
+        )
         for row_id, row in _read_rows("deviations.toml").items()
     }
 
