@@ -268,7 +268,7 @@ KINDS = {"double": made_double, "another shape": reshaped, "another layout": oth
 
 
 @clause("dynamo.optimizer.guards.kinds_of_tensors")
-@pytest.mark.deviation("optimizer_variable.kinds_of_tensors")
+@pytest.mark.deviation("optimizer_variable.state_of_each_parameter")
 @pytest.mark.parametrize("kind", soon(KINDS, "double"))
 def test_kinds_of_tensors_are_guarded(deviation: DeviationJudge, device: str, kind: str) -> None:
     def script(harness: CompiledHarness) -> list[int]:

@@ -120,13 +120,13 @@ def test_made_in_the_compiled_function(subject: Library, reference: Library, dev
 
 
 @clause("dynamo.optimizer.init_group.arguments")
-@pytest.mark.deviation("optimizer_variable.lists_by_keyword")
+@pytest.mark.deviation("optimizer_variable.arguments_of_init_group")
 def test_lists_by_keyword(deviation: DeviationJudge, device: str) -> None:
     judge_values(deviation, trained, users.ByKeyword, device)
 
 
 @clause("dynamo.optimizer.init_group.arguments")
-@pytest.mark.deviation("optimizer_variable.lists_that_are_kept")
+@pytest.mark.deviation("optimizer_variable.arguments_of_init_group")
 def test_lists_that_an_optimizer_keeps(deviation: DeviationJudge, device: str) -> None:
     def script(harness: CompiledHarness) -> Any:
         updated = []
@@ -141,7 +141,7 @@ def test_lists_that_an_optimizer_keeps(deviation: DeviationJudge, device: str) -
 
 
 @clause("dynamo.optimizer.init_group.arguments")
-@pytest.mark.deviation("optimizer_variable.lists_that_are_kept")
+@pytest.mark.deviation("optimizer_variable.arguments_of_init_group")
 def test_lists_that_a_group_keeps(deviation: DeviationJudge, device: str) -> None:
     def script(harness: CompiledHarness) -> Any:
         places = harness.train().optimizer.param_groups[0]["places"]
@@ -153,19 +153,19 @@ def test_lists_that_a_group_keeps(deviation: DeviationJudge, device: str) -> Non
 
 
 @clause("dynamo.optimizer.init_group.arguments")
-@pytest.mark.deviation("optimizer_variable.lists_not_empty")
+@pytest.mark.deviation("optimizer_variable.arguments_of_init_group")
 def test_lists_that_hold_something(deviation: DeviationJudge, device: str) -> None:
     judge_values(deviation, trained, users.IntoFilled, device)
 
 
 @clause("dynamo.optimizer.init_group.arguments")
-@pytest.mark.deviation("optimizer_variable.results_of_any_kind")
+@pytest.mark.deviation("optimizer_variable.arguments_of_init_group")
 def test_tensors_come_back(deviation: DeviationJudge, device: str) -> None:
     judge_values(deviation, trained, users.Returning, device, torch_does=("AssertionError",))
 
 
 @clause("dynamo.optimizer.guards.schedules")
-@pytest.mark.deviation("optimizer_variable.numbers_handed_over")
+@pytest.mark.deviation("optimizer_variable.state_of_each_parameter")
 def test_rate_collected_by_init_group_is_guarded(deviation: DeviationJudge, device: str) -> None:
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
         for rate in (0.2, 0.3, 0.4):
@@ -308,7 +308,7 @@ def test_capturable_of_groups_that_a_step_writes(deviation: DeviationJudge, devi
 
 
 @clause("dynamo.optimizer.optimizer.options_that_groups_lack")
-@pytest.mark.deviation("optimizer_variable.options_that_groups_lack")
+@pytest.mark.deviation("optimizer_variable.groups_stay")
 def test_options_that_groups_lack(deviation: DeviationJudge, device: str) -> None:
     judge_values(deviation, trained, users.AskingGroups, device)
 
