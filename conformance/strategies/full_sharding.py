@@ -115,7 +115,7 @@ def _is_right_in_torch(calls: list[UnitCall]) -> bool:
     """Return whether torch computes with the current weights, each backward with those of its forward.
 
     torch does not in these cases:
-        A unit is prefetched that has already run and awaits no backward: deviation fully_shard.gathered_in_vain.
+        A unit is prefetched that has already run and awaits no backward: deviation fully_shard.unsharded_over_a_step.
         Parameters are loaded during an all-gather.
         Parameters are loaded between a forward and its backward: deviation fully_shard.stepped_before_backward.
     """

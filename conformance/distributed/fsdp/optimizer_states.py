@@ -135,7 +135,7 @@ def there_and_back(scene: Scene, optimized: Optimized, way: StateDictMethod) -> 
     optimizer = optimized.stepped(scene.model)
     before = copied(plain(optimizer.state_dict()))
     saved = way.save(scene, optimizer)
-    # See deviation optim_state.whole_states_that_are_offloaded.
+    # See deviation fsdp.offloaded_state_dicts.
     is_whole = scene.setup.keeps_parameters_whole(scene.rank.world_size)
     copy_state = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
     result = {"order": [*saved.get("state", ())], "saved": copy_state(plain(saved))}

@@ -24,9 +24,7 @@ _TO_TORCH_ITSELF = (
     # torch reports this builtin when Dynamo traces into the runtime.
     "Dynamo does not know how to trace the builtin",
 )
-_OF_FROZEN_PARTS = (
-    "has both parameters with requires_grad=True and False"  # deviation fsdp.frozen_in_part_by_policy
-)
+_OF_FROZEN_PARTS = "has both parameters with requires_grad=True and False"  # deviation fsdp.frozen_in_part
 _UNSHARDED = ("outputs", "losses", "input_gradients", "whole_gradients", "whole_parameters", "buffers")
 
 

@@ -368,7 +368,7 @@ def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> Non
 
 
 @clause("distributed.fsdp.failures.earlier_gradients")
-@pytest.mark.deviation("fsdp.gradients_before_a_failed_backward")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @pytest.mark.parametrize("accumulates", ["synchronised", "not"])
 @pytest.mark.parametrize("fails", ["unit backward", pytest.param("first unit", marks=FULL)])
 @each_face
@@ -385,7 +385,7 @@ def test_gradients_of_earlier_backwards_are_cleared_by_the_model(twins: Twins, f
 
 
 @clause("distributed.fsdp.failures.gradients_in_part")
-@pytest.mark.deviation("fsdp.gradients_in_part")
+@pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @pytest.mark.parametrize("clears", [False, True])
 @each_face
 def test_gradients_that_have_a_part_of_a_failed_backward(twins: Twins, face: Face, clears: bool) -> None:

@@ -95,7 +95,7 @@ def test_each_step_talks_the_least(
 def test_forward_without_gradients_gathers_each_unit_once(
     cpu_twins: Twins, strategy: str, before: str
 ) -> None:
-    """The bound is loose, because torch keeps some units unsharded: deviation fsdp.written_behind_counters."""
+    """The bound is loose, because torch keeps some units unsharded: deviation fsdp.step_after_evaluation."""
     training = Training(TREE, Setup(strategy, wrap="leaves"), (Step(before=before),) * 2)
     gathers, scatters, reductions = LEAST[strategy, PLAIN]
     most = expected_counts(gathers + (UNITS if gathers else 0), scatters, reductions)

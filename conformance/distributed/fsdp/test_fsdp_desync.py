@@ -20,7 +20,7 @@ from conformance.judge.deviations import DeviationJudge
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_with_equal_sizes")
-@pytest.mark.deviation("fsdp.order_of_equal_sizes")
+@pytest.mark.deviation("fsdp.order_of_units")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_equal_sizes_in_another_order(
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_with_unequal_sizes")
-@pytest.mark.deviation("fsdp.order_of_unequal_sizes")
+@pytest.mark.deviation("fsdp.order_of_units")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_gradients_on_one_rank_only_raise(
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_where_orders_change")
-@pytest.mark.deviation("fsdp.order_taken_before")
+@pytest.mark.deviation("fsdp.order_of_units")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_earlier_order_on_one_rank_is_reported(deviation: DeviationJudge, mode: str) -> None:

@@ -63,7 +63,7 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_sharding")
-@pytest.mark.deviation("fully_shard.sharded_otherwise_on_one_rank")
+@pytest.mark.deviation("fully_shard.settings_of_one_rank")
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("by", "parts_at", "astray", "summary"),

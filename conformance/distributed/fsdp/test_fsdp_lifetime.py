@@ -86,7 +86,7 @@ def test_flat_parameters_go_with_their_model(cpu_twins: Twins) -> None:
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")
-@pytest.mark.deviation("fsdp.inputs_hold_models")
+@pytest.mark.deviation("fsdp.models_are_freed")
 @pytest.mark.world_sizes(fewest=2)
 def test_returned_input_keeps_no_model_alive(cpu_twins: Twins) -> None:
     arguments = {"use_orig_params": True, "returns_input": True}

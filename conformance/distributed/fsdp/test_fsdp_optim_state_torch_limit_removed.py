@@ -336,7 +336,7 @@ def there_and_back_as_dtensors(scene: Scene) -> dict[str, Any]:
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.dtensor_without_mesh")
-@pytest.mark.deviation("optim_state.dtensor_without_mesh")
+@pytest.mark.deviation("fsdp.dtensor_without_mesh")
 @several_ranks
 def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
@@ -482,7 +482,7 @@ def received(scene: Scene, way: StateDictMethod) -> dict[str, int]:
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
-@pytest.mark.deviation("optim_state.bytes_received")
+@pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
 @flat_or_originals
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> None:
@@ -496,7 +496,7 @@ def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> No
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.bytes_received")
-@pytest.mark.deviation("optim_state.bytes_received")
+@pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
 @flat_or_originals
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_rank0_only_saving_sends_states_to_first_rank_only(cpu_twins: Twins, setup: Setup) -> None:

@@ -114,7 +114,7 @@ def test_single_parameter_steps_in_backward(cpu_twins: Twins, strategy: str) -> 
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.stepping_hooks")
-@pytest.mark.deviation("fsdp.one_steps_in_backward")
+@pytest.mark.deviation("fsdp.stepping_hooks")
 @sharded_or_not
 def test_single_parameter_steps_in_backward_while_others_accumulate(cpu_twins: Twins, strategy: str) -> None:
     arguments = {"by": "torch", "of": 1, "strategy": strategy, "use_orig_params": True}

@@ -117,7 +117,7 @@ def _placements(scene: Scene, saved: Mapping[str, Any], *, offloads: bool) -> li
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.shards_said_to_be_on_the_cpu")
+@pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
@@ -129,7 +129,7 @@ def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, 
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.shards_said_to_be_on_the_cpu")
+@pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.parametrize(
     "way",
     [
@@ -156,7 +156,7 @@ def devices_of_states(scene: Scene, *, way: StateDictMethod) -> set[str]:
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("optim_state.whole_states_that_are_offloaded")
+@pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_that_are_not_sharded_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
     twins.deviate(
@@ -182,7 +182,7 @@ def judge_placement(twins: Twins, program: Program, offloads: bool, **arguments:
 
 
 @clause("distributed.fsdp.fsdp_state_dict.placed")
-@pytest.mark.deviation("fsdp.flat_parameters_that_are_offloaded")
+@pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_of_flat_parameters_are_offloaded(twins: Twins) -> None:
     twins.deviate(
@@ -411,7 +411,7 @@ def seen_by_a_hook(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks_of_parts")
-@pytest.mark.deviation("fsdp.hooks_see_no_wholes")
+@pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
 @pytest.mark.world_sizes(fewest=2)
 def test_sharded_state_dict_hooks_see_no_full_values(cpu_twins: Twins) -> None:
     cpu_twins.deviate(

@@ -392,7 +392,7 @@ def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads_together")
-@pytest.mark.deviation("fsdp.load_beside_tensor_parallelism")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_loads_on_all_ranks_or_on_none(twins_of: TwinsOf) -> None:
     we_do = each(lambda value: value == "RuntimeError, unchanged: True")
     deviate(twins_of, fit, _FLAT, {"rank_at_fault": 1}, we_do=we_do)

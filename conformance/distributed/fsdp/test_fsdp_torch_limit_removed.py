@@ -122,7 +122,7 @@ def test_wrapping_needs_no_accelerator(twins: Twins, device: str) -> None:
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrant_regions")
-@pytest.mark.deviation("fsdp.reentrant_regions")
+@pytest.mark.deviation("fsdp.reentrance_anywhere")
 @both_kinds
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_reentrant_regions_follow_each_other_in_a_unit(

@@ -147,7 +147,7 @@ def states_without_elements(scene: Scene) -> dict[str, Any]:
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_elements")
-@pytest.mark.deviation("fsdp.unsharded_without_elements")
+@pytest.mark.deviation("fsdp.without_elements")
 def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None:
     expected = {"gradients": [(4, 3), (4,), (0, 4)], "saved": ["0.bias", "0.weight", "1.weight"]}
     cpu_twins.deviate(
@@ -196,7 +196,7 @@ def computed_again_in_low_precision(scene: Scene, *, around: str) -> list[dict[s
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computed_again_in_low_precision")
-@pytest.mark.deviation("fsdp.computed_again_in_low_precision")
+@pytest.mark.deviation("fsdp.recomputed_without_cast")
 @pytest.mark.parametrize("around", ["unit", "root"])
 def test_recomputed_unit_casts_its_inputs(cpu_twins: Twins, around: str) -> None:
     cpu_twins.deviate(

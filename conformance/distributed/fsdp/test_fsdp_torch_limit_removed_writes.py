@@ -126,7 +126,7 @@ def inferred_first(trainer: WritingTrainer) -> list[torch.Tensor]:
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.writes_are_seen")
-@pytest.mark.deviation("fsdp.written_behind_counters")
+@pytest.mark.deviation("fsdp.step_after_evaluation")
 @each_wrapping
 @any_of(
     exchanged_in_place,

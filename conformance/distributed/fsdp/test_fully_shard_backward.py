@@ -137,7 +137,7 @@ def _register_hooks(model: nn.Module, events: list[str]) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.hooks_on_gradients")
-@pytest.mark.deviation("fully_shard.hooks_on_gradients")
+@pytest.mark.deviation("fsdp.hooks_on_gradients")
 @pytest.mark.parametrize("before", [False, True])
 def test_hooks_on_gradients_of_sharded_parameters_run(plain_twins: PlainTwins, before: bool) -> None:
     after_accumulation = [name for name, _ in blocks().named_parameters()]

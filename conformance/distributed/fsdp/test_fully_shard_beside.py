@@ -131,7 +131,7 @@ def without_elements_by_hand(shape: tuple[int, ...], has_weight: bool) -> list[A
 
 
 @clause("distributed.fsdp.fully_shard.without_elements")
-@pytest.mark.deviation("fully_shard.without_elements")
+@pytest.mark.deviation("fsdp.without_elements")
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize(("shape", "dim"), [((0, 4), 0), ((4, 0), 0), ((0, 4), 1)])
 def test_parameter_without_elements_trains(

@@ -260,7 +260,7 @@ def test_reduction_settings_of_replicas_take_effect(twins: Twins) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.gathered_in_vain")
-@pytest.mark.deviation("fully_shard.gathered_in_vain")
+@pytest.mark.deviation("fully_shard.unsharded_over_a_step")
 @pytest.mark.world_sizes(fewest=2)
 def test_unused_prefetch_is_gathered_again(twins: Twins) -> None:
     """The prefetched unit had already run in this forward, and no backward follows."""
@@ -343,7 +343,7 @@ def test_training_continues_after_exception(twins: Twins, calls: Sequence[UnitCa
 
 
 @clause("distributed.fsdp.fully_shard.reset_behind_a_backward")
-@pytest.mark.deviation("fully_shard.gradients_of_a_failed_backward")
+@pytest.mark.deviation("fully_shard.reset_of_accumulation")
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_of_a_failed_backward_are_gone(twins: Twins) -> None:
     """The user must clear gradients that the failed backward has already stored in `.grad`."""

@@ -144,7 +144,7 @@ def tied_in_two_models(scene: Scene) -> str:
 
 
 @clause("distributed.fsdp.fully_shard.tied_in_two_models")
-@pytest.mark.deviation("fully_shard.tied_in_two_models")
+@pytest.mark.deviation("fsdp.tied_in_two_units")
 def test_tying_across_models_is_refused(plain_twins: PlainTwins) -> None:
     plain_twins.deviate(tied_in_two_models, we_do=refuses("ValueError"))
 

@@ -198,25 +198,6 @@ def test_other_writes_do_not_warn(plain_twins: PlainTwins, how: str) -> None:
     plain_twins.agree(data_assigned, how=how)
 
 
-_BY_INPUTS = pytest.mark.parametrize("by", ["inputs", "grad"])
-
-
-@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
-@pytest.mark.deviation("fully_shard.gradients_by_inputs")
-@_BY_INPUTS
-def test_forward_after_gradients_by_inputs_warns(plain_twins: PlainTwins, by: str) -> None:
-    _warns_without_gradients(plain_twins, by=by, is_flat=False)
-
-
-@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
-@pytest.mark.deviation("fsdp.gradients_by_inputs")
-@_BY_INPUTS
-def test_forward_after_gradients_of_original_parameters_by_inputs_warns(
-    plain_twins: PlainTwins, by: str
-) -> None:
-    _warns_without_gradients(plain_twins, by=by, is_flat=True)
-
-
 def gradients_by_inputs(scene: Scene, by: str, is_flat: bool) -> dict[str, Any]:
     """Compute gradients by `by`, step, and run a forward. Return the warnings and the number of gradients."""
     model = blocks()
@@ -245,13 +226,18 @@ def gradients_by_inputs(scene: Scene, by: str, is_flat: bool) -> dict[str, Any]:
     }
 
 
-def _warns_without_gradients(plain_twins: PlainTwins, **arguments: Any) -> None:
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.deviation("fsdp.gradients_by_inputs")
+@pytest.mark.parametrize("by", ["inputs", "grad"])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_forward_after_gradients_by_inputs_warns(plain_twins: PlainTwins, by: str, is_flat: bool) -> None:
     def is_warned(value: Any) -> bool:
         return len(value["warned"]) == 1 and "call loss.backward()" in value["warned"][0]
 
     plain_twins.deviate(
         gradients_by_inputs,
-        **arguments,
+        by=by,
+        is_flat=is_flat,
         torch_does=each(lambda value: value == {"warned": [], "grads": 0}),
         we_do=each(is_warned),
     )
@@ -275,7 +261,7 @@ def optimizer_made_before(scene: Scene, is_replaced: bool) -> Any:
 
 
 @clause("distributed.fsdp.fully_shard.optimizer_made_before")
-@pytest.mark.deviation("fully_shard.optimizer_made_before")
+@pytest.mark.deviation("fsdp.optimizer_made_before")
 def test_step_of_optimizer_made_before_sharding_is_an_error(plain_twins: PlainTwins) -> None:
     plain_twins.deviate(
         optimizer_made_before,

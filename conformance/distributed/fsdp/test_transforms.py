@@ -143,7 +143,7 @@ def test_backward_after_forward_transform_reaches_parameters(
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
-@pytest.mark.deviation("fully_shard.backward_after_transforms")
+@pytest.mark.deviation("fsdp.backward_after_transforms")
 @resharded_or_not
 @differentiable_or_not
 @pytest.mark.parametrize("name", REVERSE)
@@ -290,7 +290,7 @@ def linearized(scene: Scene, reshards: bool) -> list[list[Tensor]]:
 
 
 @clause("distributed.fsdp.fully_shard.linearize")
-@pytest.mark.deviation("fully_shard.linearize")
+@pytest.mark.deviation("fsdp.linearize")
 @resharded_or_not
 def test_linearize_gives_the_derivative_of_unsharded_model(plain_twins: PlainTwins, reshards: bool) -> None:
     plain_twins.deviate(linearized, reshards=reshards, we_do=each(_is_linearized_like_unsharded))

@@ -96,7 +96,7 @@ def test_wrapped_already(compare: Compare, policy: Policy) -> None:
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.shared")
-@pytest.mark.deviation("fsdp.shared_module_is_one_unit")
+@pytest.mark.deviation("fsdp.shared_is_one")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("parents", ["one", "two"])
@@ -123,7 +123,7 @@ def test_shared_module_is_one_unit(
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.shared")
-@pytest.mark.deviation("fsdp.shared_parameter_is_one")
+@pytest.mark.deviation("fsdp.shared_is_one")
 @pytest.mark.parametrize("policy", LINEAR_UNITS, ids=["a class", "a function"])
 def test_parameter_shared_by_two_units_is_stored_once(deviation: DeviationJudge, policy: Policy) -> None:
     def probe(library: Library) -> int:
@@ -137,7 +137,7 @@ def test_parameter_shared_by_two_units_is_stored_once(deviation: DeviationJudge,
 
 
 @clause("distributed.fsdp.wrap.auto_wrap.frozen")
-@pytest.mark.deviation("fsdp.frozen_in_part_by_policy")
+@pytest.mark.deviation("fsdp.frozen_in_part")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_partly_frozen_module_is_wrapped_by_policy(deviation: DeviationJudge, use_orig_params: bool) -> None:
     def probe(library: Library) -> tuple[str, list[str], bool]:
