@@ -78,7 +78,7 @@ def test_odd_parameters(compare: Compare, device: str, kind: str) -> None:
 
 
 @clause("amp.grad_scaler.unscale_.parameters")
-@pytest.mark.deviation("grad_scaler.shared_memory_in_turn")
+@pytest.mark.deviation("clip_grad.shared_memory_in_turn")
 def test_memory_shared_by_gradients_is_divided_for_each(deviation: DeviationJudge, device: str) -> None:
     """torch's operator on CUDA may read an element for both gradients before it writes it."""
 

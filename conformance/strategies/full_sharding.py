@@ -117,7 +117,7 @@ def _is_right_in_torch(calls: list[UnitCall]) -> bool:
     torch does not in these cases:
         A unit is prefetched that has already run and awaits no backward: deviation fully_shard.unsharded_over_a_step.
         Parameters are loaded during an all-gather.
-        Parameters are loaded between a forward and its backward: deviation fully_shard.stepped_before_backward.
+        Parameters are loaded between a forward and its backward: deviation fsdp.graphs_of_former_weights.
     """
     names_earlier = is_in_flight = awaits_backward = False
     for call in calls:

@@ -413,7 +413,7 @@ def _refused(scene: Scene, optimizer: torch.optim.Optimizer, load: Callable[[], 
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
-@pytest.mark.deviation("optim_state.one_rank_refuses")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @flat_or_originals
 @pytest.mark.parametrize(
     "fault", ["misshaped", *(pytest.param(fault, marks=FULL) for fault in ("unknown", "another optimizer"))]
@@ -451,7 +451,7 @@ def parts_that_differ(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
-@pytest.mark.deviation("optim_state.one_rank_refuses")
+@pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @several_ranks
 def test_parts_that_were_not_saved_together_are_refused(cpu_twins: Twins) -> None:
     def is_refused(value: Any) -> bool:

@@ -410,7 +410,7 @@ def test_calls_in_any_order_match_torch(twins: Twins, data: st.DataObject) -> No
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
-@pytest.mark.deviation("fully_shard.stepped_before_backward")
+@pytest.mark.deviation("fsdp.graphs_of_former_weights")
 def test_backward_after_load_raises(twins: Twins) -> None:
     """torch gathers the loaded weights and computes the gradients of the earlier forward with them."""
 

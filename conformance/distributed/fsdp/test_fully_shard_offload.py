@@ -105,7 +105,7 @@ def without_accelerator(scene: Scene, feature: str) -> torch.Tensor:
 
 
 @clause("distributed.fsdp.fully_shard.without_accelerator")
-@pytest.mark.deviation("fully_shard.without_accelerator")
+@pytest.mark.deviation("fsdp.without_accelerator")
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("feature", ["pinned", "divided"])
 def test_accelerator_features_work_on_cpu(plain_twins: PlainTwins, device: str, feature: str) -> None:

@@ -243,7 +243,7 @@ def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") ->
 
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
-@pytest.mark.deviation("fully_shard.dtypes_in_a_group")
+@pytest.mark.deviation("fsdp.several_dtypes")
 @pytest.mark.parametrize(
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )

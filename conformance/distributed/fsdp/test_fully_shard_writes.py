@@ -38,7 +38,7 @@ def stepped_before_backward(
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")
-@pytest.mark.deviation("fully_shard.stepped_before_backward")
+@pytest.mark.deviation("fsdp.graphs_of_former_weights")
 @pytest.mark.parametrize(
     ("stays_unsharded", "how"),
     [(False, {"fused": True}), (True, {"foreach": True}), (True, {"foreach": False})],

@@ -242,7 +242,7 @@ def substituted(scene: Scene, how: str, keeps: bool, inner_steps: int) -> list[d
 
 
 @clause("distributed.fsdp.fully_shard.functional_call")
-@pytest.mark.deviation("fully_shard.functional_call")
+@pytest.mark.deviation("fsdp.others_in_their_places")
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(("how", "inner_steps"), [("sharded", 0), ("sharded", 1), ("whole", 0), ("whole", 1)])
 def test_functional_call_computes_with_given_tensors(
