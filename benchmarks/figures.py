@@ -49,8 +49,8 @@ QUOTED = (
     Headline("`GradScaler.unscale_`, GPT-2's tensors", _COPIED),
     Headline("Captured AdamW step, GPT-2's tensors", "RatioCapturedStep[gpt2, fused, kept, cpu]"),
     Headline(
-        "Compiled AdamW step, 100 small tensors",
-        "RatioOptimizerCompiled[AdamW, 100x1k, cpu]",
+        "Compiled AdamW step, a small tensor",
+        "RatioOptimizerCompiled[AdamW, 1x1k, cpu]",
         "none: mostly guards",
     ),
     Headline("FSDP step, 21 M parameters, 2 ranks", "RatioFsdpStep[2, original, cpu]", _MATRIX_PRODUCTS),

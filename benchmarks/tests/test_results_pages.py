@@ -90,6 +90,10 @@ def test_page_shows_figures_and_movers() -> None:
     assert "Figures to quote" not in landing.page([])
 
 
+def test_figures_to_quote_are_measured_with_the_history() -> None:
+    assert {headline.case for headline in figures.QUOTED} <= landing.headlines().keys()
+
+
 def test_case_links_to_its_curve() -> None:
     assert LABELS["Clip[few]"].link("amd-epyc") == (
         "asv.html#bench_clip.Clip.track_ratio_vs_torch?machine=amd-epyc&p-shapes=%27few%27"
