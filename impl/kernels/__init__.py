@@ -36,29 +36,34 @@ from impl.kernels._dispatch import backend, flag_if_free_to_read
 from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
+from impl.kernels._native import chunk_power
 from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, list_layout
+from impl.kernels._native.norm import ChunkSquares
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._parameters import Parameters
 from impl.kernels._spans import is_profiled, span
 from impl.kernels._storage_order import OVERLAP, match_layout, overlaps_itself
 from impl.kernels.checked_norm import StepNumbers, checked_norm, nonfinite_flag, step_numbers
 from impl.kernels.clamp import clamp_
-from impl.kernels.fused_step import UpdateBackend, fused_step_
+from impl.kernels.fused_step import NATIVE, UpdateBackend, fused_step_
 from impl.kernels.norm import total_norm
 from impl.kernels.rules import NARROW_STATES, RULES, AdagradRule, AdamRule, Rule, SGDRule
 from impl.kernels.scale import clip_, clip_coefficient, scale_
 from impl.kernels.scale_update import update_scale_
 from impl.kernels.unscale import inverse, nonfinite_counts, unscale_, unscale_by_
+from impl.kernels.update_ahead import UpdateAhead, squares_of_chunks
 
 __all__ = [
     "KERNEL_DTYPES",
     "NARROW_STATES",
+    "NATIVE",
     "OVERLAP",
     "PLAIN_TYPES",
     "RULES",
     "AdagradRule",
     "AdamRule",
     "Addresses",
+    "ChunkSquares",
     "HostCopy",
     "ListLayout",
     "Parameters",
@@ -66,10 +71,12 @@ __all__ = [
     "SGDRule",
     "StepNumbers",
     "TensorList",
+    "UpdateAhead",
     "UpdateBackend",
     "are_on",
     "backend",
     "checked_norm",
+    "chunk_power",
     "clamp_",
     "clip_",
     "clip_coefficient",
@@ -96,6 +103,7 @@ __all__ = [
     "recognize_layout",
     "scale_",
     "span",
+    "squares_of_chunks",
     "step_numbers",
     "tensor_guards",
     "to_device",

@@ -44,14 +44,21 @@ class Parameters:
     def written(self) -> list[Tensor]:
         return [*chain(self.params, *self.states, self.low_precision_params)]
 
-    def at(self, index: int) -> Parameters:
-        """Return the parameter at `index` with all that belongs to it."""
-        place = slice(index, index + 1)
+    def count_write(self) -> None:
+        """Increment the version counters of tensors that autograd may have saved, which are not states."""
+        torch.autograd.graph.increment_version([*self.params, *self.low_precision_params])
+
+    def at(self, *indices: int) -> Parameters:
+        """Return the parameters at `indices` with all that belongs to them."""
+
+        def select(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensors[index] for index in indices] if tensors else []
+
         return Parameters(
-            self.params[place],
-            [state[place] for state in self.states],
-            self.steps[place],
-            self.low_precision_params[place],
+            select(self.params),
+            [select(state) for state in self.states],
+            select(self.steps),
+            select(self.low_precision_params),
         )
 
     def work_items(self) -> list[SmallParamBatch | LargeParam]:

@@ -1,6 +1,7 @@
 """Joint p-norm of a list of tensors and a check for inf and nan, in one read-only pass."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._dispatch import dispatch_for, requested_backend
 from impl.kernels._lists import are_on
 from impl.kernels._native.memory import TensorList
+from impl.kernels._native.norm import ChunkSquares
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels.norm import result_dtype, squares_by_library, total_norm
 
@@ -19,7 +21,11 @@ _TELLING = (1.0, 2.0, math.inf)
 
 @no_grad_fast
 def checked_norm(
-    tensors: TensorList, norm_type: float, dtype: torch.dtype | None = None, norm_T: Tensor | None = None
+    tensors: TensorList,
+    norm_type: float,
+    dtype: torch.dtype | None = None,
+    norm_T: Tensor | None = None,
+    known: Mapping[int, ChunkSquares] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the joint p-norm, like `total_norm`, and whether a tensor holds inf or nan.
 
@@ -29,6 +35,7 @@ def checked_norm(
         dtype: dtype of the norm, as in `total_norm`.
         norm_T: [T] f64 for T tensors, on that device, written: the norm of each tensor. The CPU library and Triton's
             kernels take it from the same pass, torch's operators from a second one.
+        known: sums of squares of some tensors' chunks, by the tensor's address. The CPU library reads only the others.
 
     Returns:
         The norm, like `total_norm`; and found_inf: f32, 0-dim, on that device, 1.0 if a tensor holds inf or nan, else
@@ -47,7 +54,7 @@ def checked_norm(
         if norm is not None:
             return norm, found_inf
     if dispatch.backend == "cpu_blocked" and norm_type == 2.0:
-        squares = squares_by_library(tensors, even_if_few=True, square_T=norm_T)
+        squares = squares_by_library(tensors, even_if_few=True, square_T=norm_T, known=known)
         if squares is not None:
             if norm_T is not None:
                 norm_T.sqrt_()

@@ -33,7 +33,7 @@ class UpdateBackend(NamedTuple):
     reason: str = ""
 
 
-_TRITON, _NATIVE = UpdateBackend("triton"), UpdateBackend("native")
+_TRITON, NATIVE = UpdateBackend("triton"), UpdateBackend("native")
 _NO_LIBRARY = UpdateBackend("cpu_blocked", "the CPU library was not built, or not requested")
 _NOT_IN_LIBRARY = UpdateBackend(
     "cpu_blocked", "the CPU library does not support the memory layout or the dtypes"
@@ -77,7 +77,8 @@ def fused_step_(
     if dispatch.backend == "cpu_blocked" and found_inf is None:
         library = cpu_library()
         if library is not None and fused_step(library, rule, parameters.memory, grads, factor):
-            return _NATIVE
+            parameters.count_write()
+            return NATIVE
         _step_cpu_blocked(rule, parameters, grads.tensors, factor)
         return _NO_LIBRARY if library is None else _NOT_IN_LIBRARY
     if changes_in_turn(parameters.written(), dispatch):

@@ -1,7 +1,7 @@
 """Joint p-norm of a list of tensors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from impl.kernels._by_dtype import by_dtype, takes_foreach
 from impl.kernels._dispatch import cpu_library, dispatch_for
 from impl.kernels._native.memory import TensorList
-from impl.kernels._native.norm import sum_of_squares
+from impl.kernels._native.norm import ChunkSquares, sum_of_squares
 from impl.kernels._no_grad_fast import no_grad_fast
 from impl.kernels._storage_order import flat_runs
 
@@ -81,15 +81,19 @@ def total_norm(tensors: TensorList, norm_type: float, dtype: torch.dtype | None 
 
 
 def squares_by_library(
-    tensors: TensorList, even_if_few: bool, square_T: Tensor | None = None
+    tensors: TensorList,
+    even_if_few: bool,
+    square_T: Tensor | None = None,
+    known: Mapping[int, ChunkSquares] | None = None,
 ) -> float | None:
     """Return the sum of squares in f64 on the CPU, or None if the CPU library is missing or cannot take the tensors.
 
     Args:
         square_T: [T] f64 for T tensors, written: the sum of squares of each tensor.
+        known: sums that were taken before, by the tensor's address.
     """
     library = cpu_library(None if even_if_few else tensors)
-    return None if library is None else sum_of_squares(library, tensors, square_T)
+    return None if library is None else sum_of_squares(library, tensors, square_T, known)
 
 
 def result_dtype(dtypes: set[torch.dtype]) -> torch.dtype:

@@ -21,7 +21,7 @@ from impl.kernels._lists import HALVES
 NUMBERS = ("lr", "weight_decay", "eps", "beta1", "beta2", "momentum", "dampening", "lr_decay")
 FLAGS = ("maximize", "decoupled", "nesterov", "is_first_step")
 # Result of `tandem_interface` in fused_step.c. Raise it with these, and with the arguments of any library function.
-INTERFACE = 6
+INTERFACE = 7
 
 
 # Dtype that all states of f32 parameters may have instead of f32. They are computed in f32 and rounded when stored.
@@ -56,6 +56,11 @@ class Rule:
     @staticmethod
     def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rule's hyperparameters, from a parameter group."""
+        raise NotImplementedError
+
+    @staticmethod
+    def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of a parameter's states in `optimizer.state`, in the order of `STATES`."""
         raise NotImplementedError
 
     @staticmethod
@@ -129,6 +134,10 @@ class AdamRule(Rule):
         }
 
     @staticmethod
+    def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+    @staticmethod
     def operator(
         params: list[Tensor], grads: list[Tensor], states: _States, steps: list[Tensor], more: dict[str, Any]
     ) -> None:
@@ -176,6 +185,10 @@ class SGDRule(Rule):
             "maximize": group["maximize"],
             "is_first_step": False,
         }
+
+    @staticmethod
+    def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     @staticmethod
     def operator(
@@ -228,6 +241,11 @@ class AdagradRule(Rule):
             "weight_decay": group["weight_decay"],
             "maximize": group["maximize"],
         }
+
+    @staticmethod
+    def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+        del group
+        return ("sum",)
 
     @staticmethod
     def operator(

@@ -23,8 +23,11 @@ from impl.kernels.rules import FLAGS, INTERFACE, NUMBERS
 
 # These constants are those of lists.h.
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CHUNK = 1 << 14  # minimum
 STATES = 3
+# A thread takes a chunk of elements at a time. Chunks of long lists are longer, because memory is faster if it is read
+# in long runs, but so many are left, for many threads and for some that are slower.
+CHUNK, _LONG_CHUNK = 1 << 14, 1 << 18
+_CHUNKS = 128
 # Up to this number of elements, more threads cost more than they save.
 _FEW = 1 << 15
 
@@ -56,12 +59,15 @@ class NativeUpdate(Structure):
         ("states", List * STATES),
         ("low_precision_params", List),
         ("steps", c_void_p),
+        ("before", List * (1 + STATES)),
+        ("restores", c_int64),
+        ("sums", c_void_p),
     )
 
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """Functions of the library. `lists` returns the first four arguments of those that work on lists."""
+    """Functions of the library. `lists` returns the first five arguments of those that work on lists."""
 
     sum_of_squares: Callable[..., float]
     clamp: Callable[..., None]
@@ -70,9 +76,27 @@ class NativeLibrary:
     addresses: Callable[..., int]
     region: int | None  # address of `GOMP_parallel`, or None for one thread
 
-    def lists(self, numels: Column) -> tuple[int | None, int, int, int]:
+    def lists(self, numels: Column, power: int | None = None) -> tuple[int | None, int, int, int, int]:
         few = self.region is None or numels.total <= _FEW
-        return self.region, 1 if few else torch.get_num_threads(), len(numels.numbers), numels.address
+        threads = 1 if few else torch.get_num_threads()
+        power = chunk_power(numels.total) if power is None else power
+        return self.region, threads, power, len(numels.numbers), numels.address
+
+
+def chunk_power(total: int) -> int:
+    """Return the power of two that a chunk's elements are, in a list of `total` elements.
+
+    It depends on the list alone, so that sums in the order of the chunks do not depend on the threads.
+    """
+    chunk = CHUNK
+    while chunk < _LONG_CHUNK and total // (2 * chunk) >= _CHUNKS:
+        chunk *= 2
+    return chunk.bit_length() - 1
+
+
+def chunk_counts(numels: Iterable[int], power: int) -> list[int]:
+    """Return the number of chunks of each tensor."""
+    return [-(-numel >> power) for numel in numels]
 
 
 # PYFUNCTYPE holds the GIL, because torch's function that it calls works on Python objects.
@@ -97,11 +121,11 @@ def library() -> NativeLibrary | None:
         return None
 
     def function(name: str, result: Any, *arguments: Any) -> Any:
-        typed = ctypes.CFUNCTYPE(result, c_void_p, c_int64, c_int64, c_void_p, *arguments)
+        typed = ctypes.CFUNCTYPE(result, c_void_p, c_int64, c_int64, c_int64, c_void_p, *arguments)
         return typed((f"tandem_{name}", loaded))
 
     return NativeLibrary(
-        function("sum_of_squares", c_double, List, c_void_p, c_void_p),
+        function("sum_of_squares", c_double, List, c_void_p, c_void_p, c_void_p),
         function("clamp", None, List, c_double, c_double),
         function("scale", None, List, c_float),
         function("fused_step", None, POINTER(NativeUpdate)),

@@ -47,9 +47,9 @@ FOR_EACH_CPU static void clamp_chunks(void *job)
 }
 
 void tandem_clamp(
-    region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, double low, double high)
+    region *parallel, int64_t threads, int64_t power, int64_t count, const int64_t *numels, struct list list, double low, double high)
 {
     struct clamping job = {
-        chunks_of(threads, count, numels), list, held((float)low, list.dtype), held((float)high, list.dtype)};
+        {threads, power, count, numels, 0}, list, held((float)low, list.dtype), held((float)high, list.dtype)};
     in_parallel(parallel, threads, clamp_chunks, &job);
 }

@@ -3,7 +3,7 @@
 #include "lists.h"
 
 /* What the loader asks for first, so that it never calls a library that was built from other sources. */
-int64_t tandem_interface(void) { return 6; }
+int64_t tandem_interface(void) { return 7; }
 
 enum rule { ADAM, SGD, ADAGRAD };
 
@@ -24,6 +24,10 @@ struct update {
     float factor; /* that gradients are multiplied by */
     struct list params, grads, states[STATES], low_precision_params;
     const float *const *steps; /* of each tensor, this update counted; null where the rule does not count */
+    /* Parameters and states from before the update, which it saves, or begins from if `restores`; or no lists. */
+    struct list before[1 + STATES];
+    int64_t restores;
+    double *sums; /* of the gradients' squares, one a chunk; null: they are not taken */
 };
 
 struct job {
@@ -193,6 +197,31 @@ INLINE void apply(
         adagrad(s, b, pace, dtype, stored);
 }
 
+/* Past the caches, for copies that nobody reads soon. */
+INLINE void stream(char *restrict to, const char *restrict from, int64_t bytes)
+{
+    int64_t i = 0;
+#if defined(__x86_64__)
+    if ((uintptr_t)to % sizeof(__m128i) == 0)
+        for (; i + (int64_t)sizeof(__m128i) <= bytes; i += sizeof(__m128i))
+            _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+#endif
+    memcpy(to + i, from + i, (size_t)(bytes - i));
+}
+
+INLINE void save_or_restore(const struct update *u, int64_t tensor, int64_t start, int64_t n)
+{
+    for (int list = 0; list < 1 + STATES; list++) {
+        const struct list before = u->before[list], now = list ? u->states[list - 1] : u->params;
+        if (!before.tensors)
+            continue;
+        if (u->restores)
+            memcpy(at(now, tensor, start), at(before, tensor, start), (size_t)(n * BYTES[now.dtype]));
+        else
+            stream(at(before, tensor, start), at(now, tensor, start), n * BYTES[now.dtype]);
+    }
+}
+
 INLINE void update_opened(const struct update *u, struct pace pace, int64_t tensor, int64_t start, int64_t n)
 {
     float params[BLOCK], grads[BLOCK], states[STATES][BLOCK];
@@ -230,8 +259,12 @@ FOR_EACH_CPU static void update_chunks(void *given)
     for (struct chunk mine = {0}; take(&job->chunks, &mine);) {
         if (u->steps && *u->steps[mine.tensor] != pace.step)
             pace = pace_of(&u->settings, *u->steps[mine.tensor]);
+        double lanes[LANES] = {0};
         for (int64_t start = mine.start; start < mine.stop; start += BLOCK) {
             const int64_t n = block_at(&mine, start);
+            save_or_restore(u, mine.tensor, start, n);
+            if (u->sums)
+                add_squares_at(lanes, u->grads, mine.tensor, start, n);
             if (is_bf16)
                 update_in_place(u, pace, mine.tensor, start, n, BF16);
             else if (has_bf16_states)
@@ -239,13 +272,19 @@ FOR_EACH_CPU static void update_chunks(void *given)
             else
                 update_opened(u, pace, mine.tensor, start, n);
         }
+        if (u->sums)
+            u->sums[mine.number] = sum_of(lanes);
     }
+#if defined(__x86_64__)
+    _mm_sfence(); /* streamed copies are not ordered with what this thread does next */
+#endif
 }
 
 /* Update parameters, states and copies. No tensor that is written may share memory with another one. */
 void tandem_fused_step(
-    region *parallel, int64_t threads, int64_t count, const int64_t *numels, const struct update *update)
+    region *parallel, int64_t threads, int64_t power, int64_t count, const int64_t *numels,
+    const struct update *update)
 {
-    struct job job = {chunks_of(threads, count, numels), update};
+    struct job job = {{threads, power, count, numels, 0}, update};
     in_parallel(parallel, threads, update_chunks, &job);
 }

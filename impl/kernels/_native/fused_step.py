@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from impl.kernels._native import CODES, STATES, Column, List, NativeLibrary, NativeUpdate, Settings
 from impl.kernels._native.memory import Addresses, TensorList, Tensors, memory_of
+from impl.kernels._native.norm import ChunkSquares
 from impl.kernels._storage_order import match_layout
 from impl.kernels._table import are_disjoint, host_int64
 from impl.kernels.rules import FLAGS, NARROW_STATES, NUMBERS, Rule
@@ -134,10 +136,41 @@ class UpdateMemory:
         )
 
 
-def fused_step(
-    library: NativeLibrary, rule: Rule, memory: UpdateMemory, grads: TensorList, factor: Tensor
+@dataclass(frozen=True)
+class SavedTensors:
+    """Memory for the contents of an update's parameters and states.
+
+    Args:
+        lists: tensors like those of `UpdateMemory.lists`.
+    """
+
+    lists: Sequence[Sequence[Tensor]]
+
+    @cached_property
+    def columns(self) -> list[Column]:
+        return [Column(map(Tensor.data_ptr, tensors)) for tensors in self.lists]
+
+
+@dataclass(frozen=True)
+class UpdateExtras:
+    """Additional work of an update."""
+
+    saved: SavedTensors
+    restores: bool = False  # begins from the saved contents, and saves nothing
+    squares: ChunkSquares | None = None  # overwritten by those of the gradients
+
+
+def fused_step(  # noqa: PLR0913  the optional argument is of one caller
+    library: NativeLibrary,
+    rule: Rule,
+    memory: UpdateMemory,
+    grads: TensorList,
+    factor: Tensor | float,
+    extras: UpdateExtras | None = None,
 ) -> bool:
     """Update the tensors of `memory` by `rule` from gradients times `factor`, like `impl.kernels.fused_step_`.
+
+    The version counters of the parameters stay the same.
 
     Args:
         grads: if their layout is known, it is that of the parameters, and the addresses of `memory` have not changed
@@ -171,9 +204,14 @@ def fused_step(
         copies,
         None if places.steps is None else places.steps.address,
     )
-    library.fused_step(*library.lists(places.numels), byref(update))
-    # autograd may have saved parameters and copies, but never states.
-    torch.autograd.graph.increment_version([*memory.params, *memory.low_precision_params])
+    if extras is not None:
+        pairs = zip(extras.saved.columns, [own, *[stored] * len(places.states)], strict=True)
+        update.before = (List * (1 + STATES))(*[List(column.address, code) for column, code in pairs])
+        update.restores = extras.restores
+    power = None
+    if extras is not None and extras.squares is not None:
+        power, update.sums = extras.squares.power, extras.squares.sums.buffer_info()[0]
+    library.fused_step(*library.lists(places.numels, power), byref(update))
     return True
 
 

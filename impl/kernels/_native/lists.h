@@ -24,11 +24,9 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    CHUNK = 14,      /* a thread takes two to this power of elements at a time, of long lists up to */
-    LONG_CHUNK = 18, /* this, as memory is faster where it is read in long runs */
-    CHUNKS = 128,    /* so many are left, for many threads, and for some that are slower */
-    BLOCK = 1 << 9,  /* elements that stay in the first-level cache while they are worked on */
-    LINE = 64,       /* bytes that memory gives at once */
+    BLOCK = 1 << 9, /* elements that stay in the first-level cache while they are worked on */
+    LINE = 64,      /* bytes that memory gives at once */
+    LANES = 32,     /* partial sums of a chunk's squares */
 };
 
 enum dtype { F32, BF16, F16 };
@@ -44,22 +42,11 @@ struct list {
 
 struct chunks {
     int64_t threads;
+    int64_t power; /* of two, that a chunk's elements are */
     int64_t count; /* of tensors */
     const int64_t *numels;
-    int64_t power; /* of two, that a chunk's elements are */
     _Atomic int64_t next;
 };
-
-/* How long chunks are depends on the list alone, so that sums in their order do not depend on the threads. */
-static inline struct chunks chunks_of(int64_t threads, int64_t count, const int64_t *numels)
-{
-    int64_t total = 0, power = CHUNK;
-    for (int64_t tensor = 0; tensor < count; tensor++)
-        total += numels[tensor];
-    while (power < LONG_CHUNK && total >> (power + 1) >= CHUNKS)
-        power++;
-    return (struct chunks){threads, count, numels, power, 0};
-}
 
 INLINE int64_t chunks_in(const struct chunks *all, int64_t tensor)
 {
@@ -253,6 +240,39 @@ INLINE float *opened(float *buffer, struct list list, int64_t tensor, int64_t st
         return (float *)from;
     widen(buffer, (const uint16_t *)from, list.dtype, n);
     return buffer;
+}
+
+/* Adds the squares of a block to the sums of its chunk. */
+INLINE void add_squares(double *lanes, const void *elements, int64_t n, enum dtype dtype)
+{
+    const int64_t whole = n - n % LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            const double value = element(elements, i + lane, dtype);
+            lanes[lane] += value * value;
+        }
+    for (int64_t i = whole; i < n; i++) {
+        const double value = element(elements, i, dtype);
+        lanes[i - whole] += value * value;
+    }
+}
+
+INLINE void add_squares_at(double *lanes, struct list list, int64_t tensor, int64_t start, int64_t n)
+{
+    float buffer[BLOCK];
+    if (list.dtype == BF16)
+        add_squares(lanes, at(list, tensor, start), n, BF16);
+    else
+        add_squares(lanes, opened(buffer, list, tensor, start, n), n, F32);
+}
+
+/* In pairs, of which a processor adds several at once. */
+INLINE double sum_of(double *lanes)
+{
+    for (int64_t half = LANES / 2; half > 0; half /= 2)
+        for (int64_t lane = 0; lane < half; lane++)
+            lanes[lane] += lanes[lane + half];
+    return lanes[0];
 }
 
 INLINE void put_back(struct list list, const float *values, int64_t tensor, int64_t start, int64_t n)

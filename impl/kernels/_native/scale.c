@@ -34,8 +34,8 @@ FOR_EACH_CPU static void scale_chunks(void *job)
 }
 
 void tandem_scale(
-    region *parallel, int64_t threads, int64_t count, const int64_t *numels, struct list list, float factor)
+    region *parallel, int64_t threads, int64_t power, int64_t count, const int64_t *numels, struct list list, float factor)
 {
-    struct scaling job = {chunks_of(threads, count, numels), list, factor};
+    struct scaling job = {{threads, power, count, numels, 0}, list, factor};
     in_parallel(parallel, threads, scale_chunks, &job);
 }
