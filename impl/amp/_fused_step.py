@@ -33,6 +33,7 @@ from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, shardings_of
 from impl.optim._step_checks import check_step
+from impl.optim._updates_ahead import UpdatesAhead
 
 _Optimizer = torch.optim.Optimizer
 
@@ -64,6 +65,7 @@ class FusedStepOptions:
     norm_type: float
     low_precision_params: Sequence[Tensor]
     keeps_norms: bool = False  # whether the result has the norm of each parameter's gradient
+    ahead: UpdatesAhead | None = None  # updates that were applied while the backward ran
 
     def __post_init__(self) -> None:
         if not self.max_norm > -math.inf:
@@ -139,7 +141,9 @@ def fused_step(
                 joint = _joint_norm_and_found_inf(step, grads_of, are_scaled)
                 norm, norms, local_found_inf, global_found_inf, numbers = joint
                 if numbers is not None:
-                    served = step_by(optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken)
+                    served = step_by(
+                        optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken, options.ahead
+                    )
                     return FusedStepResult(
                         numbers.norm, norms, local_found_inf, global_found_inf, None, served
                     )
@@ -151,7 +155,9 @@ def fused_step(
                 served: list[Served] = []
                 if not found_inf:
                     factor = _grad_factor(options, norm, inv_scale)
-                    served = step_by(optimizer, updates, factor, flag if found_inf is None else None)
+                    served = step_by(
+                        optimizer, updates, factor, flag if found_inf is None else None, None, options.ahead
+                    )
                 taken = None if found_inf is None else not found_inf
                 return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served)
         except NoFusedUpdate as error:
@@ -169,6 +175,8 @@ def fused_step(
 def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult:
     """Unscale and clip the gradients in place, then call `optimizer.step()`."""
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
+    if options.ahead is not None:
+        options.ahead.undo()
     with _upcast_grads(step.params, options.low_precision_params):
         if step.scale is not None and step.known_found_inf is None:
             scaler.unscale_(optimizer)
@@ -323,7 +331,8 @@ def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
     nonempty = TensorList([grad for grad in grads.tensors if grad.numel()]) if has_empty else grads
     for device, batch in nonempty.by_device().items():
         norm_T = None if step.norms is None else step.norms.room_for(batch)
-        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype, norm_T)
+        known = None if step.options.ahead is None else step.options.ahead.squares
+        norm, flag = kernels.checked_norm(batch, norm_type, step.norm_dtype, norm_T, known)
         if device in local_found_inf:
             flag = torch.maximum(local_found_inf[device], flag)
         local_found_inf[device] = flag

@@ -31,11 +31,14 @@ from impl.amp._opt_state import (
 
 # Pickles of torch's scalers look this name up.
 from impl.amp._opt_state import refresh_per_optimizer_state as _refresh_per_optimizer_state
+from impl.amp._overlapped_step import OverlappedStep
 from impl.amp._step_reports import StepReports
 from impl.kernels import to_device
+from impl.optim._fused_updates import rule_of
 from impl.optim._refusals import check_has_param_groups, describe_names
 from impl.optim._shards import Norms, member_groups
 from impl.optim._step_checks import check_step
+from impl.optim._updates_ahead import UpdatesAhead
 
 __all__ = ["GradScaler", "OptState"]
 
@@ -73,7 +76,7 @@ class GradScaler(StepReports):
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
         gradients raise. New: `max_skipped_steps`, `fused_step`, `explain`, `found_inf`, `step_was_taken`,
-        `nonfinite_parameters`, `gradient_norms`, `microbatch`, `skipped_microbatches`.
+        `nonfinite_parameters`, `gradient_norms`, `microbatch`, `skipped_microbatches`, `overlapped_step`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -99,6 +102,8 @@ class GradScaler(StepReports):
     _has_peers: bool = False
     # If False, float16 gradients raise, because their unscaled values may vanish.
     _unscales_fp16: bool = False
+    # Set while `overlapped_step` calls `fused_step`.
+    _updates_ahead: UpdatesAhead | None = None
 
     def __init__(  # noqa: PLR0913  torch's six
         self,
@@ -296,7 +301,7 @@ class GradScaler(StepReports):
         """
         check_has_param_groups(optimizer)
         options = _fused_step.FusedStepOptions(
-            float(max_norm), float(norm_type), tuple(low_precision_params), keep_norms
+            float(max_norm), float(norm_type), tuple(low_precision_params), keep_norms, self._updates_ahead
         )
         if not self._enabled:
             step_result = _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None)
@@ -321,6 +326,58 @@ class GradScaler(StepReports):
         if update:
             self.update()
         return step_result.norm
+
+    @contextmanager
+    def overlapped_step(
+        self, optimizer: _Optimizer, max_norm: float = math.inf, *, update: bool = True
+    ) -> Generator[OverlappedStep]:
+        """Context manager around a backward, which calls `fused_step` at its end and updates during the backward.
+
+        Parameters that FSDP keeps on the host (`CPUOffload`, `CPUOffloadPolicy`) are updated unit by unit, as their
+        gradients arrive, while the device computes the gradients of earlier units. The result is that of `fused_step`
+        to the bit: an update assumes that the gradients need no clipping and hold no inf or nan. If that turns out to
+        be wrong, it is repeated from a copy of the earlier values, or undone. The copy takes as much memory as the
+        parameters and the optimizer's states. `docs/fused-step.md` has the details and costs.
+
+        Run the last backward of an iteration inside, and nothing that reads the parameters after it. If an exception
+        leaves the region, the parameters and states are as before, and no step is taken.
+
+        Args:
+            optimizer, max_norm, update: as for `fused_step`.
+        Returns:
+            An object that has the norm, and the numbers of elements that were updated early, after the region.
+        Raises:
+            RuntimeError: the region is inside of another one for the same parameters; the optimizer is stepped inside;
+                or see `fused_step`.
+            TypeError, AssertionError, ValueError: as `fused_step`.
+        Sync: the host waits for the gradients of each unit in turn, and at the end as `fused_step`.
+        Collectives: those of `fused_step`.
+        Source: torch has no such method.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.AdamW([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu")
+        >>> with scaler.overlapped_step(optimizer, max_norm=1.0) as step:
+        ...     scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> step.norm
+        tensor(5.)
+        """
+        check_has_param_groups(optimizer)
+        _fused_step.FusedStepOptions(float(max_norm), 2.0, ())
+        rule = rule_of(optimizer)
+        factor = self._assumed_factor() if rule is not None else None
+        ahead = UpdatesAhead(optimizer, rule, factor, float(max_norm))
+        ahead.begin()
+        result = OverlappedStep()
+        try:
+            yield result
+            ahead.end()
+            self._updates_ahead = ahead
+            norm = self.fused_step(optimizer, max_norm, update=update)
+        finally:
+            self._updates_ahead = None
+            ahead.undo()
+        result.finish(norm, ahead)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale for the next iteration. Call it once, after the last `step`.
@@ -670,6 +727,15 @@ class GradScaler(StepReports):
     def _accumulation_of(self, optimizer: _Optimizer) -> Accumulation | None:
         state = self._per_optimizer_states.get(id(optimizer)) if self._enabled else None
         return None if state is None else state.get("accumulation") or None
+
+    def _assumed_factor(self) -> kernels.HostCopy | float | None:
+        """Return the factor of gradients that are not clipped, or None if it is not known yet."""
+        if not self._enabled:
+            return 1.0
+        scale = self._get_scale_async()
+        if scale is None or not kernels.has_host_copies(scale.device):
+            return None
+        return kernels.HostCopy(kernels.inverse(scale))
 
     def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor:
         """Return the scale of the accumulated gradients, which may lack microbatches."""

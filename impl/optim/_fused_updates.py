@@ -41,6 +41,7 @@ from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cac
 from impl.optim._refusals import optimizer_name
 from impl.optim._shards import local_part
 from impl.optim._step_checks import has_step_pre_hooks
+from impl.optim._updates_ahead import UpdatesAhead
 
 _TORCHS = str(Path(torch.optim.__file__).parent)
 
@@ -82,7 +83,12 @@ class Update:
     first_momenta: Sequence[Tensor] = ()
 
     def apply(
-        self, optimizer: Optimizer, factor: Tensor, found_inf: Tensor | None, taken: Tensor | None
+        self,
+        optimizer: Optimizer,
+        factor: Tensor,
+        found_inf: Tensor | None,
+        taken: Tensor | None,
+        ahead: UpdatesAhead | None,
     ) -> UpdateBackend | None:
         """Step with gradients times `factor`, unless `found_inf` is 1.0. None means that it is known to be 0.0.
 
@@ -90,6 +96,7 @@ class Update:
             optimizer: owns the parameters.
             factor, found_inf: on any device.
             taken: 1 - `found_inf`, if the caller has it: f32, 0-dim, on the parameters' device.
+            ahead: the updates that were applied before the norm was known.
 
         Returns:
             The backend, or None if the host has found out that the step is skipped.
@@ -115,12 +122,20 @@ class Update:
         rule = self.rule(**settings)
         counters = self.bucket.counters
         counters.advance(taken)
-        backend = fused_step_(rule, self.parameters, self.grads, factor, found_inf)
+        if ahead is not None and found_inf is None and self.bucket.device.type == "cpu":
+            backend = ahead.finish(self, rule, factor)
+        else:
+            backend = fused_step_(rule, self.parameters, self.grads, factor, found_inf)
         if found_inf is not None and taken is None:
             counters.undo_advance(found_inf)
         for param, momentum in zip(self.params, self.first_momenta, strict=False):
             optimizer.state[param][self.rule.LATE_STATE] = momentum
         return backend
+
+
+def rule_of(optimizer: Optimizer) -> type[Rule] | None:
+    """Return the rule of the optimizer's fused update, or None if it has none."""
+    return _RULE_OF[type(optimizer)] if has_fused_update(optimizer) else None
 
 
 def has_fused_update(optimizer: Optimizer) -> bool:
@@ -164,12 +179,13 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
         lists.list_cache.let_go_of_gradients()
 
 
-def step_by(
+def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
     optimizer: Optimizer,
     updates: Sequence[Update],
     factor: Tensor,
     found_inf: Tensor | None,
     taken: Tensor | None = None,
+    ahead: UpdatesAhead | None = None,
 ) -> list[Served]:
     """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step.
 
@@ -182,7 +198,7 @@ def step_by(
         """Apply the group's updates instead of `_init_group`, and leave `step` nothing to do."""
         for update in updates:
             if update.group is group:
-                backend = update.apply(optimizer, factor, found_inf, taken)
+                backend = update.apply(optimizer, factor, found_inf, taken, ahead)
                 if backend is not None:
                     served.append(Served(update.params, *backend))
         return _RULE_OF[type(optimizer)].NOTHING_LEFT

@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters that a scaler sets aside while a microbatch runs.
+"""Gradients of sharded parameters that a scaler sets aside while a microbatch runs, or gets during a backward.
 
 A unit of sharded parameters holds `.grad`, and gradients of backwards without synchronisation. The units register here,
 so that a scaler finds those of an optimizer.
@@ -6,7 +6,7 @@ so that a scaler finds those of an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -21,6 +21,29 @@ class HeldGradient(NamedTuple):
 
 
 HeldGradients = dict[Hashable, HeldGradient]
+
+
+class GradientReceiver(Protocol):
+    """Object that gets gradients while the backward still runs."""
+
+    def receive(
+        self,
+        holder: ShardedHolder,
+        part: Hashable,
+        grads: Sequence[tuple[Tensor, Tensor]],
+        wait: Callable[[], None],
+    ) -> None:
+        """Take gradients that become the `.grad` of their parameters, unless the same part reduces others later.
+
+        Args:
+            holder: it has reduced gradients.
+            part: the part of its parameters that it has reduced.
+            grads: parameters, and local gradients on the host. Empty if `.grad` will be something else.
+            wait: blocks the host until the gradients have their values.
+        """
+
+    def before_gather(self, holder: ShardedHolder) -> None:
+        """Give the parameters the values of before the backward, because they are about to be read."""
 
 
 class GradientHolder(Protocol):
@@ -56,11 +79,23 @@ class GradientHolder(Protocol):
         """
 
 
-_holders: WeakSet[GradientHolder] = WeakSet()
+class ShardedHolder(GradientHolder, Protocol):
+    """Unit of sharded parameters that may have a receiver of their gradients."""
+
+    receiver: GradientReceiver | None
 
 
-def register_holder(holder: GradientHolder) -> None:
+_holders: WeakSet[ShardedHolder] = WeakSet()
+
+
+def register_holder(holder: ShardedHolder) -> None:
     _holders.add(holder)
+
+
+def holders_of_any(params: Sequence[Tensor]) -> list[ShardedHolder]:
+    """Return the units that have any of these parameters, in the order of the parameters."""
+    by_param = {id(param): holder for holder in list(_holders) for param in holder.stepped}
+    return list(dict.fromkeys(by_param[id(param)] for param in params if id(param) in by_param))
 
 
 def holders_of(params: Sequence[Tensor]) -> list[GradientHolder]:
@@ -69,8 +104,7 @@ def holders_of(params: Sequence[Tensor]) -> list[GradientHolder]:
     Raises:
         NotImplementedError: a unit has trained parameters besides.
     """
-    by_param = {id(param): holder for holder in list(_holders) for param in holder.stepped}
-    holders = list(dict.fromkeys(by_param[id(param)] for param in params if id(param) in by_param))
+    holders: list[GradientHolder] = [*holders_of_any(params)]
     stepped = set(map(id, params))
     for holder in holders:
         if any(param.requires_grad and id(param) not in stepped for param in holder.stepped):

@@ -14,6 +14,7 @@ from conformance.strength.faults.handmade import (  # noqa: F401 registration of
     amp_grad_scaler_fused_step,
     amp_grad_scaler_microbatch,
     amp_grad_scaler_nonfinite,
+    amp_grad_scaler_overlapped_step,
     amp_grad_scaler_state,
     amp_grad_scaler_step,
     amp_grad_scaler_unscale,

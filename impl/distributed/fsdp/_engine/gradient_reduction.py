@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -37,12 +38,20 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
     with span("FSDP::post_backward_reduce", unit.name):
         with root.streams.on(StreamRole.REDUCE):
             scattered = reduction.scatter(buffer, unit.name)
+        arrivals: Sequence[tuple[Tensor, Tensor]] = ()
+        role = StreamRole.REDUCE
         if scattered is not None:
-            with root.streams.on(_begin_all_reduce(group, scattered.output, root)):
+            role = _begin_all_reduce(group, scattered.output, root)
+            with root.streams.on(role):
                 reduced = reduction.finish(scattered)
                 keeps_buffer = reduced is buffer and root.accumulates_on_reduce_stream
-                gradients.add(reduced.clone() if keeps_buffer else reduced)
+                arrivals = gradients.add(reduced.clone() if keeps_buffer else reduced)
+        arrived = root.streams.record(role)
     root.memory.keep_until_reduced(buffer)
+    if unit.receiver is not None:
+        # A gather that nothing has used may still read the shards.
+        arrivals = () if unit.is_prefetched else arrivals
+        unit.receiver.receive(unit, group, arrivals, partial(root.streams.block, arrived))
 
 
 def _begin_all_reduce(group: ParamGroup, shard: Tensor, root: RootContext) -> StreamRole:

@@ -17,7 +17,7 @@ from impl.distributed.fsdp._engine.streams import StreamRole, make_gather_wait_f
 from impl.distributed.fsdp._params.config import Config
 from impl.distributed.fsdp._params.param_group import ParamGroup, Unsharded, gather, sharding_groups
 from impl.kernels import span
-from impl.optim._held_gradients import HeldGradients, register_holder
+from impl.optim._held_gradients import GradientReceiver, HeldGradients, register_holder
 from impl.optim._shards import register_sharding
 
 
@@ -61,6 +61,7 @@ class UnitParams(Generic[Group_co]):
         self._set_aside: tuple[list[Unsharded], Sequence[Any]] | None = None
         self.awaits_reduction = False  # gradients of earlier backwards may be unreduced
         self.contributes_zeros = False  # whether this rank skips the running microbatch
+        self.receiver: GradientReceiver | None = None
         note_sharding()
         self.register_params()
         register_holder(self)
@@ -184,6 +185,8 @@ class UnitParams(Generic[Group_co]):
         kept for a backward.
         """
         root = self.root
+        if self.receiver is not None:
+            self.receiver.before_gather(self)
         changed = [group.write_back_changes() for group in self.param_groups]
         if any(changed):
             make_gather_wait_for_compute(root.streams)

@@ -270,7 +270,7 @@ class DTensorGradients:
             missing = [param.name for param in self._group.params if param not in came]
             self._group.reduction.without = WITHOUT + ", ".join(missing) if missing else ""
 
-    def add(self, reduced: Tensor) -> None:
+    def add(self, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Add a reduced shard. It is published at the end of the backward, or at once if parameters have hooks.
 
         Sync: none if memory is pinned. The host waits once for all units before gradients are published.
@@ -288,6 +288,21 @@ class DTensorGradients:
         else:
             self._reduced.append((params, reduced))
         self.journal.record(self._forget_reduced)
+        return self._final_shards(params, reduced) if group.offloads and not has_hooks else []
+
+    def _final_shards(self, params: Sequence[ShardedParam], flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the shards in a reduced result with their parameters, or nothing if `.grad` will be something else."""
+        if len(self._reduced) > 1 or any(param.sharded.grad is not None for param in params):
+            return []
+        if any(
+            param.sharded._backward_hooks or param.grad_dtype not in (None, flat.dtype) for param in params
+        ):
+            return []
+        start, pairs = int(flat.storage_offset()), list[tuple[Tensor, Tensor]]()
+        for param in params:
+            pairs.append((param.sharded, param.shard_in(flat, start)))
+            start += param.padded_numel
+        return pairs
 
     def end_backward(self, synced: bool) -> None:
         del synced

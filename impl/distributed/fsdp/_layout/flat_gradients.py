@@ -245,7 +245,7 @@ class GradientShard:
                 # A copy, because hooks may keep their argument.
                 part.copy_(apply_gradient_hooks(parameter._backward_hooks, part.clone(), slot.name))
 
-    def add(self, reduced: Tensor) -> None:
+    def add(self, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Add an average [shard_numel] of any dtype to the averages of this backward.
 
         Sync: none the first time, on the CPU too. The host waits once for all units before gradients are published.
@@ -258,8 +258,19 @@ class GradientShard:
         if self._reduced is None:
             self.journal.record(self._forget_reduced)
             self._reduced = average if average is not reduced or handle.is_sharded else average.clone()
-        else:
-            self._reduced = self._reduced.to(average.dtype).add_(average)
+            return self._final_pieces(self._reduced) if handle.offloads else []
+        self._reduced = self._reduced.to(average.dtype).add_(average)
+        return []
+
+    def _final_pieces(self, average: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the pieces of an average with their parameters, or nothing if `.grad` will be something else."""
+        handle = self._handle
+        is_cast = self._keeps_low_precision and handle.is_sharded
+        if self._averaged is not None or is_cast or any(map(_has_hooks, handle.stepped)):
+            return []
+        pieces = handle.pieces_of(average) if handle.use_orig_params else [average]
+        pairs = zip(handle.stepped, pieces, strict=True)
+        return [(param, piece) for param, piece in pairs if piece is not None and param.requires_grad]
 
     def end_backward(self, synced: bool) -> None:
         """Publish the gradients of this backward in `.grad`."""
@@ -435,6 +446,11 @@ class GradientShard:
     def _mark_partial(self) -> None:
         if self._unreduced is not None:
             self._unreduced.is_partial = True
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(hooks) or hasattr(parameter, IN_BACKWARD_OPTIMIZERS)
 
 
 def _add(views: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -135,8 +135,12 @@ class Gradients(Protocol):
         """
         ...
 
-    def add(self, reduced: Tensor) -> None:
-        """Add the reduced result [S] of the last `reduce_input` to the gradients of this backward and earlier ones."""
+    def add(self, reduced: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        """Add the reduced result [S] of the last `reduce_input` to the gradients of this backward and earlier ones.
+
+        Return stepped parameters with gradients on the host that will be their `.grad`, unless more are added.
+        """
+        ...
 
     def end_backward(self, synced: bool) -> None:
         """Publish the gradients of this backward in `.grad`."""

@@ -1,0 +1,240 @@
+"""`overlapped_step` with parameters on the host, compared bit for bit with `fused_step` after the backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+from conformance.distributed.fsdp.scene import Scene, tried
+from conformance.distributed.fsdp.twins import FULL, Twins
+from conformance.judge.clauses import clause
+from conformance.judge.sandbox import seeding
+
+LAYOUTS = ("fully_shard", "original", "flat", "no_shard")
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: AdamW(params, lr=0.125, weight_decay=0.25),
+    "amsgrad": lambda params: AdamW(params, lr=0.125, amsgrad=True),
+    "momentum": lambda params: SGD(params, lr=0.125, momentum=0.5),
+    "adagrad": lambda params: Adagrad(params, lr=0.125),
+}
+# A step clips far below the norm of a unit or slightly below the norm of all, or has inf in the gradients of one rank,
+# or runs two backwards.
+GOOD, CLIPPED, BARELY, INF, TWICE = "good", "clipped", "barely clipped", "inf", "twice"
+PLANS: dict[str, Sequence[str]] = {
+    "good": [GOOD] * 3,
+    "clipped": [GOOD, GOOD, CLIPPED, CLIPPED, GOOD, GOOD],
+    "barely": [GOOD, GOOD, BARELY, GOOD, GOOD],
+    "inf": [GOOD, GOOD, INF, GOOD, GOOD],
+    "twice": [GOOD, GOOD, TWICE, GOOD],
+}
+SCALERS = ["amp.GradScaler", "distributed.fsdp.ShardedGradScaler"]
+
+
+def offloaded(scene: Scene, layout: str) -> nn.Module:
+    seeding.seed_all()
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4))
+    if layout == "fully_shard":
+        options = {
+            "mesh": scene.rank.mesh(scene.rank.world_size),
+            "offload_policy": scene.api.CPUOffloadPolicy(),
+        }
+        for layer in (model[0], model[2], model[4], model):
+            scene.api.fully_shard(layer, **options)
+        return model
+    return scene.wrap(
+        model,
+        strategy="NO_SHARD" if layout == "no_shard" else "FULL_SHARD",
+        units=[nn.Linear],
+        use_orig_params=layout == "original",
+        cpu_offload=scene.api.CPUOffload(offload_params=True),
+    )
+
+
+def inputs(scene: Scene, step: int, number: int = 0) -> torch.Tensor:
+    seed = 100 * step + 10 * number + scene.rank.rank
+    return torch.randn(4, 5, generator=seeding.generator(seed)).to(scene.rank.device)
+
+
+class Run:
+    """A sharded model, its optimizer and its scaler."""
+
+    def __init__(self, scene: Scene, layout: str, optimizer: str, scaler: str, enabled: bool = True) -> None:
+        self.scene, self.model = scene, offloaded(scene, layout)
+        self.optimizer: Optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scaler = scene.library.find(scaler)(
+            scene.rank.device.type, init_scale=1024.0, growth_interval=2, enabled=enabled
+        )
+
+    def loss(self, step: int, number: int = 0) -> torch.Tensor:
+        return self.scaler.scale(self.model(inputs(self.scene, step, number)).square().mean())
+
+    def backward(self, step: int, outcome: str, loss: torch.Tensor) -> None:
+        (loss * math.inf if outcome == INF and self.scene.rank.rank == 0 else loss).backward()
+        if outcome == TWICE:
+            self.loss(step, 1).backward()
+
+    def state(self) -> dict[str, str]:
+        """Return all bits of this rank's parameters and states."""
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        tensors: dict[str, Any] = dict(self.model.named_parameters())
+        for param, state in self.optimizer.state.items():
+            tensors |= {f"{key} of {names[id(param)]}": value for key, value in state.items()}
+        own = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
+        return {name: str(tensor.detach().tolist()) for name, tensor in own.items()}
+
+
+def train(
+    scene: Scene, *, layout: str, optimizer: str, scaler: str, plan: Sequence[str], enabled: bool = True
+) -> Any:
+    """Train with `fused_step` and with `overlapped_step`.
+
+    Return for each step the results of both, and the numbers of elements that were updated early and again.
+    """
+    count = plan.index(BARELY) + 1 if BARELY in plan else 0
+    norms = [norm for norm, *_ in _steps(Run(scene, layout, optimizer, scaler, enabled), [GOOD] * count, 0.0)]
+    limit = 0.9999 * norms[-1] if norms else 0.0
+    plain = _steps(Run(scene, layout, optimizer, scaler, enabled), plan, limit)
+    overlapped = _steps(Run(scene, layout, optimizer, scaler, enabled), plan, limit, overlaps=True)
+    return plain, overlapped
+
+
+def _steps(run: Run, plan: Sequence[str], limit: float, *, overlaps: bool = False) -> list[Any]:
+    results: list[Any] = []
+    for step, outcome in enumerate(plan):
+        max_norm = {CLIPPED: 1e-4, BARELY: limit}.get(outcome, math.inf)
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        numels: tuple[int, int] = (0, 0)
+        if overlaps:
+            with run.scaler.overlapped_step(run.optimizer, max_norm) as result:
+                run.backward(step, outcome, loss)
+            norm, numels = result.norm, (result.early_numel, result.repeated_numel)
+        else:
+            run.backward(step, outcome, loss)
+            norm = run.scaler.fused_step(run.optimizer, max_norm)
+        results.append((norm.item(), run.scaler.get_scale(), run.state(), numels))
+    return results
+
+
+def elements(run_state: dict[str, str]) -> int:
+    return sum(value.count(",") + (value != "[]") for name, value in run_state.items() if " of " not in name)
+
+
+def check_equal(report: Any) -> None:
+    plain, overlapped = report
+    for step, (expected, actual) in enumerate(zip(plain, overlapped, strict=True)):
+        assert repr(actual[:2]) == repr(expected[:2]), f"norm and scale after step {step}"
+        assert actual[2] == expected[2], f"parameters and states after step {step}"
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.as_fused_step")
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=FULL) for name in OPTIMIZERS if name != "adamw")]
+)
+def test_overlapped_step_has_bits_of_fused_step(twins: Twins, layout: str, plan: str, optimizer: str) -> None:
+    for scaler in SCALERS if plan == "barely" else SCALERS[1:]:
+        arguments = {"layout": layout, "optimizer": optimizer, "scaler": scaler, "plan": PLANS[plan]}
+        for report in twins.values(train, **arguments):
+            check_equal(report)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.as_fused_step")
+def test_overlapped_step_of_disabled_scaler_has_bits_of_fused_step(twins: Twins) -> None:
+    arguments = {"layout": "fully_shard", "optimizer": "adamw", "scaler": SCALERS[0], "enabled": False}
+    for report in twins.values(train, plan=[GOOD, GOOD, CLIPPED, GOOD], **arguments):
+        check_equal(report)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.early")
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("layout", ["fully_shard", "original"])
+def test_update_is_early_unless_last_step_was_clipped_or_skipped(
+    twins: Twins, layout: str, plan: str
+) -> None:
+    """The first step has no states yet, so it updates nothing early."""
+    outcomes = PLANS[plan]
+    arguments = {"layout": layout, "optimizer": "adamw", "scaler": SCALERS[1], "plan": outcomes}
+    for _, overlapped in twins.values(train, **arguments):
+        for step, (_, _, state, (early, repeated)) in enumerate(overlapped):
+            before = outcomes[step - 1] if step else None
+            if step == 0 or before in (CLIPPED, BARELY, INF):
+                assert (early, repeated) == (0, 0), f"step {step}"
+            elif outcomes[step] == GOOD:
+                assert (early, repeated) == (elements(state), 0), f"step {step}"
+            elif outcomes[step] == BARELY:
+                assert (early, repeated) == (0, elements(state)), f"step {step}"
+            else:
+                assert early == 0, f"step {step}"
+
+
+def failing(scene: Scene, *, layout: str, where: str) -> Any:
+    """Make the third step fail.
+
+    Return the error, the states before and after it, and what a fourth step makes of them and of a run without it.
+    """
+    run, other = (Run(scene, layout, "adamw", SCALERS[1]) for _ in range(2))
+    for step in range(2):
+        for trainer in (run, other):
+            trainer.optimizer.zero_grad()
+            with trainer.scaler.overlapped_step(trainer.optimizer):
+                trainer.loss(step).backward()
+    before = run.state()
+    run.optimizer.zero_grad()
+
+    def fail() -> None:
+        with run.scaler.overlapped_step(run.optimizer):
+            loss = run.loss(2)
+            if where == "backward":
+                first = next(module for module in run.model.modules() if isinstance(module, nn.Tanh))
+                handle = first.register_forward_hook(_raise_in_backward)
+                loss = run.loss(2)
+                handle.remove()
+            loss.backward()
+            if where == "step":
+                run.optimizer.step()
+            if where == "region":
+                run.scaler.overlapped_step(run.optimizer).__enter__()
+            raise KeyError("after the backward")
+
+    error = tried(fail)
+    after = run.state()
+    for trainer in (run, other):
+        trainer.optimizer.zero_grad()
+        with trainer.scaler.overlapped_step(trainer.optimizer):
+            trainer.loss(3).backward()
+    return error, before, after, run.state(), other.state()
+
+
+def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    del module, inputs
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("amid the backward")
+
+    output.register_hook(fail)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.undone")
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("backward", "amid the backward"),
+        ("end", "after the backward"),
+        ("step", "stepped inside of overlapped_step()"),
+        ("region", "inside of another overlapped_step()"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["fully_shard", "original"])
+def test_exception_in_region_undoes_updates(twins: Twins, layout: str, where: str, text: str) -> None:
+    for error, before, after, state, expected in twins.values(failing, layout=layout, where=where):
+        assert text in error
+        assert after == before, "parameters and states after the exception"
+        assert state == expected, "parameters and states after the next step"
