@@ -46,12 +46,12 @@ def reduce_gradients(unit: UnitParams[ParamGroup], group: ParamGroup, grads: lis
                 reduced = reduction.finish(scattered)
                 keeps_buffer = reduced is buffer and root.accumulates_on_reduce_stream
                 arrivals = gradients.add(reduced.clone() if keeps_buffer else reduced)
-        arrived = root.streams.record(role)
     root.memory.keep_until_reduced(buffer)
     if unit.receiver is not None:
         # A gather that nothing has used may still read the shards.
         arrivals = () if unit.is_prefetched else arrivals
-        unit.receiver.receive(unit, group, arrivals, partial(root.streams.block, arrived))
+        wait = partial(root.streams.block, root.streams.record(role))
+        unit.receiver.receive(unit, group, arrivals, wait)
 
 
 def _begin_all_reduce(group: ParamGroup, shard: Tensor, root: RootContext) -> StreamRole:
