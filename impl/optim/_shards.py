@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from impl import kernels
 from impl.kernels import PLAIN_TYPES, TensorList, to_device
+from impl.optim._mesh_placements import MeshPlacements, mesh_placements
+
+_local_tensor = attrgetter("_local_tensor")
 
 _registered: Any = WeakIdKeyDictionary()
 
@@ -66,8 +70,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return local.data if type(tensor) not in PLAIN_TYPES and isinstance(tensor, Parameter) else tensor
 
 
-def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
+def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return `local_part` of each tensor."""
+    try:
+        # This needs no Python loop if all are DTensors.
+        return list(map(_local_tensor, tensors))
+    except AttributeError:
+        return list(map(local_part, tensors))
+
+
+def shardings_of(tensors: Sequence[Tensor], specs: MeshPlacements | None = None) -> list[Sharding]:
     """Return how each tensor is sharded, or an empty list if none is.
+
+    Args:
+        specs: result of `mesh_placements(tensors)`, if the caller has it.
 
     Raises:
         NotImplementedError: a DTensor is partial; or a tensor is the shard of several parameters, which are sharded
@@ -76,24 +92,19 @@ def shardings_of(tensors: Sequence[Tensor]) -> list[Sharding]:
     """
     if not _registered and PLAIN_TYPES.issuperset(map(type, tensors)):
         return []
-    # Placements are compared by type, which is many times as fast as by value.
-    keys: list[tuple[Any, ...] | None] = []
-    dtensors: dict[tuple[Any, ...], Any] = {}
-    for tensor in tensors:
-        spec = getattr(tensor, "_spec", None)
-        key = None if spec is None else (id(spec.mesh), *map(type, spec.placements))
-        keys.append(key)
-        if key is not None and key not in dtensors:
-            dtensors[key] = tensor
-    narrow = _narrow_meshes([dtensor.device_mesh for dtensor in dtensors.values()])
-    known = {
-        key: _dtensor_sharding(dtensor.device_mesh, dtensor.placements, narrow)
-        for key, dtensor in dtensors.items()
-    }
-    shardings = [
-        _registered_sharding(tensor) if key is None else known[key]
-        for key, tensor in zip(keys, tensors, strict=True)
+    specs = specs or mesh_placements(tensors)
+    representatives = specs.representatives()
+    narrow = _narrow_meshes([mesh for mesh, _ in representatives if mesh is not None])
+    known = [
+        UNSHARDED if mesh is None else _dtensor_sharding(mesh, placements, narrow)
+        for mesh, placements in representatives
     ]
+    shardings = known * len(tensors) if len(known) == 1 else [known[number] for number in specs.types]
+    if _registered:
+        shardings = [
+            _registered_sharding(tensor) if mesh is None else sharding
+            for tensor, mesh, sharding in zip(tensors, specs.meshes, shardings, strict=True)
+        ]
     return shardings if any(sharding is not UNSHARDED for sharding in shardings) else []
 
 

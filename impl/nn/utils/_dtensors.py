@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from math import prod
 from typing import Any
 
@@ -18,7 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from impl import kernels
 from impl.kernels import PLAIN_TYPES, TensorList, dtypes_of, to_device
 from impl.kernels.norm import result_dtype
-from impl.optim._shards import UNSHARDED, Sharding, combine_norms, is_distributed, local_part, shardings_of
+from impl.optim._list_cache import same
+from impl.optim._mesh_placements import MeshPlacements, mesh_placements
+from impl.optim._shards import (
+    UNSHARDED,
+    Sharding,
+    combine_norms,
+    is_distributed,
+    local_part,
+    local_parts,
+    shardings_of,
+)
 
 _ADDED = ("sum", "avg")  # reductions of partial DTensors that scaling commutes with
 
@@ -28,6 +39,7 @@ class ShardedTensors:
     """DTensors over one mesh or several, and plain tensors, which are equal on every rank."""
 
     tensors: Sequence[Any]
+    specs: MeshPlacements
     local: TensorList  # local tensors, perhaps on several devices
     # Mesh of all tensors. None if there are several, or plain tensors.
     mesh: DeviceMesh | None
@@ -44,10 +56,14 @@ class ShardedTensors:
         It is a replicated DTensor if all tensors are DTensors over one mesh, else a plain tensor.
         Collectives: those of `combine_norms`. Partial DTensors are reduced first.
         """
-        tensors = [_without_partial(tensor) for tensor in self.tensors] if self.has_partial else self.tensors
-        shardings = shardings_of(tensors) or [UNSHARDED] * len(tensors)
+        if self.has_partial:
+            tensors = [_without_partial(tensor) for tensor in self.tensors]
+            shardings = shardings_of(tensors)
+        else:
+            tensors, shardings = self.tensors, shardings_of(self.tensors, self.specs)
+        shardings = shardings or [UNSHARDED] * len(tensors)
         if (
-            all(sharding is shardings[0] for sharding in shardings)
+            same(shardings, repeat(shardings[0]))
             and not self.has_partial
             and all(map(Tensor.numel, self.local.representatives))
         ):
@@ -77,7 +93,8 @@ class ShardedTensors:
 
     def increment_versions(self) -> None:
         """Increment the DTensors' version counters, because autograd does not see writes to their local tensors."""
-        torch.autograd.graph.increment_version([*filter(is_distributed, self.tensors)])
+        dtensors = self.tensors if self.mesh is not None else filter(is_distributed, self.tensors)
+        torch.autograd.graph.increment_version([*dtensors])
 
 
 def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
@@ -85,22 +102,21 @@ def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
     dtensor_type = _module().DTensor
     if not {dtensor_type, *PLAIN_TYPES} >= {*map(type, tensors)}:
         return None
-    specs = [tensor._spec for tensor in tensors if type(tensor) is dtensor_type]
-    meshes = list(dict.fromkeys({id(spec.mesh): spec.mesh for spec in specs}.values()))
-    is_uniform = len(meshes) == 1 and len(specs) == len(tensors)
+    specs = mesh_placements(tensors)
+    representatives = specs.representatives()
+    meshes = [*{id(mesh): mesh for mesh, _ in representatives if mesh is not None}.values()]
+    is_uniform = len(meshes) == 1 and all(mesh is not None for mesh, _ in representatives)
     # Most lists have no partial placement, so look at one placement of each type first.
-    by_type = {type(placement): placement for spec in specs for placement in spec.placements}
     partial: list[Any] = []
-    if any(placement.is_partial() for placement in by_type.values()):
-        partial = [placement for spec in specs for placement in spec.placements if placement.is_partial()]
+    if any(placement.is_partial() for _, placements in representatives for placement in placements):
+        every = chain.from_iterable(placements or () for placements in specs.placements)
+        partial = [placement for placement in every if placement.is_partial()]
     if all(mesh.get_coordinate() is None for mesh in meshes) or (is_uniform and partial):
         return None
     if any(placement.reduce_op not in _ADDED for placement in partial):
         return None
-    local = TensorList(
-        [tensor._local_tensor if type(tensor) is dtensor_type else tensor for tensor in tensors]
-    )
-    return ShardedTensors(tensors, local, meshes[0] if is_uniform else None, bool(partial))
+    local = TensorList(local_parts(tensors))
+    return ShardedTensors(tensors, specs, local, meshes[0] if is_uniform else None, bool(partial))
 
 
 def local_value(value: Tensor) -> Tensor | None:

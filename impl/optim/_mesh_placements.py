@@ -1,0 +1,79 @@
+"""Meshes and placements of lists of tensors, looked up once for lists that stay the same.
+
+Guard
+    A result is returned again for a list of the same length, if each tensor has the same mesh object and the same tuple
+    of placements as before, compared by identity. Kept results hold both, so that their ids are not reused, but no
+    tensors. The tuples and placements are immutable. Process groups are not kept, because a mesh looks them up by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from threading import Lock
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from impl.optim._list_cache import same
+
+_MOST_LISTS = 32
+
+_spec_mesh, _spec_placements = attrgetter("_spec.mesh"), attrgetter("_spec.placements")
+
+
+class MeshPlacements(NamedTuple):
+    """Meshes and placements of a list of tensors. Both are None for a plain tensor."""
+
+    meshes: list[DeviceMesh | None]
+    placements: list[tuple[Any, ...] | None]
+    # Indices of the first tensors of each mesh and types of placements.
+    firsts: list[int]
+    # For each tensor the index in `firsts` of the tensor that has the same mesh and types of placements.
+    types: list[int]
+
+    def representatives(self) -> list[tuple[DeviceMesh | None, tuple[Any, ...]]]:
+        """Return the mesh and placements of each tensor in `firsts`."""
+        return [(self.meshes[first], self.placements[first] or ()) for first in self.firsts]
+
+
+_kept: dict[int, MeshPlacements] = {}
+_lock = Lock()
+
+
+def mesh_placements(tensors: Sequence[Tensor]) -> MeshPlacements:
+    """Return the meshes and placements of DTensors and plain tensors."""
+    try:
+        # These need no Python loop if all are DTensors.
+        meshes: list[DeviceMesh | None] = list(map(_spec_mesh, tensors))
+        placements: list[tuple[Any, ...] | None] = list(map(_spec_placements, tensors))
+    except AttributeError:
+        specs = [getattr(tensor, "_spec", None) for tensor in tensors]
+        meshes = [None if spec is None else spec.mesh for spec in specs]
+        placements = [None if spec is None else spec.placements for spec in specs]
+    previous = _kept.get(len(tensors))
+    if previous is not None and same(meshes, previous.meshes) and same(placements, previous.placements):
+        return previous
+    result = MeshPlacements(meshes, placements, *_by_types(meshes, placements))
+    with _lock:
+        _kept.pop(len(tensors), None)
+        _kept[len(tensors)] = result
+        if len(_kept) > _MOST_LISTS:
+            del _kept[next(iter(_kept))]
+    return result
+
+
+def _by_types(
+    meshes: list[DeviceMesh | None], placements: list[tuple[Any, ...] | None]
+) -> tuple[list[int], list[int]]:
+    # Placements are compared by type, which is many times as fast as by value.
+    numbers: dict[tuple[Any, ...], int] = {}
+    firsts: list[int] = []
+    types: list[int] = []
+    for index, (mesh, places) in enumerate(zip(meshes, placements, strict=True)):
+        number = numbers.setdefault((id(mesh), *map(type, places or ())), len(numbers))
+        if number == len(firsts):
+            firsts.append(index)
+        types.append(number)
+    return firsts, types
