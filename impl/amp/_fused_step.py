@@ -18,6 +18,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,9 +29,10 @@ from impl.amp._conditional_step import step_unless_found_inf
 from impl.amp._gradient_norms import GradientNorms
 from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
-from impl.kernels import StepNumbers, TensorList, concat, to_device
+from impl.kernels import StepNumbers, TensorList, concat, dtypes_of, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
+from impl.optim._list_cache import same
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, shardings_of
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import UpdatesAhead
@@ -90,9 +92,14 @@ class _Step:
     known_found_inf: Found | None
 
     @functools.cached_property
-    def shardings(self) -> dict[int, Sharding]:
+    def shardings(self) -> list[Sharding]:
+        """Sharding of each parameter. Empty if no parameter is sharded."""
+        return shardings_of(self.params)
+
+    @functools.cached_property
+    def sharding_of(self) -> dict[int, Sharding]:
         """Sharding of each parameter, by `id`. Empty if no parameter is sharded."""
-        return dict(zip(map(id, self.params), shardings_of(self.params), strict=False))
+        return dict(zip(map(id, self.params), self.shardings, strict=False))
 
     @property
     def norm_device(self) -> torch.device:
@@ -266,15 +273,7 @@ def _joint_norm_and_found_inf(
         params_and_grads: lists of parameters, and of this process's local gradients.
         are_scaled: whether the gradients are scaled.
     """
-    if step.shardings:
-        lists: dict[Sharding, list[Tensor]] = {UNSHARDED: []}
-        lists |= {sharding: [] for sharding in step.shardings.values()}
-        for params, grads in params_and_grads:
-            for param, grad in zip(params, grads.tensors, strict=True):
-                lists[step.shardings[id(param)]].append(grad)
-        grads_by_sharding = {sharding: TensorList(grads) for sharding, grads in lists.items()}
-    else:
-        grads_by_sharding = {UNSHARDED: concat([grads for _, grads in params_and_grads])}
+    grads_by_sharding = _grads_by_sharding(step, params_and_grads)
     local_found_inf: Found = {}
     numbers = None if step.shardings else _step_numbers(step, grads_by_sharding[UNSHARDED])
     if numbers is not None:
@@ -287,9 +286,9 @@ def _joint_norm_and_found_inf(
     if step.norms is not None:
         step.norms.assign(params_and_grads)
         if step.shardings:
-            by_sharding = step.norms.vectors(by_sharding, step.shardings)
+            by_sharding = step.norms.vectors(by_sharding, step.sharding_of)
     # All ranks must agree on the dtype, also if a rank has no element of a float64 parameter.
-    is_wide = any(param.dtype is torch.float64 for param in step.params)
+    is_wide = torch.float64 in dtypes_of(step.params)
     dtype = torch.float64 if is_wide else torch.float32
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(Norms(step.options.norm_type, by_sharding, dtype), checked)
@@ -305,6 +304,23 @@ def _joint_norm_and_found_inf(
     if numbers is not None and (norm is not numbers.scaled_norm or global_found_inf is not local_found_inf):
         numbers = None
     return _JointResult(norm, norms, local_found_inf, global_found_inf, numbers)
+
+
+def _grads_by_sharding(
+    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
+) -> dict[Sharding, TensorList]:
+    """Return the gradients of each sharding. The first one is that over no group."""
+    if not step.shardings:
+        return {UNSHARDED: concat([grads for _, grads in params_and_grads])}
+    if params_and_grads and same(step.shardings, repeat(step.shardings[0])):
+        all_grads = concat([grads for _, grads in params_and_grads])
+        return {UNSHARDED: TensorList([]), step.shardings[0]: all_grads}
+    lists: dict[Sharding, list[Tensor]] = {UNSHARDED: []}
+    lists |= {sharding: [] for sharding in step.shardings}
+    for params, grads in params_and_grads:
+        for param, grad in zip(params, grads.tensors, strict=True):
+            lists[step.sharding_of[id(param)]].append(grad)
+    return {sharding: TensorList(grads) for sharding, grads in lists.items()}
 
 
 def _unscaled(step: _Step, norms: list[Tensor]) -> list[Tensor]:

@@ -37,6 +37,7 @@ from impl.kernels._dynamo_disable import dynamo_disable
 from impl.kernels._kept_layouts import keep_layout, recognize_layout, tensor_guards
 from impl.kernels._lists import KERNEL_DTYPES, PLAIN_TYPES, are_on, dtypes_of, layouts_of
 from impl.kernels._native import chunk_power
+from impl.kernels._native.fused_step import KnownPlaces
 from impl.kernels._native.memory import Addresses, ListLayout, TensorList, concat, list_layout
 from impl.kernels._native.norm import ChunkSquares
 from impl.kernels._no_grad_fast import no_grad_fast
@@ -65,6 +66,7 @@ __all__ = [
     "Addresses",
     "ChunkSquares",
     "HostCopy",
+    "KnownPlaces",
     "ListLayout",
     "Parameters",
     "Rule",

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from impl.kernels import (
     NARROW_STATES,
     PLAIN_TYPES,
     RULES,
+    KnownPlaces,
     ListLayout,
     Parameters,
     Rule,
@@ -39,10 +40,11 @@ from impl.kernels import (
 )
 from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable, same
 from impl.optim._refusals import optimizer_name
-from impl.optim._shards import local_part
+from impl.optim._shards import is_distributed, local_part, local_parts
 from impl.optim._step_checks import has_step_pre_hooks
 from impl.optim._updates_ahead import UpdatesAhead
 
+_placements = attrgetter("_spec.placements")
 _TORCHS = str(Path(torch.optim.__file__).parent)
 
 
@@ -176,7 +178,7 @@ def updates_of(optimizer: Optimizer, copies: Mapping[int, Tensor]) -> Generator[
     try:
         yield lists.collect(optimizer, copies)
     finally:
-        lists.list_cache.let_go_of_gradients()
+        lists.let_go()
 
 
 def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
@@ -247,19 +249,80 @@ class _Prepared:
     @classmethod
     def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
         parameters.changed_address()  # starts tracking their addresses
-        in_order = all(map(is_, map(match_layout, parameters.params, grads), grads))
-        layout = list_layout(grads) if in_order else None
         copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
-        return cls(parameters, layout, copies)
+        return cls(parameters, _matching_layout(parameters, grads), copies)
 
-    def is_valid(self, copies: list[Tensor]) -> bool:
-        """Return whether the tensors are still valid. Call it after the list cache's guards have held."""
-        return (
+    def current(self, bucket: Bucket, copies: list[Tensor]) -> tuple[Parameters, list[Tensor]] | None:
+        """Return parameters and gradients, or None if they changed. Call it after the list cache's guards have held."""
+        is_valid = (
             len(copies) == len(self.parameters.low_precision_params)
             and same(copies, self.parameters.low_precision_params)
             and self.low_precision_params.check(*copies)
             and not self.parameters.changed_address()
         )
+        return (self.parameters, bucket.grads) if is_valid else None
+
+    def let_go(self) -> None:
+        """Keep the tensors, which are the optimizer's own."""
+
+
+@dataclass
+class _PreparedShards:
+    """Cached facts about a bucket of DTensors, without their local tensors, which are looked up in each step.
+
+    They are valid while the placements of parameters and gradients stay equal, and the local tensors keep type, dtype,
+    device, shape and strides. If only an address changes, the places of the memory are looked up again.
+    """
+
+    placements: list[tuple[Any, ...]]  # placements of the parameters, then of the gradients
+    local_tensors: TensorGuards  # guards of parameters, states and gradients
+    layout: ListLayout | None  # layout of the local gradients, if it matches the parameters'
+    states: list[str]  # names of the states
+    parameters: Parameters | None  # local tensors, only during a step
+    places: KnownPlaces | None = None
+
+    @classmethod
+    def of(
+        cls, bucket: Bucket, states: list[str], parameters: Parameters, grads: list[Tensor]
+    ) -> _PreparedShards:
+        local_tensors = [*parameters.params, *chain.from_iterable(parameters.states), *grads]
+        return cls(
+            _placements_of(bucket),
+            tensor_guards(local_tensors, with_shapes=True, with_strides=True),
+            _matching_layout(parameters, grads),
+            states,
+            parameters,
+        )
+
+    def current(self, bucket: Bucket, copies: list[Tensor]) -> tuple[Parameters, list[Tensor]] | None:
+        """Return local parameters and gradients, or None if they changed. Call it after the list cache's guards."""
+        if copies or _placements_of(bucket) != self.placements:
+            return None
+        params, grads, *states = map(
+            local_parts, (bucket.params, bucket.grads, *(bucket[name] for name in self.states))
+        )
+        if not self.local_tensors.check(*params, *chain.from_iterable(states), *grads):
+            return None
+        self.parameters = Parameters(params, states, bucket.counters.steps)
+        if self.places is not None:
+            self.parameters.memory.reuse(self.places)
+        return self.parameters, grads
+
+    def let_go(self) -> None:
+        """Drop the local tensors, because their owner may replace them to free memory."""
+        if self.parameters is not None:
+            self.places = self.parameters.memory.known_places()
+            self.parameters = None
+
+
+def _matching_layout(parameters: Parameters, grads: list[Tensor]) -> ListLayout | None:
+    """Return the layout of gradients that have the memory order of their parameters, else None."""
+    in_order = all(map(is_, map(match_layout, parameters.params, grads), grads))
+    return list_layout(grads) if in_order else None
+
+
+def _placements_of(bucket: Bucket) -> list[tuple[Any, ...]]:
+    return list(map(_placements, chain(bucket.params, bucket.grads)))
 
 
 class _Lists:
@@ -284,6 +347,13 @@ class _Lists:
                 updates += self._of_bucket(group_lists, bucket, copies)
         return updates
 
+    def let_go(self) -> None:
+        """Drop gradients and local tensors, or they would live through the next forward."""
+        self.list_cache.let_go_of_gradients()
+        for group_lists in self.list_cache.kept():
+            for prepared in (group_lists.attached or {}).values():
+                prepared.let_go()
+
     def _pack_counters(self, groups: Sequence[GroupLists]) -> None:
         buckets = [bucket for group_lists in groups if group_lists.replays for bucket in group_lists.buckets]
         # Join all of them before the check: a counter in two buckets moves from the first buffer to the second.
@@ -297,23 +367,27 @@ class _Lists:
         group, low_precision_params = group_lists.group, _low_precision_params(bucket.params, copies)
         if group_lists.attached is None:
             group_lists.attached = {}
-        prepared: _Prepared | None = group_lists.attached.pop(bucket, None)
-        if prepared is not None and prepared.is_valid(low_precision_params):
-            grads, is_plain = bucket.grads, True
-        else:
+        prepared: _Prepared | _PreparedShards | None = group_lists.attached.pop(bucket, None)
+        current = None if prepared is None else prepared.current(bucket, low_precision_params)
+        is_cacheable = True
+        if prepared is None or current is None:
             grads = _local_gradients(bucket)
-            states = [bucket[name] for name in self._rule.STATES if bucket[name]]
+            names = [name for name in self._rule.STATES if bucket[name]]
+            states = [bucket[name] for name in names]
             if self._rule.LATE_STATE is not None and states and any(map(is_, states[0], repeat(None))):
                 return self._of_unfilled(group, bucket, grads, copies)
-            prepared = _Prepared.of(
-                _prepare(bucket.params, states, bucket, grads, low_precision_params), grads
-            )
-            is_plain = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
-        # The local tensor of a DTensor may have another address in the next step, so only cache plain tensors.
-        if is_plain:
+            current = _prepare(bucket.params, states, bucket, grads, low_precision_params), grads
+            tensors = chain(bucket.params, bucket.grads, *states)
+            if not low_precision_params and all(is_distributed(t) and hasattr(t, "_spec") for t in tensors):
+                prepared = _PreparedShards.of(bucket, names, *current)
+            else:
+                prepared = _Prepared.of(*current)
+                is_cacheable = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
+        parameters, grads = current
+        if is_cacheable:
             group_lists.attached[bucket] = prepared
         known_grads = TensorList([*grads], prepared.layout)
-        return [Update(self._rule, group, bucket.params, prepared.parameters, known_grads, bucket)]
+        return [Update(self._rule, group, bucket.params, parameters, known_grads, bucket)]
 
     def _of_unfilled(
         self, group: dict[str, Any], bucket: Bucket, grads: list[Tensor], copies: Mapping[int, Tensor]
@@ -369,7 +443,7 @@ def _local_gradients(bucket: Bucket) -> list[Tensor]:
         )
         for param, grad in zip(bucket.params, bucket.grads, strict=True)
     )
-    return [local_part(grad) for grad in bucket.grads]
+    return local_parts(bucket.grads)
 
 
 def _check_params(objections: Iterable[tuple[Tensor, str | None]]) -> None:
@@ -391,8 +465,8 @@ def _prepare(
     copies: list[Tensor],
 ) -> Parameters:
     parameters = Parameters(
-        [*map(local_part, params)],
-        [[*map(local_part, state)] for state in states],
+        local_parts(params),
+        [local_parts(state) for state in states],
         bucket.counters.steps,
         copies,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +45,14 @@ class _Places:
                 return False
             self._checked[0] = grads.addresses
         return True
+
+
+class KnownPlaces(NamedTuple):
+    """Result of `UpdateMemory.places`, without the tensors."""
+
+    # Addresses of all tensors that an update writes, and of its step counters.
+    addresses: array[int]
+    places: _Places | None
 
 
 class UpdateMemory:
@@ -97,6 +107,19 @@ class UpdateMemory:
             self._places = self._find_places() if self._has_known_dtypes() else None
             self._is_known = True
         return self._places
+
+    def known_places(self) -> KnownPlaces | None:
+        """Return the places if they were looked up, for `reuse`."""
+        if self._addresses is None or not self._is_known:
+            return None
+        return KnownPlaces(self._addresses.column.numbers, self._places)
+
+    def reuse(self, known: KnownPlaces) -> None:
+        """Take over places of other tensors, with the same dtypes, shapes and strides, if the addresses are equal."""
+        self.changed_address()
+        assert self._addresses is not None
+        if self._addresses.column.numbers == known.addresses:
+            self._places, self._is_known = known.places, True
 
     def _has_known_dtypes(self) -> bool:
         own, stored = self.params[0].dtype, self.state_dtype
