@@ -1,7 +1,7 @@
 """The judge's core: access to a subject, observation of its behaviour, and the judgement of each test.
 
 library                              access to a subject and to torch
-clauses surface catalogue            clauses, torch's names that they cover, and their number
+clauses surface catalogue            clauses, torch's names that they cover, and their digest
 outcome tolerances comparing         outcome of a call, and its comparison with torch's
 deviations                           tests of deviations
 errors rank_errors                   errors of a run and of its ranks

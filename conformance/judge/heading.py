@@ -45,7 +45,7 @@ def heading(options: argparse.Namespace, began: float) -> dict[str, Any]:
         "suite": {
             "version": _version_of(_DISTRIBUTION),
             "commit": environment.commit(),
-            "catalogue": catalogue.version(),
+            "catalogue": catalogue.digest(),
         },
         "torch": str(torch.__version__),
         "subject": options.subject,

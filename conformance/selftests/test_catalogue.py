@@ -1,4 +1,4 @@
-"""The catalogue of clauses: its number, what changed with it, and what is said of each clause."""
+"""The catalogue of clauses: its digest, and what it says about each clause."""
 
 from __future__ import annotations
 
@@ -10,91 +10,40 @@ from pathlib import Path
 
 import pytest
 
-from conformance import catalogue as command
 from conformance.cli.options import MARKS
 from conformance.judge import catalogue, clauses, surface
-from conformance.judge.catalogue import CatalogueVersion
 from conformance.judge.files.rows import all_deviations
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_version_was_raised_with_clauses() -> None:
-    assert not catalogue.is_due(), (
-        f"clauses differ from catalogue {catalogue.version()}: "
-        'python -m conformance.catalogue --raise "what was changed, and why" gives them the next number'
-    )
-
-
-def test_changes_give_recorded_clauses() -> None:
-    numbers = [change.version for change in catalogue.changes()]
-    assert numbers == list(range(len(numbers), 0, -1))
-    for change in catalogue.changes()[:-1]:
-        assert change.says
-        assert change.added or change.changed or change.removed
-        assert not set(change.added) & set(change.removed)
-
-
 @pytest.mark.parametrize("key", ["says", "covers", "area", "thread", "torch"])
 def test_every_property_of_clause_changes_digest(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    before = catalogue.digest()
     changed, *others = clauses.for_report()
     monkeypatch.setattr(clauses, "for_report", lambda: [changed | {key: "something else"}, *others])
-    assert catalogue.is_due()
-    then, now = (
-        catalogue.digests(rows, clauses.TORCH_VERSIONS) for rows in ([changed, *others], clauses.for_report())
-    )
-    assert catalogue.difference(then, now) == {"added": (), "changed": (changed["id"],), "removed": ()}
+    assert catalogue.digest() != before
 
 
-def test_mark_does_not_change_digest() -> None:
+def test_mark_does_not_change_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = catalogue.digest()
     first, *others = clauses.for_report()
-    rows = [first | {"mark": "accelerator"}, *others]
     assert {clause["mark"] for clause in others} == set(clauses.MARKS) == set(MARKS)
-    assert catalogue.digests(rows, clauses.TORCH_VERSIONS) == catalogue.digests(
-        [first, *others], clauses.TORCH_VERSIONS
-    )
+    monkeypatch.setattr(clauses, "for_report", lambda: [first | {"mark": "accelerator"}, *others])
+    assert catalogue.digest() == before
 
 
-def test_new_torch_version_changes_only_clauses_that_end_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = {"always": "", "began": ">=2.12", "ended": "<9.1"}
-    monkeypatch.setattr(
-        clauses,
-        "all_clauses",
-        lambda: {
-            n: clauses.Clause(f"amp.grad_scaler.{n}", n, (), "core", torch=r) for n, r in ranges.items()
-        },
-    )
-    digests = []
+@pytest.mark.parametrize(("torch", "changes"), [("", False), (">=2.12", False), ("<9.1", True)])
+def test_new_torch_version_changes_digest_only_if_a_clause_ends_before_it(
+    monkeypatch: pytest.MonkeyPatch, torch: str, changes: bool
+) -> None:
+    clause = clauses.Clause("amp.grad_scaler.x", "x", (), "core", torch=torch)
+    monkeypatch.setattr(clauses, "all_clauses", lambda: {"x": clause})
+    digests = set()
     for newest in ("9.0", "9.1"):
         monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11", "2.12", newest))
-        digests.append(catalogue.digests(clauses.for_report(), clauses.TORCH_VERSIONS))
-    assert catalogue.difference(*digests)["changed"] == ("amp.grad_scaler.ended",)
-
-
-def test_next_version_lists_added_removed_and_changed_clauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = tomllib.loads(command._to_toml([CatalogueVersion(1, "The first.")], "0"))
-    rows = [{"id": name, "says": name, "torch": ["2.11"]} for name in "abc"]
-    then = {"torch": ["2.11"], "clauses": [row | {"since": 1} for row in rows]}
-    monkeypatch.setattr(clauses, "TORCH_VERSIONS", ("2.11",))
-    monkeypatch.setattr(clauses, "for_report", lambda: rows)
-    with pytest.raises(ValueError, match="no clause has changed since catalogue 1"):
-        command.text_of_next("nothing", first, then)
-    now = [{"id": "a", "says": "a"}, {"id": "b", "says": "B"}, {"id": "d" * 200, "says": "d"}]
-    monkeypatch.setattr(clauses, "for_report", lambda: [row | {"torch": ["2.11"]} for row in now])
-    written = tomllib.loads(command.text_of_next('said "so" — once', first, then))
-    assert catalogue.changes_in(written) == (
-        CatalogueVersion(2, 'said "so" — once', ("d" * 200,), ("b",), ("c",)),
-        CatalogueVersion(1, "The first."),
-    )
-    monkeypatch.setattr(catalogue, "read_catalogue", lambda: written)
-    assert not catalogue.is_due()
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the clauses of another commit take a git checkout")
-def test_previous_version_is_read_from_its_commit() -> None:
-    file, then = command._before()
-    assert file["changes"]
-    assert {row["id"] for row in then["clauses"]} & clauses.all_clauses().keys()
+        digests.add(catalogue.digest())
+    assert (len(digests) == 2) == changes
 
 
 def test_clause_has_thread_of_its_deviation() -> None:
