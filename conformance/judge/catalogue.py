@@ -1,4 +1,4 @@
-"""The catalogue of clauses, with a digest that tells whether two reports used the same clauses."""
+"""The catalogue of clauses, with a digest that is equal for equal clauses."""
 
 from __future__ import annotations
 
