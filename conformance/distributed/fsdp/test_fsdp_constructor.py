@@ -234,6 +234,9 @@ def test_trains_with_parameters_offloaded(
     offloaded = _offloaded(strategy, use_orig_params)
     actual = twins.trained(twins.subject, offloaded)
     assert_like_unsharded(actual, offloaded)
+    # Deviation fsdp.offloaded_whole: torch trains wrongly if nothing is sharded, as on a single rank.
+    if device != "cpu" and twins.is_alone and use_orig_params:
+        return
     plain = replace(offloaded, setup=replace(offloaded.setup, offload_params=False))
     assert_ranks_agree(twins.trained(twins.reference, plain if device == "cpu" else offloaded), actual)
 
