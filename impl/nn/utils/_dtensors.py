@@ -104,7 +104,9 @@ def sharded_tensors(tensors: Sequence[Any]) -> ShardedTensors | None:
         return None
     specs = mesh_placements(tensors)
     representatives = specs.representatives()
-    meshes = [*{id(mesh): mesh for mesh, _ in representatives if mesh is not None}.values()]
+    # Meshes compare by value, which takes longer than their identity.
+    by_id = {id(mesh): mesh for mesh, _ in representatives if mesh is not None}
+    meshes = list(dict.fromkeys(by_id.values()))
     is_uniform = len(meshes) == 1 and all(mesh is not None for mesh, _ in representatives)
     # Most lists have no partial placement, so look at one placement of each type first.
     partial: list[Any] = []
