@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adagrad
 
-from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, Raised, assert_same_outcome, observe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.distributed.fsdp import twins
-from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.scenes import twins
+from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.judge import surface
 from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
 from conformance.judge.files.rows import Deviation, ReferenceLimit, devices_of

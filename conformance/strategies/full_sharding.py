@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall
-from conformance.distributed.fsdp.fully_shard_calls import UNITS as UNITS_IN_A_ROW
-from conformance.distributed.fsdp.fully_shard_training import ShardedTraining, Sharding
-from conformance.distributed.fsdp.module_trees import FORMS, INPUT_FORMS
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ROOT, UnitCall
+from conformance.distributed.fsdp.scenes.fully_shard_calls import UNITS as UNITS_IN_A_ROW
+from conformance.distributed.fsdp.scenes.fully_shard_training import ShardedTraining, Sharding
+from conformance.distributed.fsdp.scenes.module_trees import FORMS, INPUT_FORMS
 from conformance.judge.surface import torch_version
 from conformance.strategies.modules import KINDS, module_trees
 from conformance.strategies.sharding import steps, without_stale_gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.module_trees import FORMS, INPUT_FORMS, Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.module_trees import FORMS, INPUT_FORMS, Leaf, ModuleGroup, ModuleTree
 
 KINDS = ("affine", "linear", "normed", "batched", "lookup", "scaled", "tied", "idle")
 CHECKPOINTING = ("none", "none", "plain")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scaler_programs import ScalerCall, ScalerProgram
+from conformance.distributed.fsdp.scenes.scaler_programs import ScalerCall, ScalerProgram
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, PLAIN
 

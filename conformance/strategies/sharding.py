@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.strategies.modules import module_trees
 
 WRAPS = ("root", "leaves", "groups", "size", "manual")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from conformance.distributed.fsdp.twins import PlainTwins, Twins, TwinsOf, assert_limit
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, Twins, TwinsOf, assert_limit
 from conformance.judge.files.rows import all_reference_limits
 from conformance.judge.library import Library
 from conformance.ranks import RankPool

@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import LEARNING_RATE, MOMENTUM, Setup, gathered_parameters
-from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
-from conformance.distributed.fsdp.fully_shard_training import Sharding, full_value, sharded, units_of
-from conformance.distributed.fsdp.module_trees import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Setup,
+    gathered_parameters,
+)
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding, full_value, sharded, units_of
+from conformance.distributed.fsdp.scenes.module_trees import (
     Leaf,
     ModuleGroup,
     ModuleTree,
@@ -24,8 +29,8 @@ from conformance.distributed.fsdp.module_trees import (
     loss_of,
     out_of_form,
 )
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     FULL,
     ORIGINALS,

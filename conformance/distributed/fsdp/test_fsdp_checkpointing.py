@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_training import Step, Training
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.rank_judging import share_of_examples, trains_like_unsharded
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Step, Training
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples, trains_like_unsharded
+from conformance.distributed.fsdp.scenes.twins import (
     RankOutcomes,
     Twins,
     Wrapping,

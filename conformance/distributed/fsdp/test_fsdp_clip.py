@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_training import Setup, gathered_gradients
-from conformance.distributed.fsdp.rank_judging import share_of_examples, unsharded_gradients
-from conformance.distributed.fsdp.scene import SIMPLE, Scene, tried
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_gradients
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples, unsharded_gradients
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, tried
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     STRATEGIES,
     Twins,

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.traffic import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.traffic import (
     bytes_by_kind,
     counts,
     gathers_before_barriers,
     kind,
     steps_of,
 )
-from conformance.distributed.fsdp.twins import FLAT, Twins, TwinsOf, each_strategy, values_of
+from conformance.distributed.fsdp.scenes.twins import FLAT, Twins, TwinsOf, each_strategy, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.ranks.collective_traces import Collective

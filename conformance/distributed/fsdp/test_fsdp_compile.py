@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import FULL, Twins
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins
 from conformance.judge.clauses import clause
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))

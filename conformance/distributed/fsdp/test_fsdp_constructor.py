@@ -16,16 +16,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance import simulator
-from conformance.distributed.fsdp import wrapping_errors
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training, clean, gathered_parameters
-from conformance.distributed.fsdp.module_trees import Batch, call, loss_of
-from conformance.distributed.fsdp.rank_judging import (
+from conformance.distributed.fsdp.scenes import wrapping_errors
+from conformance.distributed.fsdp.scenes.fsdp_training import (
+    Setup,
+    Step,
+    Training,
+    clean,
+    gathered_parameters,
+)
+from conformance.distributed.fsdp.scenes.module_trees import Batch, call, loss_of
+from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     trains_like_unsharded,
 )
-from conformance.distributed.fsdp.scene import TREE, Scene, filled
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.scene import TREE, Scene, filled
+from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
     Twins,
     TwinsOf,
@@ -34,7 +40,7 @@ from conformance.distributed.fsdp.twins import (
     leaf_by_leaf,
     values_of,
 )
-from conformance.distributed.fsdp.wrapping_errors import THE_ROOT_IGNORED, WAYS
+from conformance.distributed.fsdp.scenes.wrapping_errors import THE_ROOT_IGNORED, WAYS
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library

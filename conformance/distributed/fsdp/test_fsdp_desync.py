@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.distributed.fsdp.desync_programs import (
+from conformance.distributed.fsdp.scenes.desync_programs import (
     FULL,
     LARGE,
     WAYS,

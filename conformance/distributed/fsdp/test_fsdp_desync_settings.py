@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.distributed.fsdp.desync_programs import (
+from conformance.distributed.fsdp.scenes.desync_programs import (
     ASTRAY,
     FULL,
     GRACE_S,
@@ -25,8 +25,8 @@ from conformance.distributed.fsdp.desync_programs import (
     train_step,
     wrap_fsdp,
 )
-from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD
-from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD
+from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library, load_library

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import _NamedOptimizer
 
-from conformance.distributed.fsdp.fsdp_training import Setup, clean, gathered_parameters
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup
-from conformance.distributed.fsdp.optimizer_states import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup
+from conformance.distributed.fsdp.scenes.optimizer_states import (
     Optimized,
     StateDictMethod,
     as_tensors,
@@ -27,9 +27,9 @@ from conformance.distributed.fsdp.optimizer_states import (
     plain,
     step,
 )
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scene import SIMPLE, TREE, Scene
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     FULL,
     ORIGINALS,

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
     Setup,
     average_gradients,
     gathered_gradients,
     zero_for_none,
 )
-from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_close_gradients
-from conformance.distributed.fsdp.scene import Scene, filled
-from conformance.distributed.fsdp.twins import Twins, both_kinds, each, holds, raises
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close, assert_close_gradients
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, holds, raises
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import ONE_STEP
 

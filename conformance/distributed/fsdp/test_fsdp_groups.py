@@ -20,11 +20,18 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from conformance.distributed.fsdp.fsdp_training import Setup
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scaler_programs import SCALER
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import FLAT, RankOutcomes, Twins, flat_or_originals, holds, values_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import (
+    FLAT,
+    RankOutcomes,
+    Twins,
+    flat_or_originals,
+    holds,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.distributed.fsdp.fsdp_training import Step, Training
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.twins import FULL, Twins, Wrapping, each_wrapping, leaf_by_leaf
+from conformance.distributed.fsdp.scenes.fsdp_training import Step, Training
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins, Wrapping, each_wrapping, leaf_by_leaf
 from conformance.judge.clauses import clause
 
 STRATEGIES = [

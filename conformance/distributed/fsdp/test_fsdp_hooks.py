@@ -12,11 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.distributed.fsdp.fsdp_training import Setup, clean, constructor_arguments, gathered_gradients
-from conformance.distributed.fsdp.module_trees import loss_of, out_of_form
-from conformance.distributed.fsdp.rank_judging import assert_close_gradients, unsharded_gradients
-from conformance.distributed.fsdp.scene import TREE, Scene, tried
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
+    Setup,
+    clean,
+    constructor_arguments,
+    gathered_gradients,
+)
+from conformance.distributed.fsdp.scenes.module_trees import loss_of, out_of_form
+from conformance.distributed.fsdp.scenes.rank_judging import assert_close_gradients, unsharded_gradients
+from conformance.distributed.fsdp.scenes.scene import TREE, Scene, tried
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     Twins,
     TwinsOf,

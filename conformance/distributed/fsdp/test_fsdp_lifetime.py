@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import gathered_gradients
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import Twins, each, each_strategy
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import Twins, each, each_strategy
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from conformance.distributed.fsdp.desync_programs import (
+from conformance.distributed.fsdp.scenes.desync_programs import (
     ASTRAY,
     FULL,
     GRACE_S,
@@ -34,7 +34,7 @@ from conformance.distributed.fsdp.desync_programs import (
     train_step,
     wait_until_raised,
 )
-from conformance.distributed.fsdp.fsdp_training import FSDP
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library, load_library

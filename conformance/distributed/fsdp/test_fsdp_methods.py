@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import Setup, clean, gathered_parameters
-from conformance.distributed.fsdp.module_trees import Batch, call, loss_of
-from conformance.distributed.fsdp.optimizer_states import Optimized, StateDictMethod, copied, plain
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scene import SIMPLE, Scene, named
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.module_trees import Batch, call, loss_of
+from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod, copied, plain
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, named
+from conformance.distributed.fsdp.scenes.twins import (
     Twins,
     Wrapping,
     both_kinds,

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
     Setup,
     Step,
     Training,
@@ -24,7 +24,7 @@ from conformance.distributed.fsdp.fsdp_training import (
     gathered_gradients,
     state_of,
 )
-from conformance.distributed.fsdp.module_trees import (
+from conformance.distributed.fsdp.scenes.module_trees import (
     INPUT_FORMS,
     Leaf,
     ModuleGroup,
@@ -32,9 +32,9 @@ from conformance.distributed.fsdp.module_trees import (
     call,
     out_of_form,
 )
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.scene import SIMPLE, TREE, Scene, tried
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, tried
+from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
     RankOutcomes,
     Twins,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from conformance.distributed.fsdp.fsdp_training import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
     Setup,
     average_gradients,
     clean,
@@ -19,9 +19,9 @@ from conformance.distributed.fsdp.fsdp_training import (
     gathered_parameters,
     state_of,
 )
-from conformance.distributed.fsdp.rank_judging import assert_all_close
-from conformance.distributed.fsdp.scene import Scene, filled
-from conformance.distributed.fsdp.twins import Twins, both_kinds
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import Tolerance
 

@@ -11,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import gathered_gradients, gathered_parameters, state_of
-from conformance.distributed.fsdp.module_trees import loss_of
-from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scene import Scene, filled, tried
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
+    gathered_gradients,
+    gathered_parameters,
+    state_of,
+)
+from conformance.distributed.fsdp.scenes.module_trees import loss_of
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     Twins,
     Wrapping,

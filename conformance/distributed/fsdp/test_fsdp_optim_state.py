@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from conformance.distributed.fsdp import optimizer_states
-from conformance.distributed.fsdp.fsdp_training import Setup, clean, gathered_parameters
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.optimizer_states import (
+from conformance.distributed.fsdp.scenes import optimizer_states
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.optimizer_states import (
     OPTIMIZERS,
     Optimized,
     StateDictMethod,
@@ -30,9 +30,9 @@ from conformance.distributed.fsdp.optimizer_states import (
     step,
     unwrapped,
 )
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.scene import SIMPLE, Scene
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     FULL,
     STRATEGIES,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
-from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters, mesh_of
-from conformance.distributed.fsdp.optimizer_states import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters, mesh_of
+from conformance.distributed.fsdp.scenes.optimizer_states import (
     Optimized,
     StateDictMethod,
     by_name,
@@ -24,8 +24,8 @@ from conformance.distributed.fsdp.optimizer_states import (
     step,
     there_and_back,
 )
-from conformance.distributed.fsdp.scene import Scene, filled, tried
-from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf, flat_or_originals, values_of
+from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf, flat_or_originals, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT, TRAINED
 

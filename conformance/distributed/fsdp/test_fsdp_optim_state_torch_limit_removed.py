@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp.fsdp_training import Setup
-from conformance.distributed.fsdp.optimizer_states import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.optimizer_states import (
     Optimized,
     StateDictMethod,
     assert_close_states,
@@ -22,9 +22,9 @@ from conformance.distributed.fsdp.optimizer_states import (
     step,
     unwrapped,
 )
-from conformance.distributed.fsdp.scene import TREE, Scene, tried
-from conformance.distributed.fsdp.state_dicts import Received
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.scene import TREE, Scene, tried
+from conformance.distributed.fsdp.scenes.state_dicts import Received
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     FULL,
     ORIGINALS,

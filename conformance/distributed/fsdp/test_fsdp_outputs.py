@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from conformance.distributed.fsdp.fsdp_training import COMPILER, gathered_gradients, state_of
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scene import Scene, filled
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import COMPILER, gathered_gradients, state_of
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import (
     FULL,
     RankOutcomes,
     Twins,

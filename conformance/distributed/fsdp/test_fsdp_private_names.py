@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import FSDP, gathered_parameters, state_of
-from conformance.distributed.fsdp.scene import Scene, filled
-from conformance.distributed.fsdp.twins import Twins, both_kinds, each_strategy
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, gathered_parameters, state_of
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each_strategy
 from conformance.judge.clauses import clause
 from conformance.judge.files.compat import COMPAT_NAMES, CompatName
 from conformance.judge.tolerances import TRAINED, Tolerance

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp import state_dicts
-from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters
-from conformance.distributed.fsdp.module_trees import ModuleTree
-from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scene import TREE, Scene, named, tried
-from conformance.distributed.fsdp.state_dicts import (
+from conformance.distributed.fsdp.scenes import state_dicts
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters
+from conformance.distributed.fsdp.scenes.module_trees import ModuleTree
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.scene import TREE, Scene, named, tried
+from conformance.distributed.fsdp.scenes.state_dicts import (
     DAMAGES,
     Form,
     PeakBytes,
@@ -35,7 +35,7 @@ from conformance.distributed.fsdp.state_dicts import (
     state_dict_of,
     unsharded_state,
 )
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     Twins,
     TwinsOf,

@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
-from conformance.distributed.fsdp import state_dicts
-from conformance.distributed.fsdp.fsdp_training import Setup
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.state_dicts import (
+from conformance.distributed.fsdp.scenes import state_dicts
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.state_dicts import (
     MESH,
     WEIGHT,
     Form,
@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.state_dicts import (
     state_dict_of,
     tried_to_load,
 )
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     ORIGINALS,
     RankOutcomes,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp import optimizer_states, state_dicts
-from conformance.distributed.fsdp.optimizer_states import Optimized, StateDictMethod
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.state_dicts import Form, PeakBytes
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes import optimizer_states, state_dicts
+from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.state_dicts import Form, PeakBytes
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     RankOutcomes,
     Twins,

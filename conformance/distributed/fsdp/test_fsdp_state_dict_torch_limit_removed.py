@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp import state_dicts
-from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters
-from conformance.distributed.fsdp.optimizer_states import Optimized, StateDictMethod
-from conformance.distributed.fsdp.scene import TREE, Program, Scene, tried
-from conformance.distributed.fsdp.state_dicts import (
+from conformance.distributed.fsdp.scenes import state_dicts
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters
+from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod
+from conformance.distributed.fsdp.scenes.scene import TREE, Program, Scene, tried
+from conformance.distributed.fsdp.scenes.state_dicts import (
     GROUP,
     Form,
     Received,
@@ -30,7 +30,7 @@ from conformance.distributed.fsdp.state_dicts import (
     state_dict_of,
     tried_to_load,
 )
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     ORIGINALS,
     RankOutcomes,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import clean, gathered_parameters
-from conformance.distributed.fsdp.scene import Scene, filled, tried
-from conformance.distributed.fsdp.twins import Twins, Wrapping, each, each_wrapping
+from conformance.distributed.fsdp.scenes.fsdp_training import clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
+from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each, each_wrapping
 from conformance.judge.clauses import clause
 
 SECOND = {"second.weight", "second.bias"}

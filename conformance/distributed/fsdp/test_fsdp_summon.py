@@ -11,11 +11,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_training import Setup, gathered_parameters, state_of
-from conformance.distributed.fsdp.module_trees import call, loss_of, out_of_form
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.scene import SIMPLE, TREE, Scene, named, tried
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters, state_of
+from conformance.distributed.fsdp.scenes.module_trees import call, loss_of, out_of_form
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, named, tried
+from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     STRATEGIES,
     RankOutcomes,

@@ -18,10 +18,22 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from conformance.distributed.fsdp.fsdp_training import FSDP, clean
-from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD
-from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_ranks_agree, run_on_ranks
-from conformance.distributed.fsdp.twins import FULL, RankOutcomes, Twins, TwinsOf, each, holds, values_of
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, clean
+from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD
+from conformance.distributed.fsdp.scenes.rank_judging import (
+    assert_all_close,
+    assert_ranks_agree,
+    run_on_ranks,
+)
+from conformance.distributed.fsdp.scenes.twins import (
+    FULL,
+    RankOutcomes,
+    Twins,
+    TwinsOf,
+    each,
+    holds,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe

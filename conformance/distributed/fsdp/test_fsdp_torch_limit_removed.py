@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training, zero_for_none
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.rank_judging import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, zero_for_none
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_all_close,
     assert_close_gradients,
     trains_like_unsharded,
 )
-from conformance.distributed.fsdp.special_modules import accumulate, accumulated, built
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.special_modules import accumulate, accumulated, built
+from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
     RankOutcomes,
     Twins,

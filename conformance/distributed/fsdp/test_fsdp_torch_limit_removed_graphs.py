@@ -9,15 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import any_of, as_without_sharding
-from conformance.distributed.fsdp.twins import RankOutcomes, Twins, Wrapping, each_strategy, each_wrapping
-from conformance.distributed.fsdp.written_weights import (
+from conformance.distributed.fsdp.scenes.twins import (
+    RankOutcomes,
+    Twins,
+    Wrapping,
+    each_strategy,
+    each_wrapping,
+)
+from conformance.distributed.fsdp.scenes.written_weights import (
     Does,
     Forked,
     WritingTrainer,
     written,
     written_without_sharding,
 )
+from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import any_of, as_without_sharding
 from conformance.judge.clauses import clause
 
 refused = clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")

@@ -10,13 +10,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp import special_modules
-from conformance.distributed.fsdp.fsdp_training import gathered_gradients
-from conformance.distributed.fsdp.scene import Scene, filled
-from conformance.distributed.fsdp.special_modules import Nothing, Positioned, accumulated
+from conformance.distributed.fsdp.scenes import special_modules
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.special_modules import Nothing, Positioned, accumulated
+from conformance.distributed.fsdp.scenes.traffic import counts
+from conformance.distributed.fsdp.scenes.twins import (
+    STRATEGIES,
+    Twins,
+    both_kinds,
+    each,
+    each_strategy,
+    raises,
+)
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged, gave
-from conformance.distributed.fsdp.traffic import counts
-from conformance.distributed.fsdp.twins import STRATEGIES, Twins, both_kinds, each, each_strategy, raises
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 

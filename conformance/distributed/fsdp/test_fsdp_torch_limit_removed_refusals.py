@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp import wrapping_errors
-from conformance.distributed.fsdp.fsdp_training import Setup
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.special_modules import accumulated, built
-from conformance.distributed.fsdp.twins import Twins, both_kinds, each, raise_an_error, raises
-from conformance.distributed.fsdp.wrapping_errors import USED_UP
+from conformance.distributed.fsdp.scenes import wrapping_errors
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.special_modules import accumulated, built
+from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, raise_an_error, raises
+from conformance.distributed.fsdp.scenes.wrapping_errors import USED_UP
 from conformance.judge.clauses import clause
 
 

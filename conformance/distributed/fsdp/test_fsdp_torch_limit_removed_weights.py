@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp import special_modules
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.rank_judging import assert_like_unsharded, trains_like_unsharded
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.special_modules import accumulated, built
+from conformance.distributed.fsdp.scenes import special_modules
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.rank_judging import assert_like_unsharded, trains_like_unsharded
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.special_modules import accumulated, built
+from conformance.distributed.fsdp.scenes.twins import Twins, each, holds, raises
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged_gradients, gave
-from conformance.distributed.fsdp.twins import Twins, each, holds, raises
 from conformance.judge.clauses import clause
 
 

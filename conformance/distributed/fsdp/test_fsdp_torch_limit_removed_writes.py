@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.rank_judging import assert_all_close, assert_ranks_agree
-from conformance.distributed.fsdp.scene import filled
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close, assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import filled
+from conformance.distributed.fsdp.scenes.twins import (
     RankOutcomes,
     Twins,
     Wrapping,
@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.twins import (
     holds,
     raises,
 )
-from conformance.distributed.fsdp.written_weights import (
+from conformance.distributed.fsdp.scenes.written_weights import (
     Does,
     Forked,
     WritingTrainer,

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp import fully_shard_training
-from conformance.distributed.fsdp.fully_shard_training import ShardedTraining
-from conformance.distributed.fsdp.rank_judging import (
+from conformance.distributed.fsdp.scenes import fully_shard_training
+from conformance.distributed.fsdp.scenes.fully_shard_training import ShardedTraining
+from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     run_on_ranks,
     share_of_examples,
 )
-from conformance.distributed.fsdp.traffic import are_at_most, steps_of
-from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.traffic import are_at_most, steps_of
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome

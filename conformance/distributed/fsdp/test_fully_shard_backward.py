@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_training import described, held, layout_of, registered
-from conformance.distributed.fsdp.residual_blocks import ResidualBlock, batch_of, blocks
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, TwinsOf, each
+from conformance.distributed.fsdp.scenes.fully_shard_training import described, held, layout_of, registered
+from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, batch_of, blocks
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each
 from conformance.judge.clauses import clause
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import Shard
 
-from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
-from conformance.distributed.fsdp.fully_shard_training import held, registered
-from conformance.distributed.fsdp.residual_blocks import batch_of, blocks
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, raises
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
+from conformance.distributed.fsdp.scenes.fully_shard_training import held, registered
+from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, raises
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 

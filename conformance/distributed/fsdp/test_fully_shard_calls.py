@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.call_judging import (
+from conformance.distributed.fsdp.scenes.call_judging import (
     BACKWARD,
     FORWARD,
     LOOK,
@@ -24,12 +24,12 @@ from conformance.distributed.fsdp.call_judging import (
     reported,
     setting,
 )
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall
-from conformance.distributed.fsdp.fully_shard_training import Sharding
-from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scene import FOUR_UNITS
-from conformance.distributed.fsdp.traffic import gathers_before_barriers, kind
-from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ROOT, UnitCall
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS
+from conformance.distributed.fsdp.scenes.traffic import gathers_before_barriers, kind
+from conformance.distributed.fsdp.scenes.twins import RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 
 FULL = pytest.mark.profile("full")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from conformance.distributed.fsdp.fully_shard_training import described, held, registered
-from conformance.distributed.fsdp.module_trees import loss_of
-from conformance.distributed.fsdp.scene import FOUR_UNITS, Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins
+from conformance.distributed.fsdp.scenes.fully_shard_training import described, held, registered
+from conformance.distributed.fsdp.scenes.module_trees import loss_of
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_training import registered, reshard_all
-from conformance.distributed.fsdp.residual_blocks import batch_of, blocks
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import PlainTwins, each
+from conformance.distributed.fsdp.scenes.fully_shard_training import registered, reshard_all
+from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, each
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_training import registered
-from conformance.distributed.fsdp.module_trees import call, loss_of
-from conformance.distributed.fsdp.scene import FOUR_UNITS, Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, TwinsOf, each, values_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import registered
+from conformance.distributed.fsdp.scenes.module_trees import call, loss_of
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.surface import is_torch_in

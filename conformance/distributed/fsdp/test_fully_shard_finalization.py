@@ -12,12 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.call_judging import LOOK, TRAIN, draw_program, outcomes_of, played, setting
-from conformance.distributed.fsdp.fully_shard_calls import UnitCall
-from conformance.distributed.fsdp.fully_shard_training import Sharding, held
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, share_of_examples
-from conformance.distributed.fsdp.scene import Scene, filled, tried
-from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes, Twins, values_of
+from conformance.distributed.fsdp.scenes.call_judging import (
+    LOOK,
+    TRAIN,
+    draw_program,
+    outcomes_of,
+    played,
+    setting,
+)
+from conformance.distributed.fsdp.scenes.fully_shard_calls import UnitCall
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding, held
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, Twins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.outcome import Outcome

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
-from conformance.distributed.fsdp.fully_shard_training import held, registered
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import PlainTwins, TwinsOf, raises
+from conformance.distributed.fsdp.scenes.fully_shard_training import held, registered
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, run_on_ranks
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raises
 from conformance.judge.clauses import clause
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe

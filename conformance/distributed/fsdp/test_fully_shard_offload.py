@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from conformance import simulator
-from conformance.distributed.fsdp.residual_blocks import batch_of, blocks
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import PlainTwins
+from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import PlainTwins
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.fsdp_training import mesh_of
-from conformance.distributed.fsdp.fully_shard_training import full_value, held
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, values_of
+from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value, held
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.surface import is_torch_in

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoints
 from torch.distributed.tensor import Shard
 
-from conformance.distributed.fsdp.fully_shard_training import described, held
-from conformance.distributed.fsdp.residual_blocks import batch_of, blocks
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import PlainTwins
+from conformance.distributed.fsdp.scenes.fully_shard_training import described, held
+from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import PlainTwins
 from conformance.judge.clauses import clause
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp.fully_shard_calls import ReportingAllGather
-from conformance.distributed.fsdp.fully_shard_training import full_value
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, RankOutcomes
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import FULL, TwinsOf
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.training.config import small_config
 from conformance.training.corpus import load_corpus, windows

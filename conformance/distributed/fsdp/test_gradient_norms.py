@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer, RMSprop
 
-from conformance.distributed.fsdp.scaler_layouts import named_params, on_meshes, plain_model
-from conformance.distributed.fsdp.scaler_programs import SCALER
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.scaler_layouts import named_params, on_meshes, plain_model
+from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 
 

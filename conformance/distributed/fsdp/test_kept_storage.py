@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.fully_shard_training import full_value
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import PlainTwins, values_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
 from conformance.judge.clauses import clause
 
 _STEPS = 2

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.optim import SGD
 
-from conformance.distributed.fsdp.fsdp_training import clean, gathered_parameters
-from conformance.distributed.fsdp.scaler_programs import SCALER
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.fsdp_training import clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
 

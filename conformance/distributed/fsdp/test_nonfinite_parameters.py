@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from conformance.distributed.fsdp.scaler_layouts import named_params
-from conformance.distributed.fsdp.scaler_programs import SCALER
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.scaler_layouts import named_params
+from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 
 SCALERS = pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import FULL, Twins
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
 

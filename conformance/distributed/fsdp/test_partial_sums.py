@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.fsdp_training import mesh_of
-from conformance.distributed.fsdp.fully_shard_training import full_value
-from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scene import Scene, filled
-from conformance.distributed.fsdp.twins import FULL, TwinsOf
+from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 

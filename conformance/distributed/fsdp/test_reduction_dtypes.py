@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conformance.distributed.fsdp.fsdp_training import gathered_gradients, mesh_of
-from conformance.distributed.fsdp.fully_shard_training import full_value
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import (
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients, mesh_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import (
     PlainTwins,
     RankOutcomes,
     Twins,

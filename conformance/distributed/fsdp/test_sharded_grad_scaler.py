@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from conformance.distributed.fsdp.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scaler_programs import (
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.scaler_programs import (
     SCALER,
     ScalerCall,
     ScalerProgram,
@@ -23,7 +23,7 @@ from conformance.distributed.fsdp.scaler_programs import (
     scales,
     stepped,
 )
-from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe

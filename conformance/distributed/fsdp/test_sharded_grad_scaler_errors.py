@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conformance.distributed.fsdp.scaler_programs import (
+from conformance.distributed.fsdp.scenes.scaler_programs import (
     SCALER,
     ScalerCall,
     ScalerProgram,
@@ -19,7 +19,7 @@ from conformance.distributed.fsdp.scaler_programs import (
     scales,
     stepped,
 )
-from conformance.distributed.fsdp.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Raised, observe

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from conformance.distributed.fsdp.fsdp_training import gathered_parameters
-from conformance.distributed.fsdp.rank_judging import assert_all_close
-from conformance.distributed.fsdp.scaler_layouts import on_meshes, plain_model
-from conformance.distributed.fsdp.scaler_programs import SCALER
-from conformance.distributed.fsdp.scene import Scene
-from conformance.distributed.fsdp.twins import FULL, Twins, TwinsOf, values_of
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_parameters
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
+from conformance.distributed.fsdp.scenes.scaler_layouts import on_meshes, plain_model
+from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 from conformance.judge.sandbox import seeding

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scaler_programs import (
+from conformance.distributed.fsdp.scenes.scaler_programs import (
     SCALER,
     ScalerCall,
     ScalerProgram,
@@ -19,7 +19,7 @@ from conformance.distributed.fsdp.scaler_programs import (
     played,
     scales,
 )
-from conformance.distributed.fsdp.twins import Twins
+from conformance.distributed.fsdp.scenes.twins import Twins
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from conformance.distributed.fsdp.fsdp_training import gathered_gradients
-from conformance.distributed.fsdp.fully_shard_training import full_value
-from conformance.distributed.fsdp.residual_blocks import ResidualBlock, blocks
-from conformance.distributed.fsdp.scene import Scene, tried
-from conformance.distributed.fsdp.twins import PlainTwins, Twins, each
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, blocks
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, Twins, each
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.judgement import unavailable

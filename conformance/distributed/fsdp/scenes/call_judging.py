@@ -8,11 +8,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fully_shard_calls import ROOT, UnitCall, play
-from conformance.distributed.fsdp.fully_shard_training import Sharding
-from conformance.distributed.fsdp.rank_judging import assert_ranks_agree, run_on_ranks
-from conformance.distributed.fsdp.traffic import are_at_most
-from conformance.distributed.fsdp.twins import RankOutcomes, Twins, values_of
+from conformance.distributed.fsdp.scenes.fully_shard_calls import ROOT, UnitCall, play
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, run_on_ranks
+from conformance.distributed.fsdp.scenes.traffic import are_at_most
+from conformance.distributed.fsdp.scenes.twins import RankOutcomes, Twins, values_of
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 from conformance.ranks.collective_traces import Collective

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from conformance.distributed.fsdp.fsdp_training import FSDP
-from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP
+from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library, load_library
 from conformance.judge.sandbox import seeding

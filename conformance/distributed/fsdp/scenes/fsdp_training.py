@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.distributed.fsdp.module_trees import (
+from conformance.distributed.fsdp.scenes.module_trees import (
     LEAVES,
     Branches,
     Chain,

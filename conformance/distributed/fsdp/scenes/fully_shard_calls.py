@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fully_shard_training import (
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
     Sharding,
     held,
     registered,
@@ -19,9 +19,9 @@ from conformance.distributed.fsdp.fully_shard_training import (
     sharded,
     units_of,
 )
-from conformance.distributed.fsdp.module_trees import ModuleTree, loss_of
-from conformance.distributed.fsdp.module_trees import call as call_model
-from conformance.distributed.fsdp.scene import FOUR_UNITS, tried
+from conformance.distributed.fsdp.scenes.module_trees import ModuleTree, loss_of
+from conformance.distributed.fsdp.scenes.module_trees import call as call_model
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, tried
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank

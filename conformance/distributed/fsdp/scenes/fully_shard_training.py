@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
-from conformance.distributed.fsdp.fsdp_training import (
+from conformance.distributed.fsdp.scenes.fsdp_training import (
     LEARNING_RATE,
     MOMENTUM,
     Progress,
@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.fsdp_training import (
     Training,
     mesh_of,
 )
-from conformance.distributed.fsdp.module_trees import LEAVES, Branches, Chain, ModuleTree
+from conformance.distributed.fsdp.scenes.module_trees import LEAVES, Branches, Chain, ModuleTree
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank

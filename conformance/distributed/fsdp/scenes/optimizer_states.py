@@ -14,8 +14,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map, tree_map_only
 
-from conformance.distributed.fsdp.module_trees import ModuleTree
-from conformance.distributed.fsdp.scene import TREE, Scene
+from conformance.distributed.fsdp.scenes.module_trees import ModuleTree
+from conformance.distributed.fsdp.scenes.scene import TREE, Scene
 from conformance.judge.outcome import TensorState
 from conformance.judge.tolerances import ONE_STEP
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from hypothesis import settings
 
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training, train_unsharded
-from conformance.distributed.fsdp.scene import TREE
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, train_unsharded
+from conformance.distributed.fsdp.scenes.scene import TREE
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.tolerances import TRAINED, Tolerance

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene
 
 
 class ResidualBlock(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.judge.sandbox import seeding
 from conformance.ranks.cases import PlacedGradient
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from conformance.distributed.fsdp.twins import Twins
+from conformance.distributed.fsdp.scenes.twins import Twins
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.ranks import Rank

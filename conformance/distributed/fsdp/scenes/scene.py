@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.distributed.fsdp.fsdp_training import FSDP, Setup, wrapped
-from conformance.distributed.fsdp.fully_shard_training import FULLY_SHARD, held
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, Setup, wrapped
+from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD, held
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import gathered_gradients, mesh_of
-from conformance.distributed.fsdp.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients, mesh_of
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
 
 _BACKWARDS = 2
 

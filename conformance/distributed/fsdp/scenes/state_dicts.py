@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp.fsdp_training import FSDP, Setup, clean, gathered_parameters, wrapped
-from conformance.distributed.fsdp.scene import Scene, named, tried
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, Setup, clean, gathered_parameters, wrapped
+from conformance.distributed.fsdp.scenes.scene import Scene, named, tried
 from conformance.judge.library import Library, load_library
 
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from conformance.distributed.fsdp import fsdp_training, scene
-from conformance.distributed.fsdp.fsdp_training import Setup, Training
-from conformance.distributed.fsdp.rank_judging import (
+from conformance.distributed.fsdp.scenes import fsdp_training, scene
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Training
+from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
     run_on_ranks,
     trains_like_unsharded,
     without_layout,
 )
-from conformance.distributed.fsdp.scene import FOUR_UNITS, ONE_UNIT, TREE, Program
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, ONE_UNIT, TREE, Program
 from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
 from conformance.judge.files.rows import ReferenceLimit
 from conformance.judge.library import Library

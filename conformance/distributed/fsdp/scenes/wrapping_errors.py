@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import mesh_of
-from conformance.distributed.fsdp.module_trees import LEAVES, loss_of
-from conformance.distributed.fsdp.scene import Scene
+from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
+from conformance.distributed.fsdp.scenes.module_trees import LEAVES, loss_of
+from conformance.distributed.fsdp.scenes.scene import Scene
 
 
 def construct(scene: Scene, *, way: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.fsdp_training import gathered_parameters
-from conformance.distributed.fsdp.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_parameters
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
 
 
 class Forked(nn.Module):

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.distributed.fsdp.happens_before import (
+from conformance.distributed.fsdp.scenes.happens_before import (
     HOST,
     Allocation,
     Entry,

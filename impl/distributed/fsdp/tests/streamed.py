@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.distributed.fsdp.fsdp_training import Setup, Step, Training, train, wrapped
-from conformance.distributed.fsdp.fully_shard_training import ShardedTraining, Sharding, sharded
-from conformance.distributed.fsdp.fully_shard_training import train as train_sharded
-from conformance.distributed.fsdp.happens_before import Entry
-from conformance.distributed.fsdp.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, train, wrapped
+from conformance.distributed.fsdp.scenes.fully_shard_training import ShardedTraining, Sharding, sharded
+from conformance.distributed.fsdp.scenes.fully_shard_training import train as train_sharded
+from conformance.distributed.fsdp.scenes.happens_before import Entry
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.library import Library
 from conformance.ranks import Rank

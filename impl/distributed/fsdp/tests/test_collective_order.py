@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.desync_programs import wait_until_raised
+from conformance.distributed.fsdp.scenes.desync_programs import wait_until_raised
 from conformance.judge.judgement import unavailable
 from conformance.ranks import Rank, RankFault, RankPool
 from conformance.simulator import NAME, Unavailable, ensure_built

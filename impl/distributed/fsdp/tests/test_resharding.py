@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.ranks import Rank, RankPool
 from impl.distributed.fsdp._comm.groups import Groups
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, Slot, layout_of

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.fsdp_training import Setup
-from conformance.distributed.fsdp.fully_shard_training import Sharding
-from conformance.distributed.fsdp.happens_before import (
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
+from conformance.distributed.fsdp.scenes.happens_before import (
     HOST,
     Operation,
     OrderedOperation,
     hazards,
     ordered_operations,
 )
-from conformance.distributed.fsdp.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.strategies.sharding import trainings
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams
