@@ -65,7 +65,7 @@ def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, use_orig_params: bool
 def held_while_saving(scene: Scene) -> tuple[int, float]:
     """Return the bytes of one large unit's state dict on this rank, and the peak memory as a multiple of the model."""
     torch.manual_seed(1)
-    body = nn.Sequential(*(nn.Linear(640, 640) for _ in range(5)))
+    body = nn.Sequential(*(nn.Linear(1792, 1792) for _ in range(5)))
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())
     model = scene.wrap(body)
     config = scene.api.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -79,7 +79,7 @@ def held_while_saving(scene: Scene) -> tuple[int, float]:
 @pytest.mark.world_sizes(fewest=2)
 def test_full_state_dict_is_stored_once(cpu_twins: Twins) -> None:
     (bytes_of_dict, times_the_model), *others = cpu_twins.values(held_while_saving)
-    assert bytes_of_dict == 5 * 4 * (640 * 640 + 640)
+    assert bytes_of_dict == 5 * 4 * (1792 * 1792 + 1792)
     assert 1 <= times_the_model < 1.4
     assert all(bytes_of_dict == 0 and times_the_model < 0.4 for bytes_of_dict, times_the_model in others)
 

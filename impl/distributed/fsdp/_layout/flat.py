@@ -21,7 +21,7 @@ from impl.kernels import copy_into_, to_device
 
 # Limits of `gather_runs`: the most all-gathers, and the fewest bytes of each, counted over all ranks.
 _MOST_RUNS = 8
-_LEAST_RUN_BYTES = 1 << 24
+_LEAST_RUN_BYTES = 1 << 23
 
 
 class FlatParamGroup(FlatParamHandle):
@@ -134,7 +134,7 @@ class FlatParamGroup(FlatParamHandle):
     def gather_runs(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the runs of a sharded flat parameter in order: the start in the unsharded buffer, and the elements.
 
-        A rank holds at most an eighth of the buffer at a time, or 16 MiB if that is more. Every rank must consume
+        A rank holds at most an eighth of the buffer at a time, or 8 MiB if that is more. Every rank must consume
         all of the runs.
 
         Collectives: up to eight all-gathers, like unsharding the unit `name`.
