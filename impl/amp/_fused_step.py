@@ -35,7 +35,7 @@ from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer
 from impl.optim._list_cache import same
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, shardings_of
 from impl.optim._step_checks import check_step
-from impl.optim._updates_ahead import UpdatesAhead
+from impl.optim._updates_ahead import UpdatesAhead, check_closed
 
 _Optimizer = torch.optim.Optimizer
 
@@ -135,10 +135,14 @@ def fused_step(
 
     Raises:
         AssertionError: there are no gradients on any rank. Nothing was changed.
+        RuntimeError: `overlapped_step` of the optimizer has not ended.
     """
+    check_closed(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     step = _Step(scaler, optimizer, options, params, scale, known_found_inf)
     copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
+    if options.ahead is not None and known_found_inf is not None:
+        options.ahead.undo()  # the updates and squares are those of scaled gradients
     name = type(optimizer).__name__
     with kernels.span("GradScaler.fused_step", name), grads_from_copies(params, options.low_precision_params):
         try:

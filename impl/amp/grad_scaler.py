@@ -733,7 +733,9 @@ class GradScaler(StepReports):
         if not self._enabled:
             return 1.0
         scale = self._get_scale_async()
-        if scale is None or not kernels.has_host_copies(scale.device):
+        if scale is None:  # the first loss is not scaled yet
+            scale = torch.tensor(self._init_scale, dtype=torch.float32, device="cpu")
+        if not kernels.has_host_copies(scale.device):
             return None
         return kernels.HostCopy(kernels.inverse(scale))
 

@@ -11,6 +11,7 @@ be clipped or skipped too.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -92,9 +93,11 @@ class _Batch:
     def gradients_are_unchanged(self) -> bool:
         """Return whether `.grad` still has the gradients that were taken."""
         triples = zip(self.params, self.grads.tensors, self._versions, strict=True)
+        # Operators on a DTensor, which is new in `.grad`, count in its own version.
         return all(
             param.grad is not None
             and (now := local_part(param.grad)).data_ptr() == grad.data_ptr()
+            and (now is param.grad or not param.grad._version)
             and now.numel() == grad.numel()
             and now._version == version
             for param, grad, version in triples
@@ -165,6 +168,7 @@ class UpdatesAhead:
 
         Raises:
             RuntimeError: the gradients of a parameter are received by another object.
+            NotImplementedError, ValueError: as `shardings_of`.
         """
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         holders = holders_of_any(params)
@@ -173,12 +177,12 @@ class UpdatesAhead:
                 "overlapped_step() is being called inside of another overlapped_step() of the same parameters; leave "
                 "that region first"
             )
-        register_step_check(_check_closed)
+        self._powers = _powers_of(params) if holders else {}
+        register_step_check(check_closed)
         _open.add(self._optimizer)
         self._holders = holders
         for holder in holders:
             holder.receiver = self
-        self._powers = _powers_of(params) if holders else {}
 
     def end(self) -> None:
         """Receive no more gradients. Undo updates whose gradients have changed since."""
@@ -249,7 +253,7 @@ class UpdatesAhead:
 
     def _is_likely(self, factor: float) -> bool:
         """Return whether the step may have the assumed factor, as far as is known."""
-        return self._was_confident and self._square <= (self._max_norm / factor) ** 2
+        return self._was_confident and math.sqrt(self._square) * factor <= self._max_norm
 
     def _known_factor(self) -> float | None:
         if self._factor is None and isinstance(self._assumed, HostCopy):
@@ -332,7 +336,6 @@ class UpdatesAhead:
         self._queue.clear()
         for batch in self._all_batches():
             self._undo(batch)
-            batch.grads = TensorList([])
         self._batches.clear()
 
     def _undo(self, batch: _Batch) -> None:
@@ -341,6 +344,7 @@ class UpdatesAhead:
         if batch.update.is_applied:
             batch.update.undo()
             self.undone_numel += _numel(batch)
+        batch.grads = TensorList([])
 
 
 def _numel(batch: _Batch) -> int:
@@ -364,7 +368,8 @@ def _powers_of(params: Sequence[Tensor]) -> dict[int, int]:
     return {id(param): kernels.chunk_power(totals[sharding]) for param, sharding in on_host}
 
 
-def _check_closed(optimizer: Optimizer) -> None:
+def check_closed(optimizer: Optimizer) -> None:
+    """Raise RuntimeError if the optimizer's `UpdatesAhead` receives gradients."""
     if optimizer in _open:
         raise RuntimeError(
             "the optimizer was stepped inside of overlapped_step(), which steps it when the region ends; remove the "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
@@ -24,14 +25,16 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": lambda params: Adagrad(params, lr=0.125),
 }
 # A step clips far below the norm of a unit or slightly below the norm of all, or has inf in the gradients of one rank,
-# or runs two backwards.
+# or runs two backwards, or changes the gradients after the backward.
 GOOD, CLIPPED, BARELY, INF, TWICE = "good", "clipped", "barely clipped", "inf", "twice"
+HALVED, UNSCALED = "halved", "unscaled"
 PLANS: dict[str, Sequence[str]] = {
     "good": [GOOD] * 3,
     "clipped": [GOOD, GOOD, CLIPPED, CLIPPED, GOOD, GOOD],
     "barely": [GOOD, GOOD, BARELY, GOOD, GOOD],
     "inf": [GOOD, GOOD, INF, GOOD, GOOD],
     "twice": [GOOD, GOOD, TWICE, GOOD],
+    "changed": [GOOD, GOOD, HALVED, GOOD, UNSCALED, GOOD],
 }
 SCALERS = ["amp.GradScaler", "distributed.fsdp.ShardedGradScaler"]
 
@@ -74,10 +77,17 @@ class Run:
     def loss(self, step: int, number: int = 0) -> torch.Tensor:
         return self.scaler.scale(self.model(inputs(self.scene, step, number)).square().mean())
 
-    def backward(self, step: int, outcome: str, loss: torch.Tensor) -> None:
+    def backward(self, step: int, outcome: str, loss: torch.Tensor | None) -> None:
+        loss = self.loss(step) if loss is None else loss
         (loss * math.inf if outcome == INF and self.scene.rank.rank == 0 else loss).backward()
         if outcome == TWICE:
             self.loss(step, 1).backward()
+        elif outcome == HALVED:
+            for param in self.model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        elif outcome == UNSCALED:
+            self.scaler.unscale_(self.optimizer)
 
     def state(self) -> dict[str, str]:
         """Return all bits of this rank's parameters and states."""
@@ -107,9 +117,10 @@ def train(
 def _steps(run: Run, plan: Sequence[str], limit: float, *, overlaps: bool = False) -> list[Any]:
     results: list[Any] = []
     for step, outcome in enumerate(plan):
-        max_norm = {CLIPPED: 1e-4, BARELY: limit}.get(outcome, math.inf)
+        max_norm = {CLIPPED: 1e-4, BARELY: limit}.get(outcome, (math.inf, 1e300)[step % 2])
         run.optimizer.zero_grad()
-        loss = run.loss(step)
+        # The first loss is scaled inside the region.
+        loss = run.loss(step) if step else None
         numels: tuple[int, int] = (0, 0)
         if overlaps:
             with run.scaler.overlapped_step(run.optimizer, max_norm) as result:
@@ -165,13 +176,13 @@ def test_update_is_early_unless_last_step_was_clipped_or_skipped(
     for _, overlapped in twins.values(train, **arguments):
         for step, (_, _, state, (early, repeated)) in enumerate(overlapped):
             before = outcomes[step - 1] if step else None
-            if step == 0 or before in (CLIPPED, BARELY, INF):
+            if step == 0 or before in (CLIPPED, BARELY, INF, UNSCALED):
                 assert (early, repeated) == (0, 0), f"step {step}"
             elif outcomes[step] == GOOD:
                 assert (early, repeated) == (elements(state), 0), f"step {step}"
             elif outcomes[step] == BARELY:
                 assert (early, repeated) == (0, elements(state)), f"step {step}"
-            else:
+            elif outcomes[step] != HALVED:  # the last units arrive after the region's other code
                 assert early == 0, f"step {step}"
 
 
@@ -197,9 +208,11 @@ def failing(scene: Scene, *, layout: str, where: str) -> Any:
                 handle = first.register_forward_hook(_raise_in_backward)
                 loss = run.loss(2)
                 handle.remove()
-            loss.backward()
+            (loss * math.inf if where == "fused_step" else loss).backward()
             if where == "step":
                 run.optimizer.step()
+            if where == "fused_step":
+                run.scaler.fused_step(run.optimizer)
             if where == "region":
                 run.scaler.overlapped_step(run.optimizer).__enter__()
             raise KeyError("after the backward")
@@ -229,6 +242,7 @@ def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> 
         ("backward", "amid the backward"),
         ("end", "after the backward"),
         ("step", "stepped inside of overlapped_step()"),
+        ("fused_step", "stepped inside of overlapped_step()"),
         ("region", "inside of another overlapped_step()"),
     ],
 )
@@ -238,3 +252,26 @@ def test_exception_in_region_undoes_updates(twins: Twins, layout: str, where: st
         assert text in error
         assert after == before, "parameters and states after the exception"
         assert state == expected, "parameters and states after the next step"
+
+
+def refused(scene: Scene, *, layout: str) -> Any:
+    """Return the errors of two regions for an unsupported optimizer, and the early elements of a step after them."""
+    run = Run(scene, layout, "adamw", SCALERS[1])
+    for step in range(3):
+        run.optimizer.zero_grad()
+        with run.scaler.overlapped_step(run.optimizer) as result:
+            run.loss(step).backward()
+        if step == 1:
+            mesh = scene.rank.mesh(scene.rank.world_size)
+            partial = DTensor.from_local(torch.ones(2, device=scene.rank.device), mesh, [Partial()])
+            unsupported = AdamW([*run.model.parameters(), nn.Parameter(partial)])
+            errors = [tried(run.scaler.overlapped_step(unsupported).__enter__) for _ in range(2)]
+    return errors, result.early_numel, elements(run.state())
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.undone")
+@pytest.mark.parametrize("layout", ["fully_shard", "original"])
+def test_refused_region_leaves_model_free_for_others(twins: Twins, layout: str) -> None:
+    for errors, early, count in twins.values(refused, layout=layout):
+        assert all("a DTensor with partial sums" in error for error in errors), errors
+        assert early == count
