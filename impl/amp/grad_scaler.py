@@ -339,8 +339,10 @@ class GradScaler(StepReports):
         be wrong, it is repeated from a copy of the earlier values, or undone. The copy takes as much memory as the
         parameters and the optimizer's states. `docs/fused-step.md` has the details and costs.
 
-        Run the last backward of an iteration inside, and nothing that reads the parameters after it. If an exception
-        leaves the region, the parameters and states are as before, and no step is taken.
+        Run the last backward of an iteration inside. After it, only call the model or `unscale_` in the region. Other
+        reads of sharded parameters (`state_dict`, a penalty on weights in the loss) may get updated values. Other
+        writes to parameters or gradients may be ignored. If an exception leaves the region, the parameters and states
+        are as before, and no step is taken.
 
         Args:
             optimizer, max_norm, update: as for `fused_step`.
@@ -349,7 +351,7 @@ class GradScaler(StepReports):
         Raises:
             RuntimeError: the region is inside of another one for the same parameters; the optimizer is stepped inside;
                 or see `fused_step`.
-            TypeError, AssertionError, ValueError: as `fused_step`.
+            TypeError, AssertionError, ValueError, NotImplementedError: as `fused_step`.
         Sync: the host waits for the gradients of each unit in turn, and at the end as `fused_step`.
         Collectives: those of `fused_step`.
         Source: torch has no such method.
