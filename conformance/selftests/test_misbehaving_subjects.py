@@ -30,9 +30,10 @@ SCALER = "conformance/amp/test_grad_scaler_construct.py::test_bad_arguments"  # 
 # Takes no subject.
 TORCH_ALONE = "conformance/distributed/fsdp/test_fsdp_summon.py::test_torch_cannot_offload_on_a_cpu"
 EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
-_DESYNC = "conformance/distributed/fsdp/test_fsdp_desync.py"
-ON_RANKS = f"{_DESYNC}::test_changes_on_all_ranks_train"  # asks nothing of the subject but on ranks
-WRITING = f"{_DESYNC}::test_equal_sizes_in_another_order"  # compares the errors of ranks
+# Asks nothing of the subject but on ranks.
+ON_RANKS = "conformance/distributed/fsdp/test_fsdp_desync_settings.py::test_changes_on_all_ranks_train"
+# Compares the errors of ranks.
+WRITING = "conformance/distributed/fsdp/test_fsdp_desync.py::test_equal_sizes_in_another_order"
 ALONE = (
     "conformance/distributed/fsdp/test_fully_shard.py::test_ignored_parameters_stay_local",
     "conformance/distributed/fsdp/test_sharded_grad_scaler.py::test_inf_in_accumulated_backward_skips_step",
