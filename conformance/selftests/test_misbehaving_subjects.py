@@ -74,8 +74,8 @@ def _judge(name: str, folder: Path, words: tuple[str, ...]) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     # The fork server may have imported test modules for ranks, which have the settings of no profile.
-    for name in [name for name in sys.modules if name.startswith("conformance.") and ".test_" in name]:
-        del sys.modules[name]
+    for module in [name for name in sys.modules if name.startswith("conformance.") and ".test_" in name]:
+        del sys.modules[module]
     sys.path[:0] = [str(folder), str(written(folder / "subjects"))]
     options = ["-q", "--tb=native", "-p", "no:xdist", "-p", "no:cacheprovider"]
     options += ["--no-shrink", "--profile=quick"]
