@@ -57,6 +57,9 @@ class _Kind:
     power: int  # exponent of two of a chunk's elements in the joint norm
 
 
+_BatchKey = tuple[_Kind, tuple[int, ...]]  # ids of the parameters
+
+
 class _Batch:
     """Parameters of one kind and one unit."""
 
@@ -120,8 +123,13 @@ class _Memory:
     """State of an optimizer between its steps."""
 
     def __init__(self) -> None:
-        self.batches: dict[tuple[_Kind, tuple[int, ...]], _Batch] = {}
+        self.batches: dict[_BatchKey, _Batch] = {}
         self.is_confident = True  # whether the last step had the factor that was assumed
+
+    def forget(self, key: _BatchKey) -> None:
+        """Drop the batches that share a parameter with those of `key`, so that each value is saved at most once."""
+        params = set(key[1])
+        self.batches = {other: batch for other, batch in self.batches.items() if params.isdisjoint(other[1])}
 
 
 _memories: WeakKeyDictionary[Optimizer, _Memory] = WeakKeyDictionary()
@@ -298,6 +306,7 @@ class UpdatesAhead:
         key = kind, tuple(map(id, params))
         batch = self._memory.batches.get(key)
         if batch is None or not batch.has(params, local_states, steps):
+            self._memory.forget(key)
             batch = self._memory.batches[key] = _Batch(params, local_states, steps, kind.power)
         return batch
 
