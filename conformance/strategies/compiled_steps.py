@@ -13,6 +13,7 @@ import torch
 import torch._dynamo.variables.builder
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters, get_static_address_type
+from torch.optim import optimizer
 
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
@@ -35,12 +36,19 @@ def soon(cases: Iterable[str], *names: str) -> list[Any]:
 
 @contextlib.contextmanager
 def tracing_of(library: Library) -> Generator[None]:
-    """Context manager that traces optimizers with the library's class and resets Dynamo before and after."""
+    """Context manager that traces optimizers with the library's class and resets Dynamo before and after.
+
+    Hooks that other tests have left on the steps of all optimizers are off, because Dynamo traces them too.
+    """
     tracker = library.dynamo.OptimizerVariable
     torch._dynamo.reset()
     counters.clear()
     try:
-        with mock.patch.object(torch._dynamo.variables.builder, "OptimizerVariable", tracker):
+        with (
+            mock.patch.object(torch._dynamo.variables.builder, "OptimizerVariable", tracker),
+            mock.patch.dict(optimizer._global_optimizer_pre_hooks, clear=True),
+            mock.patch.dict(optimizer._global_optimizer_post_hooks, clear=True),
+        ):
             yield
     finally:
         torch._dynamo.reset()
