@@ -10,14 +10,13 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import is_
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.optim import Optimizer
 
 from impl.kernels import (
@@ -25,26 +24,21 @@ from impl.kernels import (
     NARROW_STATES,
     PLAIN_TYPES,
     RULES,
-    KnownPlaces,
-    ListLayout,
     Parameters,
     Rule,
     TensorList,
     UpdateBackend,
     flag_if_free_to_read,
     fused_step_,
-    list_layout,
-    match_layout,
-    tensor_guards,
     to_device,
 )
-from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable, same
+from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable
+from impl.optim._prepared_updates import Prepared, PreparedShards
 from impl.optim._refusals import optimizer_name
 from impl.optim._shards import is_distributed, local_part, local_parts
 from impl.optim._step_checks import has_step_pre_hooks
 from impl.optim._updates_ahead import UpdatesAhead
 
-_placements = attrgetter("_spec.placements")
 _TORCHS = str(Path(torch.optim.__file__).parent)
 
 
@@ -238,99 +232,12 @@ def _steps_as_torch(optimizer: Optimizer) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """Cached tensors of a bucket's update, valid while all guards hold and no address changes."""
-
-    parameters: Parameters
-    layout: ListLayout | None  # layout of the gradients, if it matches the parameters'
-    low_precision_params: TensorGuards
-
-    @classmethod
-    def of(cls, parameters: Parameters, grads: list[Tensor]) -> _Prepared:
-        parameters.changed_address()  # starts tracking their addresses
-        copies = tensor_guards([*parameters.low_precision_params], with_shapes=True, with_strides=True)
-        return cls(parameters, _matching_layout(parameters, grads), copies)
-
-    def current(self, bucket: Bucket, copies: list[Tensor]) -> tuple[Parameters, list[Tensor]] | None:
-        """Return parameters and gradients, or None if they changed. Call it after the list cache's guards have held."""
-        is_valid = (
-            len(copies) == len(self.parameters.low_precision_params)
-            and same(copies, self.parameters.low_precision_params)
-            and self.low_precision_params.check(*copies)
-            and not self.parameters.changed_address()
-        )
-        return (self.parameters, bucket.grads) if is_valid else None
-
-    def let_go(self) -> None:
-        """Keep the tensors, which are the optimizer's own."""
-
-
-@dataclass
-class _PreparedShards:
-    """Cached facts about a bucket of DTensors, without their local tensors, which are looked up in each step.
-
-    They are valid while the placements of parameters and gradients stay equal, and the local tensors keep type, dtype,
-    device, shape and strides. If only an address changes, the places of the memory are looked up again.
-    """
-
-    placements: list[tuple[Any, ...]]  # placements of the parameters, then of the gradients
-    local_tensors: TensorGuards  # guards of parameters, states and gradients
-    layout: ListLayout | None  # layout of the local gradients, if it matches the parameters'
-    states: list[str]  # names of the states
-    parameters: Parameters | None  # local tensors, only during a step
-    places: KnownPlaces | None = None
-
-    @classmethod
-    def of(
-        cls, bucket: Bucket, states: list[str], parameters: Parameters, grads: list[Tensor]
-    ) -> _PreparedShards:
-        local_tensors = [*parameters.params, *chain.from_iterable(parameters.states), *grads]
-        return cls(
-            _placements_of(bucket),
-            tensor_guards(local_tensors, with_shapes=True, with_strides=True),
-            _matching_layout(parameters, grads),
-            states,
-            parameters,
-        )
-
-    def current(self, bucket: Bucket, copies: list[Tensor]) -> tuple[Parameters, list[Tensor]] | None:
-        """Return local parameters and gradients, or None if they changed. Call it after the list cache's guards."""
-        if copies or _placements_of(bucket) != self.placements:
-            return None
-        params, grads, *states = map(
-            local_parts, (bucket.params, bucket.grads, *(bucket[name] for name in self.states))
-        )
-        if not self.local_tensors.check(*params, *chain.from_iterable(states), *grads):
-            return None
-        self.parameters = Parameters(params, states, bucket.counters.steps)
-        if self.places is not None:
-            self.parameters.memory.reuse(self.places)
-        return self.parameters, grads
-
-    def let_go(self) -> None:
-        """Drop the local tensors, because their owner may replace them to free memory."""
-        if self.parameters is not None:
-            self.places = self.parameters.memory.known_places()
-            self.parameters = None
-
-
-def _matching_layout(parameters: Parameters, grads: list[Tensor]) -> ListLayout | None:
-    """Return the layout of gradients that have the memory order of their parameters, else None."""
-    in_order = all(map(is_, map(match_layout, parameters.params, grads), grads))
-    return list_layout(grads) if in_order else None
-
-
-def _placements_of(bucket: Bucket) -> list[tuple[Any, ...]]:
-    return list(map(_placements, chain(bucket.params, bucket.grads)))
-
-
 class _Lists:
     """The updates of one optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._rule = _RULE_OF[type(optimizer)]
-        # A `_Prepared` for each bucket is attached to its group.
+        # A `Prepared` for each bucket is attached to its group.
         self.list_cache = ListCache(optimizer, with_layouts=True)
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
@@ -367,7 +274,7 @@ class _Lists:
         group, low_precision_params = group_lists.group, _low_precision_params(bucket.params, copies)
         if group_lists.attached is None:
             group_lists.attached = {}
-        prepared: _Prepared | _PreparedShards | None = group_lists.attached.pop(bucket, None)
+        prepared: Prepared | PreparedShards | None = group_lists.attached.pop(bucket, None)
         current = None if prepared is None else prepared.current(bucket, low_precision_params)
         is_cacheable = True
         if prepared is None or current is None:
@@ -379,9 +286,9 @@ class _Lists:
             current = _prepare(bucket.params, states, bucket, grads, low_precision_params), grads
             tensors = chain(bucket.params, bucket.grads, *states)
             if not low_precision_params and all(is_distributed(t) and hasattr(t, "_spec") for t in tensors):
-                prepared = _PreparedShards.of(bucket, names, *current)
+                prepared = PreparedShards.of(bucket, names, *current)
             else:
-                prepared = _Prepared.of(*current)
+                prepared = Prepared.of(*current)
                 is_cacheable = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
         parameters, grads = current
         if is_cacheable:
