@@ -27,7 +27,6 @@ from conformance.training.test_training import CONFIG as TRAINING
 from conformance.training.trainer import train
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
-
 CONFIG = dataclasses.replace(TRAINING, steps=6, evaluate_every=6, held_out_windows=1)
 
 

@@ -329,9 +329,7 @@ class Face:
 
 
 _FACES = {"flat": Face("FSDP1"), "originals": Face("FSDP1", ORIGINALS), "fully_shard": Face("fully_shard")}
-
 each_face = pytest.mark.parametrize("face", _FACES.values(), ids=_FACES)
-
 _FORWARDS = ["forward", "interrupted", "pre hook", "post hook", "behind body", "root post hook", "loss"]
 
 

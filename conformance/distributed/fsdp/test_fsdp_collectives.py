@@ -31,17 +31,11 @@ from conformance.strategies.sharding import trainings
 
 # Wrapped leaf by leaf, the model has four units, including the root, which holds the head.
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("lookup", 3))))
-
 UNITS = 4
-
 PLAIN = (Step(), Step(), Step())
-
 IN_NO_SYNC = (Step(forwards=3, order="no_sync"),) * 2
-
 IN_TURN = (Step(forwards=2),) * 2
-
 LOOKS = ("eval", "no_grad")
-
 # Gathers, scatters and reductions of a step. The root stays unsharded from its forward to its backward.
 LEAST = {
     ("FULL_SHARD", PLAIN): (2 * UNITS - 1, UNITS, 0),

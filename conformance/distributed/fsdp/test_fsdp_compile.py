@@ -15,7 +15,6 @@ from conformance.distributed.fsdp.scenes.twins import FULL, Twins
 from conformance.judge.clauses import clause
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))
-
 DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
 
 

@@ -49,7 +49,6 @@ from conformance.judge.tolerances import TRAINED
 from conformance.ranks import RankPool
 
 HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
-
 SYNCHRONISED = {"sync_module_states": True}
 
 

@@ -43,13 +43,11 @@ from conformance.judge.tolerances import EXACT
 from impl.distributed.fsdp.checkpoint import LoadPlanner
 
 WHOLE, ROWS = StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED", offloads=False)
-
 every_form = pytest.mark.parametrize(
     ("setup", "way"),
     [(FLAT, WHOLE), (ORIGINALS, ROWS), (Setup(wrap="leaves", ranks="mesh"), ROWS)],
     ids=["whole", "ShardedTensor", "DTensor"],
 )
-
 WORLDS = (1, 2, 3, 4)
 
 

@@ -52,7 +52,6 @@ from conformance.strategies.modules import CHECKPOINTING, KINDS
 from conformance.strategies.sharding import steps, trainings
 
 LOW = (torch.bfloat16, torch.float16)
-
 HOLLOW = ModuleTree(
     ModuleGroup((Leaf("affine", 4), Leaf("affine"), Leaf("counted"))), dtype=torch.float32, head="none"
 )

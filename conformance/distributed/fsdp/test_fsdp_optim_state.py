@@ -52,19 +52,15 @@ from conformance.strategies.sharding import setups
 
 # Optimizers whose states torch saves correctly with use_orig_params: deviation optim_state.tensors_of_their_own.
 _OF_ONE_TENSOR = ("sgd", "momentum", "adagrad", "adafactor")
-
 # Optimizers that step each element independently, so the boundaries of shards do not matter.
 _OF_ELEMENTS = tuple(kind for kind in OPTIMIZERS if kind != "adafactor")
-
 # Optimizers whose state stays zero if parameters and gradients are zero, as in the padding of flat parameters.
 _OF_ZEROS = tuple(kind for kind in _OF_ELEMENTS if kind != "rprop")
-
 _OLDER_FULL, _SCATTERED, _OLDER_SHARDED = (
     StateDictMethod("full"),
     StateDictMethod("scattered"),
     StateDictMethod("sharded"),
 )
-
 _TYPES = (
     StateDictMethod("FULL", offloads=False),
     StateDictMethod("FULL", rank0_only=True, offloads=False),

@@ -41,7 +41,6 @@ from conformance.judge.clauses import clause
 from conformance.ranks import RankFault
 
 NAMES = sorted(name for name, _ in TREE.build().named_parameters())
-
 several_ranks = pytest.mark.world_sizes(fewest=2)
 
 

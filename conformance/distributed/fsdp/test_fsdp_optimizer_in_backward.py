@@ -17,9 +17,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 
 sharded_or_not = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-
 accumulates_or_not = pytest.mark.parametrize("accumulates", [False, True])
-
 is_refused = raises(RuntimeError, "only supported with use_orig_params=True")
 
 

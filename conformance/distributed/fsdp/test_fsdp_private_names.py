@@ -18,11 +18,8 @@ from conformance.judge.files.compat import COMPAT_NAMES, CompatName
 from conformance.judge.tolerances import TRAINED, Tolerance
 
 _ROWS = [row for row in COMPAT_NAMES if row.on_ranks]
-
 LOW = torch.bfloat16
-
 _MIXED = {"param_dtype": LOW, "reduce_dtype": LOW, "buffer_dtype": LOW}
-
 TOLERANCE = Tolerance(8, "three steps of Adam with bfloat16 gradients, each a sum over ranks", LOW, terms=1.0)
 
 

@@ -50,9 +50,7 @@ from conformance.strategies.modules import module_trees
 from conformance.strategies.sharding import setups
 
 STRATEGIES = ("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-
 IGNORED = ("", "", "ignored_modules", "ignored_states", "parameters")
-
 PRECISIONS = (None, None, {"buffer_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16})
 
 FAULTS = {

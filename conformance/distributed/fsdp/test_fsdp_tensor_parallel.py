@@ -68,7 +68,6 @@ class Parallel:
 
 
 _FLAT, _ORIGINALS = Parallel((2, 2), FLAT), Parallel((2, 2), ORIGINALS)
-
 _KINDS = pytest.mark.parametrize(
     ("parallel", "kind"),
     [
@@ -78,11 +77,9 @@ _KINDS = pytest.mark.parametrize(
         pytest.param(_ORIGINALS, "SHARDED", id="originals, sharded", marks=FULL),
     ],
 )
-
 _BOTH = pytest.mark.parametrize(
     "parallel", [pytest.param(_FLAT, marks=FULL), _ORIGINALS], ids=["flat", "originals"]
 )
-
 _LATTICE = [
     pytest.param(Parallel(sizes, FLAT | arguments, leaves_last), marks=FULL)
     for sizes, arguments, leaves_last in [
@@ -95,12 +92,10 @@ _LATTICE = [
         ((2, 1), {}, True),
     ]
 ]
-
 _REPLICAS = [
     pytest.param(Parallel((2, 2, 2), arguments | {"sharding_strategy": "HYBRID_SHARD"}), marks=DEEP)
     for arguments in (FLAT, ORIGINALS)
 ]
-
 _MESHES = [_FLAT, _ORIGINALS, *_LATTICE, *_REPLICAS]
 
 

@@ -27,7 +27,6 @@ from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import an
 from conformance.judge.clauses import clause
 
 refused = clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
-
 deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
 
 

@@ -28,7 +28,6 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 
 torchs_limit = clause("distributed.fsdp.fsdp_torch_limit_removed.returned_parameters")
-
 sharded_or_not = pytest.mark.parametrize(
     "strategy",
     [

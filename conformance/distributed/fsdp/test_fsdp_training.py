@@ -25,7 +25,6 @@ from conformance.judge.clauses import clause
 from conformance.strategies.sharding import trainings
 
 HYBRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
-
 # Units of half a megabyte and more, as in real models. Such units may use another transport between ranks.
 LARGE = ModuleTree(ModuleGroup((Leaf("affine", 20_001), Leaf("affine", 2), Leaf("affine", 40_001))))
 

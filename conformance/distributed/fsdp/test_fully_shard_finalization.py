@@ -32,39 +32,24 @@ from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
 
 _HAS_FINALIZATION = is_torch_in(">=2.15")
-
 MANUAL = setting("set_manual_backward_finalization", enabled=True)
-
 AUTOMATIC = setting("set_manual_backward_finalization", enabled=False)
-
 FINALIZE = setting("finalize_backward")
-
 FINALIZE_ASYNC = setting("finalize_backward", async_op=True)
-
 WAIT, RESET = UnitCall("wait"), setting("reset_iter_state")
-
 PASS, STEP = TRAIN[:2], TRAIN[2]
-
 SYNC, NO_SYNC = (
     setting("set_requires_gradient_sync", requires_gradient_sync=value) for value in (True, False)
 )
-
 ALL_REDUCE, NO_ALL_REDUCE = (
     setting("set_requires_all_reduce", requires_all_reduce=value) for value in (True, False)
 )
-
 KEEP = setting("set_reshard_after_backward", reshard_after_backward=False)
-
 NO_SYNC_OF_ONE = setting("set_requires_gradient_sync", 1, requires_gradient_sync=False)
-
 LAST, NOT_LAST = (setting("set_is_last_backward", is_last_backward=value) for value in (True, False))
-
 CLEAR = UnitCall("zero_grad")
-
 SKIP = UnitCall("skip a unit", 1)
-
 SHARDED, REPLICAS = Sharding(), Sharding(ranks="replicas")
-
 FAILING = UnitCall("failing backward", 1)
 
 PROGRAMS = {
@@ -79,34 +64,26 @@ PROGRAMS = {
     "a unit unused": (MANUAL, *PASS, SKIP, FINALIZE, STEP, SKIP, FINALIZE, STEP),
     "back to automatic": (MANUAL, *PASS, FINALIZE, AUTOMATIC, *PASS, STEP),
 }
-
 # Programs with automatic finalization, in which only the last backward before the first step synchronises.
 LIKE = {
     "unsynchronised": (NO_SYNC, *PASS, SYNC, *PASS, STEP, *PASS, STEP),
     "a unit unsynchronised": (NO_SYNC_OF_ONE, *PASS, SYNC, *PASS, STEP),
 }
-
 _NOT_ROOT = "set_manual_backward_finalization must be called on the root FSDP module"
-
 _NOT_MANUAL = (
     "FSDP finalize_backward requires manual backward finalization. Call set_manual_backward_finalization(True) before "
     "forward"
 )
-
 _BEGUN = "set_manual_backward_finalization cannot change mode after backward starts"
-
 _NO_ALL_REDUCE = (
     "FSDP manual backward finalization requires all-reduce for parameter group {!r}. Call "
     "set_requires_all_reduce(True) before finalization"
 )
-
 _PARTIAL = (
     "FSDP manual backward finalization does not support partial gradient reductions for parameter group {!r}. Use "
     "automatic backward finalization for this configuration"
 )
-
 _PENDING = "The previous gradient reduction must be waited on before "
-
 # Calls, and the errors that they raise.
 REFUSED: dict[str, tuple[tuple[UnitCall, ...], list[str]]] = {
     "nothing to finalize": (
@@ -295,7 +272,6 @@ EARLY_STEPS = {
     "not finalized": (MANUAL, *PASS, STEP, FINALIZE, STEP),
     "not waited for": (MANUAL, *PASS, FINALIZE_ASYNC, STEP, WAIT, STEP),
 }
-
 # Calls with a failed backward, and those that leave the same gradients with automatic finalization.
 FAILED = {
     "after a backward": ((MANUAL, *PASS, FAILING, FINALIZE, STEP), TRAIN),

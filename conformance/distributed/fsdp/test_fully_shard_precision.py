@@ -27,7 +27,6 @@ LOW, FULL = torch.bfloat16, torch.float32
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
 
 _FULL_PRECISION: Dtypes = (FULL, None, FULL)
-
 _COMPLEX: Mapping[str, Any] = {"dtype": torch.complex64, "has_scale": False, "replicates": False}
 
 

@@ -24,7 +24,6 @@ from conformance.training.corpus import load_corpus, windows
 from conformance.training.gpt import BYTES, GPT, GPTBlock
 
 STEPS, DEADLINE_S = 24, 120
-
 # Two terms have the same sum in either order. Only the loss's mean over the ranks is rounded differently.
 SAME_CURVE = 1e-5
 

@@ -40,9 +40,7 @@ from conformance.strategies.sharded_scaling import (
 )
 
 BAD = (math.inf, -math.inf, math.nan)
-
 WITH_AND_WITHOUT_UNSCALE = pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "step alone"])
-
 EIGHT = {"init_scale": 8.0}
 
 

@@ -27,7 +27,6 @@ from conformance.ranks import Rank, RankFault
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 EIGHT = {"init_scale": 8.0}
-
 PEERS_WAIT = "peers wait"
 
 FAILURES: dict[str, tuple[tuple[ScalerCall, ...], str]] = {

@@ -31,7 +31,6 @@ from conformance.strategies.scaling import Harness, entries
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 LOW = [torch.float16, torch.bfloat16]
-
 EIGHT = {"init_scale": 8.0}
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {

@@ -24,7 +24,6 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.surface import is_torch_in
 
 differentiable_or_not = pytest.mark.parametrize("differentiable", [False, True])
-
 resharded_or_not = pytest.mark.parametrize("reshards", [False, True])
 
 

@@ -36,7 +36,6 @@ pytestmark = [
 ]
 
 KEPT_APART = "this machine keeps processes from reading one another's memory"
-
 DTYPES = [torch.float32, torch.bfloat16]
 
 
