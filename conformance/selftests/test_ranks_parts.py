@@ -235,7 +235,7 @@ import importlib, sys
 from pathlib import Path
 from conformance.ranks.handle import _CASE_MODULES
 
-names = [".".join(path.with_suffix("").parts) for path in sorted(Path("conformance").rglob("*cases.py"))]
+names = [".".join(path.with_suffix("").parts) for path in sorted(Path("conformance").rglob("*.py"))]
 for name in filter(_CASE_MODULES.fullmatch, names):
     if not name.startswith("conformance.selftests."):  # which judge no subject
         importlib.import_module(name)
