@@ -207,7 +207,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _choose_tests_that_ask_torch(items: Sequence[pytest.Item]) -> None:
-    """Choose the tests of each function that check torch's side of a deviation: at most `_MOST_TESTS_THAT_ASK`.
+    """Choose at most `_MOST_TESTS_THAT_ASK` tests of each function to check what torch does in a deviation.
 
     torch may die or hang there, and its ranks take seconds to start again.
     """

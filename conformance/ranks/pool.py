@@ -104,8 +104,8 @@ class RankPool:
     def run(self, case: str | Callable[..., Any], *, deadline_s: float = 30.0, **arguments: Any) -> list[Any]:
         """Call `case(Rank(...), **arguments)` on every rank and return the results by rank.
 
-        The case is a function at the top level of a module, or the name `module:function` of one that only the ranks
-        import.
+        The case is a function at the top level of a module, or the name `module:function` of a function that only
+        ranks import.
 
         Arguments and results are pickled by value, tensors included. Results should be on the CPU. The deadline starts
         when every rank has imported the case's module. If a case leaves torch's global state changed, or too many

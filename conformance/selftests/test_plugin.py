@@ -44,5 +44,5 @@ def test_test_runs_where_it_is_meaningful(
 
 def test_few_tests_of_a_function_ask_torch() -> None:
     assert scattered(4, 4) == {0, 1, 2, 3}
-    # Positions differ by their parity and in both halves, as parameters do.
+    # Odd and even positions in both halves, so that most parameters differ.
     assert scattered(96, 4) == {0, 59, 22, 81}
