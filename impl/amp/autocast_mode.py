@@ -25,11 +25,10 @@ from torch import (
     set_autocast_enabled,
 )
 from torch._C import _is_torch_function_mode_enabled
-from torch.compiler import is_compiling
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from impl.amp._availability import amp_definitely_not_available
 from impl.amp._tracing import introduce_to_dynamo, record_enter, record_exit, uncompiled
+from impl.optim._step_checks import register_after_step
 
 __all__ = ["autocast", "autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"]
 
@@ -282,16 +281,13 @@ def _reason_to_disable(device_type: str, dtype: torch.dtype, supported: list[tor
 # recompile for each change between inside and outside of a region.
 @functools.cache
 def _track_optimizer_steps() -> None:
-    register_optimizer_step_post_hook(_clear_cache_after_step)
+    register_after_step(_clear_cache_after_step)  # compiled regions cache no casts
 
 
-@uncompiled
-def _clear_cache_after_step(
-    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
+def _clear_cache_after_step(optimizer: torch.optim.Optimizer) -> None:
     """Clear the cache after an optimizer step in a region, because the weights have changed."""
-    # A traced step must not record the call in its graph. Compiled regions cache no casts.
-    if not is_compiling() and _thread.open_regions:
+    del optimizer
+    if _thread.open_regions:
         clear_autocast_cache()
 
 

@@ -1,4 +1,8 @@
-"""Checks before every optimizer step. They neither read nor change gradients, so fused updates stay possible."""
+"""Checks before every optimizer step, and calls after it, which leave fused and compiled steps as they are.
+
+A check neither reads nor changes gradients, so fused updates stay possible. Dynamo traces the hooks of a compiled step,
+so no hook here calls something that would break the graph.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
@@ -45,12 +50,22 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
 
     def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del args, kwargs
-        # While compiling, a call of `check` would break the graph before Dynamo recognises the step.
         if not torch.compiler.is_compiling():
             check(optimizer)
 
     _checks.add(check)
     _register(hook)
+
+
+def register_after_step(callback: Callable[[Optimizer], None]) -> None:
+    """Call `callback` after each eager step of every optimizer, for the rest of the process. Call this once."""
+
+    def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        del args, kwargs
+        if not torch.compiler.is_compiling():
+            callback(optimizer)
+
+    register_optimizer_step_post_hook(hook)
 
 
 def _register(hook: Callable[..., Any]) -> None:

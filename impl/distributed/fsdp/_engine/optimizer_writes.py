@@ -14,8 +14,10 @@ from weakref import WeakMethod, WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
+
+from impl.optim._step_checks import register_after_step
 
 _tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # tracked parameters by id
 # For each tracked parameter a weak method that returns whether any rank has gradients.
@@ -39,13 +41,10 @@ def track_optimizer_writes(parameters: Iterable[Tensor], have_gradients: Callabl
 
 @functools.cache
 def _hook_steps() -> None:
-    register_optimizer_step_post_hook(_after_step)
+    register_after_step(_after_step)  # compiled steps increment the counters
 
 
-def _after_step(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    del args, kwargs
-    if torch.compiler.is_compiling():  # compiled steps increment the counters
-        return
+def _after_step(optimizer: Optimizer) -> None:
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tracked = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
     # No gradient is left if a hook of the optimizer has cleared all of them.

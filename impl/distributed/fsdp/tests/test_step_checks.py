@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from conformance.strategies.user_optimizers import CountingOnDevices
-from impl.amp import GradScaler
+from conformance.strategies.user_optimizers import CountingOnDevices, Plain
+from impl.amp import GradScaler, autocast
 from impl.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from impl.optim._fused_updates import has_fused_update
 
@@ -68,6 +68,16 @@ def test_checks_of_sharding_leave_compiled_steps_recognised(waits: bool) -> None
         torch.compile(optimizer.step, backend="eager")()
     # Dynamo makes steps capturable if it recognises the optimizer. Their counts are on the device then.
     assert optimizer.state[param]["step"].device.type == "cuda"
+
+
+@pytest.mark.parametrize("use", [fully_shard, autocast("cpu")])
+def test_compiled_steps_stay_one_graph_after_sharding_and_autocast(use: Any) -> None:
+    use(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    torch._dynamo.reset()
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones_like(param)
+    torch.compile(Plain([param], lr=0.5).step, backend="eager", fullgraph=True)()
+    assert param.tolist() == [0.5, 0.5]
 
 
 def loaded_from_unsharded(model: nn.Module, kind: Any, **options: Any) -> torch.optim.Optimizer:
