@@ -16,7 +16,7 @@ from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSP
 from benchmarks.tests.result_cases import MACHINE, measured, results
 from conformance.report import speed as drawn
 from conformance.report.verdict import parts, reasons
-from conformance.selftests.report_cases import a_report
+from conformance.selftests.sample_reports import a_report
 
 pytestmark = pytest.mark.deadline(60)
 

@@ -164,16 +164,15 @@ def commands_of_ours() -> dict[str, list[tuple[str, list[str]]]]:
 
 
 def program_of(command: str) -> tuple[str, list[str]]:
-    """Return the program (`python -m MODULE` as one) and its further words.
+    """Return the program (`python -m MODULE` as one, with its subcommand) and its further words.
 
     `tandem-judge` and `tandem-race` count as the modules that they run.
     """
     words = [word.removeprefix(".venv/bin/") for word in shlex.split(command, comments=True)]
     while "=" in words[0]:  # variables of the environment
         del words[0]
-    program, others = (
-        (f"python -m {words[2]}", words[3:]) if words[:2] == ["python", "-m"] else (words[0], words[1:])
-    )
+    length = 1 if words[:2] != ["python", "-m"] else 4 if words[2] == "conformance.strength" else 3
+    program, others = " ".join(words[:length]), words[length:]
     modules = {
         "python -m pytest": "pytest",
         "tandem-judge": "python -m conformance",

@@ -33,7 +33,7 @@ from conformance.report import conclude
 from conformance.report.baseline import compare, read_report, sentences
 from conformance.report.simulation import FILE as SIMULATION
 from conformance.report.simulation import read_simulation
-from conformance.strength.faults.kill_matrix import read_kills
+from conformance.strength.results import read_table
 
 _NO_CHECKOUT = (
     "the gate also times the subject, which needs the folder benchmarks of a checkout, but this is an installed "
@@ -97,7 +97,7 @@ def _options(
             options,
             read_report(Path(options.baseline)) if options.baseline else None,
             {
-                "kills": read_kills(Path(kills)) if kills else None,
+                "kills": asdict(read_table(Path(kills), "faults")) if kills else None,
                 "simulation": read_simulation(simulated) if simulated.is_file() else None,
             },
         )

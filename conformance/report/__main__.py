@@ -21,7 +21,7 @@ from conformance.report.side_by_side import write_side_by_side
 from conformance.report.simulation import read_simulation
 from conformance.report.verdict import parts
 from conformance.report.verdict_files import conclude
-from conformance.strength.faults.kill_matrix import read_kills
+from conformance.strength.results import read_table
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
         "--merge", action="store_true", help="join the reports of all shards into the folder of --out"
     )
     parser.add_argument("--baseline", type=Path, help="report.json of an earlier run to compare with")
-    parser.add_argument("--kills", type=Path, help="kill matrix of python -m conformance.strength.faults")
+    parser.add_argument("--kills", type=Path, help="kill matrix of python -m conformance.strength faults")
     parser.add_argument(
         "--simulation", type=Path, help="simulated step of python -m conformance.simulator.cost"
     )
@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
         if options.baseline:
             report["baseline"] = asdict(compare(read_report(options.baseline), report))
         if options.kills:
-            report["kills"] = read_kills(options.kills)
+            report["kills"] = asdict(read_table(options.kills, "faults"))
         if options.simulation:
             report["simulation"] = read_simulation(options.simulation)
     except ValueError as error:

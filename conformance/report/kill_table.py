@@ -24,7 +24,7 @@ class KillTable:
     survivors: list[dict[str, Any]]
     killers: list[Killer]  # ordered by the number of faults, largest first
     silent: list[str]  # clauses that were the first to kill no fault
-    idle: list[dict[str, Any]] | None  # faults that silent clauses kill, if requested
+    idle: list[dict[str, Any]]  # the same clauses with faults that they kill, if requested
     median_s: float
 
 
@@ -33,12 +33,14 @@ def kill_matrix(report: dict[str, Any]) -> KillTable | None:
     kills = report.get("kills")
     if not kills:
         return None
-    killed = [kill for kill in kills["kills"] if kill["killed"]]
+    faults = [row for row in kills["rows"] if row["type"] == "faults"]
+    killed = [row for row in faults if row["outcome"] == "killed"]
+    idle = [row for row in kills["rows"] if row["type"] == "clauses"]
     caught: dict[str, list[dict[str, Any]]] = {}
     for kill in killed:
         caught.setdefault(kill["clause"] or kill["nodeid"] or kill["how"], []).append(kill)
     killers = [
-        Killer(name, [kill["fault"] for kill in own], statistics.median(kill["seconds"] for kill in own))
+        Killer(name, [kill["name"] for kill in own], statistics.median(kill["seconds"] for kill in own))
         for name, own in sorted(caught.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     ]
     return KillTable(
@@ -47,9 +49,9 @@ def kill_matrix(report: dict[str, Any]) -> KillTable | None:
         began=kills["began"],
         complete=kills["complete"],
         killed=killed,
-        survivors=[kill for kill in kills["kills"] if not kill["killed"]],
+        survivors=[row for row in faults if row not in killed],
         killers=killers,
         silent=[clause["id"] for clause in report["clauses"] if clause["id"] not in caught],
-        idle=kills["idle"] and sorted(kills["idle"], key=lambda row: (bool(row["kills"]), row["clause"])),
+        idle=sorted(idle, key=lambda row: (bool(row["fault"]), row["name"])),
         median_s=statistics.median(kill["seconds"] for kill in killed) if killed else 0.0,
     )

@@ -23,7 +23,7 @@ from conformance.judge.durations import (
     shard_of,
     smoke_functions,
 )
-from conformance.selftests.report_cases import a_report, judged
+from conformance.selftests.sample_reports import a_report, judged
 from conformance.selftests.test_accounting import judge
 
 CORE = [clause.id for clause in all_clauses().values() if clause.level == "core"]

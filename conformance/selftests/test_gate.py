@@ -35,7 +35,7 @@ from conformance.judge.judgement import Judgement
 from conformance.judge.results import verdict
 from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.report.verdict import parts, reasons
-from conformance.selftests.report_cases import CLAUSE, a_report, judged, trained
+from conformance.selftests.sample_reports import CLAUSE, a_report, judged, trained
 
 ROOT = Path(__file__).parents[2]
 # Collect few tests for a gate that is stopped, because importing them takes longer than running twenty.

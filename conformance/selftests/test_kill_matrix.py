@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -12,6 +13,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,9 @@ from conformance.judge.clauses import all_clauses
 from conformance.judge.library import Library
 from conformance.judge.sandbox import environment
 from conformance.judge.sandbox.marked_processes import marked_processes
-from conformance.strength.faults.__main__ import (
-    AS_EXPECTED,
-    NOT_AS_EXPECTED,
-    NOT_JUDGED,
-    STOPPED,
-    main,
-    sum_up,
-)
+from conformance.selftests.sample_reports import a_kill, a_survivor, a_table, an_idle_clause
+from conformance.strength.__main__ import AS_EXPECTED, NOT_JUDGED, STOPPED, main
+from conformance.strength.faults import measure
 from conformance.strength.faults.earlier_kills import (
     EarlierKills,
     load_earlier_kills,
@@ -37,22 +34,23 @@ from conformance.strength.faults.earlier_kills import (
     remember,
     without_removed,
 )
-from conformance.strength.faults.fork import Ending
 from conformance.strength.faults.handmade import HANDMADE
-from conformance.strength.faults.kill_matrix import IdleClause, Kill, Kills, read_kills, write_kills
-from conformance.strength.faults.order import Task, distance, likeness_to, lineage
-from conformance.strength.faults.reasons import all_excuses, idle_reasons
 from conformance.strength.faults.trials import (
+    all_excuses,
     candidates,
     clauses_about,
     clauses_of,
     fault_ids,
+    idle_reasons,
     judge_clause,
     judge_fault,
     needs_ranks,
     verify_kill,
 )
-from conformance.strength.faults.worker import Trial, Worker
+from conformance.strength.fork import Ending
+from conformance.strength.order import Task, distance, likeness_to, lineage
+from conformance.strength.results import KILLED, UNTESTED, Row, read_table, write_table
+from conformance.strength.worker import Trial, Worker
 
 OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_are_for_what_there_is")
 # Faults in torch, one of each type. The command has all of them.
@@ -101,18 +99,14 @@ def faults() -> list[Any]:
 @pytest.mark.parametrize("fault_id", faults())
 def test_suite_kills_faults_of_impl(worker: Worker, subject: Library, fault_id: str) -> None:
     kill = carried_out(worker, judge_fault(subject.package, fault_id, KILLERS.get(fault_id, "")))
-    assert kill.is_due, (
-        f"survivors.toml excuses it, but {kill.nodeid} sees it: {kill.why}"
-        if kill.killed
-        else f"the suite stays green although {kill.says or fault_id}"
-    )
+    assert kill.is_due, f"{fault_id}: {kill.text} {kill.says}"
 
 
 @pytest.mark.deadline(600)
 def test_suite_kills_sample_of_faults_in_torch() -> None:
     with Worker("torch", clauses=clauses_about(ON_TORCH)) as worker:
         kills = [carried_out(worker, judge_fault("torch", fault_id)) for fault_id in ON_TORCH]
-    assert [kill.fault for kill in kills if not kill.is_due] == []
+    assert [kill.name for kill in kills if not kill.is_due] == []
 
 
 @pytest.mark.deadline(330)
@@ -160,17 +154,8 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
 ) -> None:
     monkeypatch.setenv("TANDEM_MARK", uuid.uuid4().hex)
     out = tmp_path / "kills.json"
-    words = [
-        sys.executable,
-        "-m",
-        "conformance.strength.faults",
-        "--only",
-        "custom_fwd.",
-        "--jobs",
-        "1",
-        "--out",
-        str(out),
-    ]
+    words = [sys.executable, "-m", "conformance.strength", "faults", "--only", "custom_fwd."]
+    words += ["--jobs", "1", "--out", str(out)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
         assert command.stdout.readline().startswith("[1/")
@@ -181,9 +166,9 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
     while (left := marked_processes(f"TANDEM_MARK={os.environ['TANDEM_MARK']}")) and time.monotonic() < end:
         time.sleep(0.02)
     assert left == []
-    matrix = read_kills(out)
-    assert not matrix["complete"]
-    assert matrix["kills"][0]["killed"]
+    table = read_table(out, "faults")
+    assert not table.complete
+    assert table.rows[0].outcome == KILLED
 
 
 @pytest.mark.deadline(120)
@@ -192,22 +177,19 @@ def test_known_fault_is_not_judged_again(
 ) -> None:
     monkeypatch.setattr(environment, "commit", lambda: "abc")
     out = tmp_path / "kills.json"
-    earlier = [
-        Kill(fault_id, True, "a.clause", "t", "failed", 1.0)
-        for fault_id in fault_ids()
-        if "custom_fwd." in fault_id
-    ]
-    write_kills(out, Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 7.0, False, earlier[1:]))
-    assert main(["--only", "custom_fwd.", "--jobs", "1", "--out", str(out), "--resume"]) == AS_EXPECTED
+    earlier = [a_kill(fault_id) for fault_id in fault_ids() if "custom_fwd." in fault_id]
+    write_table(out, a_table(*earlier[1:], seconds=7.0))
+    words = ["--only", "custom_fwd.", "--jobs", "1", "--out", str(out), "--resume"]
+    assert main(["faults", *words]) == AS_EXPECTED
     reported = capsys.readouterr().out
     assert "[1/1]" in reported
-    assert f"{earlier[0].fault}: killed" in reported
+    assert f"{earlier[0].name}: killed" in reported
     assert f"{len(earlier)} of {len(earlier)} killed" in reported
-    matrix = read_kills(out)
-    assert not matrix["complete"], "there are other faults, which nobody has judged"
-    assert matrix["began"].startswith("2026-01-01")
-    assert matrix["seconds"] > 7
-    assert [row["fault"] for row in matrix["kills"]] == [kill.fault for kill in (*earlier[1:], earlier[0])]
+    table = read_table(out, "faults")
+    assert not table.complete, "there are other faults, which nobody has judged"
+    assert table.began.startswith("2026-01-01")
+    assert table.seconds > 7
+    assert [row.name for row in table.rows] == [row.name for row in (*earlier[1:], earlier[0])]
 
 
 @pytest.mark.parametrize(
@@ -230,53 +212,38 @@ def test_another_run_is_not_resumed(
     here = commit if commit in ("", "abc-dirty") else "abc"
     monkeypatch.setattr(environment, "commit", lambda: here)
     out = tmp_path / "kills.json"
-    write_kills(out, Kills(subject, commit, "2026-01-01T00:00:00+00:00", kills=[a_kill(killed=True)]))
+    write_table(out, a_table(a_kill("f"), subject=subject, commit=commit))
     before = out.read_bytes()
     with pytest.raises(SystemExit):
-        main(["--out", str(out), "--resume"])
+        main(["faults", "--out", str(out), "--resume"])
     assert reported in capsys.readouterr().err
     assert out.read_bytes() == before
 
 
-def a_kill(*, killed: bool, why: str = "") -> Kill:
-    return Kill(
-        "a.fault", killed, "a.clause" if killed else "", "t", "failed" if killed else "", 1.0, why=why
-    )
-
-
 @pytest.mark.parametrize(
-    ("row", "code", "reported"),
+    ("row", "why", "is_due", "reported"),
     [
-        (a_kill(killed=True), AS_EXPECTED, "1 of 1 killed"),
-        (a_kill(killed=False), NOT_AS_EXPECTED, "a.fault: SURVIVED"),
-        (a_kill(killed=False, why="none can"), AS_EXPECTED, "a.fault: survived, reason: none can"),
-        (a_kill(killed=True, why="none can"), NOT_AS_EXPECTED, "STALE REASON: none can"),
-        (IdleClause("a.clause", 3, "a.fault"), AS_EXPECTED, "0 of 0 killed"),
-        (IdleClause("a.clause", 3), NOT_AS_EXPECTED, "a.clause: KILLS NONE of 3"),
-        (IdleClause("a.clause", 3, why="no fault can"), AS_EXPECTED, "kills none of 3, reason: no fault can"),
-        (
-            IdleClause("a.clause", 3, "a.fault", why="no fault can"),
-            NOT_AS_EXPECTED,
-            "STALE REASON: no fault can",
-        ),
+        (a_kill("f"), "", True, "1 of 1 killed"),
+        (a_survivor("f"), "", False, "f: SURVIVED"),
+        (a_survivor("f"), "none can", True, "f: survived, reason: none can"),
+        (a_kill("f"), "none can", False, "STALE REASON: none can"),
+        (an_idle_clause("c", 3, "f"), "", True, "0 of 0 killed"),
+        (an_idle_clause("c", 3), "", False, "c: KILLS NONE OF 3"),
+        (an_idle_clause("c", 3), "no fault can", True, "kills none of 3, reason: no fault can"),
+        (an_idle_clause("c", 3, "f"), "no fault can", False, "STALE REASON: no fault can"),
     ],
 )
-def test_reason_excuses_survivor_until_stale(
-    row: Kill | IdleClause, code: int, reported: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kills = Kills("impl", "abc", "2026-01-01T00:00:00+00:00")
-    if isinstance(row, Kill):
-        kills.kills.append(row)
-    else:
-        kills.idle = [row]
-    assert sum_up(kills) == code
-    assert reported in capsys.readouterr().out
+def test_reason_excuses_survivor_until_stale(row: Row, why: str, is_due: bool, reported: str) -> None:
+    lines: list[str] = []
+    options = argparse.Namespace(remember=False)
+    assert measure.sum_up(options, a_table(replace(row, why=why)), lines.append) is not is_due
+    assert reported in "\n".join(lines)
 
 
 def test_red_test_without_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("conformance.strength.faults.__main__.WorkerPool", PoolOnRed)
+    monkeypatch.setattr(measure, "WorkerPool", PoolOnRed)
     out = tmp_path / "kills.json"
-    assert main(["--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
+    assert main(["faults", "--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
     assert not out.exists()
 
 
@@ -319,21 +286,17 @@ def test_earlier_killers_run_first(tmp_path: Path, worker: Worker, subject: Libr
         "conformance/cuda/amp/test_autocast_mode.py::test_region_matches_torch[defaults-here]",
     )
     out = tmp_path / "kills.json"
-    write_kills(
-        out,
-        Kills("torch", "def", "2026-01-01T00:00:00+00:00", kills=[Kill(fault, True, "", by, "failed", 1.0)]),
-    )
-    assert (
-        main(["--subject", subject.package, "--only", fault, "--jobs", "1", "--out", str(out)]) == AS_EXPECTED
-    )
-    assert [row["nodeid"] for row in read_kills(out)["kills"]] == [by]
+    write_table(out, a_table(a_kill(fault, by), subject="torch", commit="def"))
+    words = ["--subject", subject.package, "--only", fault, "--jobs", "1", "--out", str(out)]
+    assert main(["faults", *words]) == AS_EXPECTED
+    assert [row.nodeid for row in read_table(out, "faults").rows] == [by]
     ending = worker.judge(Task(subject.package, frozenset(), first=by))
     assert (ending.how, ending.tests_run) == ("", 1)
 
 
 def test_clause_of_other_profile_is_reported(worker: Worker, subject: Library) -> None:
-    judgement = carried_out(worker, judge_clause(subject.package, "dynamo.optimizer.values.inductor", set()))
-    assert (judgement.could_run, judgement.tried, judgement.kills, judgement.is_due) == (False, 0, "", True)
+    row = carried_out(worker, judge_clause(subject.package, "dynamo.optimizer.values.inductor", set()))
+    assert (row.outcome, row.tried, row.fault, row.is_due) == (UNTESTED, 0, "", True)
 
 
 def test_killers_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -348,15 +311,11 @@ def test_killers_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         "conformance.strength.faults.earlier_kills._FILE", killers_file := tmp_path / "killers.json"
     )
     killers_file.write_text(json.dumps({old: [a, b, "gone"], f"{old}_gone": [ON_TORCH[0]]}))
-    kills = [Kill(a, True, "", new, "failed", 1.0), Kill(b, False, "", "", "", 1.0)]
-    kills += [Kill(c, True, "", old, "failed", 60.0), Kill(d, True, "", new, "failed", 1.0)]
-    remember(Kills("torch", "", "", kills=kills))
+    rows = [a_kill(a, new), a_survivor(b), a_kill(c, old, seconds=60.0), a_kill(d, new)]
+    remember(a_table(*rows))
     out = tmp_path / "kills.json"
     assert load_earlier_kills(out) == EarlierKills({a: new, b: old, c: old}, {})
-    matrix = Kills(
-        "torch", "", "", kills=[Kill(c, True, "", own, "failed", 1.0)], idle=[IdleClause(clause, 1, c)]
-    )
-    write_kills(out, matrix)
+    write_table(out, a_table(a_kill(c, own), an_idle_clause(clause, 1, c)))
     assert load_earlier_kills(out) == EarlierKills({a: new, b: old, c: own}, {clause: c})
 
 
@@ -364,7 +323,7 @@ def test_recorded_killers_exist() -> None:
     removed = read_killers().items() - without_removed(read_killers()).items()
     assert not removed, (
         f"killers.json names faults or tests that do not exist: {sorted(removed)}; "
-        "run python -m conformance.strength.faults --only FAULT --remember"
+        "run python -m conformance.strength faults --only FAULT --remember"
     )
 
 
@@ -388,31 +347,14 @@ def test_slips_are_reported_before_anything_runs(
     words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main(["faults", *words])
     assert ended.value.code == NOT_JUDGED
     assert reported in capsys.readouterr().err
 
 
 def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list", "--only", "custom_fwd."]) == AS_EXPECTED
+    assert main(["faults", "--list", "--only", "custom_fwd."]) == AS_EXPECTED
     assert capsys.readouterr().out.split() == [name for name in HANDMADE if name.startswith("custom_fwd.")]
-
-
-def test_matrix_with_clauses_round_trip(tmp_path: Path) -> None:
-    kills = Kills(
-        "torch",
-        "abc",
-        "2026-01-01T00:00:00+00:00",
-        3.0,
-        True,
-        [a_kill(killed=True)],
-        [IdleClause("a.clause", 3)],
-    )
-    write_kills(tmp_path / "kills.json", kills)
-    matrix = read_kills(tmp_path / "kills.json")
-    assert Kill(**matrix["kills"][0]) == kills.kills[0]
-    assert [IdleClause(**row) for row in matrix["idle"]] == kills.idle
-    assert matrix["complete"]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,10 @@ SUITE = (
     ("simulator", "exact_copy"),
     ("ranks",),
     ("amp", "cpu", "cuda", "distributed", "dynamo", "nn", "strategies", "training", "test_surface"),
-    ("strength.faults", "strength.mutation"),
+    (
+        *("strength.faults", "strength.mutation", "strength.results"),
+        *("strength.fork", "strength.order", "strength.pytest_run", "strength.worker"),
+    ),
     ("clients", "report"),
     ("cli", "catalogue", "plugin", "selection"),
     ("__main__", "conftest", "gpu", "strength", "subjects"),

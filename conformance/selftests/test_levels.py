@@ -13,8 +13,8 @@ from conformance.judge.files import claims_file
 from conformance.judge.files.claims import claimed_extensions, claims
 from conformance.judge.files.rows import limited_clauses
 from conformance.judge.surface import names
-from conformance.strength.faults.order import Task
-from conformance.strength.faults.worker import Worker
+from conformance.strength.order import Task
+from conformance.strength.worker import Worker
 
 CLAIMANT = "conformance.selftests.claims_all"
 EXTENSIONS = [clause.id for clause in all_clauses().values() if clause.level == "extension"]

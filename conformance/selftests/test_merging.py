@@ -19,7 +19,7 @@ from conformance.report import __main__ as command
 from conformance.report import conclude
 from conformance.report.merging import mark_flaky, merge_shards
 from conformance.report.verdict import reasons
-from conformance.selftests.report_cases import a_report, judged
+from conformance.selftests.sample_reports import a_report, judged
 from conformance.selftests.test_accounting import judge
 
 ROOT = HERE.parent

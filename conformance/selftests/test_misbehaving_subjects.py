@@ -44,7 +44,7 @@ _PRELOAD = [
     "hypothesis",
     "pytest",
     "conformance.plugin",
-    "conformance.strength.faults",
+    "conformance.strength.faults.handmade",
 ]
 _LIMIT_S = 100.0
 _WORKERS_LIMIT_S = 280.0  # each dead worker is replaced

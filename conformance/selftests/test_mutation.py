@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 import textwrap
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 
 from conformance.exact_copy.copying import ROOT
 from conformance.judge.judgement import unavailable
-from conformance.strength.faults.order import Task
-from conformance.strength.faults.worker import Worker
+from conformance.strength.__main__ import main
 from conformance.strength.mutation import lines
-from conformance.strength.mutation.__main__ import main
 from conformance.strength.mutation.groups import (
     GROUPS,
     clauses_of,
@@ -34,7 +31,10 @@ from conformance.strength.mutation.groups import (
 )
 from conformance.strength.mutation.operators import OPERATORS, mutate, sites
 from conformance.strength.mutation.reach import Reach
-from conformance.strength.mutation.score import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, Score, wilson
+from conformance.strength.mutation.score import Score, wilson
+from conformance.strength.order import Task
+from conformance.strength.results import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED, read_table
+from conformance.strength.worker import Worker
 
 # Mutants of one function by operator, in order. A body is a body of `def f(a, rank, group):`.
 MISTAKES = {
@@ -253,23 +253,19 @@ def test_sample_is_drawn_judged_and_reported(
     """Only tests of `clip_grad_value_` are measured, so mutants of other functions count as unreached."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-k test_clip_grad_value")
     out = tmp_path / "mutation.json"
-    assert (
-        main(["--group", "clipping", "--sample", "4", "--seed", "15", "--jobs", "1", "--out", str(out)]) == 0
-    )
-    results = {result["mutant"]: result for result in json.loads(out.read_text())["results"]}
+    words = ["--group", "clipping", "--sample", "4", "--seed", "15", "--jobs", "1", "--out", str(out)]
+    assert main(["mutation", *words]) == 0
+    table = read_table(out, "mutation")
     functions = {
-        mutant: find_mutant(ROOT, mutant.removeprefix("mutant:")).site.function for mutant in results
+        row.name: find_mutant(ROOT, row.name.removeprefix("mutant:")).site.function for row in table.rows
     }
     assert sorted(functions.values()) == ["_clip_grads_with_norm_", *["clip_grad_value_"] * 3]
-    statuses = [result["status"] for result in results.values()]
-    for mutant, result in results.items():
-        assert (result["status"] == UNREACHED) == (functions[mutant] != "clip_grad_value_"), result
-    killed = [result for result in results.values() if result["status"] == KILLED]
+    for row in table.rows:
+        assert (row.outcome == UNREACHED) == (functions[row.name] != "clip_grad_value_"), row
+    killed = [row for row in table.rows if row.outcome == KILLED]
     assert killed
-    assert all(
-        result["why"].startswith("conformance/nn/utils/test_clip_grad_value.py::") for result in killed
-    )
-    assert f"clipping: {Score.of(statuses)}" in capsys.readouterr().out
+    assert all(row.nodeid.startswith("conformance/nn/utils/test_clip_grad_value.py::") for row in killed)
+    assert f"clipping: {Score.of([row.outcome for row in table.rows])}" in capsys.readouterr().out
 
 
 def test_confidence_interval_of_share() -> None:

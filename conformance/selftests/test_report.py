@@ -24,8 +24,19 @@ from conformance.report.baseline import compare
 from conformance.report.matrix import MEANINGS, SEVERITY, SIGNS, by_mark, matrix
 from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
-from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
-from conformance.strength.faults.kill_matrix import IdleClause, Kill, Kills, read_kills
+from conformance.selftests.sample_reports import (
+    CLAUSE,
+    a_kill,
+    a_kill_matrix,
+    a_report,
+    a_survivor,
+    an_idle_clause,
+    judged,
+    not_timed,
+    timed,
+    trained,
+)
+from conformance.strength.results import read_table
 
 # Texts that could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character,
 # terminal codes, control characters, and a character that reverses the text direction.
@@ -58,10 +69,6 @@ class Page(HTMLParser):
             self.text += data
 
 
-def kills_of(*kills: Kill, complete: bool = True, idle: list[IdleClause] | None = None) -> dict[str, Any]:
-    return asdict(Kills("impl", "abc", "2026-01-01T00:00:00+00:00", 9.0, complete, list(kills), idle))
-
-
 def draw(report: dict[str, Any], folder: Path) -> Page:
     write_page(report, folder / "index.html")
     return Page(folder / "index.html")
@@ -91,9 +98,9 @@ def a_full_report(text: str) -> dict[str, Any]:
             "error": text,
         },
         training={"runs": [run], "lacking": [text], "error": text},
-        kills=kills_of(
-            Kill("a.fault", True, CLAUSE["id"], text, "failed", 1.0, says=text, thread=text),
-            Kill(text, False, "", "", "", 1.0, says=text, thread="own", why=text),
+        kills=a_kill_matrix(
+            a_kill("a.fault", text, says=text, thread=text),
+            a_survivor(text, says=text, thread="own", why=text),
         ),
     )
     report["deviations"][0]["thread"] = "pytorch/pytorch#1, " + text
@@ -335,14 +342,15 @@ def test_fixed_deviation_names_torch_version(version: str, side: str, tmp_path: 
 
 
 def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
-    assert "python -m conformance.strength.faults" in draw(a_report(judged("passed")), tmp_path).text
+    assert "python -m conformance.strength faults" in draw(a_report(judged("passed")), tmp_path).text
     silent = CLAUSE | {"id": "amp.grad_scaler.silent"}
     report = a_report(judged("passed"), clauses=[CLAUSE, silent])
-    report["kills"] = kills_of(
-        Kill("one", True, CLAUSE["id"], "t", "failed", 1.0),
-        Kill("two", True, CLAUSE["id"], "t", "hang", 3.0),
-        Kill("three", False, "", "", "", 9.0, why="no one can see it"),
+    kills = (
+        a_kill("one"),
+        a_kill("two", how="hang", seconds=3.0),
+        a_survivor("three", why="no one can see it"),
     )
+    report["kills"] = a_kill_matrix(*kills)
     text = draw(report, tmp_path).text
     for reported in (
         "2 of 3 faults",
@@ -356,11 +364,11 @@ def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
 def test_unique_kills_of_clauses_are_shown(tmp_path: Path) -> None:
     report = a_report(judged("passed"))
     rows = [
-        IdleClause("a.late.clause", 4, "a.fault"),
-        IdleClause("a.weak.clause", 9),
-        IdleClause("a.lone.clause", 7, why="So."),
+        an_idle_clause("a.late.clause", 4, "a.fault"),
+        an_idle_clause("a.weak.clause", 9),
+        an_idle_clause("a.lone.clause", 7, why="So."),
     ]
-    report["kills"] = kills_of(Kill("one", True, CLAUSE["id"], "t", "failed", 1.0), idle=rows)
+    report["kills"] = a_kill_matrix(a_kill("one"), *rows)
     text = draw(report, tmp_path).text
     places = [
         text.index(reported) for reported in ("a.lone.clause", "a.weak.clause", "a.late.clause", "a.fault")
@@ -371,19 +379,20 @@ def test_unique_kills_of_clauses_are_shown(tmp_path: Path) -> None:
 
 
 def test_stopped_matrix_is_marked(tmp_path: Path) -> None:
-    kill = Kill("one", True, CLAUSE["id"], "t", "failed", 1.0)
     for complete in (True, False):
-        report = a_report(judged("passed"), kills=kills_of(kill, complete=complete))
+        report = a_report(judged("passed"), kills=a_kill_matrix(a_kill("one"), complete=complete))
         assert ("incomplete" in draw(report, tmp_path).text) is not complete
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", '{"kills": [{"fault": "x"}]}', '{"tests": []}', "\xff"])
-def test_another_file_is_no_kill_matrix(text: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", '{"rows": [{"name": "x"}]}', json.dumps(a_kill_matrix()), "\xff"]
+)
+def test_another_file_is_no_table_of_the_measure(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "kills.json"
     if text is not None:
         file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"(no|not a) kill matrix"):
-        read_kills(file)
+    with pytest.raises(ValueError, match=r"no table of mutation|is a table of faults"):
+        read_table(file, "mutation")
 
 
 def test_simulated_step_is_drawn_and_labelled(tmp_path: Path) -> None:

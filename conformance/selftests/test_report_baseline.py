@@ -19,8 +19,17 @@ from conformance.judge.judgement import RED
 from conformance.report import write_page
 from conformance.report.baseline import BaselineComparison, compare, exit_code_since, read_report, sentences
 from conformance.report.matrix import SEVERITY
-from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
-from conformance.strength.faults.kill_matrix import Kill, Kills, write_kills
+from conformance.selftests.sample_reports import (
+    CLAUSE,
+    a_kill,
+    a_report,
+    a_table,
+    judged,
+    not_timed,
+    timed,
+    trained,
+)
+from conformance.strength.results import write_table
 
 CHANGES = ("broke", "fixed", "changed", "new", "gone", "slower", "faster")
 
@@ -242,8 +251,7 @@ def test_gate_compares_and_finds_adjacent_kill_matrix(
     monkeypatch.setattr(gate, "_train", lambda *rest: {"runs": [trained(True)]})
     earlier = file_of(a_report(judged("passed", nodeid="x")), tmp_path)
     out = tmp_path / "out"
-    kill = Kill("a.fault", True, CLAUSE["id"], "x", "failed", 1.0)
-    write_kills(out / "kills.json", Kills("impl", "abc", "2026-01-01T00:00:00+00:00", kills=[kill]))
+    write_table(out / "kills.json", a_table(a_kill("a.fault")))
     assert gate.main(["--baseline", str(earlier), "--out", str(out)]) == 1
     printed = capsys.readouterr().out
     assert "1 broke" in printed

@@ -16,8 +16,18 @@ from conformance.report import write_page
 from conformance.report.baseline import compare
 from conformance.report.matrix import matrix
 from conformance.selftests.browser import CONTRAST, Browser, start
-from conformance.selftests.report_cases import CLAUSE, a_report, judged, not_timed, timed, trained
-from conformance.strength.faults.kill_matrix import IdleClause, Kill, Kills
+from conformance.selftests.sample_reports import (
+    CLAUSE,
+    a_kill,
+    a_kill_matrix,
+    a_report,
+    a_survivor,
+    an_idle_clause,
+    judged,
+    not_timed,
+    timed,
+    trained,
+)
 
 pytestmark = pytest.mark.deadline(60)
 WIDTHS = {"desk": 1280, "phone": 390}
@@ -72,12 +82,9 @@ def a_red_report() -> dict[str, Any]:
         },
         training={"runs": [trained(False), trained(True)]},
     )
-    kills = [
-        Kill("one", True, CLAUSE["id"], "t", "hang", 1.0, says="It is off."),
-        Kill("two", False, "", "", "", 9.0),
-    ]
-    idle = [IdleClause("a.late.clause", 4, "one"), IdleClause("a.weak.clause", 9, why="So.")]
-    report["kills"] = asdict(Kills("impl", "abc", report["began"], 9.0, False, kills, idle))
+    kills = a_kill("one", how="hang", says="It is off."), a_survivor("two")
+    idle = an_idle_clause("a.late.clause", 4, "one"), an_idle_clause("a.weak.clause", 9, why="So.")
+    report["kills"] = a_kill_matrix(*kills, *idle, complete=False)
     earlier = a_report(judged("passed", nodeid="second"), judged("failed", nodeid="third"), subject="torch")
     earlier["speed"] = {"rows": [timed("B", 1, 1.5)]}
     return report | {"baseline": asdict(compare(earlier, report))}

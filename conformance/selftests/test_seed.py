@@ -14,6 +14,8 @@ import pytest
 from conformance.judge.sandbox import seeding
 from conformance.strategies.gradients import Gradient
 from conformance.strength import false_positives
+from conformance.strength.__main__ import main
+from conformance.strength.results import Row, read_table
 
 ROOT = Path(__file__).parents[2]
 # Drawn values are written to a file. Each test has the same words as a test of the suite.
@@ -79,37 +81,29 @@ def test_any_whole_number_is_a_seed(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert Gradient((1,), seed=7).values().isfinite().all()
 
 
-@pytest.fixture
-def in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "0")
-
-
-def runs(log: Path, subject: str, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    command = ["--subject", subject, "--seeds=1", "--first=9", f"--log={log}", *words]
-    code = false_positives.main(
-        [*command, "conformance/nn/utils/test_clip_grad_value.py::test_long_gradients_among_short_ones"]
-    )
-    return code, [json.loads(line) for line in log.read_text().splitlines()]
+def runs(out: Path, subject: str, *words: str) -> tuple[int, list[Row]]:
+    options = ["--subject", subject, "--seeds=1", "--first=9", "--jobs=1", f"--out={out}", *words]
+    test = "conformance/nn/utils/test_clip_grad_value.py::test_long_gradients_among_short_ones"
+    code = main(["false-positives", *options, test])
+    return code, read_table(out, "false-positives").rows
 
 
 @pytest.mark.deadline(200)
-@pytest.mark.usefixtures("in_one_process")
-def test_each_run_is_logged(tmp_path: Path) -> None:
-    code, (first, second) = runs(tmp_path / "false_positives.jsonl", "torch", "--twice")
+def test_each_run_is_a_row(tmp_path: Path) -> None:
+    code, (first, second) = runs(tmp_path / "table.json", "torch", "--twice")
     assert code == 0
-    assert (first["seed"], first["run"], second["run"], first["verdict"]) == (9, 1, 2, "green")
-    assert first["commit"]
-    assert first["outcomes"] == second["outcomes"]
-    assert first["red"] == first["replay"] == second["unlike_before"] == []
+    assert (first.name, second.name, first.outcome) == ("seed 9, run 1", "seed 9, run 2", "green")
+    assert first.says == second.says
+    assert first.says.endswith(" passed")
+    assert first.nodeid == second.nodeid == ""
 
 
 @pytest.mark.deadline(200)
-@pytest.mark.usefixtures("in_one_process")
 def test_fault_is_found_at_every_seed(tmp_path: Path) -> None:
-    code, (only,) = runs(tmp_path / "false_positives.jsonl", "torch+skip:nn.utils.clip_grad_value_")
-    assert (code, only["verdict"]) == (1, "red")
-    assert only["red"]
-    assert only["replay"]
+    code, (only,) = runs(tmp_path / "table.json", "torch+skip:nn.utils.clip_grad_value_")
+    assert (code, only.outcome) == (1, "red")
+    assert only.nodeid
+    assert "--seed 9" in only.says
 
 
 def test_flaky_test_is_reported() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance.judge.clauses import HERE
-from conformance.strength.faults.kill_matrix import Kills, read_kills
 from conformance.strength.faults.trials import fault_ids
+from conformance.strength.results import CLAUSES, FAULTS, KILLED, Table, read_table
 
 _FILE = Path(__file__).parent / "killers.json"
 _LONG_S = 5.0  # limit below which the usual order finds the killer
@@ -25,20 +25,21 @@ class EarlierKills:
 def load_earlier_kills(out: Path) -> EarlierKills:
     """Return the kills of `killers.json` and of the matrix at `out`, which takes precedence."""
     try:
-        kills = Kills.of(read_kills(out))
+        table = read_table(out, "faults")
     except ValueError:
         return EarlierKills(read_killers())
-    clauses = {row.clause: row.kills for row in kills.idle or [] if row.kills}
+    faults = {row.name: row.nodeid for row in table.of(FAULTS) if row.outcome == KILLED}
     return EarlierKills(
-        read_killers() | {kill.fault: kill.nodeid for kill in kills.kills if kill.killed}, clauses
+        read_killers() | faults, {row.name: row.fault for row in table.of(CLAUSES) if row.fault}
     )
 
 
-def remember(kills: Kills) -> None:
+def remember(table: Table) -> None:
     """Record the tests that killed slow faults. A fault that survived keeps its recorded killer, if that exists."""
     before = read_killers()
-    long = {kill.fault for kill in kills.kills if kill.seconds > _LONG_S} | before.keys()
-    now = {kill.fault: kill.nodeid for kill in kills.kills if kill.killed and kill.fault in long}
+    long = {row.name for row in table.rows if row.seconds > _LONG_S} | before.keys()
+    faults = [row for row in table.of(FAULTS) if row.outcome == KILLED]
+    now = {row.name: row.nodeid for row in faults if row.name in long}
     faults_of: dict[str, list[str]] = {}
     for fault, test in sorted(without_removed(before | now).items()):
         faults_of.setdefault(test, []).append(fault)

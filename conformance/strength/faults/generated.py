@@ -82,7 +82,7 @@ def find(fault_id: str) -> Fault:
         item = fault_ids()[fault_id]
     except KeyError:
         raise LookupError(
-            f"there is no fault {fault_id!r}; `python -m conformance.strength.faults --list` lists all"
+            f"there is no fault {fault_id!r}; `python -m conformance.strength faults --list` lists all"
         ) from None
     kind = fault_id.partition(":")[0]
     make = functools.partial(_MAKERS[kind], item=item)

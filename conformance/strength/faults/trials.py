@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
+import tomllib
 from collections.abc import Generator, Iterable
 
-from conformance.judge.clauses import all_clauses
+from conformance.judge.clauses import HERE, all_clauses
 from conformance.strength.faults import generated
-from conformance.strength.faults.fork import Ending
 from conformance.strength.faults.handmade import HANDMADE, find
-from conformance.strength.faults.kill_matrix import IdleClause, Kill
-from conformance.strength.faults.order import Task, distance, is_about, likeness_to
-from conformance.strength.faults.reasons import excuses, idle_reasons
-from conformance.strength.faults.worker import Trial
+from conformance.strength.fork import Ending
+from conformance.strength.order import Task, distance, is_about, likeness_to
+from conformance.strength.results import CLAUSES, FAULTS, KILLED, SURVIVED, UNTESTED, Row
+from conformance.strength.worker import Trial
 
 
 def fault_ids() -> list[str]:
     return [*HANDMADE, *generated.fault_ids()]
+
+
+def all_excuses() -> dict[str, dict[str, str]]:
+    """Return the reasons why faults may survive, by subject and by fault. A reason that is no longer true is red."""
+    return tomllib.loads((HERE / "survivors.toml").read_text())
+
+
+def idle_reasons() -> dict[str, str]:
+    """Return the reasons why clauses may kill no fault, by clause. A reason that is no longer true is red."""
+    return tomllib.loads((HERE / "idle_clauses.toml").read_text())
 
 
 def clauses_of(areas: Iterable[str]) -> frozenset[str]:
@@ -54,26 +64,27 @@ class RedWithoutFault(Exception):
     """Raised if a test that killed a fault is also red without the fault."""
 
 
-def judge_fault(package: str, fault_id: str, first: str = "") -> Trial[Kill]:
+def judge_fault(package: str, fault_id: str, first: str = "") -> Trial[Row]:
     """Judge a fault and return whether it was killed. `first` is the test to begin with."""
     fault = find(fault_id)
     clauses = clauses_about([fault_id])
     ending = yield Task(f"{package}+{fault_id}", clauses, fault.about, fault.on_ranks, first)
-    return Kill(
-        fault=fault_id,
-        killed=bool(ending.how),
-        clause=ending.clause,
+    return Row(
+        fault_id,
+        FAULTS,
+        KILLED if ending.how else SURVIVED,
         nodeid=ending.nodeid,
+        clause=ending.clause,
         how=ending.how,
         seconds=ending.seconds,
         says=fault.says,
         thread=fault.thread,
-        why=excuses(package).get(fault_id, ""),
+        why=all_excuses().get(package, {}).get(fault_id, ""),
     )
 
 
-def verify_kill(trial: Trial[Kill], package: str, green: set[str]) -> Trial[Kill]:
-    """Run a trial and return its kill if the killing test is green without the fault.
+def verify_kill(trial: Trial[Row], package: str, green: set[str]) -> Trial[Row]:
+    """Run a trial and return its row if the killing test is green without the fault.
 
     Args:
         green: node ids of tests that are known to be green without faults. The killing test is added.
@@ -81,9 +92,9 @@ def verify_kill(trial: Trial[Kill], package: str, green: set[str]) -> Trial[Kill
     Raises:
         RedWithoutFault: the test is red without the fault.
     """
-    kill = yield from trial
-    yield from verify_green(kill.nodeid, package, green)
-    return kill
+    row = yield from trial
+    yield from verify_green(row.nodeid, package, green)
+    return row
 
 
 def verify_green(nodeid: str, package: str, green: set[str]) -> Generator[Task, Ending, None]:
@@ -99,7 +110,7 @@ def verify_green(nodeid: str, package: str, green: set[str]) -> Generator[Task, 
         green.add(nodeid)
 
 
-def judge_clause(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[IdleClause]:
+def judge_clause(package: str, clause_id: str, green: set[str], first: str = "") -> Trial[Row]:
     """Try the faults that a clause might kill, one after another, until its own tests kill one.
 
     Args:
@@ -109,16 +120,19 @@ def judge_clause(package: str, clause_id: str, green: set[str], first: str = "")
         first: the fault to begin with.
     """
     why = idle_reasons().get(clause_id, "")
-    tried = 0
+    row = functools.partial(Row, clause_id, CLAUSES)
+    tried, seconds = 0, 0.0
     for fault_id in sorted(candidates(clause_id), key=lambda candidate: candidate != first):
         tried += 1
         ending = yield Task(f"{package}+{fault_id}", frozenset({clause_id}), may_be_empty=True)
+        seconds += ending.seconds
         if ending.how:
             yield from verify_green(ending.nodeid, package, green)
-            return IdleClause(clause_id, tried, fault_id, ending.nodeid, why)
+            of_kill = {"nodeid": ending.nodeid, "clause": clause_id, "how": ending.how, "fault": fault_id}
+            return row(KILLED, **of_kill, seconds=seconds, why=why, tried=tried)
         if not ending.tests_run:
-            return IdleClause(clause_id, 0, why="None of its tests can run here.", could_run=False)
-    return IdleClause(clause_id, tried, why=why)
+            return row(UNTESTED, why="None of its tests can run here.")
+    return row(SURVIVED, seconds=seconds, why=why, tried=tried)
 
 
 def candidates(clause_id: str) -> list[str]:

@@ -13,8 +13,6 @@ import importlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -24,17 +22,17 @@ from typing import Any
 
 import pytest
 
-from conformance.judge.clauses import HERE, clause_of
+from conformance.judge.clauses import clause_of
 from conformance.judge.judgement import RED
 from conformance.judge.library import load_library
-from conformance.strength.faults.fork import files_to_collect
+from conformance.strength.fork import files_to_collect
 from conformance.strength.mutation import lines
 from conformance.strength.mutation.groups import GROUPS, LINES, MutationGroup, clauses_of, file_of
+from conformance.strength.pytest_run import run_pytest
 
 _FOLDER, _GROUPS, _KNOWN = "CONFORMANCE_LINES_FOLDER", "CONFORMANCE_LINES_GROUPS", "CONFORMANCE_LINES_KNOWN"
 _COLLECTED, _IMPORTED = "collected.json", "imported.json"
 _GREEN = ("passed", "known", "reference cannot run here")
-_USUAL_CODES = (0, 1, 5)  # exit codes of pytest: passed, failed, no tests
 
 
 @dataclass
@@ -128,29 +126,10 @@ def _read(package: str, file: Path | None) -> Reach:
 
 
 def _judge(
-    spec: str, folder: Path, jobs: int, tests: Iterable[str], environment: dict[str, str]
+    spec: str, folder: Path, jobs: int, tests: Iterable[str], variables: dict[str, str]
 ) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        __name__,
-        "-n",
-        str(jobs if jobs > 1 else 0),  # no worker for one job, saving two imports of torch
-    ]
-    command += ["--profile=quick", f"--subject={spec}", f"--report={folder}", "--no-shrink", *tests]
-    ended = subprocess.run(
-        command, cwd=HERE.parent, env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    if ended.returncode not in _USUAL_CODES:
-        raise RuntimeError(
-            f"pytest ended with code {ended.returncode} on {spec}:\n{ended.stdout[-3000:]}{ended.stderr}"
-        )
-    return json.loads((folder / "report.json").read_text())["tests"]
+    words = ["-p", __name__, "--profile=quick", "--no-shrink", *tests]
+    return run_pytest(spec, folder, jobs, words, variables)["tests"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

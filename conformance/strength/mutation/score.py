@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-KILLED, SURVIVED, UNREACHED, IDLE, EQUIVALENT = "killed", "survived", "unreached", "idle", "equivalent"
+from conformance.strength.results import EQUIVALENT, IDLE, KILLED, SURVIVED, UNREACHED
+
 # Limit for the share of reached mutants with equivalence notes, above which the score depends too much on notes.
 MOST_EQUIVALENT = 0.1
 _Z = 1.959964  # quantile of the normal distribution for 95%

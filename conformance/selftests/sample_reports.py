@@ -1,12 +1,14 @@
-"""Reports to draw and to compare, put together from a few tests, benchmarks and training runs."""
+"""Reports and tables of results to draw and to compare, of a few tests, faults, benchmarks and training runs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from conformance.judge.judgement import Judgement
 from conformance.judge.sandbox import environment
+from conformance.strength.results import CLAUSES, FAULTS, KILLED, SURVIVED, Row, Table
 from conformance.training.compare import Check
 from conformance.training.config import small_config
 from conformance.training.judge import TrainingComparison, as_entry
@@ -46,6 +48,26 @@ def trained(passed: bool) -> dict[str, Any]:
     check = Check("bits", passed, "said <b>so</b>")
     entry = as_entry(TrainingComparison("bf16", small_config("bf16"), run, run, None, [check]))
     return json.loads(json.dumps(entry))  # the form in a report
+
+
+def a_kill(fault: str, nodeid: str = "t", how: str = "failed", seconds: float = 1.0, **more: str) -> Row:
+    return Row(fault, FAULTS, KILLED, nodeid, CLAUSE["id"], how, seconds, **more)
+
+
+def a_survivor(fault: str, **more: str) -> Row:
+    return Row(fault, FAULTS, SURVIVED, seconds=9.0, **more)
+
+
+def an_idle_clause(clause: str, tried: int, kills: str = "", why: str = "") -> Row:
+    return Row(clause, CLAUSES, KILLED if kills else SURVIVED, fault=kills, tried=tried, why=why)
+
+
+def a_table(*rows: Row, subject: str = "impl", commit: str = "abc", **more: Any) -> Table:
+    return Table("faults", subject, commit, "2026-01-01T00:00:00+00:00", rows=list(rows), **more)
+
+
+def a_kill_matrix(*rows: Row, complete: bool = True) -> dict[str, Any]:
+    return asdict(a_table(*rows, seconds=9.0, complete=complete))
 
 
 def timed(name: str, low: float, high: float) -> dict[str, Any]:

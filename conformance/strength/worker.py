@@ -11,8 +11,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from conformance.strength.faults.fork import LOG, Ending, serve
-from conformance.strength.faults.order import Task
+from conformance.strength.fork import LOG, Ending, serve
+from conformance.strength.order import Task
 
 _END_S = 10.0
 _TAIL = 3000

@@ -30,7 +30,7 @@ from conformance.judge.sandbox.deadlines import Deadlines
 from conformance.judge.sandbox.notes import Notes
 from conformance.ranks.handle import keep_fork_server, start_fork_server
 from conformance.strength.faults import handmade  # noqa: F401 else imported by every fork
-from conformance.strength.faults.order import Task, ordered_tests, starts_ranks
+from conformance.strength.order import Task, ordered_tests, starts_ranks
 
 LOG = "log"
 _SILENCE_S = 300.0  # limit for hangs outside of tests, which have deadlines
