@@ -1,4 +1,4 @@
-"""`gradient_norms`: the norm of each gradient of a fused step, which changes no bit of the step."""
+"""`gradient_norms` and `update_ratios` of a fused step, which change no bit of the step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,18 @@ class NormedStep:
     """A scaler, an optimizer of parameters of several modules and sizes, and their scaled gradients."""
 
     def __init__(
-        self, library: Library, device: str, optimizer: Callable[[Any], Any], **settings: Any
+        self,
+        library: Library,
+        device: str,
+        optimizer: Callable[[Any], Any],
+        dtype: torch.dtype = torch.float32,
+        **settings: Any,
     ) -> None:
         generator = seeding.generator(5)
         # 60,000 elements are several chunks of every kernel.
         model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
         model.scale = nn.Parameter(torch.ones(()))
-        named = dict(model.to(device).named_parameters())
+        named = dict(model.to(device, dtype).named_parameters())
         self.params = {name: named[name] for name in NAMES}
         self.optimizer = optimizer([*self.params.items()])
         self.scaler = library.amp.GradScaler(device, init_scale=SCALE, **settings)
@@ -46,13 +51,13 @@ class NormedStep:
         for name, param in self.params.items():
             param.data.copy_(torch.randn(param.shape, generator=generator))
             factor = SCALE if self.scaler.is_enabled() else 1.0
-            param.grad = (self.true_grads[name] * factor).to(device)
+            param.grad = (self.true_grads[name] * factor).to(device, dtype)
 
     def expected(self, norm_type: float) -> dict[str, float]:
         return {name: norm_of([grad], norm_type) for name, grad in self.true_grads.items()}
 
     def values(self) -> list[Tensor]:
-        return [param.detach().cpu() for param in self.params.values()]
+        return [param.detach().cpu().clone() for param in self.params.values()]
 
 
 def norm_of(grads: list[Tensor], norm_type: float) -> float:
@@ -191,3 +196,75 @@ def test_norms_of_changed_parameters_raise(subject: Library, device: str) -> Non
     step.optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(2, device=device)))]})
     with pytest.raises(ValueError, match="norms of 5 parameters, and the optimizer has 6 now"):
         step.scaler.gradient_norms(step.optimizer)
+
+
+RATIOS = {"keep_update_norms": True}
+
+
+def expected_ratios(step: NormedStep, before: list[Tensor], owners: list[str]) -> dict[str, float]:
+    """Return the ratios of parameters, joined by their owners, if all parameters were updated."""
+    weights: dict[str, list[Tensor]] = {}
+    updates: dict[str, list[Tensor]] = {}
+    for owner, old, new in zip(owners, before, step.values(), strict=True):
+        weights.setdefault(owner, []).append(old)
+        updates.setdefault(owner, []).append(new.double() - old.double())
+    return {owner: norm_of(updates[owner], 2.0) / norm_of(weights[owner], 2.0) for owner in weights}
+
+
+@clause("amp.grad_scaler.fused_step.update_ratios")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_ratios_of_updates_to_weights(subject: Library, device: str, kind: str, dtype: torch.dtype) -> None:
+    """Parameters and the joint norm are those of a step that keeps no norms, to the bit."""
+    step, plain = (NormedStep(subject, device, OPTIMIZERS[kind], dtype=dtype) for _ in range(2))
+    before = step.values()
+    joint = step.scaler.fused_step(step.optimizer, 0.5, math.inf, **RATIOS)
+    plain_joint = plain.scaler.fused_step(plain.optimizer, 0.5, math.inf)
+    assert numbers(step.scaler.update_ratios(step.optimizer)) == near(expected_ratios(step, before, NAMES))
+    by_module = step.scaler.update_ratios(step.optimizer, per="module")
+    assert numbers(by_module) == near(expected_ratios(step, before, OWNERS))
+    assert {ratio.device for ratio in by_module.values()} == {joint.device}
+    assert torch.equal(joint, plain_joint)
+    assert all(map(torch.equal, step.values(), plain.values()))
+
+
+@clause("amp.grad_scaler.fused_step.update_ratios")
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("case", ["disabled", "unscaled", "skipped", "absent", "zero", "halves"])
+def test_ratios_in_other_states(subject: Library, device: str, kind: str, case: str) -> None:
+    """A skipped step and parameters without gradients have 0, and weights of zeros have inf."""
+    step = NormedStep(subject, device, OPTIMIZERS[kind], enabled=case != "disabled")
+    more: dict[str, Any] = {}
+    if case == "unscaled":
+        step.scaler.unscale_(step.optimizer)
+    elif case == "skipped":
+        step.params["2.bias"].grad[1] = math.inf
+    elif case == "absent":
+        step.params["0.weight"].grad = None
+    elif case == "zero":
+        step.params["2.bias"].data.zero_()
+    elif case == "halves":
+        more["low_precision_params"] = copies = [param.detach().half() for param in step.params.values()]
+        for copy, param in zip(copies, step.params.values(), strict=True):
+            copy.grad, param.grad = param.grad.half(), None
+    before = step.values()
+    step.scaler.fused_step(step.optimizer, 0.5, **RATIOS, **more)
+    ratios = numbers(step.scaler.update_ratios(step.optimizer))
+    if case == "zero":
+        assert ratios.pop("2.bias") == math.inf
+        before[NAMES.index("2.bias")].fill_(1.0)
+    assert ratios == near({name: expected_ratios(step, before, NAMES)[name] for name in ratios})
+    assert case != "skipped" or not any(ratios.values())
+
+
+@clause("amp.grad_scaler.fused_step.update_ratios")
+def test_ratios_raise_unless_last_step_kept_norms(subject: Library, device: str) -> None:
+    step = NormedStep(subject, device, OPTIMIZERS["adamw"])
+    step.scaler.fused_step(step.optimizer, **RATIOS)
+    with pytest.raises(ValueError, match="per is 'layer'; pass 'parameter' or 'module'"):
+        step.scaler.update_ratios(step.optimizer, per="layer")
+    with pytest.raises(TypeError, match="param_groups"):
+        step.scaler.update_ratios(nn.Linear(1, 1))
+    step.scaler.fused_step(step.optimizer, keep_norms=True)
+    with pytest.raises(RuntimeError, match="keep_update_norms=True"):
+        step.scaler.update_ratios(step.optimizer)

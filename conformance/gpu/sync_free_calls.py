@@ -138,12 +138,13 @@ def _microbatches(device: str) -> Call:
     return call
 
 
-def _gradient_norms(device: str) -> Call:
+def _norms_by_parameter(device: str) -> Call:
     data, scaler = _data(device), scaler_of("impl", device)
 
     def call() -> None:
-        scaler.fused_step(data.optimizer, max_norm=1.0, keep_norms=True)
+        scaler.fused_step(data.optimizer, max_norm=1.0, keep_norms=True, keep_update_norms=True)
         scaler.gradient_norms(data.optimizer)
+        scaler.update_ratios(data.optimizer)
 
     return call
 
@@ -330,7 +331,11 @@ CASES = [
     WaitCase("step_was_taken", _methods(_SCALER, "step_was_taken"), _step_was_taken),
     WaitCase("explain", _methods(_SCALER, "explain"), _explain),
     WaitCase("microbatch", (*_methods(_SCALER, "microbatch"), "amp.Microbatch.skip"), _microbatches),
-    WaitCase("gradient_norms", _methods(_SCALER, "fused_step", "gradient_norms"), _gradient_norms),
+    WaitCase(
+        "norms by parameter",
+        _methods(_SCALER, "fused_step", "gradient_norms", "update_ratios"),
+        _norms_by_parameter,
+    ),
     WaitCase("GradScaler's settings", (_SCALER, *_methods(_SCALER, *_OF_SETTINGS)), _settings_of_scaler),
     WaitCase(
         "norm, then clip", ("nn.utils.get_total_norm", "nn.utils.clip_grads_with_norm_"), _norm_then_clip

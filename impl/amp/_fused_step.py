@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
@@ -26,14 +26,14 @@ from torch import Tensor
 
 from impl import kernels
 from impl.amp._conditional_step import step_unless_found_inf
-from impl.amp._gradient_norms import GradientNorms
 from impl.amp._gradients import coalesced, grads_from_copies
 from impl.amp._opt_state import Found, FusedStepResult, KeptResults, OptimizerState
 from impl.kernels import StepNumbers, TensorList, concat, dtypes_of, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._list_cache import same
-from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, shardings_of
+from impl.optim._param_norms import ParamNorms, UpdateNorms, Updates
+from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, local_parts, shardings_of
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import UpdatesAhead, check_closed
 
@@ -67,6 +67,7 @@ class FusedStepOptions:
     norm_type: float
     low_precision_params: Sequence[Tensor]
     keeps_norms: bool = False  # whether the result has the norm of each parameter's gradient
+    keeps_update_norms: bool = False  # whether it has those of weights and updates
     ahead: UpdatesAhead | None = None  # updates that were applied while the backward ran
 
     def __post_init__(self) -> None:
@@ -113,12 +114,18 @@ class _Step:
         return functools.reduce(torch.promote_types, {p.dtype for p in self.params}) if has_copies else None
 
     @functools.cached_property
-    def norms(self) -> GradientNorms | None:
+    def norms(self) -> ParamNorms | None:
         """Norms of single gradients, or None if they are not kept."""
         options = self.options
-        return (
-            GradientNorms(self.params, options.norm_type, self.norm_device) if options.keeps_norms else None
-        )
+        return ParamNorms(self.params, options.norm_type, self.norm_device) if options.keeps_norms else None
+
+    @functools.cached_property
+    def updates(self) -> Updates | None:
+        """Norms of single weights and updates, or None if they are not kept."""
+        return Updates(self.params, self.norm_device) if self.options.keeps_update_norms else None
+
+    def update_norms(self) -> UpdateNorms | None:
+        return None if self.updates is None else self.updates.norms(self.shardings)
 
 
 # Dynamo would replay the optimizer's work in `step_by` as it was in the traced step.
@@ -151,26 +158,31 @@ def fused_step(
                 are_scaled = scale is not None and known_found_inf is None
                 joint = _joint_norm_and_found_inf(step, grads_of, are_scaled)
                 norm, norms, local_found_inf, global_found_inf, numbers = joint
+                found_inf: bool | None = None
                 if numbers is not None:
-                    served = step_by(
-                        optimizer, updates, numbers.factor, numbers.found_inf, numbers.taken, options.ahead
-                    )
-                    return FusedStepResult(
-                        numbers.norm, norms, local_found_inf, global_found_inf, None, served
-                    )
-                inv_scale = kernels.inverse(scale) if scale is not None and are_scaled else None
-                if inv_scale is not None and options.norm_type != 0:
-                    norm = (norm * to_device(inv_scale, norm.device)).to(norm.dtype)
-                flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
-                found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
+                    norm, factor = numbers.norm, numbers.factor
+                    flag, taken = numbers.found_inf, numbers.taken
+                else:
+                    inv_scale = kernels.inverse(scale) if scale is not None and are_scaled else None
+                    if inv_scale is not None and options.norm_type != 0:
+                        norm = (norm * to_device(inv_scale, norm.device)).to(norm.dtype)
+                    factor = _grad_factor(options, norm, inv_scale)
+                    flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
+                    found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
+                    taken = None
                 served: list[Served] = []
                 if not found_inf:
-                    factor = _grad_factor(options, norm, inv_scale)
-                    served = step_by(
-                        optimizer, updates, factor, flag if found_inf is None else None, None, options.ahead
-                    )
-                taken = None if found_inf is None else not found_inf
-                return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served)
+                    unknown = flag if found_inf is None else None
+                    served = step_by(optimizer, updates, factor, unknown, taken, options.ahead, step.updates)
+                return FusedStepResult(
+                    norm,
+                    norms,
+                    local_found_inf,
+                    global_found_inf,
+                    None if found_inf is None else not found_inf,
+                    served,
+                    step.update_norms(),
+                )
         except NoFusedUpdate as error:
             has_peers = bool(step.shardings) or (scaler._has_peers and scale is not None)
             if has_peers and error.is_of_this_rank:
@@ -210,17 +222,18 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
                 norms = step.norms.of_params()
         if options.max_norm < math.inf:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
-        taken = _call_step(step)
+        with _measured_updates(step):
+            taken = _call_step(step)
         if options.low_precision_params and taken is not False:
             copies = [*options.low_precision_params]
             for batch in kernels.foreach_slices(copies):
                 torch._foreach_copy_(copies[batch], step.params[batch])
     if step.scale is None:
-        return FusedStepResult(norm, norms, {}, {}, taken, served)
+        return FusedStepResult(norm, norms, {}, {}, taken, served, step.update_norms())
     check_results = scaler._check_results.of(optimizer)
     local_found_inf = check_results.local_found_inf or {}
     global_found_inf = scaler._found_inf_per_device(optimizer)
-    return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served)
+    return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served, step.update_norms())
 
 
 def _dense_values(grad: Tensor) -> list[Tensor]:
@@ -246,6 +259,20 @@ def _call_step(step: _Step) -> bool | None:
         scaler.step(optimizer)
         return scaler._check_results.of(optimizer).taken
     return step_unless_found_inf(optimizer, flag)
+
+
+@contextmanager
+def _measured_updates(step: _Step) -> Generator[None]:
+    """Context manager around the optimizer's own step that keeps the norms of updates, if they are requested."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for param in step.params:
+        if param.grad is not None:
+            by_device.setdefault(param.device, []).append(param)
+    with ExitStack() as stack:
+        if step.updates is not None:
+            for params in by_device.values():
+                stack.enter_context(step.updates.measuring(params, local_parts(params)))
+        yield
 
 
 def agree_over_shards(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Found]:
@@ -290,7 +317,7 @@ def _joint_norm_and_found_inf(
     if step.norms is not None:
         step.norms.assign(params_and_grads)
         if step.shardings:
-            by_sharding = step.norms.vectors(by_sharding, step.sharding_of)
+            by_sharding = step.norms.vectors(by_sharding, step.shardings)
     # All ranks must agree on the dtype, also if a rank has no element of a float64 parameter.
     is_wide = torch.float64 in dtypes_of(step.params)
     dtype = torch.float64 if is_wide else torch.float32

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from impl.amp._microbatch import Accumulation
 from impl.optim._fused_updates import Served
+from impl.optim._param_norms import UpdateNorms
 
 Found = dict[torch.device, Tensor]  # f32, 0-dim: 1.0 for inf or nan
 
@@ -85,6 +86,7 @@ class FusedStepResult:
     global_found_inf: Found  # flags of all processes, which decide
     taken: bool | None  # unknown to the host if None
     served: Sequence[Served]  # empty if the host has skipped all updates
+    update_norms: UpdateNorms | None  # norms of weights and updates, if kept
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class CheckResults:
     accumulation: Accumulation | None = None  # microbatches of the current or last step
     norms: Sequence[Tensor] | None = None  # norms of single gradients that the last fused step has kept
     norm_type: float = 2.0  # order of these norms
+    update_norms: UpdateNorms | None = None  # norms of weights and updates
 
     def record_fused_step(
         self, result: FusedStepResult, low_precision_params: Sequence[Tensor], norm_type: float
@@ -112,7 +115,7 @@ class CheckResults:
 
     def record_backends_and_norms(self, result: FusedStepResult, norm_type: float) -> None:
         self.served = result.served or self.served
-        self.norms, self.norm_type = result.norms, norm_type
+        self.norms, self.norm_type, self.update_norms = result.norms, norm_type, result.update_norms
 
     def last_check(self) -> Found:
         """Return the flags of the last check, or raise if there was none."""

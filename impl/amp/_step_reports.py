@@ -11,10 +11,10 @@ from torch import Tensor
 
 from impl.amp import _gradients
 from impl.amp._explanation import FusedStepExplanation, explanation_of
-from impl.amp._gradient_norms import named_norms
 from impl.amp._gradients import NonfiniteGradient
 from impl.amp._microbatch import SkippedMicrobatch
 from impl.amp._opt_state import KeptResults
+from impl.amp._param_norms import named_norms, named_ratios
 from impl.kernels import to_device
 from impl.optim._refusals import check_has_param_groups
 
@@ -166,6 +166,46 @@ class StepReports:
                 "gradient_norms(optimizer)"
             )
         return named_norms(optimizer, check_results.norms, check_results.norm_type, per)
+
+    def update_ratios(
+        self, optimizer: _Optimizer, per: Literal["parameter", "module"] = "parameter"
+    ) -> dict[str, Tensor]:
+        """Return the L2 norm of each update of the last `fused_step`, divided by that of the weights before it.
+
+        The step was called with `keep_update_norms=True`. If parameters are sharded, call this on all their ranks.
+
+        Args:
+            optimizer: its parameters without a gradient have the ratio 0.
+            per: "module" joins the parameters that one module owns and the step has updated.
+        Returns:
+            0-dim float64 ratios by name, like `gradient_norms`, and those of the unsharded model if parameters are
+            sharded. 0 if nothing has changed, as in a skipped step. inf if the weights were all zeros.
+        Raises:
+            TypeError: `optimizer` has no `param_groups`.
+            RuntimeError: the last `fused_step` did not keep these norms, or there was none.
+            ValueError: as `gradient_norms`.
+        Sync: none.
+        Collectives: none for plain parameters. For sharded ones an all-gather for each process group, once a step.
+
+        >>> import impl.amp
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.copy_(torch.tensor([[3.0, 4.0]])), layer.bias.fill_(2.0)
+        >>> optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.5)
+        >>> scaler = impl.amp.GradScaler("cpu")
+        >>> scaler.scale(layer(torch.tensor([3.0, 4.0])).sum()).backward()
+        >>> norm = scaler.fused_step(optimizer, keep_update_norms=True)
+        >>> scaler.update_ratios(optimizer)
+        {'weight': tensor(0.5000, dtype=torch.float64), 'bias': tensor(0.2500, dtype=torch.float64)}
+        """
+        check_has_param_groups(optimizer)
+        norms = self._check_results.of(optimizer).update_norms
+        if norms is None:
+            raise RuntimeError(
+                "the last step of this optimizer kept no norms of updates; call fused_step(optimizer, "
+                "keep_update_norms=True) before update_ratios(optimizer)"
+            )
+        return named_ratios(optimizer, norms, per)
 
     def skipped_microbatches(self, optimizer: _Optimizer) -> list[SkippedMicrobatch]:
         """Return the microbatches of the last step that were left out, with the ranks and parameters at fault.

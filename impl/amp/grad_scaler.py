@@ -76,7 +76,8 @@ class GradScaler(StepReports):
         in float32, a positional closure raises like one by keyword, a loaded scale is known before the first `scale`,
         calls that raise change nothing (`load_state_dict` too), and values that would silently ruin the scale or the
         gradients raise. New: `max_skipped_steps`, `fused_step`, `explain`, `found_inf`, `step_was_taken`,
-        `nonfinite_parameters`, `gradient_norms`, `microbatch`, `skipped_microbatches`, `overlapped_step`.
+        `nonfinite_parameters`, `gradient_norms`, `update_ratios`, `microbatch`, `skipped_microbatches`,
+        `overlapped_step`.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -258,6 +259,7 @@ class GradScaler(StepReports):
         low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
         keep_norms: bool = False,
+        keep_update_norms: bool = False,
     ) -> Tensor:
         """Unscale, clip, step and update in one call, with two passes over memory on the CPU and CUDA.
 
@@ -275,6 +277,7 @@ class GradScaler(StepReports):
                 A parameter without a gradient uses the gradient of its copy.
             update: if False, the scale stays until `update()` is called after the steps of other optimizers.
             keep_norms: keep the norm of each gradient for `gradient_norms`.
+            keep_update_norms: keep the norms of each parameter and its update for `update_ratios`.
         Returns:
             0-dim norm of the unscaled gradients before clipping, like `clip_grad_norm_`. It may be inf or nan if the
             step is skipped. Float32 or float64 if the parameters are sharded.
@@ -301,7 +304,12 @@ class GradScaler(StepReports):
         """
         check_has_param_groups(optimizer)
         options = _fused_step.FusedStepOptions(
-            float(max_norm), float(norm_type), tuple(low_precision_params), keep_norms, self._updates_ahead
+            float(max_norm),
+            float(norm_type),
+            tuple(low_precision_params),
+            keep_norms,
+            keep_update_norms,
+            self._updates_ahead,
         )
         if not self._enabled:
             step_result = _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None)

@@ -33,6 +33,7 @@ from impl.kernels import (
     to_device,
 )
 from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable
+from impl.optim._param_norms import Updates
 from impl.optim._prepared_updates import Prepared, PreparedShards
 from impl.optim._refusals import optimizer_name
 from impl.optim._shards import is_distributed, local_part, local_parts
@@ -78,13 +79,14 @@ class Update:
     # Momenta that become states in this first update, of the parameters' types, with the memory of `parameters.states`.
     first_momenta: Sequence[Tensor] = ()
 
-    def apply(
+    def apply(  # noqa: PLR0913  the numbers of a step, and what else happens in it
         self,
         optimizer: Optimizer,
         factor: Tensor,
         found_inf: Tensor | None,
         taken: Tensor | None,
         ahead: UpdatesAhead | None,
+        norms: Updates | None,
     ) -> UpdateBackend | None:
         """Step with gradients times `factor`, unless `found_inf` is 1.0. None means that it is known to be 0.0.
 
@@ -93,6 +95,7 @@ class Update:
             factor, found_inf: on any device.
             taken: 1 - `found_inf`, if the caller has it: f32, 0-dim, on the parameters' device.
             ahead: the updates that were applied before the norm was known.
+            norms: take the norms of weights and updates.
 
         Returns:
             The backend, or None if the host has found out that the step is skipped.
@@ -120,6 +123,8 @@ class Update:
         counters.advance(taken)
         if ahead is not None and found_inf is None and self.bucket.device.type == "cpu":
             backend = ahead.finish(self, rule, factor)
+        elif norms is not None:
+            backend = self._measured(norms, rule, factor, found_inf)
         else:
             backend = fused_step_(rule, self.parameters, self.grads, factor, found_inf)
         if found_inf is not None and taken is None:
@@ -127,6 +132,18 @@ class Update:
         for param, momentum in zip(self.params, self.first_momenta, strict=False):
             optimizer.state[param][self.rule.LATE_STATE] = momentum
         return backend
+
+    def _measured(
+        self, norms: Updates, rule: Rule, factor: Tensor, found_inf: Tensor | None
+    ) -> UpdateBackend:
+        """Update batch by batch, because the norms need copies of the parameters."""
+        backends: list[UpdateBackend] = []
+        for batch in norms.batches(self.parameters.params):
+            parameters = self.parameters.at(*batch)
+            with norms.measuring([self.params[index] for index in batch], parameters.params):
+                grads = TensorList([self.grads.tensors[index] for index in batch])
+                backends.append(fused_step_(rule, parameters, grads, factor, found_inf))
+        return backends[0]
 
 
 def rule_of(optimizer: Optimizer) -> type[Rule] | None:
@@ -182,6 +199,7 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
     found_inf: Tensor | None,
     taken: Tensor | None = None,
     ahead: UpdatesAhead | None = None,
+    norms: Updates | None = None,
 ) -> list[Served]:
     """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step.
 
@@ -194,7 +212,7 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
         """Apply the group's updates instead of `_init_group`, and leave `step` nothing to do."""
         for update in updates:
             if update.group is group:
-                backend = update.apply(optimizer, factor, found_inf, taken, ahead)
+                backend = update.apply(optimizer, factor, found_inf, taken, ahead, norms)
                 if backend is not None:
                     served.append(Served(update.params, *backend))
         return _RULE_OF[type(optimizer)].NOTHING_LEFT

@@ -1,4 +1,4 @@
-"""`gradient_norms` of sharded parameters, compared with the norms of the unsharded model."""
+"""`gradient_norms` and `update_ratios` of sharded parameters, compared with those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -96,6 +96,56 @@ def test_norms_of_disabled_scaler(twins_of: TwinsOf, device: str, scaler: str) -
     expected = [grad.double().norm().item() for grad in unsharded("dtensor")]
     for _, norms in twins_of(2, device).values(joint_norm_and_norms, scaler=scaler, **arguments):
         assert [*norms.values()] == pytest.approx(expected, rel=1e-5)
+
+
+def ratios(scene: Scene, *, scaler: str, layout: str, kind: str) -> dict[str, float]:
+    """Return `update_ratios` after the second of two fused steps."""
+    named = named_params(scene, layout)
+    optimizer = OPTIMIZERS[kind](named, lr=0.0)
+    its_scaler = scene.library.find(scaler)(scene.rank.device.type, init_scale=SCALE)
+    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    for lr in (0.0, 0.25):  # the second step has cached lists
+        for _, param in named:
+            param.grad = param.detach() * param.detach() * SCALE
+        optimizer.param_groups[0]["lr"] = lr
+        its_scaler.fused_step(optimizer, keep_update_norms=True)
+    return {name: ratio.item() for name, ratio in its_scaler.update_ratios(optimizer).items()}
+
+
+def unsharded_ratios(layout: str, kind: str) -> list[float]:
+    weights = [(grad / 3.0).double() for grad in unsharded(layout)]
+    params = [weight.clone() for weight in weights]
+    optimizer = OPTIMIZERS[kind](params, lr=0.0)
+    for lr in (0.0, 0.25):
+        for param, weight in zip(params, weights, strict=True):
+            param.grad = weight * weight
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+    pairs = zip(params, weights, strict=True)
+    return [((param - weight).norm() / weight.norm()).item() for param, weight in pairs]
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.update_ratios")
+@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("flat", "sgd"),
+        ("hybrid", "rmsprop"),
+        ("original parallel", "sgd"),
+        ("dtensor", "rmsprop"),
+        ("hybrid dtensor", "sgd"),
+        ("meshes", "sgd"),
+        ("disjoint meshes", "sgd"),
+    ],
+)
+def test_ratios_on_every_rank_are_those_of_unsharded_model(
+    twins_of: TwinsOf, device: str, layout: str, kind: str, scaler: str
+) -> None:
+    reports = twins_of(4, device).values(ratios, scaler=scaler, layout=layout, kind=kind)
+    for rank, by_name in enumerate(reports):
+        expected = pytest.approx(unsharded_ratios(layout, kind), rel=1e-5)
+        assert [*by_name.values()] == expected, f"on rank {rank}: {by_name}"
 
 
 def one_fails(scene: Scene, *, scaler: str) -> tuple[Any, Any]:

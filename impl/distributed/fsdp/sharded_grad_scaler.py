@@ -170,13 +170,14 @@ class ShardedGradScaler(GradScaler):
         low_precision_params: Iterable[Tensor] = (),
         update: bool = True,
         keep_norms: bool = False,
+        keep_update_norms: bool = False,
     ) -> Tensor:
         """Unscale and clip the gradients of all ranks, step and update, with the same decision on all ranks.
 
         Args:
             optimizer: has the same parameters on every rank, unsharded or sharded, which may have no gradients.
-            max_norm, norm_type, low_precision_params, update, keep_norms: as for `GradScaler.fused_step`. `keep_norms`
-                is the same on all ranks.
+            max_norm, norm_type, low_precision_params, update, keep_norms, keep_update_norms: as for
+                `GradScaler.fused_step`. `keep_norms` is the same on all ranks.
 
         Returns:
             The norm of all ranks' gradients, each element counted once; as `GradScaler.fused_step`.
@@ -204,6 +205,7 @@ class ShardedGradScaler(GradScaler):
                 low_precision_params=low_precision_params,
                 update=update,
                 keep_norms=keep_norms,
+                keep_update_norms=keep_update_norms,
             )
 
     def _agree(

@@ -92,12 +92,13 @@ register_fault(
 # --- norms of single gradients
 
 
-def _in_gradient_norms(fault_id: str, says: str, change: Substitute, **more: Any) -> None:
+def _in_report(
+    fault_id: str, says: str, change: Substitute, name: str = "gradient_norms", **more: Any
+) -> None:
     def make(whole: type) -> type:
-        name = "gradient_norms"
         return in_method(name, change)(whole) if hasattr(whole, name) else subclass(whole, {})
 
-    register_fault(f"fused_step.{fault_id}", says=says, wants="gradient_norms", **more)(make)
+    register_fault(f"fused_step.{fault_id}", says=says, wants=name, **more)(make)
 
 
 def _scaled_norms(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
@@ -126,14 +127,21 @@ def _norms_of_shards(original: Any, self: Any, optimizer: Any, *args: Any, **mor
 
 
 _PART = {"breaks": "amp.GradScaler", "part": "amp.GradScaler.step"}
-_in_gradient_norms("scaled_norms", "gradient_norms returns norms of scaled gradients", _scaled_norms, **_PART)
-_in_gradient_norms(
+_in_report("scaled_norms", "gradient_norms returns norms of scaled gradients", _scaled_norms, **_PART)
+_in_report(
     "modules_by_largest",
     "the norm of a module is the largest one of its parameters",
     _modules_by_largest,
     **_PART,
 )
-_in_gradient_norms(
+_in_report(
+    "module_ratios_by_largest",
+    "the ratio of a module is the largest one of its parameters",
+    _modules_by_largest,
+    "update_ratios",
+    **_PART,
+)
+_in_report(
     "norms_of_shards",
     "gradient_norms returns the norms of this rank's shards",
     _norms_of_shards,
