@@ -27,7 +27,7 @@ import torch
 
 from benchmarks import (
     asv_format,
-    benchmark_cases,
+    catalogue,
     comparison,
     decision,
     earlier,
@@ -47,7 +47,7 @@ def main() -> int:
     options = _options()
     if options.slow:
         slowed.slow_kernels(options.slow)
-    cases = sorted(_cases(options), key=benchmark_cases.by_inputs)
+    cases = sorted(_cases(options), key=catalogue.by_inputs)
     if not cases:
         print(f"no case matches {' and '.join(options.only + options.case)}", file=sys.stderr)
         return 2
@@ -58,8 +58,8 @@ def main() -> int:
     measured: asv_format.Measured = {}
     began_ms, ran = round(time.time() * 1000), source.here() if options.point else {}
     for position, (kind, case) in enumerate(cases, 1):
-        _show_progress(f"  {position}/{len(cases)} {benchmark_cases.name_of(kind, case)}")
-        row, values = benchmark_cases.measure_case(kind, case, effort, options.subject)
+        _show_progress(f"  {position}/{len(cases)} {catalogue.name_of(kind, case)}")
+        row, values = catalogue.measure_case(kind, case, effort, options.subject)
         others = {
             machine: ratios[row["name"]] for machine, ratios in elsewhere.items() if row["name"] in ratios
         }
@@ -67,7 +67,7 @@ def main() -> int:
         _show_progress("")
         print(_line(rows[-1]), flush=True)
         if options.point:
-            benchmark_cases.add_to(measured, kind, case, row["outcome"], values)
+            catalogue.add_to(measured, kind, case, row["outcome"], values)
             _write(options.point, _as_point(measured, options.machine, began_ms, ran))
     _print_summary(rows)
     report = {"machine": _machine(), "subject": options.subject, "rows": rows} | _judge(rows, options)
@@ -161,18 +161,18 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[Any, tuple[Any, ...]]]
     devices = (
         [options.device] if options.device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     )
-    kinds, left_out = benchmark_cases.load_all(), {}
+    kinds, left_out = catalogue.load_all(), {}
     if options.history:
-        kinds, left_out = list(filter(benchmark_cases.is_tracked, kinds)), LEFT_OUT_OF_HISTORY
+        kinds, left_out = list(filter(catalogue.is_tracked, kinds)), LEFT_OUT_OF_HISTORY
     elif options.quick or not options.point:
         kinds = [kind for kind in kinds if issubclass(kind, comparison.Ratio)]
         left_out = LEFT_OUT_OF_QUICK if options.quick else {}
     for kind in kinds:
-        for case in benchmark_cases.cases(kind, left_out):
-            name = benchmark_cases.name_of(kind, case)
+        for case in catalogue.cases(kind, left_out):
+            name = catalogue.name_of(kind, case)
             chosen = all(part in name for part in options.only) and name in (options.case or [name])
             chosen = chosen and not any(part in name for part in options.without)
-            if chosen and benchmark_cases.device_of(kind, case) in devices:
+            if chosen and catalogue.device_of(kind, case) in devices:
                 yield kind, case
 
 
@@ -213,7 +213,7 @@ def _as_point(
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     description = describe_machine(machine, gpu)
     versions = {"python": ".".join(platform.python_version_tuple()[:2]), "torch": _release()}
-    benchmarks = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    benchmarks = asv_format.describe_benchmarks(catalogue.load_all())
     results = asv_format.results(benchmarks, measured, description, versions, began_ms)
     return point.content_of(results, description, ran)
 

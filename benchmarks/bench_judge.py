@@ -21,7 +21,7 @@ TESTS = {
 PARTS = ["start", "warm case", "rebuild after a fault"]
 DEADLINE_S = 240
 WARM_CASES = 30
-CASE = "conformance.ranks.fault_cases"
+CASE = "conformance.ranks.failing_programs"
 
 
 class Clause:

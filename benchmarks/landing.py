@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 from benchmarks import (
     asv_format,
-    benchmark_cases,
+    catalogue,
     comparison,
     curves,
     decision,
@@ -246,12 +246,12 @@ def _areas(
 def headlines() -> dict[str, Label]:
     """Return the cases that `ci/bench --history` measures, by their names in a point."""
     labels: dict[str, Label] = {}
-    for kind in filter(benchmark_cases.is_tracked, benchmark_cases.load_all()):
-        for case in benchmark_cases.cases(kind, LEFT_OUT_OF_HISTORY):
+    for kind in filter(catalogue.is_tracked, catalogue.load_all()):
+        for case in catalogue.cases(kind, LEFT_OUT_OF_HISTORY):
             parameters = dict(zip(kind.param_names, case, strict=True))
             if parameters.get("subject", "impl") == "impl":
                 values = [value for name, value in parameters.items() if name != "subject"]
-                labels[benchmark_cases.name_of(kind, tuple(values))] = _label(kind, parameters)
+                labels[catalogue.name_of(kind, tuple(values))] = _label(kind, parameters)
     return labels
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import benchmark_cases, comparison, machine, single, timing
+from benchmarks import catalogue, comparison, machine, single, timing
 from benchmarks.common import LEFT_OUT_OF_HISTORY, LEFT_OUT_OF_QUICK, SHAPES, some_of, training
 from benchmarks.decision import LIMIT
 from benchmarks.timing import QUICK, Workload, by_turns, median_interval, paired, summary
 
-RATIOS = [kind for kind in benchmark_cases.load_all() if issubclass(kind, comparison.Ratio)]
+RATIOS = [kind for kind in catalogue.load_all() if issubclass(kind, comparison.Ratio)]
 (FSDP_STEP,) = (kind for kind in RATIOS if kind.__name__ == "RatioFsdpStep")
 
 
@@ -46,23 +46,21 @@ def test_benchmarks_of_one_off_work_are_marked():
 
 
 def test_quick_has_cases_of_each_ratio_except_two():
-    assert {kind.__name__ for kind in RATIOS if not benchmark_cases.cases(kind, LEFT_OUT_OF_QUICK)} == {
+    assert {kind.__name__ for kind in RATIOS if not catalogue.cases(kind, LEFT_OUT_OF_QUICK)} == {
         "RatioFullyShardOwnState",
         "RatioFullyShardStepToFsdp1",
     }
 
 
 def test_history_includes_all_cases_of_the_dashboard():
-    tracked = [kind for kind in benchmark_cases.load_all() if benchmark_cases.is_tracked(kind)]
+    tracked = [kind for kind in catalogue.load_all() if catalogue.is_tracked(kind)]
     assert set(RATIOS) <= set(tracked)
     assert all(hasattr(kind, "curve") for kind in tracked)
-    cases = {kind.__name__: benchmark_cases.cases(kind, LEFT_OUT_OF_HISTORY) for kind in tracked}
+    cases = {kind.__name__: catalogue.cases(kind, LEFT_OUT_OF_HISTORY) for kind in tracked}
     assert {case[0] for case in cases["RatioFsdpStep"]} == {1, 2, 4}
-    assert {case[0] for case in benchmark_cases.cases(FSDP_STEP, LEFT_OUT_OF_QUICK)} == {2}
+    assert {case[0] for case in catalogue.cases(FSDP_STEP, LEFT_OUT_OF_QUICK)} == {2}
     assert {case[0] for case in cases["FsdpPeak"]} == {"impl", "torch"}
-    assert all(
-        set(benchmark_cases.cases(kind, LEFT_OUT_OF_QUICK)) <= set(cases[kind.__name__]) for kind in RATIOS
-    )
+    assert all(set(catalogue.cases(kind, LEFT_OUT_OF_QUICK)) <= set(cases[kind.__name__]) for kind in RATIOS)
 
 
 def test_gpt2_has_the_published_size():

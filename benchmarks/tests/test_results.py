@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import benchmark_cases, decision, earlier, history, slowed
+from benchmarks import catalogue, decision, earlier, history, slowed
 from benchmarks.decision import INCONCLUSIVE, MISSING, NEW, OK, REGRESSION, SUSPECT
-from benchmarks.tests.result_cases import MACHINE, measured, results
+from benchmarks.tests.sample_results import MACHINE, measured, results
 from conformance.report import speed as drawn
 from conformance.report.verdict import parts, reasons
 from conformance.selftests.sample_reports import a_report
@@ -113,7 +113,7 @@ def test_report_has_the_verdicts_of_the_benchmarks() -> None:
 def test_only_and_without_select_cases_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--quick", "--device=cpu", "--only=Clip", "--only=gpt2", "--without=Value", "--without=bfloat16"]
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", *words])
-    names = {benchmark_cases.name_of(kind, case) for kind, case in command._cases(command._options())}
+    names = {catalogue.name_of(kind, case) for kind, case in command._cases(command._options())}
     assert names
     assert all("Clip" in name and "gpt2" in name and "float32" in name for name in names)
     assert not any("Value" in name for name in names)
@@ -156,8 +156,8 @@ def run_benchmarks(
     row |= {"subject_s": ratio, "reference_s": 1.0}
     monkeypatch.setattr(sys, "argv", ["python -m benchmarks", f"--json={folder / 'speed.json'}", *words])
     monkeypatch.setattr(command, "_cases", lambda options: [(kind, ("few",))])
-    monkeypatch.setattr(benchmark_cases, "name_of", lambda kind, case: "RatioClip[few]")
-    monkeypatch.setattr(benchmark_cases, "measure_case", lambda *_: (dict(row), None))
+    monkeypatch.setattr(catalogue, "name_of", lambda kind, case: "RatioClip[few]")
+    monkeypatch.setattr(catalogue, "measure_case", lambda *_: (dict(row), None))
     monkeypatch.setattr(command, "_measure_again", lambda options, names: dict.fromkeys(names, ratio))
     return command.main(), json.loads((folder / "speed.json").read_text())
 

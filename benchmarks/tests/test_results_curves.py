@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
-from benchmarks import benchmark_cases, curves, drawing, history, landing
+from benchmarks import catalogue, curves, drawing, history, landing
 from conformance.selftests.browser import CONTRAST, Browser, start
 
 pytestmark = pytest.mark.deadline(60)
@@ -150,7 +150,7 @@ def test_drawing_stays_inside_its_view_box(ratios: list[float]) -> None:
 
 
 def test_areas_of_the_page_are_those_of_the_benchmarks() -> None:
-    areas = {kind.area for kind in benchmark_cases.load_all() if benchmark_cases.is_tracked(kind)}
+    areas = {kind.area for kind in catalogue.load_all() if catalogue.is_tracked(kind)}
     assert areas == set(landing.AREAS)
     assert len(set(landing.AREAS)) == len(landing.AREAS)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import benchmark_cases, decision, figures, fsdp_ranks, history, movers
+from benchmarks import catalogue, decision, figures, fsdp_ranks, history, movers
 from benchmarks.history import RatioPoint
 from benchmarks.issue import issue
-from benchmarks.tests.result_cases import git
+from benchmarks.tests.sample_results import git
 
 pytestmark = pytest.mark.deadline(60)
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "gpu": "none", "torch": "2.13.0", "python": "3.11"}
@@ -189,7 +189,7 @@ def test_commands_of_figures_measure_exactly_their_cases(monkeypatch: pytest.Mon
         words = shlex.split(figures.command(headline.case))
         assert words[:3] == ["python", "-m", "benchmarks"]
         monkeypatch.setattr(sys, "argv", words[2:])
-        names = [benchmark_cases.name_of(*case) for case in command._cases(command._options())]
+        names = [catalogue.name_of(*case) for case in command._cases(command._options())]
         expected = [headline.case]
         if not headline.case.startswith("Ratio"):
             expected = [headline.case.replace("[", f"[{subject}, ") for subject in ("impl", "torch")]

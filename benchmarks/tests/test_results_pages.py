@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws the page")
 
-from benchmarks import asv_format, benchmark_cases, figures, history, landing, movers
+from benchmarks import asv_format, catalogue, figures, history, landing, movers
 
 pytestmark = pytest.mark.deadline(60)
 TRAITS = {"cpu": "AMD EPYC", "num_cpu": "2", "ram": "24 GiB", "gpu": "none", "driver": "none"}
@@ -107,7 +107,7 @@ def test_page_without_results_names_the_command_to_record_some() -> None:
 def test_each_headline_has_a_curve_that_asv_knows() -> None:
     label = landing.headlines()
     assert {"RatioUpdate[cpu]", "RatioImport[cpu]"} <= label.keys()
-    known = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    known = asv_format.describe_benchmarks(catalogue.load_all())
     assert all(entry.benchmark in known for entry in label.values())
     assert label["FsdpPeak[4]"].link("m") == (
         "asv.html#bench_fsdp.FsdpPeak.track_bytes?machine=m&p-subject=%27impl%27&p-world_size=4"

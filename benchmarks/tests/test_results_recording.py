@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import asv_format, benchmark_cases, history, machine, point, source
+from benchmarks import asv_format, catalogue, history, machine, point, source
 from benchmarks.point import Unfit
-from benchmarks.tests.result_cases import MACHINE, git, load_command, results
+from benchmarks.tests.sample_results import MACHINE, git, load_command, results
 
 pytestmark = pytest.mark.deadline(60)
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def file(tmp_path: Path, repository: Path) -> Path:
         f"{name}.track_ratio_vs_torch": {("'cpu'",): {"result": 0.5}},
         f"{name}.track_noise": {("'cpu'",): {"result": 0.01}},
     }
-    described = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    described = asv_format.describe_benchmarks(catalogue.load_all())
     content = asv_format.results(described, values, GPU, {"python": "3.12", "torch": "2.11.0+cu130"}, 7)
     (tmp_path / "report").mkdir()
     file = tmp_path / "report" / point.FILE
@@ -227,7 +227,7 @@ def test_invalid_file_of_results_is_refused(
 def test_asv_publishes_added_results(file: Path, repository: Path, tmp_path: Path) -> None:
     pytest.importorskip("asv", reason="the extra `benchmarks` of pyproject.toml brings asv")
     point.add(file, root=repository)
-    benchmark_cases.describe_in(repository / "benchmarks/results/benchmarks.json")
+    catalogue.describe_in(repository / "benchmarks/results/benchmarks.json")
     settings = json.loads((ROOT / "asv.conf.json").read_text()) | {"html_dir": str(tmp_path / "html")}
     (repository / "asv.conf.json").write_text(json.dumps(settings))
     done = subprocess.run(

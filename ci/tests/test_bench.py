@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import history
-from benchmarks.tests.result_cases import CI, MACHINE, git, load_command, results
+from benchmarks.tests.sample_results import CI, MACHINE, git, load_command, results
 from conformance.judge.judgement import unavailable
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tests.result_cases import CI
+from benchmarks.tests.sample_results import CI
 
 
 def test_started_programs_write_bytecode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import asv_format, benchmark_cases, single, source
+from benchmarks import asv_format, catalogue, single, source
 from conformance.gpu import __main__ as command
 from conformance.gpu import bundle as bundles
 from conformance.gpu import phases
@@ -91,7 +91,7 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_stubs(tmp_path: Path, *stubs: GpuPhase, budget_s: float = 60.0) -> Bundle:
     folder = tmp_path / "work"
     folder.mkdir()
-    benchmark_cases.describe_in(folder / BENCHMARKS)
+    catalogue.describe_in(folder / BENCHMARKS)
     task = PhaseTask("", 0.0, "cpu")
     bundle = Bundle(task, folder, tmp_path / "bundle", budget_s, "ci/gpu --device cpu")
     phases.run_all(stubs, task, Clock(stubs, budget_s), folder, bundle.add)
@@ -319,7 +319,7 @@ def test_description_of_benchmarks_matches_asv(tmp_path: Path) -> None:
         cwd=tmp_path, timeout=100, check=True,
     )  # fmt: skip
     expected = {entry["name"]: entry for entry in json.loads(file.read_text())}
-    actual = asv_format.describe_benchmarks(benchmark_cases.load_all())
+    actual = asv_format.describe_benchmarks(catalogue.load_all())
     assert actual.pop("version") == 2
     assert actual.keys() == expected.keys()
     for name, described in actual.items():

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import asv_format, benchmark_cases, comparison, single
+from benchmarks import asv_format, catalogue, comparison, single
 from benchmarks.timing import Workload
 from conformance.gpu import (
     judge_order,
@@ -24,7 +24,7 @@ from conformance.gpu import (
     judging_phase,
     launches,
     probe,
-    probe_cases,
+    probed_operations,
     speed_phase,
 )
 from conformance.gpu.phase_rows import PhaseTask, read_rows
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_results_distinguish_failed_from_unmeasured() -> None:
-    kind = next(kind for kind in benchmark_cases.load_all() if kind.__name__ == "Update")
+    kind = next(kind for kind in catalogue.load_all() if kind.__name__ == "Update")
     name = "bench_grad_scaler.Update.time_call"
     cases: dict[tuple[str, ...], Any] = {
         ("'impl'", "'cpu'"): {"result": 2.0, "q_25": 1.0},
@@ -67,8 +67,8 @@ def test_timing_stats_describe_the_samples() -> None:
 
 def test_benchmarks_are_planned_for_exactly_one_device() -> None:
     everything = [
-        benchmark_cases.name_of(kind, case)
-        for kind in benchmark_cases.load_all()
+        catalogue.name_of(kind, case)
+        for kind in catalogue.load_all()
         for case in itertools.product(*kind.params)
     ]
     planned = [case.name for device in ("cpu", "cuda") for case in speed_phase.cases(device)]
@@ -268,7 +268,7 @@ def write_probe_rows(tmp_path: Path, outcomes: dict[str, str]) -> str:
     return str(file)
 
 
-WORKING = dict.fromkeys((*probe_cases.COLLECTIVES, "fully_shard"), "works")
+WORKING = dict.fromkeys((*probed_operations.COLLECTIVES, "fully_shard"), "works")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_ranks_start_before_the_test_that_uses_them(tmp_path: Path) -> None:
     with pool.RankPool(1) as ranks:
         plugin.start_ranks(SimpleNamespace(funcargs={"rank_pool": ranks}))  # pyright: ignore[reportArgumentType]
         assert len(ranks.process_ids()) == 1
-        ranks.run("conformance.gpu.probe_cases:barrier")
+        ranks.run("conformance.gpu.probed_operations:barrier")
         assert ranks.starts == 1
     with pool.RankPool(1, start_s=0.0) as late:
         plugin.start_ranks(SimpleNamespace(funcargs={"rank_pool": late}))  # pyright: ignore[reportArgumentType]

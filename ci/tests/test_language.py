@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.tests.result_cases import CI
+from benchmarks.tests.sample_results import CI
 
 ROOT = CI.parent
 

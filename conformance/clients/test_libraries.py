@@ -61,7 +61,7 @@ def test_accelerate_matches_torch(
 ) -> None:
     options = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
     assert_sharded(
-        sides.assert_alike("accelerate_cases:train", tmp_path, **options, dtype=torch.float32, lora=False)
+        sides.assert_alike("accelerate_training:train", tmp_path, **options, dtype=torch.float32, lora=False)
     )
 
 
@@ -73,7 +73,7 @@ def test_accelerate_version_2(
     sides: Sides, tmp_path: Path, from_the_first_rank: bool, lora: bool, state_dict_type: str
 ) -> None:
     options = {"state_dict_type": state_dict_type, "from_the_first_rank": from_the_first_rank, "lora": lora}
-    assert_sharded(sides.assert_alike("accelerate_cases:train_version_2", tmp_path, **options))
+    assert_sharded(sides.assert_alike("accelerate_training:train_version_2", tmp_path, **options))
 
 
 @clause("clients.libraries.accelerate_upcasts")
@@ -81,7 +81,7 @@ def test_accelerate_version_2(
 def test_accelerate_upcasts(sides: Sides, tmp_path: Path, use_orig_params: bool) -> None:
     options = {"state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": use_orig_params}
     actual = sides.assert_alike(
-        "accelerate_cases:train", tmp_path, **options, dtype=torch.bfloat16, lora=False
+        "accelerate_training:train", tmp_path, **options, dtype=torch.bfloat16, lora=False
     )
     assert_sharded(actual)
 
@@ -93,7 +93,9 @@ def test_peft_adapters_match_torch(
     sides: Sides, tmp_path: Path, state_dict_type: str, use_orig_params: bool
 ) -> None:
     options = {"state_dict_type": state_dict_type, "use_orig_params": use_orig_params}
-    actual = sides.assert_alike("accelerate_cases:train", tmp_path, **options, dtype=torch.float32, lora=True)
+    actual = sides.assert_alike(
+        "accelerate_training:train", tmp_path, **options, dtype=torch.float32, lora=True
+    )
     assert_sharded(actual)
     # Two adapters for each of three layers in each of two blocks.
     assert sum(".lora_" in name for name in actual[0]["saved"]) == 12
@@ -107,33 +109,35 @@ def test_peft_adapters_match_torch(
 )
 def test_torchtitan_matches_torch(sides: Sides, is_tied: bool, reshards: str, is_chunked: bool) -> None:
     options = {"is_tied": is_tied, "reshards": reshards, "is_chunked": is_chunked, "recomputes": is_tied}
-    assert_sharded(sides.assert_alike("torchtitan_cases:train", **options, dtype=torch.bfloat16))
+    assert_sharded(sides.assert_alike("torchtitan_training:train", **options, dtype=torch.bfloat16))
 
 
 @clause("clients.libraries.transformers_trainer")
 @IN_BOTH_KINDS
 def test_transformers_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
-    actual = sides.assert_alike("accelerate_cases:trainer", tmp_path, state_dict_type=state_dict_type)
+    actual = sides.assert_alike("accelerate_training:trainer", tmp_path, state_dict_type=state_dict_type)
     assert_sharded([outcome["resumed"] for outcome in actual])
 
 
 @clause("clients.libraries.transformers_generate")
 @pytest.mark.parametrize("recurse", [True, False], ids=["all_whole", "outermost_whole"])
 def test_transformers_generate(sides: Sides, recurse: bool) -> None:
-    sides.assert_alike("accelerate_cases:generate", tolerance=EXACT, recurse=recurse)
+    sides.assert_alike("accelerate_training:generate", tolerance=EXACT, recurse=recurse)
 
 
 @clause("clients.libraries.lightning_fabric")
 @BY_LIGHTNING
 def test_lightning_fabric(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
-    actual = sides.assert_alike("lightning_cases:fabric", tmp_path, state_dict_type=state_dict_type)
+    actual = sides.assert_alike("lightning_training:fabric", tmp_path, state_dict_type=state_dict_type)
     assert_sharded(actual)
 
 
 @clause("clients.libraries.lightning_trainer")
 @BY_LIGHTNING
 def test_lightning_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
-    actual = sides.assert_alike("lightning_cases:trainer", tmp_path, EXACT, state_dict_type=state_dict_type)
+    actual = sides.assert_alike(
+        "lightning_training:trainer", tmp_path, EXACT, state_dict_type=state_dict_type
+    )
     assert_sharded([outcome["resumed"] for outcome in actual])
 
 
@@ -146,8 +150,8 @@ def test_distributed_checkpoint(
 ) -> None:
     way = {"folder": str(tmp_path), "full": full, "use_orig_params": use_orig_params}
     writer, reader = (sides.reference, sides.subject) if torch_writes else (sides.subject, sides.reference)
-    wrote = sides.run(writer, "client_checkpoint_cases:write", **way)
-    assert_same(wrote, sides.run(reader, "client_checkpoint_cases:read", **way), EXACT)
+    wrote = sides.run(writer, "dcp_checkpoints:write", **way)
+    assert_same(wrote, sides.run(reader, "dcp_checkpoints:read", **way), EXACT)
 
 
 @clause("clients.libraries.pipelining")
@@ -158,24 +162,24 @@ def test_distributed_checkpoint(
 @pytest.mark.parametrize("reshards", [False, True], ids=["kept", "resharded"])
 def test_pipeline_schedules_match_torch(sides: Sides, reshards: bool, schedule: str) -> None:
     options = {"schedule": schedule, "reshards": reshards}
-    assert_sharded(sides.assert_alike("pipelining_cases:train", tolerance=EXACT, **options))
+    assert_sharded(sides.assert_alike("pipelines:train", tolerance=EXACT, **options))
 
 
 @clause("clients.libraries.quantized_optimizers")
 @OPTIMIZERS
 def test_quantized_optimizers(sides: Sides, optimizer: str) -> None:
-    sides.assert_alike("optimizer_cases:scaled", tolerance=EXACT, optimizer=optimizer)
+    sides.assert_alike("quantized_training:scaled", tolerance=EXACT, optimizer=optimizer)
 
 
 @clause("clients.libraries.quantized_optimizers_in_one_call")
 @OPTIMIZERS
 def test_quantized_optimizers_in_one_call(sides: Sides, optimizer: str) -> None:
     sides.subject.find("optim.capture")  # missing here rather than on the ranks
-    expected = sides.run(sides.reference, "optimizer_cases:scaled", optimizer=optimizer)
+    expected = sides.run(sides.reference, "quantized_training:scaled", optimizer=optimizer)
     captured = {"capture_of": sides.subject.spec}
     for how in (captured, {"fused": True}, captured | {"fused": True}):
         assert_same(
-            expected, sides.run(sides.subject, "optimizer_cases:scaled", optimizer=optimizer, **how), EXACT
+            expected, sides.run(sides.subject, "quantized_training:scaled", optimizer=optimizer, **how), EXACT
         )
 
 
@@ -184,4 +188,4 @@ def test_quantized_optimizers_in_one_call(sides: Sides, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["bitsandbytes.AdamW8bit", "torchao.AdamW8bit"], indirect=True)
 def test_quantized_optimizers_sharded(sides: Sides, optimizer: str, use_orig_params: bool) -> None:
     options = {"optimizer": optimizer, "use_orig_params": use_orig_params}
-    sides.assert_alike("optimizer_cases:sharded", tolerance=EXACT, **options)
+    sides.assert_alike("quantized_training:sharded", tolerance=EXACT, **options)

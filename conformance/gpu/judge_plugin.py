@@ -14,7 +14,7 @@ import pytest
 from conformance.gpu.judge_order import stage_of
 from conformance.gpu.phase_rows import PROGRESS, VARIABLE, PhaseTask, Rows, read_rows
 from conformance.gpu.probe import Probe
-from conformance.gpu.probe_cases import COLLECTIVES
+from conformance.gpu.probed_operations import COLLECTIVES
 from conformance.judge.judgement import RED, unavailable
 from conformance.ranks import PoolBroken, backend_for
 

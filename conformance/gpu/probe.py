@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
-from conformance.gpu.probe_cases import COLLECTIVES, TRAININGS, expected
+from conformance.gpu.probed_operations import COLLECTIVES, TRAININGS, expected
 from conformance.ranks import PoolBroken, RankDied, RankHung, RankPool, RankRaised
 
 _START_S, _CASE_S = 12.0, 8.0  # together the deadline of a probe
@@ -52,7 +52,7 @@ def outcome_of(probe: Probe, start_s: float = _START_S, case_s: float = _CASE_S)
     case = TRAININGS.get(probe.operation, probe.operation)
     try:
         with RankPool(probe.world_size, device=probe.device, backend=probe.backend, start_s=start_s) as pool:
-            actual = pool.run(f"conformance.gpu.probe_cases:{case}", deadline_s=case_s)
+            actual = pool.run(f"conformance.gpu.probed_operations:{case}", deadline_s=case_s)
     except Exception as error:
         kind = next((kind for kind in _OUTCOMES if isinstance(error, kind)), None)
         return ("fails", in_words(error)) if kind is None else (_OUTCOMES[kind], str(error))
@@ -74,7 +74,7 @@ def work(task: PhaseTask, rows: Rows) -> None:
     rows.plan(probe.name for probe in todo)
     # The first pool also starts the server that all ranks are forked from, which imports torch.
     with RankPool(1, start_s=min(_SERVER_START_S, rows.left_s)) as pool:
-        pool.run("conformance.gpu.probe_cases:barrier")
+        pool.run("conformance.gpu.probed_operations:barrier")
     first = [probe for probe in todo if probe.operation == COLLECTIVES[0]]
     _run_all(first, rows, _FIRST_S, _FIRST_S)
     _run_all([probe for probe in todo if probe not in first], rows, _START_S, _CASE_S)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import benchmark_cases, comparison, single
+from benchmarks import catalogue, comparison, single
 from benchmarks.common import LEFT_OUT_OF_QUICK, is_included
 from benchmarks.timing import FULL
 from conformance.gpu.bundle_files import BENCHMARKS
@@ -37,7 +37,7 @@ class BenchmarkCase:
 
     @property
     def name(self) -> str:
-        return benchmark_cases.name_of(self.kind, self.values)
+        return catalogue.name_of(self.kind, self.values)
 
     @property
     def device(self) -> str:
@@ -64,7 +64,7 @@ class BenchmarkCase:
 
         Apart from that, cases on the same tensors follow one another.
         """
-        shapes, dtype = inputs = benchmark_cases.by_inputs((self.kind, self.values))
+        shapes, dtype = inputs = catalogue.by_inputs((self.kind, self.values))
         is_first = self.is_headline and self.kind.__name__ in _FIRST
         of_first = (dtype != "float32", shapes, _FIRST.index(self.kind.__name__)) if is_first else ()
         return self.least_s, not self.is_headline, not self.is_ratio, not is_first, of_first, *inputs
@@ -74,14 +74,14 @@ def cases(device: str) -> list[BenchmarkCase]:
     """Return the cases of `device`, most informative first."""
     all_cases = [
         BenchmarkCase(kind, values)
-        for kind in benchmark_cases.load_all()
+        for kind in catalogue.load_all()
         for values in itertools.product(*kind.params)
     ]
     return sorted((case for case in all_cases if case.device == device), key=lambda case: case.order)
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
-    benchmark_cases.describe_in(Path(task.rows).with_name(BENCHMARKS))
+    catalogue.describe_in(Path(task.rows).with_name(BENCHMARKS))
     todo = cases(task.device)
     rows.plan(case.name for case in todo)
     for position, case in enumerate(todo):

@@ -1,7 +1,7 @@
 """Ranks for multi-process cases: real processes in a real process group, which stay up between cases.
 
     with RankPool(2) as pool:
-        sums = pool.run("conformance.ranks.cases:all_reduce", values=[[1.0, 2.0], [3.0, 4.0]])
+        sums = pool.run("conformance.ranks.failing_programs:all_reduce", values=[[1.0, 2.0], [3.0, 4.0]])
 
 Hypothesis and all assertions stay in the parent. A *case* is an importable function, named `module:function`. Each rank
 calls it with a `Rank` and the same plain arguments, and the parent receives the results as a list by rank. A failed

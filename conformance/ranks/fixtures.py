@@ -41,7 +41,7 @@ def ranks(
         key = (world_size, device)
         used.add(key)
         if key not in _warm_pools:
-            warm_up = ("conformance.ranks.cases:load", {"library": subject.spec})
+            warm_up = ("conformance.ranks.process:load", {"library": subject.spec})
             _warm_pools[key] = RankPool(
                 world_size, device=device, warm_up=warm_up, turns=os.environ.get(_RUN)
             )

@@ -36,9 +36,10 @@ _PRELOADED = (
     "torch._dynamo",
     rank_process.__name__,
 )
-# Modules with cases. They import no subject, which each rank imports itself. Cases of clients do, and are left out.
+# Modules with cases, which are imported once too. They import no subject, which each rank imports itself.
 _CASE_MODULES = re.compile(
-    r"conformance\.(?!clients\.)(\w+\.)*(\w+_)?cases|conformance\.distributed\.(\w+\.)*test_\w+"
+    r"conformance\.(ranks\.failing_programs|gpu\.probed_operations|strategies\.dtensor_gradients"
+    r"|distributed\.(\w+\.)*test_\w+)"
 )
 _KILL_S = 10.0
 _TAIL_BYTES = 16_384

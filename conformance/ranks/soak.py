@@ -20,7 +20,7 @@ from conformance.judge.rank_errors import RankDied, RankFault, RankHung, RankRai
 from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.ranks.pool import RankPool
 
-# The exception that each case of `fault_cases` must cause, or None if it must succeed.
+# The exception that each case of `failing_programs` must cause, or None if it must succeed.
 EXPECTED: dict[str, type[RankFault] | None] = {
     "raises": RankRaised,
     "raises_everywhere": RankRaised,
@@ -199,7 +199,7 @@ def _throw(pool: RankPool, fault: str, where: int, figures: Figures) -> None:
     pool.new_test()
     began = time.monotonic()
     try:
-        pool.run(f"conformance.ranks.fault_cases:{fault}", where=where, deadline_s=deadline_s(fault))
+        pool.run(f"conformance.ranks.failing_programs:{fault}", where=where, deadline_s=deadline_s(fault))
         actual = None
     except RankFault as error:
         actual = type(error)
@@ -224,7 +224,7 @@ def _wait_for_a_death(pool: RankPool) -> None:
 def _check_health(pool: RankPool, figures: Figures) -> None:
     size = pool.world_size
     try:
-        sums = pool.run("conformance.ranks.fault_cases:healthy")
+        sums = pool.run("conformance.ranks.failing_programs:healthy")
     except RankFault as error:
         figures.surprises.append(f"a good case failed: {error}")
     else:

@@ -25,7 +25,7 @@ from conformance.ranks.collective_traces import Collective
 from conformance.ranks.pool import _Pace
 from conformance.ranks.soak import EXPECTED, deadline_s
 
-CASES = "conformance.ranks.fault_cases"
+CASES = "conformance.ranks.failing_programs"
 WORLD_SIZES = (1, 2, 3)
 
 
@@ -79,9 +79,7 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
     rows = data.draw(st.lists(row, min_size=group_size, max_size=group_size), label="values")
     values = [torch.tensor(row, dtype=dtype) for row in rows]
     expected = REDUCED[op](torch.stack(values)).to(dtype)
-    for rank, actual in enumerate(
-        pools[group_size].run("conformance.ranks.cases:all_reduce", values=values, op=op)
-    ):
+    for rank, actual in enumerate(pools[group_size].run(f"{CASES}:all_reduce", values=values, op=op)):
         assert actual.dtype == dtype
         assert torch.equal(actual, expected), f"rank {rank} of {group_size}"
 
@@ -272,9 +270,9 @@ HANGING_PARENT = """
 import sys
 from conformance.ranks import RankPool
 pool = RankPool(2)
-pool.run("conformance.ranks.fault_cases:healthy")
+pool.run("conformance.ranks.failing_programs:healthy")
 print("up", flush=True)
-pool.run("conformance.ranks.fault_cases:holds_pythons_lock", where=1, deadline_s=60)
+pool.run("conformance.ranks.failing_programs:holds_pythons_lock", where=1, deadline_s=60)
 """
 
 

@@ -37,7 +37,7 @@ def test_the_rest(ranks):
         "hypothesis": drawn,
         "gradients": Gradient((3,), seed=1).values().tolist(),
         "this process": [torch.rand(()).item(), random.random()],
-        "ranks": ranks(2).run("conformance.ranks.fault_cases:random_numbers"),
+        "ranks": ranks(2).run("conformance.ranks.failing_programs:random_numbers"),
     }))
 """
 

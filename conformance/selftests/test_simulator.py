@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from conformance.judge.judgement import unavailable
-from conformance.selftests import simulator_graph_cases  # noqa: F401 - its programs too
-from conformance.selftests.simulator_cases import PROGRAMS
+from conformance.selftests import simulator_graph_programs  # noqa: F401 - its programs too
+from conformance.selftests.simulator_programs import PROGRAMS
 from conformance.simulator import Unavailable, ensure_built
 from conformance.simulator.control import in_program
 
@@ -43,7 +43,7 @@ def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.Comp
 
 @pytest.fixture(scope="session")
 def outcomes() -> list[dict[str, object]]:
-    ended = run("-m", "conformance.selftests.simulator_graph_cases", SEEDS)
+    ended = run("-m", "conformance.selftests.simulator_graph_programs", SEEDS)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -74,8 +74,10 @@ def test_missing_wait_gives_wrong_result_under_some_schedule(outcomes: list, nam
 def test_missing_wait_is_hazard_under_every_schedule(outcomes: list, name: str) -> None:
     for course in of(outcomes, name, right=False):
         assert course["hazards"], course
-        assert all("_cases.py" in in_program(hazard["now_place"]) for hazard in course["hazards"]), course
-        assert all("_cases.py" in in_program(hazard["before_place"]) for hazard in course["hazards"]), course
+        assert all("_programs.py" in in_program(hazard["now_place"]) for hazard in course["hazards"]), course
+        assert all("_programs.py" in in_program(hazard["before_place"]) for hazard in course["hazards"]), (
+            course
+        )
 
 
 def test_record_stream_hint_is_equal_under_every_schedule(outcomes: list) -> None:

@@ -133,7 +133,7 @@ def costs() -> dict[str, dict[str, float]]:
         ensure_built()
     except Unavailable as error:
         unavailable(str(error))
-    command = [sys.executable, "-m", "conformance.selftests.simulator_cost_cases"]
+    command = [sys.executable, "-m", "conformance.selftests.simulator_costs"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)

@@ -44,8 +44,8 @@ def reported_by(case: str) -> dict:
     except Unavailable as error:
         unavailable(str(error))
     code = (
-        "import json; from conformance import simulator; from conformance.selftests import simulator_graph_cases;"
-        f"simulator.enable(); print(json.dumps(simulator_graph_cases.{case}()))"
+        "import json; from conformance import simulator; from conformance.selftests import simulator_graph_programs;"
+        f"simulator.enable(); print(json.dumps(simulator_graph_programs.{case}()))"
     )
     ended = run("-c", code)
     assert ended.returncode == 0, ended.stderr

@@ -165,7 +165,7 @@ def test_new_processes_continue_bit_for_bit(
         )
 
     uninterrupted = train_on(rank_pool, saves_after=SAVED_AFTER)
-    warm_up = ("conformance.ranks.cases:load", {"library": subject.spec})
+    warm_up = ("conformance.ranks.process:load", {"library": subject.spec})
     with RankPool(world_size, device=device, warm_up=warm_up) as new_processes:
         resumed = train_on(new_processes, first_step=SAVED_AFTER)
     for expected, actual in zip(uninterrupted, resumed, strict=True):

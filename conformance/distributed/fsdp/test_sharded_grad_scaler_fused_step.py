@@ -22,8 +22,8 @@ from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import TRAINED
-from conformance.ranks.cases import PlacedGradient, full_tensor
 from conformance.strategies import fused_steps
+from conformance.strategies.dtensor_gradients import PlacedGradient, full_tensor
 from conformance.strategies.fused_steps import ROW
 
 

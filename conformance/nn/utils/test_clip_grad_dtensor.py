@@ -20,8 +20,9 @@ from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import EXACT, Tolerance, norm_of
-from conformance.ranks import RankFault, RankPool, RanksDiverged, cases
-from conformance.ranks.cases import PlacedGradient
+from conformance.ranks import RankFault, RankPool, RanksDiverged
+from conformance.strategies import dtensor_gradients
+from conformance.strategies.dtensor_gradients import PlacedGradient
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf]
 max_norms = st.sampled_from([1e-3, 0.5, 10.0, 1e6, 0.0])
@@ -62,7 +63,7 @@ class Clipping:
         # A missing function is detected here, so that it is reported as not provided.
         library.find(f"nn.utils.{function}")
         return self.pool.run(
-            cases.clip,
+            dtensor_gradients.clip,
             library=library.spec,
             function=function,
             gradients=gradients,
@@ -350,7 +351,7 @@ WITH_NORM_FIVE = [PlacedGradient(torch.tensor([3.0, 4.0]), 0)]
 
 
 def use_norm(pool: RankPool, library: Library, use: str) -> list[Outcome]:
-    return pool.run(cases.use_norm, library=library.spec, gradients=WITH_NORM_FIVE, use=use)
+    return pool.run(dtensor_gradients.use_norm, library=library.spec, gradients=WITH_NORM_FIVE, use=use)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_formatted")
@@ -392,7 +393,7 @@ def test_gradients_on_several_meshes_have_one_norm(
     def clip(library: Library) -> list[Outcome] | RankFault:
         case = {"library": library.spec, "gradients": gradients, "arguments": arguments}
         try:
-            return pool.run(cases.clip_over_meshes, **case)
+            return pool.run(dtensor_gradients.clip_over_meshes, **case)
         except RankFault as fault:
             return fault
 
@@ -452,7 +453,7 @@ def test_torch_leaves_its_peers_waiting_for_an_empty_part() -> None:
     """A failure of this test means that torch is fixed. `without_empty_parts` above can be removed then."""
     with RankPool(2) as pool, pytest.raises(RanksDiverged, match="allreduce"):
         pool.run(
-            cases.clip,
+            dtensor_gradients.clip,
             library="torch",
             function="get_total_norm",
             gradients=[PlacedGradient(torch.ones(1), shard_dim=0)],

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.judge.sandbox import seeding
-from conformance.ranks.cases import PlacedGradient
+from conformance.strategies.dtensor_gradients import PlacedGradient
 
 
 def plain_model() -> nn.Module:

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from conformance.ranks import RankFault, RankPool
 from impl.distributed.fsdp import FullyShardedDataParallel
 from impl.distributed.fsdp.checkpoint import LoadPlanner, Reader
-from impl.distributed.fsdp.tests.checkpoint_cases import Payload, with_payload
+from impl.distributed.fsdp.tests.checkpointed_runs import Payload, with_payload
 
-CASES = "impl.distributed.fsdp.tests.checkpoint_cases"
+RUNS = "impl.distributed.fsdp.tests.checkpointed_runs"
 WORLDS = [1, 2, 3, 4]
 # Name to save under, over the old checkpoint or beside it, and the ranks to kill.
 KILLS = [(name, victims) for victims in ((0,), (1,), (0, 1)) for name in ("step-3", "step-5")]
@@ -54,7 +54,7 @@ class Saved:
         number = pool.world_size
         if number not in self._made:
             path = self._folder / f"by-{number}" / "step-3"
-            self._made[number] = path, pool.run(f"{CASES}:trained_and_saved", path=path)
+            self._made[number] = path, pool.run(f"{RUNS}:trained_and_saved", path=path)
         return self._made[number]
 
 
@@ -80,7 +80,7 @@ def test_training_resumed_is_training_not_interrupted(
     """Checkpoints of flat parameters can be loaded with `use_orig_params`, too."""
     pool = ranks(number)
     path, ends = saved.by(pool)
-    again = pool.run(f"{CASES}:resumed", paths=[path], wrapping="original")
+    again = pool.run(f"{RUNS}:resumed", paths=[path], wrapping="original")
     for (saved_state, expected, _), [(loaded, actual)] in zip(ends, again, strict=True):
         assert are_same(loaded, saved_state)
         assert are_same(actual, expected)
@@ -91,8 +91,8 @@ def test_parameters_of_their_own_are_resumed_as_flat_ones(
     ranks: Callable[..., RankPool], tmp_path: Path
 ) -> None:
     pool, path = ranks(3), tmp_path / "runs" / "step-3"
-    ends = pool.run(f"{CASES}:trained_and_saved", path=path, wrapping="original")
-    again = pool.run(f"{CASES}:resumed", paths=[path])
+    ends = pool.run(f"{RUNS}:trained_and_saved", path=path, wrapping="original")
+    again = pool.run(f"{RUNS}:resumed", paths=[path])
     for (saved_state, expected, _), [(loaded, actual)] in zip(ends, again, strict=True):
         assert are_same(loaded, saved_state)
         assert are_same(actual, expected)
@@ -103,7 +103,7 @@ def test_another_number_of_ranks_loads_the_same(
     ranks: Callable[..., RankPool], saved: Saved, number: int
 ) -> None:
     others = [saved.by(ranks(other)) for other in WORLDS if other != number]
-    for outcome in ranks(number).run(f"{CASES}:resumed", paths=[path for path, _ in others]):
+    for outcome in ranks(number).run(f"{RUNS}:resumed", paths=[path for path, _ in others]):
         for (loaded, _), (_, ends) in zip(outcome, others, strict=True):
             assert are_same(loaded, ends[0][0])
 
@@ -117,9 +117,9 @@ def test_checkpoint_moves_between_wrapping_and_fully_shard(
     ranks: Callable[..., RankPool], tmp_path: Path, saved_from: str, loaded_into: str, number: int
 ) -> None:
     path = tmp_path / "step-3"
-    ends = ranks(2).run(f"{CASES}:trained_and_saved", path=path, wrapping=saved_from)
+    ends = ranks(2).run(f"{RUNS}:trained_and_saved", path=path, wrapping=saved_from)
     saved_state, expected, _ = ends[0]
-    for [(loaded, actual)] in ranks(number).run(f"{CASES}:resumed", paths=[path], wrapping=loaded_into):
+    for [(loaded, actual)] in ranks(number).run(f"{RUNS}:resumed", paths=[path], wrapping=loaded_into):
         assert are_same(loaded, saved_state)
         if number == 2 and saved_from == loaded_into:
             assert are_same(actual, expected)
@@ -139,7 +139,7 @@ def test_optimizer_state_of_unwrapped_model_names_functions_to_use() -> None:
 
 
 def test_states_of_any_name_and_numbers_of_numpy(ranks: Callable[..., RankPool], tmp_path: Path) -> None:
-    for expected, actual, kind in ranks(2).run(f"{CASES}:kept_otherwise", path=tmp_path / "step-1"):
+    for expected, actual, kind in ranks(2).run(f"{RUNS}:kept_otherwise", path=tmp_path / "step-1"):
         assert are_same(actual, expected)
         assert kind == "float"
 
@@ -156,7 +156,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_save_rejects_unloadable_values(ranks: Callable[..., RankPool], tmp_path: Path, kind: str) -> None:
-    for text in ranks(2).run(f"{CASES}:refused_to_save", path=tmp_path / "step-1", kind=kind):
+    for text in ranks(2).run(f"{RUNS}:refused_to_save", path=tmp_path / "step-1", kind=kind):
         assert UNREADABLE[kind] in str(text)
     assert not list(tmp_path.iterdir())
 
@@ -185,8 +185,8 @@ def generations(
     pool, whole = ranks(2), tmp_path_factory.mktemp("whole") / "step-5"
     path, ends = saved.by(pool)
     old, _, took_s = ends[0]
-    pool.run(f"{CASES}:killed_while_saving", path=path, over=whole, victims=(), after_s=0.0)
-    return Generations(path, old, pool.run(f"{CASES}:latest_loaded", folder=whole.parent)[0], took_s)
+    pool.run(f"{RUNS}:killed_while_saving", path=path, over=whole, victims=(), after_s=0.0)
+    return Generations(path, old, pool.run(f"{RUNS}:latest_loaded", folder=whole.parent)[0], took_s)
 
 
 @pytest.mark.deadline(900)
@@ -214,7 +214,7 @@ def test_latest_complete_checkpoint_loads_after_kill(
         shutil.copytree(generations.path, folder / "step-3")
         kill_while_saving(folder, name, victims, within_s * (number + 0.5) / len(kills), once_written)
         record_property("left by a kill", " ".join(left_in(folder)))
-        states = ranks(2).run(f"{CASES}:latest_loaded", folder=folder)
+        states = ranks(2).run(f"{RUNS}:latest_loaded", folder=folder)
         assert {generations.name_of(state) for state in states} < {"old", "new"}, states
 
 
@@ -234,7 +234,7 @@ def kill_while_saving(
         "once_written": once_written,
     }
     with RankPool(2, grace_s=0.5) as pool, pytest.raises(RankFault):
-        pool.run(f"{CASES}:killed_while_saving", **arguments)
+        pool.run(f"{RUNS}:killed_while_saving", **arguments)
 
 
 # Refused checkpoints
@@ -259,7 +259,7 @@ def test_failed_load_changes_nothing(
 ) -> None:
     width = 6 if damage == "another model" else 5
     do_damage(copied, damage)
-    outcomes = ranks(number).run(f"{CASES}:refused", path=copied, width=width, by_scaler=damage == "none")
+    outcomes = ranks(number).run(f"{RUNS}:refused", path=copied, width=width, by_scaler=damage == "none")
     for text, before, after in outcomes:
         assert text is not None
         assert REFUSALS[damage] in text
@@ -303,7 +303,7 @@ def test_nothing_else_is_written_over(ranks: Callable[..., RankPool], tmp_path: 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("one")
     with pytest.raises(Exception, match="is no checkpoint"):
-        ranks(2).run(f"{CASES}:trained_and_saved", path=tmp_path / "thesis")
+        ranks(2).run(f"{RUNS}:trained_and_saved", path=tmp_path / "thesis")
     assert [entry.name for entry in tmp_path.rglob("*")] == ["thesis", "chapter"]
 
 
@@ -315,7 +315,7 @@ def test_metadata_that_carries_a_payload(
 ) -> None:
     metadata, witness = copied / ".metadata", tmp_path / "witness"
     metadata.write_bytes(with_payload(metadata.read_bytes(), witness))
-    for text, before, after in ranks(2).run(f"{CASES}:refused", path=copied):
+    for text, before, after in ranks(2).run(f"{RUNS}:refused", path=copied):
         assert "which checkpoints never contain; no code was executed" in text
         assert are_same(before, after)
     with pytest.raises(pickle.UnpicklingError, match=r"posix\.system"):
@@ -394,11 +394,11 @@ def test_torchs_helpers_know_the_class_that_is_dropped_in(
     ranks: Callable[..., RankPool], use_orig_params: bool
 ) -> None:
     options = {"use_orig_params": use_orig_params}
-    expected = ranks(2).run(f"{CASES}:taken_by_torch", how="torch", **options)
-    assert are_same(ranks(2).run(f"{CASES}:taken_by_torch", how="dropped in", **options), expected)
+    expected = ranks(2).run(f"{RUNS}:taken_by_torch", how="torch", **options)
+    assert are_same(ranks(2).run(f"{RUNS}:taken_by_torch", how="dropped in", **options), expected)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_torchs_helpers_write_nothing_wrong_of_a_class_that_they_do_not_know(use_orig_params: bool) -> None:
     with RankPool(2) as pool, pytest.raises(RankFault, match=r"call impl\.drop_in\.install\(\) before"):
-        pool.run(f"{CASES}:taken_by_torch", how="impl", use_orig_params=use_orig_params)
+        pool.run(f"{RUNS}:taken_by_torch", how="impl", use_orig_params=use_orig_params)

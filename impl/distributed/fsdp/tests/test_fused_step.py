@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.judgement import unavailable
-from conformance.ranks import RankPool
+from conformance.ranks import Rank, RankPool
 from conformance.simulator import NAME, Unavailable, ensure_built
 from impl.amp import GradScaler
-from impl.distributed.fsdp import fully_shard
-from impl.distributed.fsdp.tests import fused_step_cases
+from impl.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 pytestmark = pytest.mark.deadline(300)
 
@@ -44,7 +45,22 @@ def test_momentum_of_dtensor_is_dtensor() -> None:
         ]
 
 
+def offloaded(rank: Rank) -> Any:
+    """Return the backends of three steps, the second of which has gradients with inf, and the scales after them."""
+    mesh = init_device_mesh(rank.device.type, (1,))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.125)
+    scaler = GradScaler(rank.device.type, init_scale=64.0)
+    scales: list[float] = []
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4, device=rank.device)).sum() * factor).backward()
+        scaler.fused_step(optimizer)
+        scales.append(scaler.get_scale())
+    return sorted({entry.backend for entry in scaler.explain(optimizer).parameters}), scales
+
+
 def test_offloaded_parameters_are_updated_by_library(late_rank: RankPool) -> None:
-    [(backends, scales)] = late_rank.run(f"{fused_step_cases.__name__}:offloaded", deadline_s=120)
+    [(backends, scales)] = late_rank.run(offloaded, deadline_s=120)
     assert backends == ["native"]
     assert scales == [64.0, 32.0, 32.0]

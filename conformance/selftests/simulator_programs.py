@@ -1,6 +1,6 @@
 """Small programs with streams for the simulator's tests, each correct and with one step left out.
 
-`python -m conformance.selftests.simulator_cases SEEDS` runs all programs in one process, because a process cannot
+`python -m conformance.selftests.simulator_programs SEEDS` runs all programs in one process, because a process cannot
 release the simulated device. It prints the result of each program under every seed as JSON. The result of a correct
 program is 6000.
 """

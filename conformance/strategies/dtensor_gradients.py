@@ -1,6 +1,6 @@
-"""Cases that ranks run. Each rank returns its outcome, and the parent asserts.
+"""Gradients that are DTensors, and programs in which ranks clip them.
 
-A library is sent as its spec, and a gradient as its full value and its placement.
+A gradient is sent to ranks as its full value and its placement, and a library as its spec.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
-
-
-def load(rank: Rank, *, library: str) -> None:
-    """Import a library, so that no deadline counts it."""
-    load_library(library)
-
-
-def all_reduce(rank: Rank, *, values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Return this rank's tensor after an all-reduce to which rank i contributes `values[i]`."""
-    tensor = values[rank.rank].to(rank.device, copy=True)
-    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
-    return tensor.cpu()
 
 
 @dataclass(frozen=True)

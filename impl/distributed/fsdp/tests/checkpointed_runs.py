@@ -1,4 +1,4 @@
-"""Cases of impl.distributed.fsdp.checkpoint: ranks train, save, load, and are killed."""
+"""Sharded runs that train, save and load with impl.distributed.fsdp.checkpoint, or are killed, as cases of a pool."""
 
 from __future__ import annotations
 

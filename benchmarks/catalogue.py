@@ -1,6 +1,6 @@
 """List of all benchmarks, and the measurement of one case, for programs that run them without asv.
 
-`python -m benchmarks.benchmark_cases FILE` writes asv's description of the benchmarks.
+`python -m benchmarks.catalogue FILE` writes asv's description of the benchmarks.
 """
 
 import dataclasses

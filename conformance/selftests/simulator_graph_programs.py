@@ -1,6 +1,6 @@
 """Small programs with graphs for the simulator's tests, each correct and with one step left out.
 
-`python -m conformance.selftests.simulator_graph_cases SEEDS` runs them and the programs of `simulator_cases`.
+`python -m conformance.selftests.simulator_graph_programs SEEDS` runs them and the programs of `simulator_programs`.
 `refusals` returns the errors of calls that a capture does not allow. `facts` describes a graph's memory and stream.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from conformance.selftests.simulator_cases import N, filled, main, main_stream, program
+from conformance.selftests.simulator_programs import N, filled, main, main_stream, program
 
 
 def captured(work: Callable[[], None], **options: object) -> torch.accelerator.Graph:

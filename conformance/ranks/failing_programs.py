@@ -1,4 +1,4 @@
-"""Cases that fail in every way that a case can fail, to test the pool.
+"""Cases that succeed, and cases that fail in every way that a case can fail, to test the pool.
 
 `where` is the rank that fails. Its peers wait in a collective meanwhile.
 """
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ def healthy(rank: Rank) -> float:
     number = torch.tensor(float(rank.rank + 1))
     dist.all_reduce(number)
     return number.item()
+
+
+def all_reduce(rank: Rank, *, values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Return this rank's tensor after an all-reduce to which rank i contributes `values[i]`."""
+    tensor = values[rank.rank].to(rank.device, copy=True)
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+    return tensor.cpu()
 
 
 def raises(rank: Rank, *, where: int) -> float:
