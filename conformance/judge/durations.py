@@ -2,8 +2,8 @@
 
     python -m conformance.judge.durations report/report.json    records the tests of a complete run on the CPU
 
-`durations.json` has, for each clause and function of tests, the number of tests and their seconds. Only proportions
-matter, so another machine needs no other file.
+`durations.json` has a row for each clause and function of tests, with the number of tests and their seconds. Only
+proportions matter, so another machine needs no other file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,16 @@ class Duration:
 
 @functools.cache
 def recorded() -> tuple[Duration, ...]:
-    return read(json.loads(FILE.read_text()))
+    return tuple(Duration(*row) for row in json.loads(FILE.read_text()))
 
 
-def read(rows: Mapping[str, Mapping[str, Sequence[Any]]]) -> tuple[Duration, ...]:
-    return tuple(
-        Duration(clause, function, *numbers)
-        for clause, functions in rows.items()
-        for function, numbers in functions.items()
-    )
-
-
-def record(report: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Return the contents of the file for a report. Only tests that hold are recorded."""
-    rows: dict[str, dict[str, list[float]]] = {}
+def record(report: Mapping[str, Any]) -> list[Duration]:
+    """Return the rows of the file for a report. Only tests that hold are recorded."""
+    seconds: dict[tuple[str, str], list[float]] = {}
     for test in report["tests"]:
         if test["outcome"] in _HELD:
-            functions = rows.setdefault(test["clause"], {})
-            numbers = functions.setdefault(function_of(test["nodeid"]), [0, 0.0])
-            numbers[0] += 1
-            numbers[1] = round(numbers[1] + test["seconds"], 3)
-    return {clause: dict(sorted(functions.items())) for clause, functions in sorted(rows.items())}
+            seconds.setdefault((test["clause"], function_of(test["nodeid"])), []).append(test["seconds"])
+    return [Duration(*names, len(tests), round(sum(tests), 3)) for names, tests in sorted(seconds.items())]
 
 
 def function_of(nodeid: str) -> str:
@@ -123,16 +112,8 @@ def shard_of(nodeids: Sequence[str], count: int, durations: Sequence[Duration]) 
 
 def main(words: Sequence[str]) -> None:
     [file] = words
-    FILE.write_text(_to_json(record(json.loads(Path(file).read_text()))))
-
-
-def _to_json(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return JSON with one line for each function."""
-    clauses = []
-    for clause, functions in rows.items():
-        lines = [f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in functions.items()]
-        clauses.append(f" {json.dumps(clause)}: {{\n" + ",\n".join(lines) + "\n }")
-    return "{\n" + ",\n".join(clauses) + "\n}\n"
+    rows = (json.dumps(astuple(row)) for row in record(json.loads(Path(file).read_text())))
+    FILE.write_text("[\n" + ",\n".join(rows) + "\n]\n")
 
 
 if __name__ == "__main__":
