@@ -14,38 +14,44 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from impl.kernels import PLAIN_TYPES, RULES, Rule, to_device
-from impl.optim._list_cache import Bucket, GroupLists
+from impl.optim._list_cache import Bucket
+from impl.optim._shards import local_parts
 
 
-def rule_for(optimizer: Optimizer, group_lists: GroupLists) -> type[Rule] | None:
-    """Return the rule whose fused operator updates this group, or None if torch's own function must do it."""
-    group = group_lists.group
+def rule_for(optimizer: Optimizer, group: dict[str, Any], lists: list[list[Any]]) -> type[Rule] | None:
+    """Return the rule whose fused operator updates this group, or None if torch's own function must do it.
+
+    Args:
+        lists: the lists of the group, or the local tensors of DTensors in them.
+    """
     if not group.get("fused") or group["foreach"] or _has_tensors_for_numbers(group):
         return None
-    tensors = chain.from_iterable(group_lists.lists)
-    if not all(map(_is_plain, tensors)):
+    if not all(map(_is_plain, chain.from_iterable(lists))):
         return None
     matching = next((rule for rule in RULES if isinstance(optimizer, rule.OPTIMIZERS)), None)
-    if matching is not None and group_lists.params:
+    if matching is not None and lists[0]:
         # torch groups tensors before it updates any. The call raises if they do not match.
-        Optimizer._group_tensors_by_device_and_dtype(group_lists.lists)
+        Optimizer._group_tensors_by_device_and_dtype(lists)
     return matching
 
 
-def step_bucket(
+def step_bucket(  # noqa: PLR0913  a bucket, its update, and the numbers of a step
     rule: type[Rule],
     bucket: Bucket,
     group: dict[str, Any],
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    is_sharded: bool = False,
 ) -> None:
-    """Advance the counters and update, unless `found_inf` is 1."""
+    """Advance the counters and update, unless `found_inf` is 1. If the bucket is sharded, update local tensors."""
     more = rule.settings_of(group)
     more["grad_scale"] = None if grad_scale is None else to_device(grad_scale, bucket.device)
     more["found_inf"] = None if found_inf is None else to_device(found_inf, bucket.device)
     bucket.counters.advance()
-    states = [*map(bucket.__getitem__, rule.STATES)]
-    rule.operator(bucket.params, bucket.grads, states, bucket.counters.steps, more)
+    params, grads, *states = (bucket.params, bucket.grads, *map(bucket.__getitem__, rule.STATES))
+    if is_sharded:
+        params, grads, *states = map(local_parts, (params, grads, *states))
+    rule.operator(params, grads, states, bucket.counters.steps, more)
     if more["found_inf"] is not None:
         bucket.counters.undo_advance(more["found_inf"])
 

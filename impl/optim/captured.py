@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch._guards import TracingContext
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from impl._after_dynamo import import_after_dynamo
@@ -25,6 +26,7 @@ from impl.optim._fused_operators import rule_for, step_bucket
 from impl.optim._graphed_update import Backoff, GraphedUpdate
 from impl.optim._implementation import Implementation, choose, implementation_of
 from impl.optim._list_cache import GroupLists, ListCache, plain_init_group, reason_not_cacheable
+from impl.optim._local_lists import has_local_update, local_lists
 from impl.optim._refusals import check_is_optimizer
 
 # After lists have changed in _RESTLESS consecutive steps, caching does not pay: the next _PAUSE steps are eager.
@@ -76,6 +78,7 @@ class _GroupUpdate(NamedTuple):
 
     steps: list[Callable[..., None]] | None  # a function for each bucket; None: torch's own
     graphed: list[GraphedUpdate]  # updates that use graphs
+    is_sharded: bool = False  # whether the local tensors of DTensors are updated
 
 
 class _Capture:
@@ -129,8 +132,12 @@ class _Capture:
         if group_lists.attached is None:
             group_lists.attached = self._choose(optimizer, group_lists)
         steps = group_lists.attached.steps
-        if steps is None:
-            for tensors, cached in zip(lists, group_lists.lists, strict=True):
+        updated = group_lists.lists
+        if group_lists.attached.is_sharded and (updated := local_lists(group_lists)) is not None:
+            # torch's steps increment the counters of the DTensors.
+            increment_version(group_lists.params)
+        if steps is None or updated is None:
+            for tensors, cached in zip(lists, updated or group_lists.lists, strict=True):
                 tensors.extend(cached)
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -140,10 +147,13 @@ class _Capture:
             step(group_lists.group, grad_scale, found_inf)
 
     def _choose(self, optimizer: Optimizer, group_lists: GroupLists) -> _GroupUpdate:
-        rule = rule_for(optimizer, group_lists)
+        is_sharded = has_local_update(optimizer, group_lists)
+        lists = (local_lists(group_lists) if is_sharded else None) or group_lists.lists
+        rule = rule_for(optimizer, group_lists.group, lists)
         if rule is None:
-            return _GroupUpdate(None, [])
-        if self.wants_graphs:
+            # `SGD.step` stores new momenta from the lists, so they must be DTensors.
+            return _GroupUpdate(None, [], is_sharded and not group_lists.group.get("momentum"))
+        if self.wants_graphs and not is_sharded:
             places = {id(group): place for place, group in enumerate(optimizer.param_groups)}
             place = places.get(id(group_lists.group))
             graphed = [
@@ -152,7 +162,12 @@ class _Capture:
             ]
             return _GroupUpdate([update.step for update in graphed], graphed)
         return _GroupUpdate(
-            [functools.partial(step_bucket, rule, bucket) for bucket in group_lists.buckets], []
+            [
+                functools.partial(step_bucket, rule, bucket, is_sharded=is_sharded)
+                for bucket in group_lists.buckets
+            ],
+            [],
+            is_sharded,
         )
 
     def want_graphs(self, wants: bool) -> None:
@@ -162,11 +177,11 @@ class _Capture:
             self.list_cache.forget("graphs were asked for" if wants else "graphs are not wanted any more")
 
     def graphed(self) -> list[GraphedUpdate] | None:
-        """Return the updates of all buckets that use graphs, or None if torch's own function updates a group."""
+        """Return the updates of all buckets that use graphs, or None if a group cannot."""
         updates = [
             group_lists.attached for group_lists in self.list_cache.kept() if group_lists.attached is not None
         ]
-        if any(update.steps is None for update in updates):
+        if any(update.steps is None or update.is_sharded for update in updates):
             return None
         return [graphed for update in updates for graphed in update.graphed]
 
@@ -192,6 +207,9 @@ def capture(
     are those of an optimizer with float32 tensors on the device as learning rates. Every step checks which gradients
     are None, types, dtypes, layouts, the state and the groups. After a change the lists are built again, which takes
     microseconds for each parameter. Learning rates and other numbers of the groups may change freely.
+
+    DTensors may be on several meshes and beside plain tensors, which torch's steps refuse. Adam, AdamW, Adagrad, and
+    SGD without momentum, update their local tensors.
 
     Args:
         optimizer: any optimizer. Those of `torch.optim` that build lists are captured. Others stay as they are, with a
@@ -301,9 +319,7 @@ def _explain_graph(captured: _Capture, implementation: str) -> GraphExplanation:
             False, f"graphs are of fused updates, and its implementation is {implementation}"
         )
     if graphed is None:
-        return GraphExplanation(
-            False, "torch's own function updates a group: its tensors or numbers are not plain"
-        )
+        return GraphExplanation(False, "a group's tensors or numbers are not plain")
     if not graphed:
         if captured.list_cache.kept():
             return GraphExplanation(False, "no parameter had a gradient")
