@@ -60,7 +60,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def mixed(tokens: Tensor, gates: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("nd,edh,ne->nh", tokens, weight, gates)
+        return torch.einsum("td,edh,te->th", tokens, weight, gates)
 
 
 class Block(nn.Module):
