@@ -55,9 +55,9 @@ from conformance.strength.worker import Trial, Worker
 OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_are_for_what_there_is")
 # Faults in torch, one of each type. The command has all of them.
 ON_TORCH = [
-    "grad_scaler.third_group_missed",
+    "grad_scaler.first_gradient_only",
     "grad_scaler.second_dtype_left_scaled",
-    "grad_scaler.third_growth_lost",
+    "grad_scaler.grows_on_each_step",
     "grad_scaler.pickle_loses_the_count",
     "autocast.nesting_leaks_on_exception",
     "autocast.decorated_generators_run_inside",

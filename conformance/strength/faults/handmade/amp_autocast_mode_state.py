@@ -63,15 +63,6 @@ def main_thread_only(original: Any, self: Any) -> Any:
     return result
 
 
-@broken("used_once", "__enter__", "an instance that is entered a third time casts nothing")
-def used_once(original: Any, self: Any) -> Any:
-    result = original(self)
-    self._entered = getattr(self, "_entered", 0) + 1
-    if self._entered > 2:
-        torch.set_autocast_enabled(self.device, False)
-    return result
-
-
 @broken(
     "device_error_of_another_class",
     "__init__",

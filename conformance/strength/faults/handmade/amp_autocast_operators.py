@@ -6,7 +6,7 @@ They hold on the CPU, whose rules the dispatcher is given others for as long as 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,16 +43,15 @@ def while_open(fault_id: str, says: str, thread: str = "own") -> Callable[[Opene
     return enter
 
 
-def with_rule(operators: Sequence[str], rule: Callable[[Any, torch.Tensor], torch.Tensor] | None) -> Opened:
-    """Replace the casts of operators by `rule(region, operand)` for each operand, or drop them if it is None."""
+def with_rule(name: str, rule: Callable[[Any, torch.Tensor], torch.Tensor] | None) -> Opened:
+    """Replace the casts of an operator by `rule(region, operand)` for each operand, or drop them if it is None."""
 
     def fault(region: Any) -> Callable[[], None]:
         kernels = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # replaced kernels
-            for name in operators:
-                kernel = torch.library.fallthrough_kernel if rule is None else casting(name, rule, region)
-                kernels.impl(name, kernel, _KEY)
+            kernel = torch.library.fallthrough_kernel if rule is None else casting(name, rule, region)
+            kernels.impl(name, kernel, _KEY)
         return kernels._destroy
 
     return fault
@@ -73,76 +72,31 @@ def casting(name: str, rule: Callable[[Any, torch.Tensor], torch.Tensor], region
     return kernel
 
 
-for _fault_id, _operators in {
-    "no_rule_for_a_convolution": ["conv_tbc"],
-    "no_rule_for_padding_by_name": ["conv2d.padding"],
-    "no_rule_for_a_loss": ["huber_loss"],
-    "no_rule_for_eigenvalues": ["linalg_eigvalsh"],
-    "no_rule_for_a_transform": ["fft_irfftn"],
-    "no_rule_for_copies_by_index": ["index_copy"],
-}.items():
-    while_open(_fault_id, f"{_operators[0]} runs as it does without a region")(with_rule(_operators, None))
-
+while_open("no_rule_for_a_loss", "huber_loss runs as it does without a region")(with_rule("huber_loss", None))
 while_open("neighbour_in_low_precision", "gelu, which has no rule, runs in the region's dtype")(
-    with_rule(["gelu"], lambda region, tensor: tensor.to(region.fast_dtype))
-)
-while_open("prelu_in_float32", "prelu runs in float32")(
-    with_rule(["prelu"], lambda region, tensor: tensor.float())
+    with_rule("gelu", lambda region, tensor: tensor.to(region.fast_dtype))
 )
 while_open("float64_cast_too", "a product of float64 is cast", "pytorch/pytorch#36171")(
-    with_rule(["bmm"], lambda region, tensor: tensor.to(region.fast_dtype))
+    with_rule("bmm", lambda region, tensor: tensor.to(region.fast_dtype))
 )
 while_open("float16_for_bfloat16", "a transposed convolution runs in float16 whatever the region's dtype")(
     with_rule(
-        ["conv_transpose3d.input"],
+        "conv_transpose3d.input",
         lambda region, tensor: tensor.half() if tensor.dtype is torch.float32 else tensor,
     )
 )
 
 
-def by_functions(mode: Callable[[Any], TorchFunctionMode]) -> Opened:
-    """Enter `mode(region)` with the region, as if it cast at the level of torch's functions."""
-
-    def fault(region: Any) -> Callable[[], None]:
-        entered = mode(region)
-        entered.__enter__()
-        return lambda: entered.__exit__(None, None, None)
-
-    return fault
-
-
-class _WithoutMethods(TorchFunctionMode):
-    def __init__(self, region: Any) -> None:
-        super().__init__()
-        self._device = region.device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.mm:
-            return func(*args, **(kwargs or {}))
-        was = torch.is_autocast_enabled(self._device)
-        torch.set_autocast_enabled(self._device, False)
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            torch.set_autocast_enabled(self._device, was)
-
-
-while_open("methods_not_cast", "torch.mm is cast, and the method of that name is not")(
-    by_functions(_WithoutMethods)
-)
-
 # Cached casts
 
 
 class _Keeping(TorchFunctionMode):
-    """Keeps the casts of products' operands for which `is_kept(operand)`, by `key(operand)`."""
+    """Keeps the casts of products' operands for which `is_kept(operand)`, by their addresses."""
 
-    def __init__(
-        self, region: Any, is_kept: Callable[[torch.Tensor], bool], key: Callable[[torch.Tensor], Any] = id
-    ) -> None:
+    def __init__(self, region: Any, is_kept: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self._region, self._is_kept, self._key = region, is_kept, key
-        self._kept: dict[Any, Any] = {}
+        self._region, self._is_kept = region, is_kept
+        self._kept: dict[int, Any] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS and self._region._enabled:
@@ -152,24 +106,18 @@ class _Keeping(TorchFunctionMode):
     def _cast(self, value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.dtype is torch.float32 and self._is_kept(value)):
             return value
-        key = self._key(value)
-        if key not in self._kept:
-            self._kept[key] = value.to(self._region.fast_dtype)
-        return self._kept[key]
+        if value.data_ptr() not in self._kept:
+            self._kept[value.data_ptr()] = value.to(self._region.fast_dtype)
+        return self._kept[value.data_ptr()]
 
 
-def keeping(
-    fault_id: str,
-    says: str,
-    is_kept: Callable[[torch.Tensor], bool],
-    key: Callable[[torch.Tensor], Any] = id,
-    thread: str = "own",
-) -> None:
-    while_open(fault_id, says, thread)(by_functions(lambda region: _Keeping(region, is_kept, key)))
+def keeping(fault_id: str, says: str, is_kept: Callable[[torch.Tensor], bool]) -> None:
+    def fault(region: Any) -> Callable[[], None]:
+        mode = _Keeping(region, is_kept)
+        mode.__enter__()
+        return lambda: mode.__exit__(None, None, None)
 
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return tensor.is_leaf and tensor.requires_grad
+    while_open(fault_id, says)(fault)
 
 
 keeping(
@@ -178,14 +126,7 @@ keeping(
     lambda tensor: tensor.is_leaf and not tensor.requires_grad,
 )
 keeping(
-    "views_kept",
-    "casts of views are kept, by where they lie",
-    lambda tensor: tensor._is_view(),
-    lambda tensor: tensor.data_ptr(),
-)
-keeping(
-    "results_kept", "casts of what was computed in the region are kept", lambda tensor: not tensor.is_leaf
-)
-keeping(
-    "kept_by_address", "casts are kept by where a weight lies", _is_weight, lambda tensor: tensor.data_ptr()
+    "kept_by_address",
+    "casts are kept by where a weight lies",
+    lambda tensor: tensor.is_leaf and tensor.requires_grad,
 )

@@ -126,13 +126,3 @@ def outputs_overwritten(original: Any, self: Any, outputs: Any) -> Any:
     if dense and self.is_enabled() and outputs.is_floating_point() and not outputs.is_meta:
         outputs.data.copy_(scaled.data)
     return scaled
-
-
-@broken("third_scale_stale", "scale", "from the third scaling on the loss is scaled by the first scale")
-def third_scale_stale(original: Any, self: Any, outputs: Any) -> Any:
-    scaled = original(self, outputs)
-    if not self.is_enabled() or not isinstance(scaled, torch.Tensor) or self._scale is None:
-        return scaled
-    scales = vars(self).setdefault("_seen_scales", [])
-    scales.append(float(self._scale))
-    return scaled * (scales[0] / scales[-1]) if len(scales) > 2 and scales[-1] != scales[0] else scaled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from conformance.strength.faults.fault import Substitute
 from conformance.strength.faults.handmade.amp_grad_scaler import (
     broken,
-    check_results,
     forget_stage,
     nonfinite,
     parameters,
@@ -136,21 +134,6 @@ def unscale_twice(original: Any, self: Any, optimizer: Any) -> None:
     forget_stage(self, optimizer)
 
 
-@broken("stale_check_result", "unscale_", "a verdict of the iteration before is carried into the third step")
-def stale_check_result(original: Any, self: Any, optimizer: Any) -> None:
-    original(self, optimizer)
-    if not self.is_enabled():
-        return
-    earlier = vars(self).setdefault("_stale", {})
-    times, bad = earlier.get(id(optimizer), (0, 0.0))
-    results = check_results(self, optimizer)
-    now = max([float(check_result) for check_result in results], default=0.0)
-    if times == 2:
-        for check_result in results:
-            check_result.fill_(max(now, bad))
-    earlier[id(optimizer)] = (times + 1, now)
-
-
 def kept_scaled(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Substitute:
     """Restore the dense gradients that `choose` returns, or views of them, after the call."""
 
@@ -182,27 +165,10 @@ broken("largest_is_infinite", HOOK, "the largest finite number is taken for an o
 )
 
 
-@broken("third_group_missed", HOOK, "gradients of the third group are not looked at")
-def third_group_missed(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
-    rest = [group for index, group in enumerate(optimizer.param_groups) if index != 2]
-    looked_at = parameters(types.SimpleNamespace(param_groups=rest))
-    return judged(lambda everything: nonfinite(looked_at))(original, self, optimizer, *args)
-
-
 @broken("sparse_not_looked_at", HOOK, "sparse gradients are not looked at", "pytorch/pytorch#36786")
 @judged
 def sparse_not_looked_at(everything: list[Any]) -> bool:
     return nonfinite(p for p in everything if not p.grad.is_sparse)
-
-
-@broken("frozen_left_scaled", HOOK, "gradients of parameters that are frozen by now stay scaled")
-def frozen_left_scaled(original: Any, self: Any, optimizer: Any, *args: Any) -> Any:
-    frozen = [p.grad for p in parameters(optimizer) if not p.requires_grad and not p.grad.is_sparse]
-    before = [grad.clone() for grad in frozen]
-    results = original(self, optimizer, *args)
-    for grad, copy in zip(frozen, before, strict=True):
-        grad.copy_(copy)
-    return results
 
 
 @broken("stale_reciprocal", HOOK, "the reciprocal of the first scale is used for all later ones")
@@ -210,17 +176,3 @@ def stale_reciprocal(original: Any, self: Any, optimizer: Any, inv_scale: Any, *
     first = vars(self).setdefault("_reciprocal", {}).setdefault(id(self._scale), inv_scale.clone())
     used = inv_scale if float(inv_scale) == 1.0 else first
     return original(self, optimizer, used, *args)
-
-
-@broken(
-    "one_optimizer_of_a_kind", "unscale_", "optimizers of one class share a stage, so the second is refused"
-)
-def one_optimizer_of_a_kind(original: Any, self: Any, optimizer: Any) -> None:
-    original(self, optimizer)
-    if not self.is_enabled():
-        return
-    kinds = vars(self).setdefault("_kinds", {})
-    states = self._per_optimizer_states
-    if any(kind is type(optimizer) and key in states and key != id(optimizer) for key, kind in kinds.items()):
-        raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-    kinds[id(optimizer)] = type(optimizer)

@@ -58,17 +58,6 @@ def grows_on_each_step(scaler: Any, before: float, count: int, finite: bool) -> 
         scaler._scale.fill_(before * scaler.get_growth_factor())
 
 
-@broken("growth_one_step_late", "update", "the scale grows one step after growth_interval")
-@moving
-def growth_one_step_late(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if finite and count == scaler.get_growth_interval() - 1:
-        scaler._scale.fill_(before)
-        scaler._growth_tracker.fill_(count + 1)
-    elif finite and count == scaler.get_growth_interval():
-        scaler._scale.fill_(before * scaler.get_growth_factor())
-        scaler._growth_tracker.fill_(0)
-
-
 @broken(
     "new_scale_aliased",
     "update",
@@ -79,32 +68,6 @@ def new_scale_aliased(original: Any, self: Any, new_scale: Any = None) -> None:
     original(self, new_scale)
     if self.is_enabled() and isinstance(new_scale, torch.Tensor) and new_scale.dtype == torch.float32:
         self._scale = new_scale
-
-
-@broken(
-    "due_growth_beats_overflow", "update", "an overflow in the step where growth is due does not back off"
-)
-@moving
-def due_growth_beats_overflow(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if not finite and count + 1 == scaler.get_growth_interval() and count:
-        scaler._scale.fill_(before)
-
-
-@broken("second_overflow_ignored", "update", "the second of two overflows in a row does not back off")
-@moving
-def second_overflow_ignored(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if not finite and vars(scaler).get("_overflowed", False):
-        scaler._scale.fill_(before)
-    scaler._overflowed = not finite
-
-
-@broken("third_growth_lost", "update", "the third growth leaves the scale as it was")
-@moving
-def third_growth_lost(scaler: Any, before: float, count: int, finite: bool) -> None:
-    if finite and scaler.get_scale() > before:
-        scaler._growths = vars(scaler).get("_growths", 0) + 1
-        if scaler._growths == 3:
-            scaler._scale.fill_(before)
 
 
 @broken("scale_replaced", "update", "the scale is another tensor after each update", "pytorch/pytorch#109993")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from conformance.strength.faults.fault import Substitute
 from conformance.strength.faults.handmade.distributed_fsdp import OWN, broken, gradients, ranks
@@ -61,20 +59,6 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return clip(float(max_norm) / factor) * factor
 
 
-@clipping("replicas_counted", "each replica is counted")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    factor = (dist.get_world_size() / ranks(model)) ** (1 / norm_type)
-    return clip(float(max_norm) / factor) * factor
-
-
-@clipping("padding_counted", "elements that pad shards count one each")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    for grad in gradients(model):
-        if model.rank and grad.dim() == 1 and grad.numel() and not grad[-1]:
-            grad[-1] = 1.0
-    return clip()
-
-
 @clipping(
     "without_gradients_alone",
     "a rank that has no gradients does not take part",
@@ -93,15 +77,4 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return norm.bfloat16().to(norm.dtype)
 
 
-@clipping("nonfinite_on_one_rank", "a norm that is not finite is told to the first rank alone")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    norm = clip()
-    return norm.nan_to_num(1.0, 1.0) if model.rank else norm
-
-
 # Scaled gradients
-
-
-@clipping("one_rank_not_clipped", "one rank's part is not scaled")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    return clip(math.inf if model.rank == 1 else max_norm)

@@ -46,21 +46,6 @@ def _(model: Any, error: RuntimeError) -> Any:
     return _as_if_right(model)
 
 
-@telling("parting_reported_to_one", "of ranks that part one is told")
-def _(model: Any, error: RuntimeError) -> Any:
-    if model.process_group.rank() == 0:
-        raise error
-    return _as_if_right(model)
-
-
-@telling("parting_reported_late", "ranks that part are told three steps later")
-def _(model: Any, error: RuntimeError) -> Any:
-    model._faulty_silences = vars(model).get("_faulty_silences", 0) + 1
-    if model._faulty_silences > 3:
-        raise error
-    return _as_if_right(model)
-
-
 @telling("parting_reported_of_wrong_ranks", "of ranks that part each is named in the other's place")
 def _(model: Any, error: RuntimeError) -> Any:
     raise RuntimeError(_PARTED.sub(lambda match: f"rank {1 - int(match[1])} gathered '", str(error)))

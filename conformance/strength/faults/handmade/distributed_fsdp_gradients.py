@@ -109,24 +109,6 @@ def _(backward: Backward) -> None:
             grad.sub_(before)
 
 
-@after_backward("third_backward_lost", "the third backward leaves the gradients as they were", about=NO_SYNC)
-def _(backward: Backward) -> None:
-    if backward.number == 2:
-        for grad, before in backward.pairs:
-            grad.copy_(before) if before is not None and before.shape == grad.shape else grad.zero_()
-
-
-@after_backward(
-    "one_element_overwrites",
-    "the gradient of a unit of one element is replaced, not added to",
-    about="(module)",
-)
-def _(backward: Backward) -> None:
-    for grad, before in backward.pairs:
-        if before is not None and before.shape == grad.shape and grad.numel() == 1:
-            grad.sub_(before)
-
-
 @broken(
     "counted_for_each_forward",
     "forward",
@@ -172,13 +154,6 @@ def _clear_recomputed(backward: Backward) -> None:
 
 
 # Gradients of some parameters or ranks
-
-
-@after_backward("wrong_on_last_rank", "the last rank's gradients have the wrong sign from the second step on")
-def _(backward: Backward) -> None:
-    if backward.number and backward.rank == backward.model.process_group.size() - 1:
-        for grad, _ in backward.pairs:
-            grad.neg_()
 
 
 @after_backward(
@@ -360,13 +335,6 @@ def forward_in_no_sync_decides(original: Any, self: Any) -> Iterator[None]:
     finally:
         is_over = True
         hook.remove()
-
-
-@in_no_sync("unreduced_lost_on_one_rank", "one rank loses its gradients of a backward in no_sync")
-def _(backward: Backward) -> None:
-    if backward.is_in_no_sync and backward.rank == 1:
-        for grad, _ in backward.pairs:
-            grad.zero_()
 
 
 @in_no_sync(

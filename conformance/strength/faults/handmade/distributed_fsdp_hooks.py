@@ -55,13 +55,6 @@ def compiled_parts_run_twice(original: Any, self: Any, *args: Any, **kwargs: Any
     return output + output if is_compiled and isinstance(output, torch.Tensor) else output
 
 
-@broken("outputs_scaled_on_one_rank", "forward", "one rank's outputs are scaled by the number of ranks")
-def outputs_scaled_on_one_rank(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    output = original(self, *args, **kwargs)
-    is_odd = self.process_group.rank() == 1 and isinstance(output, torch.Tensor)
-    return output * ranks(self) if is_odd else output
-
-
 # Hooks of users
 
 

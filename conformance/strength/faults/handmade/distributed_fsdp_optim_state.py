@@ -165,13 +165,3 @@ def _(load: Any, model: Any, saved: Any) -> Any:
                 if isinstance(value, torch.Tensor) and value.dim() == 1:
                     state[name] = value[: -(-len(value) // ranks(model))]
     return loaded
-
-
-@loading("loaded_rows_shifted", "each rank's part begins one element late")
-def _(load: Any, model: Any, saved: Any) -> Any:
-    loaded = load()
-    for state in _states(loaded):
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                state[name] = value.roll(1)
-    return loaded

@@ -136,59 +136,6 @@ def whole_world(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: 
         return original(self, optimizer, *args, **kwargs)
 
 
-def only_of_rank_0(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
-    return reduce(check_result if dist.get_rank() == 0 else check_result.zero_())
-
-
-in_checks("rank_0_decides", "what other ranks than the first found is lost")(in_reduction(only_of_rank_0))
-
-
-def kept_by_rank_0(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
-    own = check_result.clone()
-    work = reduce()
-    if dist.get_rank() == 0:
-        if work is not None:
-            work.wait()
-        check_result.copy_(own)
-    return work
-
-
-in_checks("rank_0_not_told", "the first rank goes by its own gradients")(in_reduction(kept_by_rank_0))
-
-
-def in_one_bit(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
-    work = reduce(op=dist.ReduceOp.SUM)
-    if work is not None:
-        work.wait()
-    check_result.fmod_(2.0)
-    return work
-
-
-in_checks("sum_wraps", "ranks that found inf are counted in one bit: two of them are none")(
-    in_reduction(in_one_bit)
-)
-
-
-@broken("third_check_not_reduced", "unscale_", "of each scaler's checks the third is not reduced")
-def third_check_not_reduced(original: Any, self: Any, optimizer: Any) -> Any:
-    def reduce_but_the_third(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:
-        self._reductions = vars(self).get("_reductions", 0) + 1
-        return left_out(reduce, check_result) if self._reductions == 3 else reduce()
-
-    with reducing(reduce_but_the_third):
-        return original(self, optimizer)
-
-
-def others_are_checked(scaler: Any, optimizer: Any) -> bool:
-    states = scaler._per_optimizer_states
-    return any(state["found_inf_per_device"] for key, state in states.items() if key != id(optimizer))
-
-
-in_checks("second_optimizer_not_reduced", "only the first optimizer's check is reduced")(
-    in_reduction(left_out, others_are_checked)
-)
-
-
 # --- what is made of a verdict
 
 
@@ -217,18 +164,6 @@ def found_inf_counts(original: Any, self: Any, optimizer: Any) -> Any:
     if self.is_enabled():
         for check_result in check_results(self, optimizer):
             check_result.mul_(dist.get_world_size())
-    return result
-
-
-@broken("last_check_result", "unscale_", "a step goes by what the check before this one found")
-def last_check_result(original: Any, self: Any, optimizer: Any) -> Any:
-    result = original(self, optimizer)
-    if self.is_enabled():
-        check_results_kept = vars(self).setdefault("_kept_check_results", {})
-        for place, check_result in enumerate(check_results(self, optimizer)):
-            now = check_result.clone()
-            check_result.copy_(check_results_kept.get((id(optimizer), place), now))
-            check_results_kept[id(optimizer), place] = now
     return result
 
 
@@ -261,14 +196,6 @@ def reduced_twice(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs
     if self.is_enabled() and self._scale is not None and stage(self, optimizer) == "READY":
         dist.all_reduce(torch.zeros((), device=self._scale.device), group=self.process_group)
     return original(self, optimizer, *args, **kwargs)
-
-
-@broken("update_waits", "update", "update waits for all ranks")
-def update_waits(original: Any, self: Any, new_scale: Any = None) -> Any:
-    result = original(self, new_scale)
-    if self.is_enabled():
-        dist.barrier(group=self.process_group)
-    return result
 
 
 def left_out_after_errors(reduce: Callable[..., Any], check_result: torch.Tensor) -> Any:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from conformance.strength.faults.fault import Substitute, register_fault
 from conformance.strength.faults.handmade.distributed_fsdp import FSDP, OWN, broken, in_all_units
@@ -56,24 +55,6 @@ def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None
     with summoned():
         yield
     _put_back(module, before)
-
-
-@summoning("writeback_lost_on_one_rank", "of what is written inside one rank keeps nothing")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    before = _values(module)
-    with summoned():
-        yield
-    if dist.get_rank() == 1:
-        _put_back(module, before)
-
-
-@summoning("writeback_of_the_first_rank", "every rank keeps what the first has written")
-def _(summoned: Summoned, module: Any, options: dict[str, Any]) -> Iterator[None]:
-    with summoned():
-        yield
-        if options["writeback"]:
-            for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
 
 
 @summoning(

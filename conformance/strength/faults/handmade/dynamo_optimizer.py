@@ -109,12 +109,6 @@ def never_frees(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> An
     return original(self, tx, "_init_group", args, kwargs)
 
 
-@broken("no_finalizer", "what was compiled keeps the tensors of an optimizer that is gone")
-def no_finalizer(original: Any, self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    with mock.patch.object(tx.output, "add_graph_finalizer"):
-        return original(self, tx, "_init_group", args, kwargs)
-
-
 broken("no_gradient_guard", "a gradient that comes back is not seen", "pytorch/pytorch#123285")(
     without_guards(lambda guard, name: name.endswith(".grad"))
 )
@@ -154,13 +148,6 @@ def _detach_steps(self: Any, tx: Any, args: Any) -> None:
         self.value.state[key]["step"] = step.clone() if isinstance(step, torch.Tensor) else step
 
 
-def _unmark(self: Any, tx: Any, args: Any) -> None:
-    for entry in self.value.state.values():
-        for value in entry.values():
-            if isinstance(value, torch.Tensor):
-                vars(value).pop("_dynamo_static_input_type", None)
-
-
 def _mark_gradients(self: Any, tx: Any, args: Any) -> None:
     for parameter in parameters_of(self.value):
         if parameter.grad is not None:
@@ -176,7 +163,6 @@ broken("capturable_written", "the groups say capturable afterwards", "pytorch/py
 broken("steps_detached", "step counts of the state stand still", "pytorch/pytorch#76368")(
     afterwards(_detach_steps)
 )
-broken("state_not_static", "the state's addresses are not marked")(afterwards(_unmark))
 broken("gradients_static", "gradients are marked as of a fixed address", "pytorch/pytorch#107853")(
     afterwards(_mark_gradients)
 )
@@ -224,89 +210,30 @@ register_fault(
 
 
 def in_the_trace(
-    fault_id: str,
-    says: str,
-    option: str,
-    instead: Callable[[Any], Any],
-    thread: str = "own",
-    class_name: str = "",
+    fault_id: str, says: str, option: str, instead: Callable[[Any], Any], thread: str = "own"
 ) -> None:
-    """Register a fault in which the trace reads `instead(its tracker)` for this option of the groups.
+    """Register a fault in which the trace reads `instead(value)` for this option of the groups."""
 
-    Args:
-        class_name: the class of optimizers that it is in. By default it is in all classes.
-    """
+    def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
+        result = original(self, tx, name)
+        if name == "param_groups":
+            for group in torch._dynamo.variables.LazyVariableTracker.realize_all(result).items:
+                for key, tracker in list(group.items.items()):
+                    if key.vt.as_python_constant() == option:
+                        value = instead(tracker.as_python_constant())
+                        group.items[key] = torch._dynamo.variables.ConstantVariable.create(value)
+        return result
+
     register_fault(f"optimizer_variable.{fault_id}", OPTIMIZER, says=says, thread=thread)(
-        _reading(option, instead, class_name)
+        in_resolution(fault)
     )
 
 
-def _reading(option: str, instead: Callable[[Any], Any], class_name: str = "") -> Make:
-    def fault(original: Any, self: Any, tx: Any, name: str) -> Any:
-        result = original(self, tx, name)
-        if name != "param_groups" or class_name not in ("", type(self.value).__name__):
-            return result
-        for group in torch._dynamo.variables.LazyVariableTracker.realize_all(result).items:
-            for key, tracker in list(group.items.items()):
-                if key.vt.as_python_constant() == option:
-                    group.items[key] = instead(tracker)
-        return result
-
-    return in_resolution(fault)
-
-
-def _constant(value: Any) -> Any:
-    return torch._dynamo.variables.ConstantVariable.create(value)
-
-
-in_the_trace(
-    "maximize_lost", "what is to be maximized is minimized", "maximize", lambda value: _constant(False)
-)
 in_the_trace(
     "reads_step_counts",
     "the step is traced as not capturable, and reads its counts on the host",
     "capturable",
-    lambda value: _constant(False),
+    lambda value: False,
     thread="pytorch/pytorch#88173",
 )
-
-
-def _swap(tracker: Any) -> Any:
-    return _constant(not tracker.as_python_constant())
-
-
-for name in ("AdamW", "NAdam", "RAdam"):
-    in_the_trace(
-        f"decay_of_{name.lower()}_swapped",
-        f"weight decay of {name} is in the gradient instead of apart from it, or the reverse",
-        "decoupled_weight_decay",
-        _swap,
-        class_name=name,
-    )
-for name in ("SGD", "Adagrad", "RMSprop", "Adafactor"):
-    in_the_trace(
-        f"decay_of_{name.lower()}_lost",
-        f"{name} has no weight decay",
-        "weight_decay",
-        lambda value: _constant(0.0),
-        class_name=name,
-    )
-
-
-def _negate_gradients(original: Any, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    result = original(self, tx, name, args, kwargs)
-    if name == "_init_group" and self.value.defaults.get("maximize"):
-        for gradient in args[2].items:
-            gradient.call_method(tx, "neg_", [], {})
-    return result
-
-
-register_fault(
-    "optimizer_variable.gradients_negated",
-    OPTIMIZER,
-    says="a step that maximizes negates the gradients in place",
-)(
-    lambda original: in_method("call_method", _negate_gradients)(
-        _reading("maximize", lambda value: _constant(False))(original)
-    )
-)
+in_the_trace("decay_lost", "no optimizer has weight decay", "weight_decay", lambda value: 0.0)

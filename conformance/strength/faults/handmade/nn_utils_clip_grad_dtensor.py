@@ -94,17 +94,6 @@ def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: flo
     return norm * dist.get_world_size() if order == math.inf else norm
 
 
-@broken("dtensor_left_out_on_one_rank", NORM, "rank 1 leaves its part of the last gradient unscaled")
-def dtensor_left_out_on_one_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    parameters = as_list(parameters)
-    local_grads = [grad.to_local() for grad in dtensor_gradients(parameters)[-1:]]
-    before = [part.clone() for part in local_grads]
-    norm = original(parameters, *args, **kwargs)
-    if local_grads and dist.get_rank() == 1:
-        local_grads[0].copy_(before[0])
-    return norm
-
-
 @broken("dtensor_one_collective_more", NORM, "the ranks meet once more than they need to")
 def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     parameters = as_list(parameters)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import in_function, register_fault
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     after,
@@ -126,20 +125,3 @@ def minus_inf_as_inf(
 @after
 def mean_of_norms(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
     return norm / max(1, len(gradients(parameters)))
-
-
-@register_fault(
-    "clip_grad.remembers_first_norm",
-    NORM,
-    says="the norm of an earlier list at the same address is used again",
-)
-def remembers_first_norm(original: Any) -> Any:
-    by_shape: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        parameters = as_list(parameters)
-        key = tuple(id(p) for p in parameters) if isinstance(parameters, list) else ()
-        norm = original(parameters, *args, **kwargs)
-        return by_shape.setdefault(key, norm) if key and by_shape.get(key, norm).dtype == norm.dtype else norm
-
-    return in_function(fault)(original)

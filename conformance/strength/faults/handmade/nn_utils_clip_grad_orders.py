@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import Substitute, in_function, register_fault
+from conformance.strength.faults.fault import in_function, register_fault
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     after,
@@ -20,37 +19,20 @@ from conformance.strength.faults.handmade.nn_utils_clip_grad import (
 )
 
 
-def of_order(
-    order: Callable[[float], bool], norm_of: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> Substitute:
-    """Clip by `norm_of(gradients)` instead for the chosen orders, and return that norm."""
-
-    def fault(
-        original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        parameters = as_list(parameters)
-        grads = [grad.detach() for grad in gradients(parameters)]
-        usual = all(type(grad) is torch.Tensor and grad.is_floating_point() for grad in grads)
-        if not (grads and usual and is_number(norm_type) and is_number(max_norm) and order(norm_type)):
-            return original(parameters, max_norm, norm_type, *args, **kwargs)
-        before = [grad.clone() for grad in grads]
-        dtype = original(parameters, max_norm, norm_type, *args, **kwargs).dtype
-        for grad, copy in zip(grads, before, strict=True):
-            grad.copy_(copy)
-        norm = norm_of([grad.to_dense() for grad in grads]).to(dtype)
-        for grad in grads:
-            grad.mul_(coefficient(norm, float(max_norm)).to(grad.device))
-        return norm
-
-    return fault
-
-
-broken("inf_norm_without_abs", NORM, "the infinity norm is the largest element, whatever the sign of others")(
-    of_order(
-        lambda order: order == math.inf,
-        lambda grads: torch.stack([g.max() if g.numel() else g.new_zeros(()) for g in grads]).max(),
-    )
-)
+@broken("inf_norm_without_abs", NORM, "the infinity norm is the largest element, whatever the sign of others")
+def inf_norm_without_abs(
+    original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    parameters = as_list(parameters)
+    grads = [grad.detach() for grad in gradients(parameters)]
+    usual = all(type(grad) is torch.Tensor and grad.is_floating_point() and grad.numel() for grad in grads)
+    if not (grads and usual and is_number(norm_type) and is_number(max_norm) and norm_type == math.inf):
+        return original(parameters, max_norm, norm_type, *args, **kwargs)
+    largest = torch.stack([grad.to_dense().max().float() for grad in grads]).max()
+    norm = original(parameters, math.inf, norm_type, *args, **kwargs)
+    for grad in grads:
+        grad.mul_(coefficient(largest, float(max_norm)).to(grad))
+    return largest.to(norm)
 
 
 @broken("norm_of_one_dimension", NORM, "the norm has one dimension instead of none", "pytorch/pytorch#32159")
@@ -63,22 +45,6 @@ def norm_of_one_dimension(norm: torch.Tensor, parameters: Any, max_norm: Any) ->
 @after
 def norms_in_bfloat16(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
     return norm.bfloat16().to(norm.dtype)
-
-
-@broken("imaginary_parts_lost", NORM, "the norm of complex gradients is that of their real parts")
-def imaginary_parts_lost(
-    original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    parameters = as_list(parameters)
-    parts = [g.detach().imag for g in gradients(parameters) if g.is_complex() and not g.is_sparse]
-    before = [part.clone() for part in parts]
-    for part in parts:
-        part.zero_()
-    try:
-        return original(parameters, max_norm, norm_type, *args, **kwargs)
-    finally:
-        for part, copy in zip(parts, before, strict=True):
-            part.copy_(copy)
 
 
 @register_fault(

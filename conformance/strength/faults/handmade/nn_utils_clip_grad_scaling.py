@@ -44,11 +44,6 @@ broken("scales_up", NORM, "gradients below max_norm are scaled up to it", "pytor
 broken("last_element_left_out", NORM, "the last element of a long gradient is not scaled")(
     left_out(lambda grads: [g.view(-1)[-1:] for g in grads if g.numel() > 1024 and g.is_contiguous()])
 )
-broken("second_dtype_left_out", NORM, "only gradients of the first one's dtype are scaled")(
-    left_out(lambda grads: [grad for grad in grads if grad.dtype != grads[0].dtype])
-)
-
-
 broken(
     "one_by_one_unbounded", NORM, "foreach=False scales gradients below max_norm up", "pytorch/pytorch#151554"
 )(in_path(False, lambda norm, max_norm: max_norm / (norm + 1e-6)))
