@@ -14,67 +14,35 @@ from conformance.selftests.test_simulator import ROOT
 
 pytestmark = pytest.mark.deadline(560.0)
 
-# By script and ranks: for each mistake, the hazard and the lines that it names.
-SCRIPTS = {
+SCRIPTS = ROOT / "conformance/selftests/simulator_scripts.py"
+# By training and ranks: for each mistake, the hazard and the lines that it names.
+TRAININGS = {
     ("ddp", 2): {
-        "refill": (
-            ("the host writes", "buffer.copy_("),
-            ("copy from the host reads", "buffer.to("),
-        ),
-        "hook": (
-            ("copy_ reads", "dist.all_reduce("),
-            ("all_reduce writes", "dist.all_reduce("),
-        ),
+        "refill": (("the host writes", "buffer.copy_("), ("copy from the host reads", "buffer.to(")),
+        "hook": (("copy_ reads", "dist.all_reduce("), ("all_reduce writes", "dist.all_reduce(")),
     },
     ("loader", 1): {
-        "early": (
-            ("aten::addmm reads", "model(x)"),
-            ("copy from the host writes", "batch.to("),
-        ),
-        "unrecorded": (
-            ("copy from the host writes", "batch.to("),
-            ("aten::mm reads", "model(x)"),
-        ),
+        "early": (("aten::addmm reads", "model(x)"), ("copy from the host writes", "batch.to(")),
+        "unrecorded": (("copy from the host writes", "batch.to("), ("aten::mm reads", "model(x)")),
     },
     ("offload", 1): {
-        "unrecorded": (
-            ("aten::tanh writes", "model("),
-            ("copy to the host reads", "host.copy_("),
-        ),
-        "early": (
-            ("aten::mm reads", "packed.to("),
-            ("copy from the host writes", "packed.to("),
-        ),
+        "unrecorded": (("aten::tanh writes", "layers(torch"), ("copy to the host reads", "host.copy_(")),
+        "early": (("aten::mm reads", "packed.to("), ("copy from the host writes", "packed.to(")),
     },
     ("checkpoint", 1): {
-        "overtaken": (
-            ("aten::add writes", "optimizer.step("),
-            ("copy to the host reads", "weight.to("),
-        ),
-        "unfinished": (
-            ("the host touches", "dcp.async_save("),
-            ("copy to the host writes", "weight.to("),
-        ),
+        "overtaken": (("aten::addcdiv writes", "optimizer.step("), ("copy to the host reads", "weight.to(")),
+        "unfinished": (("the host touches", "dcp.async_save("), ("copy to the host writes", "weight.to(")),
     },
     ("zero", 2): {
-        "gather": (
-            ("all_gather reads", "dist.all_gather"),
-            ("aten::sub writes", "shard.sub_("),
-        ),
+        "gather": (("all_gather reads", "dist.all_gather"), ("aten::sub writes", "shard.sub_(")),
         "overwritten": (
             ("aten::zero_ writes", "gradients.zero_("),
             ("reduce_scatter reads", "dist.reduce_scatter"),
         ),
     },
     ("ema", 1): {
-        "early": (
-            ("aten::lerp reads", "torch._foreach_lerp_("),
-            ("aten::addcdiv writes", "optimizer.step("),
-        ),
-        "late": (
-            ("aten::addcdiv writes", "optimizer.step("),
-            ("aten::lerp reads", "torch._foreach_lerp_("),
-        ),
+        "early": (("aten::lerp reads", "torch._foreach_lerp_("), ("aten::addcdiv writes", "optimizer.step(")),
+        "late": (("aten::addcdiv writes", "optimizer.step("), ("aten::lerp reads", "torch._foreach_lerp_(")),
     },
 }
 # By script: the distribution whose source it runs, and for each mistake the first hazard.
@@ -91,23 +59,19 @@ PACKAGES = {
         },
     ),
 }
-RUNS = [(name, ranks, mistake) for (name, ranks), mistakes in SCRIPTS.items() for mistake in mistakes]
+RUNS = [(name, ranks, mistake) for (name, ranks), mistakes in TRAININGS.items() for mistake in mistakes]
 
 
-def path_of(name: str) -> Path:
-    return ROOT / f"conformance/selftests/simulator_{name}.py"
-
-
-def pattern_of(name: str, access: str, call: str) -> str:
-    lines = path_of(name).read_text().splitlines()
+def pattern_of(access: str, call: str) -> str:
+    lines = SCRIPTS.read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if call in line)
-    return rf"{access}(?: on .*)? at .*simulator_{name}\.py:{number} \S+"
+    return rf"{access}(?: on .*)? at .*{SCRIPTS.name}:{number} \S+"
 
 
-@pytest.mark.parametrize(("name", "ranks"), SCRIPTS)
-def test_right_script_has_one_result(tmp_path: Path, name: str, ranks: int) -> None:
-    status, report = simulate(path_of(name), "--ranks", ranks, "--seeds", 5, cwd=tmp_path)
-    assert re.search(r"in its own order, exit status 0, [1-9] tensors saved", report), report
+@pytest.mark.parametrize(("name", "ranks"), TRAININGS)
+def test_right_training_has_one_result(tmp_path: Path, name: str, ranks: int) -> None:
+    status, report = simulate(SCRIPTS, "--ranks", ranks, "--seeds", 5, "--", name, cwd=tmp_path)
+    assert re.search(r"in its own order, exit status 0, [1-9]\d* tensors saved", report), report
     assert "0 of 4 schedules change the result; 0 hazards" in report, report
     assert "not replayable" not in report, report
     assert status == 0
@@ -115,9 +79,9 @@ def test_right_script_has_one_result(tmp_path: Path, name: str, ranks: int) -> N
 
 @pytest.mark.parametrize(("name", "ranks", "mistake"), RUNS)
 def test_mistake_is_found_with_its_lines(tmp_path: Path, name: str, ranks: int, mistake: str) -> None:
-    status, report = simulate(path_of(name), "--ranks", ranks, "--seeds", 5, "--", mistake, cwd=tmp_path)
+    status, report = simulate(SCRIPTS, "--ranks", ranks, "--seeds", 5, "--", name, mistake, cwd=tmp_path)
     assert status == 1
-    now, before = (pattern_of(name, *access) for access in SCRIPTS[name, ranks][mistake])
+    now, before = (pattern_of(*access) for access in TRAININGS[name, ranks][mistake])
     assert re.search(rf"hazard \d+: {now}\n +what {before}\n", report), report
     assert re.search(r"[1-4] of 4 schedules change the result", report), report
 
@@ -127,9 +91,8 @@ def run_package(name: str, *mistake: str, cwd: Path) -> tuple[int, str]:
         version(PACKAGES[name][0])
     except PackageNotFoundError:
         unavailable(f"{PACKAGES[name][0]} is not installed: see conformance/subjects/requirements.txt")
-    return simulate(
-        path_of(name), "--ranks", 2, "--seeds", 4, *(["--", *mistake] if mistake else []), cwd=cwd
-    )
+    script = SCRIPTS.with_name(f"simulator_{name}.py")
+    return simulate(script, "--ranks", 2, "--seeds", 4, *(["--", *mistake] if mistake else []), cwd=cwd)
 
 
 @pytest.mark.profile("full")
