@@ -16,7 +16,8 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
 from conformance.ranks import Rank, RankPool, RankRaised
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
+from conformance.simulator import NAME
 from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient
 from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario
 
@@ -150,10 +151,7 @@ def sparse_on_a_rank(rank: Rank) -> None:
 @pytest.mark.reference_limit("sim.sparse_tensors")
 def test_simulated_device_rejects_sparse_tensors() -> None:
     """Run in a separate process, which keeps the simulated device until it ends."""
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     with RankPool(1, device=NAME) as pool, pytest.raises(RankRaised, match="Sparsesim"):
         pool.run(sparse_on_a_rank)
 

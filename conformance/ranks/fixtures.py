@@ -8,8 +8,10 @@ from collections.abc import Callable, Generator
 import pytest
 import torch
 
+from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.ranks.pool import RankPool
+from conformance.simulator import Unavailable, ensure_built
 
 # Environment variable with pytest-xdist's id of the run. Without workers, cases need not take turns.
 _RUN = "PYTEST_XDIST_TESTRUNUID"
@@ -59,3 +61,11 @@ def ranks(
 def rank_pool(ranks: Callable[..., RankPool], world_size: int, device: str) -> RankPool:
     """The pool for the test's world size and device."""
     return ranks(world_size, device)
+
+
+def require_simulator() -> None:
+    """Build the simulated device if needed, or report the test as *unavailable* if it cannot be built."""
+    try:
+        ensure_built()
+    except Unavailable as error:
+        unavailable(str(error))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.judge.judgement import unavailable
-from conformance.simulator import Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
 from conformance.simulator.cost.durations import bytes_of, flops_of, hardware
 from conformance.simulator.cost.timeline import merged, schedule, step_cost
 from conformance.simulator.cost.trace import MARK, Entry
@@ -129,10 +128,7 @@ def test_unknown_accelerator_raises() -> None:
 
 @pytest.fixture(scope="module")
 def costs() -> dict[str, dict[str, float]]:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     command = [sys.executable, "-m", "conformance.selftests.simulator_costs"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert ended.returncode == 0, ended.stderr

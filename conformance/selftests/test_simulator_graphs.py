@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from conformance.judge.judgement import unavailable
+from conformance.ranks.fixtures import require_simulator
 from conformance.selftests.test_simulator import run
-from conformance.simulator import Unavailable, ensure_built
 
 pytestmark = pytest.mark.deadline(560.0)
 
@@ -39,10 +38,7 @@ REFUSED = {
 
 
 def reported_by(case: str) -> dict:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     code = (
         "import json; from conformance import simulator; from conformance.selftests import simulator_graph_programs;"
         f"simulator.enable(); print(json.dumps(simulator_graph_programs.{case}()))"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.judge.judgement import unavailable
 from conformance.ranks import RankPool
+from conformance.ranks.fixtures import require_simulator
 from conformance.selftests.simulator_sharded import (
     FLAT_WAYS,
     HYBRID_WAYS,
@@ -19,7 +19,7 @@ from conformance.selftests.simulator_sharded import (
     WAYS,
     ScheduledTraining,
 )
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.simulator import NAME
 
 ROOT = Path(__file__).parents[2]
 SHARDING = ROOT / "impl/distributed/fsdp"
@@ -38,10 +38,7 @@ pytestmark = pytest.mark.deadline(560.0)
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     pools_by_size = {size: RankPool(size, device=NAME, start_s=240) for size in (1, 2, 4)}
     yield pools_by_size
     for pool in pools_by_size.values():

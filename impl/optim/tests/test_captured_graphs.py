@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from conformance.judge.clauses import HERE
-from conformance.judge.judgement import unavailable
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
+from conformance.simulator import NAME
 
 pytestmark = pytest.mark.deadline(560)
 
@@ -24,20 +24,13 @@ def run(device: str, profile: str, *files: str) -> None:
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
 
 
-def ensure_simulator() -> None:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
-
-
 def test_steps_that_are_replayed(device: str, pytestconfig: pytest.Config) -> None:
     if device == "cpu":
-        ensure_simulator()
+        require_simulator()
     profile = pytestconfig.getoption("profile")
     run(NAME if device == "cpu" else device, profile, "captured_graphs", "captured_graph_lifetimes")
 
 
 def test_each_fault_is_caught() -> None:
-    ensure_simulator()
+    require_simulator()
     run(NAME, "quick", "captured_graph_faults")

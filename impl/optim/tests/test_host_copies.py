@@ -13,7 +13,7 @@ import pytest
 
 from conformance.judge.clauses import HERE
 from conformance.judge.judgement import unavailable
-from conformance.simulator import Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
 from conformance.strength.mutation.groups import source_files
 
 pytestmark = pytest.mark.deadline(300)
@@ -24,10 +24,7 @@ OWNER = "kernels/_copies.py"
 @pytest.fixture(scope="module", params=["torch", "triton"])
 def reported(request: pytest.FixtureRequest) -> Any:
     """Report of the programs with torch's operators, and with Triton's kernels, interpreted in stream order."""
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     if request.param == "triton" and find_spec("triton") is None:
         unavailable("Triton is not installed")
     interpreted = str(int(request.param == "triton"))

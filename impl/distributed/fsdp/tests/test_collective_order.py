@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.scenes.desync_programs import wait_until_raised
-from conformance.judge.judgement import unavailable
 from conformance.ranks import Rank, RankFault, RankPool
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
+from conformance.simulator import NAME
 from impl.distributed.fsdp import FullyShardedDataParallel
 from impl.distributed.fsdp._comm.desync.collective_order import CollectiveOrderChecker
 from impl.distributed.fsdp._comm.desync.entered_collectives import EnteredCollectives
@@ -27,10 +27,7 @@ TIMEOUT_S = 30.0  # time-out of the group
 
 @pytest.fixture
 def ranks() -> Iterator[RankPool]:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     with RankPool(2, device=NAME, start_s=240, grace_s=TIMEOUT_S) as pool:
         yield pool
 

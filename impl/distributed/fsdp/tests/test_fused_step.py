@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from conformance.distributed.fsdp.test_scale import world_of
-from conformance.judge.judgement import unavailable
 from conformance.ranks import Rank, RankPool
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
+from conformance.simulator import NAME
 from impl.amp import GradScaler
 from impl.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.deadline(300)
 
 @pytest.fixture
 def late_rank() -> Iterator[RankPool]:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     with RankPool(1, device=NAME, start_s=240) as pool:
         yield pool
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance import simulator
-from conformance.judge.judgement import unavailable
 from conformance.ranks import Rank, RankPool
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
+from conformance.simulator import NAME
 from impl.amp import GradScaler
 from impl.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -30,10 +30,7 @@ pytestmark = pytest.mark.deadline(300)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
     with RankPool(2, device=NAME, start_s=240) as pool:
         yield pool
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from conformance.judge.judgement import unavailable
 from conformance.judge.outcome import observe
 from conformance.ranks import Rank, RankPool
-from conformance.simulator import NAME, Unavailable, ensure_built
+from conformance.ranks.fixtures import require_simulator
+from conformance.simulator import NAME
 from impl.amp import GradScaler
 from impl.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -86,10 +86,7 @@ def step_that_fails_on_rank_0(rank: Rank) -> tuple[str, float]:
 def test_failure_on_one_rank_leaves_no_peer_waiting(ranks: Callable[..., RankPool], on: str) -> None:
     """Ranks of an accelerator do not read the report, and skip the step without an error."""
     if on == NAME:
-        try:
-            ensure_built()
-        except Unavailable as error:
-            unavailable(str(error))
+        require_simulator()
     (error, total), *peers = ranks(4, on).run(step_that_fails_on_rank_0)
     assert "max_norm is nan" in error
     assert [total, *(total for _, total in peers)] == [16.0] * 4
