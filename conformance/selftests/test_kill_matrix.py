@@ -48,7 +48,7 @@ from conformance.strength.faults.trials import (
     verify_kill,
 )
 from conformance.strength.fork import Ending
-from conformance.strength.order import Task, distance, likeness_to, lineage
+from conformance.strength.order import Task, distance, likeness_to
 from conformance.strength.results import KILLED, UNTESTED, Row, read_table, write_table
 from conformance.strength.worker import Trial, Worker
 
@@ -355,23 +355,6 @@ def test_slips_are_reported_before_anything_runs(
 def test_faults_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults", "--list", "--only", "custom_fwd."]) == AS_EXPECTED
     assert capsys.readouterr().out.split() == [name for name in HANDMADE if name.startswith("custom_fwd.")]
-
-
-@pytest.mark.parametrize(
-    ("item", "names"),
-    [
-        (
-            "amp.GradScaler.step(args)",
-            ["amp.GradScaler.step(args)", "amp.GradScaler.step", "amp.GradScaler"],
-        ),
-        ("amp.GradScaler(enabled)", ["amp.GradScaler(enabled)", "amp.GradScaler"]),
-        ("amp.GradScaler", ["amp.GradScaler"]),
-        ("amp.autocast.__exit__", ["amp.autocast.__exit__", "amp.autocast"]),
-        ("nn.utils.clip_grad_norm_", ["nn.utils.clip_grad_norm_"]),
-    ],
-)
-def test_component_of_item(item: str, names: list[str]) -> None:
-    assert lineage(item) == names
 
 
 def test_nearest_clauses_run_first() -> None:

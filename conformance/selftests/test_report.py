@@ -343,45 +343,29 @@ def test_fixed_deviation_names_torch_version(version: str, side: str, tmp_path: 
 
 def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
     assert "python -m conformance.strength faults" in draw(a_report(judged("passed")), tmp_path).text
-    silent = CLAUSE | {"id": "amp.grad_scaler.silent"}
-    report = a_report(judged("passed"), clauses=[CLAUSE, silent])
     kills = (
         a_kill("one"),
         a_kill("two", how="hang", seconds=3.0),
         a_survivor("three", why="no one can see it"),
     )
-    report["kills"] = a_kill_matrix(*kills)
-    text = draw(report, tmp_path).text
-    for reported in (
-        "2 of 3 faults",
-        "2.0 s each",
-        "no one can see it",
-        "1 clauses were the first to kill no fault",
-    ):
-        assert reported in text
-
-
-def test_unique_kills_of_clauses_are_shown(tmp_path: Path) -> None:
-    report = a_report(judged("passed"))
-    rows = [
+    idle = [
         an_idle_clause("a.late.clause", 4, "a.fault"),
         an_idle_clause("a.weak.clause", 9),
         an_idle_clause("a.lone.clause", 7, why="So."),
     ]
-    report["kills"] = a_kill_matrix(a_kill("one"), *rows)
+    clauses = [CLAUSE, CLAUSE | {"id": "amp.grad_scaler.silent"}]
+    report = a_report(judged("passed"), clauses=clauses, kills=a_kill_matrix(*kills))
     text = draw(report, tmp_path).text
-    places = [
-        text.index(reported) for reported in ("a.lone.clause", "a.weak.clause", "a.late.clause", "a.fault")
-    ]
+    for reported in ("2 of 3 faults", "2.0 s each", "no one can see it"):
+        assert reported in text
+    assert "1 clauses were the first to kill no fault" in text
+    assert "incomplete" not in text
+    text = draw(report | {"kills": a_kill_matrix(*kills, *idle, complete=False)}, tmp_path).text
+    names = ("a.lone.clause", "So.", "a.weak.clause", "a.late.clause", "a.fault")
+    places = [text.index(reported) for reported in names]
     assert places == sorted(places)
-    assert "So." in text
     assert "were the first to kill no fault" in text
-
-
-def test_stopped_matrix_is_marked(tmp_path: Path) -> None:
-    for complete in (True, False):
-        report = a_report(judged("passed"), kills=a_kill_matrix(a_kill("one"), complete=complete))
-        assert ("incomplete" in draw(report, tmp_path).text) is not complete
+    assert "incomplete" in text
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance.judge.judgement import unavailable
+from conformance.ranks.fixtures import require_simulator
 from conformance.selftests import simulator_graph_programs  # noqa: F401 - its programs too
 from conformance.selftests.simulator_programs import PROGRAMS
-from conformance.simulator import Unavailable, ensure_built
 from conformance.simulator.control import in_program
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +26,7 @@ pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
 
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
-    try:
-        ensure_built()
-    except Unavailable as error:
-        unavailable(str(error))
+    require_simulator()
 
 
 def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -94,15 +90,6 @@ def test_seed_determines_result(outcomes: list, name: str) -> None:
             for course in of(outcomes, name, right)
         ]
         assert courses[:SEEDS] == courses[SEEDS:]
-
-
-def test_claims_file_can_name_simulated_device(tmp_path: Path) -> None:
-    claims = tmp_path / "claims.toml"
-    claims.write_text("[device]\ntype = 'sim'\nimport = 'conformance.simulator'\n")
-    test = "conformance/nn/utils/test_clip_grad_value.py::test_long_gradients_among_short_ones"
-    ended = run("-m", "pytest", "-n", 0, "-q", test, "--subject", "torch", "--claims", claims)
-    assert "BAD INPUT" not in ended.stdout
-    assert ended.returncode == 0, ended.stdout
 
 
 # The quick tests that found most faults on the simulated device. All tests together take minutes.

@@ -22,41 +22,6 @@ FINDINGS = sorted((ROOT / "conformance/simulator/findings").glob("*.py"))
 
 pytestmark = pytest.mark.deadline(560.0)
 
-# Sharded training that is written for any device, over the library that is its first argument.
-_SHARDED = """
-import importlib
-import sys
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-library, offload = importlib.import_module(sys.argv[1]), sys.argv[2] == "offload"
-device = torch.accelerator.current_accelerator()
-dist.init_process_group("simccl")
-torch.manual_seed(dist.get_rank())
-model = library.FullyShardedDataParallel(
-    nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3))),
-    device_id=torch.device(device.type, 0),
-    sync_module_states=True,
-    auto_wrap_policy=library.wrap.ModuleWrapPolicy({nn.Sequential}),
-    cpu_offload=library.CPUOffload(offload_params=offload),
-    use_orig_params=True,
-)
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-for step in range(3):
-    batch = torch.randn(4, 12).to(device, non_blocking=True)
-    loss = model(batch).square().mean()
-    loss.backward()
-    model.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-print(loss.item())
-with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
-    torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, f"model{dist.get_rank()}.pt")
-dist.destroy_process_group()
-"""
-
 
 def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
     section = (ROOT / "docs/simulator.md").read_text().partition("## Find a race")[2].partition("\n## ")[0]
@@ -136,19 +101,6 @@ def test_documented_gate_of_a_backend_is_green(tmp_path: Path) -> None:
     assert len(holding) > 50
 
 
-def test_script_without_race_is_equal_under_all_schedules(tmp_path: Path) -> None:
-    (tmp_path / "right.py").write_text(
-        "import sys, torch\n"
-        "x = torch.arange(6.0, device=torch.accelerator.current_accelerator())\n"
-        "torch.save({'x': x * int(sys.argv[1])}, 'x.pt')\n"
-        "print(x.sum().item())\n"
-    )
-    status, output = simulate("right.py", "--seeds", 6, "--", 2, cwd=tmp_path)
-    assert status == 0, output
-    assert "exit status 0, 1 tensors saved" in output
-    assert "0 of 5 schedules change the result; 0 hazards" in output
-
-
 def test_replay_has_output_status_and_waits_of_script(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(
         "import torch\nprint(torch.ones(2, device='sim').sum().item())\nraise SystemExit(3)\n"
@@ -221,17 +173,6 @@ def test_missing_compiler_is_reported_as_unavailable(tmp_path: Path) -> None:
         == "the simulator has to be built once, and there is no C++ compiler: install g++, or name one by CXX"
     )
     assert all("cpp_extension.py" in line for line in logged), ended.stderr
-
-
-def test_sharded_training_has_one_result_and_a_seed_one_course(tmp_path: Path) -> None:
-    (tmp_path / "sharded.py").write_text(_SHARDED)
-    words = ("sharded.py", "--ranks", 2, "--seeds", 4, "--", "impl.distributed.fsdp", "offload")
-    status, output = simulate(*words, cwd=tmp_path)
-    assert "0 of 3 schedules change the result; 0 hazards" in output, output
-    assert "in its own order, exit status 0, 12 tensors saved" in output, output
-    assert "not replayable" not in output
-    assert "two runs of the same schedule" not in output
-    assert status == 0
 
 
 # The tasks of the other streams cannot run during the all-reduce, because they wait for it. Later tasks are drawn.
