@@ -146,23 +146,14 @@ def writes_on_tensors(original: Any, function: Any, keywords: dict[str, Any]) ->
     return run
 
 
-def noting(note: Callable[[Any, str], None]) -> Decorating:
-    """`note(ctx, device_type)` alters what forward has noted for backward."""
+@broken("custom_fwd.backward_never_on", FWD, "backward runs with autocast off", "pytorch/pytorch#38487")
+def backward_never_on(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    decorated = original(function, **keywords)
 
-    def fault(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
-        decorated = original(function, **keywords)
+    def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        result = decorated(ctx, *args, **kwargs)
+        if keywords.get("cast_inputs") is None and not isinstance(ctx, torch.Tensor):
+            ctx._fwd_used_autocast = False
+        return result
 
-        def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-            result = decorated(ctx, *args, **kwargs)
-            if keywords.get("cast_inputs") is None and not isinstance(ctx, torch.Tensor):
-                note(ctx, keywords["device_type"])
-            return result
-
-        return run
-
-    return fault
-
-
-broken("custom_fwd.backward_never_on", FWD, "backward runs with autocast off", "pytorch/pytorch#38487")(
-    noting(lambda ctx, device: setattr(ctx, "_fwd_used_autocast", False))
-)
+    return run

@@ -153,18 +153,10 @@ def step_twice(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: A
     return result
 
 
-def answering(change: Callable[[Any], Any]) -> Substitute:
-    """step returns what `change` makes of its result."""
-
-    def fault(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        return change(original(self, optimizer, *args, **kwargs))
-
-    return fault
-
-
-broken("skip_returns_false", "step", "a skipped step returns False", "huggingface/accelerate#2828")(
-    answering(lambda result: False if result is None else result)
-)
+@broken("skip_returns_false", "step", "a skipped step returns False", "huggingface/accelerate#2828")
+def skip_returns_false(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, optimizer, *args, **kwargs)
+    return False if result is None else result
 
 
 @broken(

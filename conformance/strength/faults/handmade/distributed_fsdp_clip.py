@@ -32,30 +32,24 @@ def clipping(fault_id: str, says: str, thread: str = OWN) -> Callable[[Substitut
     return enter
 
 
-def _scaled(model: Any, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
-    for grad in gradients(model):
-        grad.mul_((float(max_norm) / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
-    return norm
-
-
-def _is_sharded(model: Any) -> bool:
-    return model.sharding_strategy.name != "NO_SHARD"
-
-
 # Gradients in the norm
 
 
 @clipping("local_norm", "each rank clips by the norm of its own part", "pytorch/pytorch#170862")
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients(model) if grad.numel()]
-    return (
-        _scaled(model, torch.linalg.vector_norm(torch.stack(norms), norm_type), max_norm) if norms else clip()
-    )
+    if not norms:
+        return clip()
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for grad in gradients(model):
+        grad.mul_((float(max_norm) / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
+    return norm
 
 
 @clipping("unsharded_counted_by_all", "what is not sharded is counted once a rank", "pytorch/pytorch#88955")
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
-    factor = 1.0 if _is_sharded(model) else ranks(model) ** (1 / norm_type)
+    is_sharded = model.sharding_strategy.name != "NO_SHARD"
+    factor = 1.0 if is_sharded else ranks(model) ** (1 / norm_type)
     return clip(float(max_norm) / factor) * factor
 
 
@@ -75,6 +69,3 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
 def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     norm = clip()
     return norm.bfloat16().to(norm.dtype)
-
-
-# Scaled gradients

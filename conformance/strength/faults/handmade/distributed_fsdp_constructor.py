@@ -155,16 +155,14 @@ def _changed(arguments: Arguments, **fields: Any) -> None:
         arguments["mixed_precision"] = dataclasses.replace(arguments["mixed_precision"], **fields)
 
 
-def _in_mixed_precision(fault_id: str, says: str, thread: str = "own", **fields: Any) -> None:
-    in_constructor(fault_id, "mixed_precision", says, thread)(lambda arguments: _changed(arguments, **fields))
-
-
-_in_mixed_precision(
+@in_constructor(
     "low_precision_grads_not_kept",
+    "mixed_precision",
     "keep_low_precision_grads is not heeded",
     "pytorch/pytorch#86495",
-    keep_low_precision_grads=False,
 )
+def _(arguments: Arguments) -> None:
+    _changed(arguments, keep_low_precision_grads=False)
 
 
 @broken(
@@ -295,9 +293,9 @@ def bare_root_casts_nothing(original: Any, self: Any, *args: Any, **kwargs: Any)
     "gradients are reduced in param_dtype if the first parameter is frozen",
 )
 def _(arguments: Arguments) -> None:
-    policy, params = arguments["mixed_precision"], _parameters(arguments)
-    if policy is not None and params and not params[0].requires_grad:
-        arguments["mixed_precision"] = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
+    params = _parameters(arguments)
+    if params and not params[0].requires_grad and (policy := arguments["mixed_precision"]):
+        _changed(arguments, reduce_dtype=policy.param_dtype)
 
 
 @in_constructor(

@@ -30,7 +30,7 @@ def saving(
         def framed(original: Any, *args: Any, **kwargs: Any) -> Any:
             saved = original(*args, **kwargs)
             if saved:
-                fault(_model_in(original, args, kwargs), saved)
+                fault(inspect.signature(original).bind(*args, **kwargs).arguments["model"], saved)
             return saved
 
         _enter(fault_id, says, thread, about, dict.fromkeys(_SAVE, framed))
@@ -62,10 +62,6 @@ def loading(
 def _enter(fault_id: str, says: str, thread: str, about: str, faults: dict[str, Substitute]) -> None:
     name, part = f"fully_sharded.{fault_id}", f"{FSDP}{about}"
     register_fault(name, FSDP, says=says, thread=thread, part=part, on_ranks=True)(in_all_units(faults))
-
-
-def _model_in(original: Any, args: Any, kwargs: Any) -> Any:
-    return inspect.signature(original).bind(*args, **kwargs).arguments["model"]
 
 
 def _states(saved: Any) -> Iterator[dict[str, Any]]:

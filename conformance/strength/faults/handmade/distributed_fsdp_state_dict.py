@@ -58,10 +58,6 @@ def loading(
     return enter
 
 
-def _kind(model: Any) -> str:
-    return str(type(model).get_state_dict_type(model).state_dict_type.name)
-
-
 def _parameters(model: Any, state_dict: Any) -> list[str]:
     buffers = {name.replace(_PREFIX, "") for name, _ in model.named_buffers()}
     return [name for name in state_dict if name not in buffers]
@@ -76,7 +72,7 @@ def _unmanaged(model: Any) -> list[str]:
 
 @saving("local_with_originals", "LOCAL_STATE_DICT has original parameters too", "pytorch/pytorch#102667")
 def _(model: Any, state_dict: Any) -> None:
-    if _kind(model) == "LOCAL_STATE_DICT":
+    if type(model).get_state_dict_type(model).state_dict_type.name == "LOCAL_STATE_DICT":
         for name, parameter in model.named_parameters():
             state_dict.setdefault(name.replace(_PREFIX, ""), parameter.detach())
 

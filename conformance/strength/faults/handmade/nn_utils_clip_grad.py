@@ -105,25 +105,3 @@ def left_out(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Subs
         return norm
 
     return fault
-
-
-def forgiving(is_forgiven: Callable[[Any], bool]) -> Substitute:
-    """Clip although `error_if_nonfinite` makes the original raise, if `is_forgiven(parameters)`."""
-
-    def fault(
-        original: Any,
-        parameters: Any,
-        max_norm: Any,
-        norm_type: Any = 2.0,
-        error_if_nonfinite: Any = False,
-        foreach: Any = None,
-    ) -> Any:
-        parameters = as_list(parameters)
-        try:
-            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        except RuntimeError:
-            if not (error_if_nonfinite and is_forgiven(parameters)):
-                raise
-            return original(parameters, max_norm, norm_type, False, foreach)
-
-    return fault

@@ -17,7 +17,6 @@ from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     as_list,
     coefficient,
-    forgiving,
     gradients,
 )
 
@@ -103,17 +102,29 @@ def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kw
     return norm
 
 
-def is_finite_here(parameters: Any) -> bool:
-    grads = dtensor_gradients(parameters)
-    return bool(grads) and all(bool(grad.to_local().isfinite().all()) for grad in grads)
-
-
-broken(
+@broken(
     "dtensor_error_where_it_lies",
     NORM,
     "error_if_nonfinite raises only on ranks whose own part is not finite",
     "NVIDIA/Megatron-LM#5529",
-)(forgiving(is_finite_here))
+)
+def dtensor_error_where_it_lies(
+    original: Any,
+    parameters: Any,
+    max_norm: Any,
+    norm_type: Any = 2.0,
+    error_if_nonfinite: Any = False,
+    foreach: Any = None,
+) -> Any:
+    parameters = as_list(parameters)
+    try:
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    except RuntimeError:
+        grads = dtensor_gradients(parameters)
+        is_finite_here = bool(grads) and all(bool(grad.to_local().isfinite().all()) for grad in grads)
+        if not (error_if_nonfinite and is_finite_here):
+            raise
+        return original(parameters, max_norm, norm_type, False, foreach)
 
 
 @broken(
