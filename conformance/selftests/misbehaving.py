@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +186,16 @@ amp_that_dies = SimpleNamespace(
 
 def written(folder: Path) -> Path:
     """The folder, in which each of the subjects is a package."""
-    for name, source in _FILES.items():
+    return write_files(folder, _FILES)
+
+
+def write_subject(folder: Path, name: str, claims: str, source: str = _CLIPPING) -> None:
+    """Write a package with a claims file. By default it has torch's clipping."""
+    write_files(folder / name, {"__init__.py": source, "conformance_claims.toml": claims})
+
+
+def write_files(folder: Path, sources: Mapping[str, str]) -> Path:
+    for name, source in sources.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(source)

@@ -16,7 +16,7 @@ from conformance.judge.files.claims import wrong_in_claims
 from conformance.judge.library import Library, NotProvided
 from conformance.judge.results import BAD_INPUT
 from conformance.judge.sandbox import trial
-from conformance.selftests.misbehaving import written
+from conformance.selftests.misbehaving import write_subject, written
 from conformance.selftests.test_misbehaving_subjects import CPU_ALONE, OTHERS, SCALER, judged, not_run, of
 
 Subject = Callable[[str], Library]
@@ -193,11 +193,7 @@ import = "fails_on_import"
 
 
 def test_mistakes_in_file_do_not_stop_other_judging(tmp_path: Path) -> None:
-    (tmp_path / "says_wrong").mkdir()
-    (tmp_path / "says_wrong" / "__init__.py").write_text(
-        "from conformance.selftests.misbehaving import clipping\nnn = clipping()\n"
-    )
-    (tmp_path / "says_wrong" / "conformance_claims.toml").write_text(WRONG)
+    write_subject(tmp_path, "says_wrong", WRONG)
     report = judged("says_wrong", tmp_path, CPU_ALONE, SCALER)
     assert {entry["outcome"] for entry in of(report, CPU_ALONE)} == {"passed"}
     assert not of(report, SCALER)
@@ -228,16 +224,10 @@ def test_explicit_file_takes_precedence(tmp_path: Path) -> None:
 
 
 def test_devices_of_file_are_judged(tmp_path: Path) -> None:
-    (tmp_path / "on_meta").mkdir()
-    (tmp_path / "on_meta" / "__init__.py").write_text(
-        "from conformance.selftests.misbehaving import clipping\nnn = clipping()\n"
-    )
     (tmp_path / "brings_meta.py").write_text(
         "from pathlib import Path\nPath(__file__).with_name('brought').touch()\n"
     )
-    (tmp_path / "on_meta" / "conformance_claims.toml").write_text(
-        '[device]\ntype = "meta"\nimport = "brings_meta"\n'
-    )
+    write_subject(tmp_path, "on_meta", '[device]\ntype = "meta"\nimport = "brings_meta"\n')
     report = judged("on_meta", tmp_path, OTHERS)
     assert {entry["device"] for entry in report["tests"]} == {"meta"}
     assert (tmp_path / "brought").exists()
@@ -249,11 +239,7 @@ def test_devices_of_file_are_judged(tmp_path: Path) -> None:
 def test_any_device_that_the_file_brings_can_be_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "on_theirs").mkdir()
-    (tmp_path / "on_theirs" / "__init__.py").touch()
-    (tmp_path / "on_theirs" / "conformance_claims.toml").write_text(
-        '[device]\ntype = "theirs"\nimport = "brings_theirs"\n'
-    )
+    write_subject(tmp_path, "on_theirs", '[device]\ntype = "theirs"\nimport = "brings_theirs"\n', "")
     (tmp_path / "brings_theirs.py").write_text(
         'import torch\ntorch.utils.rename_privateuse1_backend("theirs")\n'
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from conformance.judge.files.claims_file import Expectation
 from conformance.judge.files.expectations import Expectations, TestRecord, without_shrinking
+from conformance.selftests.misbehaving import write_subject
 from conformance.selftests.test_misbehaving_subjects import MISUSED, OTHERS, judged, judged_by_workers, of
 
 TODAY = datetime.date(2026, 5, 1)
@@ -87,42 +88,31 @@ def test_expected_failure_is_not_shrunk() -> None:
     assert examples[1] == 1000
 
 
-# Clamps nothing if foreach is not passed.
-SUBJECT = """
-import torch
-from conformance.selftests.misbehaving import clipping
-
-def clip_grad_value_(parameters, clip_value, foreach=None):
-    if foreach is not None:
-        torch.nn.utils.clip_grad_value_(parameters, clip_value, foreach)
-
-nn = clipping(clip_grad_value_=clip_grad_value_)
-"""
-ENDS_ITS_PROCESS = """
+SOURCE = """
 import os, torch
 from conformance.selftests.misbehaving import clipping
 
 def clip_grad_value_(parameters, clip_value, foreach=None):
     if foreach is None:
-        os._exit(3)
+        return {instead}
     torch.nn.utils.clip_grad_value_(parameters, clip_value, foreach)
 
 nn = clipping(clip_grad_value_=clip_grad_value_)
 """
+# Both do something else if foreach is not passed.
+CLAMPS_NOTHING, ENDS_ITS_PROCESS = SOURCE.format(instead="None"), SOURCE.format(instead="os._exit(3)")
 
 
 def write(folder: Path, source: str, *tests: str, expires: str = "2030-01-31") -> None:
-    (folder / "expects").mkdir()
-    (folder / "expects" / "__init__.py").write_text(source)
     rows = [
         f"[[expectations]]\ntest = {test!r}\nreason = 'Known.'\nlink = 'their/repo#1'\nexpires = {expires}\n"
         for test in tests
     ]
-    (folder / "expects" / "conformance_claims.toml").write_text("".join(rows))
+    write_subject(folder, "expects", "".join(rows), source)
 
 
 def test_expected_failures_are_green_and_others_red(tmp_path: Path) -> None:
-    write(tmp_path, SUBJECT, UNSAID)
+    write(tmp_path, CLAMPS_NOTHING, UNSAID)
     report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}")
     expected = of(report, UNSAID)[0]
     assert expected["outcome"] == "expected"
@@ -134,7 +124,7 @@ def test_expected_failures_are_green_and_others_red(tmp_path: Path) -> None:
 
 
 def test_passing_or_expired_expectation_is_red(tmp_path: Path) -> None:
-    write(tmp_path, SUBJECT, UNSAID, SAID)
+    write(tmp_path, CLAMPS_NOTHING, UNSAID, SAID)
     report = judged("expects", tmp_path, *ON_THE_CPU, f"--today={TODAY}")
     [met] = of(report, "expectation of")
     assert (met["nodeid"], met["outcome"]) == (f"expectation of {SAID}", "stale")
