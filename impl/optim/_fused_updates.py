@@ -30,14 +30,15 @@ from impl.kernels import (
     UpdateBackend,
     flag_if_free_to_read,
     fused_step_,
+    is_profiled,
     to_device,
 )
-from impl.optim._list_cache import Bucket, GroupLists, ListCache, reason_not_cacheable
+from impl.optim._list_cache import Bucket, GroupLists, ListCache
 from impl.optim._param_norms import Updates
 from impl.optim._prepared_updates import Prepared, PreparedShards
 from impl.optim._refusals import optimizer_name
 from impl.optim._shards import is_distributed, local_part, local_parts
-from impl.optim._step_checks import has_step_pre_hooks
+from impl.optim._step_checks import call_between_hooks, has_step_pre_hooks
 from impl.optim._updates_ahead import UpdatesAhead
 
 _TORCHS = str(Path(torch.optim.__file__).parent)
@@ -167,7 +168,7 @@ def _objection_to(optimizer: Optimizer) -> str | None:
         return "hooks before its step may read and replace unscaled gradients"
     if not _steps_as_torch(optimizer):
         return "a replacement of its step may do the same"
-    return reason_not_cacheable(optimizer)
+    return None
 
 
 @contextmanager
@@ -203,6 +204,9 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
 ) -> list[Served]:
     """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step.
 
+    On the CPU, the hooks are called without it unless a scheduler or a profiler sees the call, because torch's wrappers
+    of `step` take as long as the update of a small tensor.
+
     Returns:
         The backend of each update. An update that the host has skipped is left out.
     """
@@ -217,6 +221,14 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
                     served.append(Served(update.params, *backend))
         return _RULE_OF[type(optimizer)].NOTHING_LEFT
 
+    def update_groups() -> None:
+        for group in optimizer.param_groups:
+            update_group(group)
+
+    is_on_cpu = all(update.bucket.device.type == "cpu" for update in updates)
+    if is_on_cpu and "step" not in vars(optimizer) and not is_profiled():
+        call_between_hooks(optimizer, update_groups)
+        return served
     attributes: Any = optimizer
     previous = vars(optimizer).get("_init_group")
     attributes._init_group = update_group

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import (
     Optimizer,
+    _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -84,3 +85,12 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks other than checks run before the optimizer's step."""
     hooks = {*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values()}
     return not hooks.issubset(_hooks)
+
+
+def call_between_hooks(optimizer: Optimizer, update: Callable[[], None]) -> None:
+    """Call `update` after the pre-hooks of the optimizer's step, which are checks, and before its post-hooks."""
+    for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
+        hook(optimizer, (), {})
+    update()
+    for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+        hook(optimizer, (), {})
