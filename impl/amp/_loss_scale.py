@@ -190,35 +190,26 @@ class SkipMonitor:
         self._updates = 0
         self._last_unmonitored = 0  # number of the last update that needs no copy
         self._last_outdated: float = 0  # number of the last update before the scale changed otherwise
-        self._expected: tuple[Tensor, int, float] | None = None  # scale, its version and the backoff factor
+        # The scale, its version and the backoff factor after the last update.
+        self._expected: tuple[Tensor | None, int, float] = None, 0, 0.0
         self._pending: deque[tuple[int, HostCopy]] = deque()
 
     def may_reach_minimum(self, scale: Tensor, backoff_factor: float) -> bool:
-        """Return whether the next update may lower `scale` to its minimum. Sync: none.
-
-        On the CPU it is always True, because reading the scale is cheap.
-        """
-        if scale.is_cpu:
-            return True
-        if not has_host_copies(scale.device) or scale.is_inference():
+        """Return whether the next update may lower `scale` to its minimum. Sync: none."""
+        if scale.is_inference() or not (scale.is_cpu or has_host_copies(scale.device)):
             # A captured graph may run again without being counted. An inference tensor does not count its changes.
             self._last_unmonitored, self._last_outdated = 0, math.inf
             return True
-        if not self._is_expected(scale, backoff_factor):
+        expected_scale, version, expected_factor = self._expected
+        # Other libraries assign scale and factor.
+        if scale is not expected_scale or scale._version != version or backoff_factor != expected_factor:
             self._last_unmonitored, self._last_outdated = 0, self._updates
         return self._updates >= self._last_unmonitored
-
-    def _is_expected(self, scale: Tensor, backoff_factor: float) -> bool:
-        """Return whether nothing but updates has changed the scale and the factor. Other libraries assign both."""
-        if self._expected is None:
-            return False
-        expected_scale, version, expected_factor = self._expected
-        return scale is expected_scale and scale._version == version and backoff_factor == expected_factor
 
     def record(self, scale: Tensor, found_inf: Tensor, backoff_factor: float) -> None:
         """Start copying the result of an update to the host, if the scale may have reached its minimum. Sync: none."""
         self._updates += 1
-        if not scale.is_cpu and self._last_outdated < math.inf:
+        if self._last_outdated < math.inf:
             self._expected = scale, scale._version, backoff_factor
         is_needless = self._updates <= self._last_unmonitored or len(self._pending) > self.PATIENCE
         if is_needless and self._max_skipped_steps is None:

@@ -414,11 +414,16 @@ class GradScaler(StepReports):
             _loss_scale.set_scale_(scale, new_scale, self._device, self._min_scale)
             self._scale_monitor = self._new_monitor()
         else:
-            states = self._per_optimizer_states.values()
-            flags = [to_device(f, scale.device) for s in states for f in s["found_inf_per_device"].values()]
+            flags: list[Tensor] = []
+            accumulations: list[Accumulation] = []
+            # Comprehensions would take longer than the work in them.
+            for state in self._per_optimizer_states.values():
+                for flag in state["found_inf_per_device"].values():
+                    flags.append(to_device(flag, scale.device))
+                if "accumulation" in state:
+                    accumulations.append(state["accumulation"])
             if not flags:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            accumulations = [state["accumulation"] for state in states if "accumulation" in state]
             for accumulation in accumulations:
                 accumulation.check_closed("update")
             self._scale_monitor.warn_if_stuck(

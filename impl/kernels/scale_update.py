@@ -28,15 +28,5 @@ def update_scale_(  # noqa: PLR0913  six arguments of torch's operator, and the 
     Source: torch._amp_update_scale_; differences: the lower bound.
     """
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    # On the CPU reading the scale costs less than the clamp, which is almost never needed.
-    if min_scale is not None and not (scale.is_cpu and _can_read(scale) and scale.item() >= min_scale):
+    if min_scale is not None:
         scale.clamp_(min=min_scale)
-
-
-def _can_read(scale: Tensor) -> bool:
-    """Return the same as `is_eager` in a third of its time, for a tensor that no function transform wraps."""
-    return (
-        type(scale) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
