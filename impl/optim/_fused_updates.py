@@ -211,14 +211,16 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
         The backend of each update. An update that the host has skipped is left out.
     """
     served: list[Served] = []
+    by_group: dict[int, list[Update]] = {}
+    for update in updates:
+        by_group.setdefault(id(update.group), []).append(update)
 
     def update_group(group: dict[str, Any], *lists: list[object]) -> object:
         """Apply the group's updates instead of `_init_group`, and leave `step` nothing to do."""
-        for update in updates:
-            if update.group is group:
-                backend = update.apply(optimizer, factor, found_inf, taken, ahead, norms)
-                if backend is not None:
-                    served.append(Served(update.params, *backend))
+        for update in by_group.get(id(group), ()):
+            backend = update.apply(optimizer, factor, found_inf, taken, ahead, norms)
+            if backend is not None:
+                served.append(Served(update.params, *backend))
         return _RULE_OF[type(optimizer)].NOTHING_LEFT
 
     def update_groups() -> None:
