@@ -156,3 +156,8 @@ class Column:
     @functools.cached_property
     def total(self) -> int:
         return sum(self.numbers)
+
+    @functools.cached_property
+    def chunk_counts(self) -> list[int]:
+        """The number of chunks of each tensor, in an operation on the whole list."""
+        return chunk_counts(self.numbers, chunk_power(self.total))

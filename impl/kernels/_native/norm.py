@@ -40,7 +40,7 @@ def sum_of_squares(
     if read is None:
         return None
     numels = read.layout.numels
-    counts = chunk_counts(numels.numbers, chunk_power(numels.total))
+    counts = numels.chunk_counts
     sums = array("d", bytes(8 * sum(counts)))
     are_known = None if not known else _fill(sums, read.addresses.numbers, counts, numels.total, known)
     of_tensors = None if square_T is None else square_T.data_ptr()
