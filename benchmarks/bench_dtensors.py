@@ -16,8 +16,13 @@ _DEVICES = ["cpu"]
 _RANKS = "benchmarks.dtensor_ranks"
 
 
-def on_ranks(operation: str, subject: str, world_size: int, device: str) -> Workload:
-    arguments: dict[str, Any] = {"operation": operation, "subject": subject, "deadline_s": 300}
+def on_ranks(operation: str, subject: str, world_size: int, device: str, meshes: int = 1) -> Workload:
+    arguments: dict[str, Any] = {
+        "operation": operation,
+        "subject": subject,
+        "meshes": meshes,
+        "deadline_s": 300,
+    }
     pool = ranks(world_size)
     return Workload(
         functools.partial(pool.run, f"{_RANKS}:run", **arguments),
@@ -28,9 +33,30 @@ def on_ranks(operation: str, subject: str, world_size: int, device: str) -> Work
 class RatioDtensorClip(comparison.Ratio):
     title = "clip_grad_norm_ of 2,000 DTensors"
     area, curve = "Clipping", "of 2,000 DTensors, {world_size} ranks"
-    params = [[2], _DEVICES]
+    params = [[1, 2, 4, 8], _DEVICES]
     param_names = ["world_size", "device"]
     workload = staticmethod(functools.partial(on_ranks, "clip"))
+    measure = classmethod(comparison.measure_briefly)
+
+    def setup_cache(self):
+        return self.measure_all()
+
+    setup_cache.timeout = 1_800
+
+
+class RatioDtensorClipMeshes(comparison.Ratio):
+    """torch clips over one mesh only, so its DTensors are all on one."""
+
+    title = "clip_grad_norm_ of 2,000 DTensors on several meshes of 2 ranks"
+    area, curve = "Clipping", "of 2,000 DTensors, {meshes} meshes"
+    params = [[2, 4], _DEVICES]
+    param_names = ["meshes", "device"]
+    measure = classmethod(comparison.measure_briefly)
+
+    @staticmethod
+    def workload(subject: str, *case: Any) -> Workload:
+        meshes, device = case
+        return on_ranks("clip", subject, 2, device, meshes)
 
     def setup_cache(self):
         return self.measure_all()

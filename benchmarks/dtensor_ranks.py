@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.common import SEED, member
 
@@ -25,18 +25,22 @@ class Work:
 
 
 @functools.lru_cache(maxsize=4)
-def _work(operation: str, subject: str) -> Work:
+def _work(operation: str, subject: str, meshes: int) -> Work:
+    """Return the work on DTensors that alternate between meshes. torch's are all on the first one."""
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
+    layouts = [
+        (init_device_mesh("cpu", (1,) * more + (size,)), [Replicate()] * more + [Shard(0)])
+        for more in range(1 if subject == "torch" else meshes)
+    ]
     random = torch.Generator().manual_seed(SEED + dist.get_rank())
 
-    def draw() -> DTensor:
+    def draw(index: int) -> DTensor:
         local = torch.randn(ELEMENTS // size, generator=random).mul_(0.01)
-        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        return DTensor.from_local(local, *layouts[index % len(layouts)], run_check=False)
 
-    parameters = [nn.Parameter(draw()) for _ in range(TENSORS)]
-    for parameter in parameters:
-        parameter.grad = draw()
+    parameters = [nn.Parameter(draw(index)) for index in range(TENSORS)]
+    for index, parameter in enumerate(parameters):
+        parameter.grad = draw(index)
     return Work(parameters, _CALLS[operation](subject, parameters))
 
 
@@ -59,15 +63,15 @@ def _adamw(subject: str, parameters: list[Any]) -> Callable[[], Any]:
 _CALLS = {"clip": _clip, "adamw": _adamw}
 
 
-def run(rank: Any, *, operation: str, subject: str) -> None:
-    work = _work(operation, subject)
+def run(rank: Any, *, operation: str, subject: str, meshes: int) -> None:
+    work = _work(operation, subject, meshes)
     for _ in range(CALLS):
         work.call()
 
 
-def effect(rank: Any, *, operation: str, subject: str) -> list[Tensor]:
+def effect(rank: Any, *, operation: str, subject: str, meshes: int) -> list[Tensor]:
     """Make the first call. Return this rank's elements of the first tensors after it."""
-    work = _work(operation, subject)
+    work = _work(operation, subject, meshes)
     work.call()
     return [
         local.to_local().detach().clone()
