@@ -75,7 +75,7 @@ def _calls_of(method: str, **values: Any) -> st.SearchStrategy[UnitCall]:
 
 
 _TRAINING = st.sampled_from(
-    [UnitCall(name) for name in ("forward", "forward", "look", "backward", "backward", "step of shards")]
+    [UnitCall(name) for name in ("forward", "forward", "look", "backward", "backward", "step_of_shards")]
 )
 _BOTH = (True, False)
 _SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -90,21 +90,19 @@ _SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("set_modules_to_forward_prefetch", {"modules": ([1], [2, 3], [])}),
     ("set_modules_to_backward_prefetch", {"modules": ([1, 0], [2], [])}),
 )
-_OTHERS = st.sampled_from(
-    [UnitCall("wait"), UnitCall("state_dict"), UnitCall("load"), UnitCall("skip a unit", 1)]
-)
+_OTHERS = st.sampled_from([UnitCall("wait"), UnitCall("state_dict"), UnitCall("load"), UnitCall("skip", 1)])
 
 
-def programs(
-    reference: type, factors: tuple[float, ...]
-) -> st.SearchStrategy[tuple[Sharding, list[UnitCall]]]:
+def programs(reference: type, world_size: int) -> st.SearchStrategy[tuple[Sharding, list[UnitCall]]]:
     """Draw a sharding, and calls of a model's methods among forwards and backwards that end with a full step.
 
     `reference` is torch's FSDPModule. Methods that its version lacks are not called.
     """
+    # On a single rank, torch divides twice: test_divide_factor_applies_once_on_single_rank.
+    factors = (1.0, 2.0, 3.0) if world_size > 1 else (1.0,)
     methods = [_calls_of(name, **values) for name, values in _SETTINGS if hasattr(reference, name)]
     settings = st.one_of(*methods, _OTHERS, _calls_of("set_gradient_divide_factor", factor=factors))
-    ending = [UnitCall("forward"), UnitCall("backward"), UnitCall("step of shards")]
+    ending = [UnitCall("forward"), UnitCall("backward"), UnitCall("step_of_shards")]
     # A flat `one_of` would draw each method as often as all training calls together.
     call = st.sampled_from([_TRAINING, _TRAINING, settings]).flatmap(lambda kind: kind)
     calls = st.lists(call, max_size=12).filter(_is_right_in_torch)

@@ -12,24 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.scenes.call_judging import (
+from conformance.distributed.fsdp.scenes.fully_shard_calls import (
     LOOK,
     TRAIN,
-    draw_program,
-    outcomes_of,
-    played,
+    UnitCall,
+    assert_plays_like_torch,
+    play,
     setting,
 )
-from conformance.distributed.fsdp.scenes.fully_shard_calls import UnitCall
 from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding, held
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, Twins, values_of
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.outcome import Outcome
 from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
+from conformance.strategies.full_sharding import programs
 
 _HAS_FINALIZATION = is_torch_in(">=2.15")
 MANUAL = setting("set_manual_backward_finalization", enabled=True)
@@ -48,9 +48,9 @@ KEEP = setting("set_reshard_after_backward", reshard_after_backward=False)
 NO_SYNC_OF_ONE = setting("set_requires_gradient_sync", 1, requires_gradient_sync=False)
 LAST, NOT_LAST = (setting("set_is_last_backward", is_last_backward=value) for value in (True, False))
 CLEAR = UnitCall("zero_grad")
-SKIP = UnitCall("skip a unit", 1)
+SKIP = UnitCall("skip", 1)
 SHARDED, REPLICAS = Sharding(), Sharding(ranks="replicas")
-FAILING = UnitCall("failing backward", 1)
+FAILING = UnitCall("fail_backward", 1)
 
 PROGRAMS = {
     "one backward": (MANUAL, *PASS, FINALIZE, STEP, *PASS, FINALIZE, STEP),
@@ -142,42 +142,45 @@ def _raised(outcomes: RankOutcomes) -> list[str]:
     ids=[*PROGRAMS, "unsynchronised replicas", "replicas", "offloaded"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_finalization_trains_like_automatic(twins: Twins, program: str, sharding: Sharding) -> None:
+def test_finalization_trains_like_automatic(
+    plain_twins: PlainTwins, program: str, sharding: Sharding
+) -> None:
     calls = PROGRAMS[program]
     if _HAS_FINALIZATION:
-        played(twins, calls, sharding=sharding)
-    _assert_trains_like(twins, calls, LIKE.get(program, _automatic(calls)), sharding)
+        assert_plays_like_torch(plain_twins, calls, sharding=sharding)
+    _assert_trains_like(plain_twins, calls, LIKE.get(program, _automatic(calls)), sharding)
 
 
 def _assert_trains_like(
-    twins: Twins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = SHARDED
+    plain_twins: PlainTwins, calls: Sequence[UnitCall], like: Sequence[UnitCall], sharding: Sharding = SHARDED
 ) -> None:
     """Assert that the subject's state after `calls` equals torch's state after `like`."""
-    expected = outcomes_of(twins, twins.reference, like, sharding=sharding)
+    expected = plain_twins.of(plain_twins.reference, play, calls=like, sharding=sharding)
     assert_ranks_agree(
-        _held(expected), _held(outcomes_of(twins, twins.subject, calls, sharding=sharding)), TRAINED
+        _held(expected), _held(plain_twins.of_subject(play, calls=calls, sharding=sharding)), TRAINED
     )
 
 
 @clause("distributed.fsdp.fully_shard.finalization")
 @pytest.mark.parametrize("program", REFUSED)
 @pytest.mark.world_sizes(fewest=2)
-def test_finalization_in_wrong_order_raises(twins: Twins, program: str) -> None:
+def test_finalization_in_wrong_order_raises(plain_twins: PlainTwins, program: str) -> None:
     calls, texts = REFUSED[program]
     sharding = REPLICAS if "all-reduce" in program else SHARDED
     if _HAS_FINALIZATION:
-        played(twins, calls, sharding=sharding)
-    raised = _raised(outcomes_of(twins, twins.subject, calls, sharding=sharding))
+        assert_plays_like_torch(plain_twins, calls, sharding=sharding)
+    raised = _raised(plain_twins.of_subject(play, calls=calls, sharding=sharding))
     assert raised == [f"RuntimeError: {text}" for text in texts]
 
 
 @clause("distributed.fsdp.fully_shard.finalization_any_order")
 @share_of_examples(0.7)
 @given(data=st.data())
-def test_finalization_before_each_step_matches_torch(twins: Twins, data: st.DataObject) -> None:
-    sharding, drawn = draw_program(twins, data)
-    steps = [(FINALIZE, call) if call.name == "step of shards" else (call,) for call in drawn]
-    played(twins, [MANUAL, *itertools.chain(*steps)], sharding=sharding)
+def test_finalization_before_each_step_matches_torch(plain_twins: PlainTwins, data: st.DataObject) -> None:
+    module = plain_twins.reference.distributed.fsdp.FSDPModule
+    sharding, drawn = data.draw(programs(module, plain_twins.world_size))
+    steps = [(FINALIZE, call) if call.name == "step_of_shards" else (call,) for call in drawn]
+    assert_plays_like_torch(plain_twins, [MANUAL, *itertools.chain(*steps)], sharding=sharding)
 
 
 def _model(scene: Scene, *, is_manual: bool = True) -> Any:
@@ -297,21 +300,22 @@ def _refuses_after_failure(outcomes: RankOutcomes) -> bool:
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
 @pytest.mark.parametrize("program", EARLY_STEPS)
 @pytest.mark.world_sizes(fewest=2)
-def test_step_before_finalization_raises(twins: Twins, program: str) -> None:
+def test_step_before_finalization_raises(plain_twins: PlainTwins, program: str) -> None:
     calls = EARLY_STEPS[program]
-    outcomes = outcomes_of(twins, twins.subject, calls)
+    outcomes = plain_twins.of_subject(play, calls=calls)
     assert _refuses_step(outcomes)
     assert "set_manual_backward_finalization(True) leaves that to the caller" in _raised(outcomes)[0]
-    _assert_trains_like(twins, calls, TRAIN)
+    _assert_trains_like(plain_twins, calls, TRAIN)
 
 
 @clause("distributed.fsdp.fully_shard.step_before_finalization")
 @pytest.mark.deviation("fully_shard.step_before_finalization")
 @pytest.mark.parametrize("program", EARLY_STEPS)
 @pytest.mark.world_sizes(fewest=2)
-def test_step_before_finalization_is_not_silent(twins: Twins, program: str) -> None:
-    twins.judge(
-        lambda library: outcomes_of(twins, library, EARLY_STEPS[program]),
+def test_step_before_finalization_is_not_silent(plain_twins: PlainTwins, program: str) -> None:
+    plain_twins.deviate(
+        play,
+        calls=EARLY_STEPS[program],
         we_do=_refuses_step,
         torch_does=lambda outcomes: not _raised(outcomes),
     )
@@ -320,19 +324,22 @@ def test_step_before_finalization_is_not_silent(twins: Twins, program: str) -> N
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
 @pytest.mark.parametrize("program", FAILED)
 @pytest.mark.world_sizes(fewest=2)
-def test_failed_backward_does_not_count_in_finalization(twins: Twins, program: str) -> None:
-    _assert_trains_like(twins, *FAILED[program])
+def test_failed_backward_does_not_count_in_finalization(plain_twins: PlainTwins, program: str) -> None:
+    _assert_trains_like(plain_twins, *FAILED[program])
 
 
 @clause("distributed.fsdp.fully_shard.finalization_after_failed_backward")
 @pytest.mark.deviation("fully_shard.finalization_after_failed_backward")
 @pytest.mark.parametrize("program", FAILED)
 @pytest.mark.world_sizes(fewest=2)
-def test_finalization_after_failed_backward_keeps_earlier_gradients(twins: Twins, program: str) -> None:
+def test_finalization_after_failed_backward_keeps_earlier_gradients(
+    plain_twins: PlainTwins, program: str
+) -> None:
     calls, like = FAILED[program]
-    expected = _held(outcomes_of(twins, twins.reference, like))
-    twins.judge(
-        lambda library: outcomes_of(twins, library, calls),
+    expected = _held(plain_twins.of(plain_twins.reference, play, calls=like))
+    plain_twins.deviate(
+        play,
+        calls=calls,
         we_do=lambda outcomes: does_as(expected, _held(outcomes)),
         torch_does=_refuses_after_failure,
     )

@@ -1,4 +1,4 @@
-"""Sequences of calls on a model sharded by `fully_shard`, and what a rank observes after each call."""
+"""Sequences of calls on a model sharded by `fully_shard`, and comparisons of what ranks observe after each call."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from conformance.distributed.fsdp.scenes.fully_shard_training import (
     sharded,
     units_of,
 )
-from conformance.distributed.fsdp.scenes.module_trees import ModuleTree, loss_of
-from conformance.distributed.fsdp.scenes.module_trees import call as call_model
-from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, tried
-from conformance.judge.library import Library, load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.traffic import are_at_most
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
+from conformance.ranks.collective_traces import Collective
 
 UNITS = 4
 ROOT = UNITS
+LEAVES = Sharding()
 
 
 @dataclass(frozen=True)
 class UnitCall:
-    """A call of a unit's method or of a function in `_OF_THE_SCENE`.
+    """Call of a unit's method, or of a method of `CallScene` whose name begins with `do_`.
 
-    `name` is the method or the key in `_OF_THE_SCENE`. Units are numbered in the order in which they run, and the last
-    number is the root.
+    Units are numbered in the order in which they run, and the last number is the root.
     """
 
     name: str
@@ -46,38 +45,39 @@ class UnitCall:
         return f"{self.name}[{self.unit}]{self.arguments or ''}"
 
 
-def play(
-    rank: Rank, *, library: str, sharding: Sharding, calls: Sequence[UnitCall], tree: ModuleTree = FOUR_UNITS
-) -> Outcome:
+def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
+    return UnitCall(method, unit, arguments)
+
+
+FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
+TRAIN = (FORWARD, BACKWARD, STEP)
+
+
+def play(scene: Scene, calls: Sequence[UnitCall], sharding: Sharding = LEAVES) -> dict[str, Any]:
     """Run the calls. Return what the rank observed after each call, and what it holds at the end.
 
     The ranks wait for each other before every call, and before every unit computes.
     """
-    loaded, model = load_library(library), tree.build()
-
-    def run() -> dict[str, Any]:
-        scene = CallScene(rank, loaded, sharded(rank, loaded, model, sharding), tree)
-        observed = [scene.make(call) for call in calls]
-        if scene.is_evaluated:
-            reshard_all(model)
-        return {"seen": observed, "held": held(model)}
-
-    return observe(run)
+    scene = CallScene(scene, sharding)
+    observed = [scene.make(call) for call in calls]
+    if scene.is_evaluated:
+        reshard_all(scene.model)
+    return {"seen": observed, "held": held(scene.model)}
 
 
-class CallScene:
-    """A sharded model, and the state that calls leave for later calls."""
+class CallScene(Scene):
+    """A scene with a sharded model, and the state that calls leave for later calls."""
 
-    def __init__(self, rank: Rank, library: Library, model: Any, tree: ModuleTree) -> None:
-        self.rank, self.library, self.model, self.tree = rank, library, model, tree
-        self.units = [*reversed(units_of(model, "leaves")), model]
+    def __init__(self, scene: Scene, sharding: Sharding) -> None:
+        model = sharded(scene.rank, scene.library, scene.plain, sharding)
+        super().__init__(scene.rank, scene.library, None, scene.tree, model)
+        self.all_units = [*reversed(units_of(model, "leaves")), model]
         # foreach is torch's default on an accelerator.
         self.optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.5, foreach=True)
-        inner = {id(p): number for number, unit in enumerate(self.units[:ROOT]) for p in unit.parameters()}
+        inner = {id(p): at for at, unit in enumerate(self.all_units[:ROOT]) for p in unit.parameters()}
         self.unit_of = {id(p): inner.get(id(p), ROOT) for p in model.parameters()}
         self.unsynchronised: set[int] = set()  # units with gradient synchronisation switched off
-        # Units whose gradients may be unreduced.
-        self.waiting: set[int] = set()
+        self.waiting: set[int] = set()  # units whose gradients may be unreduced
         self.losses: list[torch.Tensor] = []
         self.handles: list[Any] = []
         self.reported: list[Any] = []
@@ -85,7 +85,7 @@ class CallScene:
         self._forwards = 0
         # Deviation fully_shard.written_after_evaluation: units may stay unsharded after an evaluation.
         self.is_evaluated = False
-        for unit in self.units:
+        for unit in self.all_units:
             unit.register_forward_pre_hook(_meet)
             unit.register_forward_hook(_meet_in_backward)
 
@@ -100,14 +100,16 @@ class CallScene:
             "reported": sorted(self.reported, key=str),  # the order of gathers and reductions may vary
             "keeps the event": self.event() is not None,
             # After a failed call, it is undefined which parameters are registered, until the state is reset.
-            "registered": {} if call.name in _FAILING or self.is_evaluated else registered(self.model),
+            "registered": {}
+            if call.name.startswith("fail_") or self.is_evaluated
+            else registered(self.model),
         }
 
     def _made(self, call: UnitCall) -> Any:
-        if call.name in _OF_THE_SCENE:
-            return _OF_THE_SCENE[call.name](self, call)
+        if (verb := getattr(self, f"do_{call.name}", None)) is not None:
+            return verb(**call.arguments) if call.unit == ROOT else verb(call.unit, **call.arguments)
         arguments = {name: self._real(value) for name, value in call.arguments.items()}
-        returned = getattr(self.units[call.unit], call.name)(**arguments)
+        returned = getattr(self.all_units[call.unit], call.name)(**arguments)
         if call.name == "set_requires_gradient_sync":
             is_of_all = call.unit == ROOT and arguments.get("recurse", True)
             units = set(range(ROOT + 1)) if is_of_all else {call.unit}
@@ -119,23 +121,129 @@ class CallScene:
             self.waiting &= self.unsynchronised
         if returned is not None:
             self.handles.append(returned)
-            return isinstance(returned, getattr(self.library.distributed.fsdp, _HANDLES[call.name]))
+            return isinstance(returned, getattr(self.api, _HANDLES[call.name]))
         return None
 
     def _real(self, value: Any) -> Any:
         """Replace unit numbers by units, and names by the objects that they stand for."""
         if isinstance(value, list):
-            return [self.units[number] if isinstance(number, int) else number for number in value]
+            return [self.all_units[number] if isinstance(number, int) else number for number in value]
         return _OBJECTS[value](self) if isinstance(value, str) and value in _OBJECTS else value
 
-    def forward(self) -> torch.Tensor:
-        batch = self.tree.batch(self._forwards, self.rank.rank)
+    def next_loss(self) -> torch.Tensor:
         self._forwards += 1
-        return loss_of(call_model(self.model, self.tree, batch))
+        return self.loss(self._forwards - 1)
+
+    # Calls that are not methods of units
+
+    def do_forward(self) -> torch.Tensor:
+        self.losses.append(self.next_loss())
+        return self.losses[-1].detach()
+
+    @torch.no_grad()
+    def do_look(self) -> torch.Tensor:
+        return self.next_loss()
+
+    def do_backward(self) -> int:
+        """Run backward of the sum of all losses so far."""
+        losses, self.losses = self.losses, []
+        if losses:
+            self.waiting = set(self.unsynchronised)
+            torch.stack(losses).sum().backward()
+        return len(losses)
+
+    def do_fail_forward(self, unit: int) -> None:
+        """Run a forward in which a unit's pre-forward hook raises."""
+        handle = self.all_units[unit].register_forward_pre_hook(_fail)
+        try:
+            self.next_loss()
+        finally:
+            handle.remove()
+
+    def do_fail_backward(self, unit: int) -> None:
+        handle = self.all_units[unit].register_forward_hook(lambda _, __, out: _hooked(out, _fail))
+        try:
+            self.next_loss().backward()
+        finally:
+            handle.remove()
+
+    def do_step(self) -> None:
+        """Step only the parameters whose gradients are reduced. `failures.waiting_step` covers the others."""
+        group = self.optimizer.param_groups[0]
+        parameters = group["params"]
+        group["params"] = [p for p in parameters if self.unit_of[id(p)] not in self.waiting]
+        try:
+            self.optimizer.step()
+        finally:
+            group["params"] = parameters
+        self.optimizer.zero_grad()
+
+    def do_step_of_shards(self) -> bool:
+        """Reshard all units, then step.
+
+        While units are unsharded, torch would continue with the weights from before the step. Do nothing between a
+        forward and its backward, because no library has the forward's weights then.
+        """
+        if self.losses:
+            return False
+        while self.handles:
+            self.handles.pop(0).wait()
+        for unit in self.all_units:
+            unit.reshard()
+        self.do_step()
+        return True
+
+    def do_step_beside(self) -> None:
+        """Step on a separate stream, if the device has streams.
+
+        The model gets only the event of the step, by `set_post_optim_event`.
+        """
+        event: Any = _event(self)
+        if self.rank.device.type == "cpu":
+            self.optimizer.step()
+        else:
+            beside = torch.Stream(self.rank.device)
+            beside.wait_stream(torch.accelerator.current_stream())
+            with beside:
+                self.optimizer.step()
+                event = beside.record_event()
+        self.model.set_post_optim_event(event)
+
+    def do_zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def do_wait(self) -> Any:
+        return self.handles.pop(0).wait() if self.handles else "no handle"
+
+    def do_state_dict(self) -> list[str]:
+        return list(self.model.state_dict())
+
+    def do_load(self, **arguments: Any) -> str:
+        """Load a state dict with doubled parameters."""
+        doubled = {name: value.detach() * 2 for name, value in self.model.state_dict().items()}
+        return str(self.model.load_state_dict(doubled, **arguments))
+
+    def do_convert(self, dtype: torch.dtype) -> None:
+        self.model.to(dtype)
+
+    def do_skip(self, unit: int, by: Sequence[int] | None = None) -> torch.Tensor:
+        """Run a forward and backward without one unit, on the ranks in `by` or on every rank."""
+        skipped = self.all_units[unit]
+        skips = by is None or self.rank.rank in by
+        original, skipped.forward = skipped.forward, (lambda x, *, ids: x * 1) if skips else skipped.forward
+        try:
+            loss = self.next_loss()
+            loss.backward()
+        finally:
+            skipped.forward = original
+        return loss.detach()
 
 
 _HANDLES = {"unshard": "UnshardHandle", "finalize_backward": "GradientReductionHandle"}
-_FAILING = ("failing forward", "failing backward")
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError("in a call that fails")
 
 
 def _meet(*_: Any) -> None:
@@ -144,155 +252,11 @@ def _meet(*_: Any) -> None:
 
 def _meet_in_backward(unit: nn.Module, inputs: Any, output: torch.Tensor) -> None:
     if output.requires_grad:
-        output.register_hook(lambda grad: dist.barrier())
-
-
-# -- calls that are not methods
-
-
-def _forward(scene: CallScene, call: UnitCall) -> torch.Tensor:
-    scene.losses.append(scene.forward())
-    return scene.losses[-1].detach()
-
-
-def _look(scene: CallScene, call: UnitCall) -> torch.Tensor:
-    with torch.no_grad():
-        return scene.forward()
-
-
-def _backward(scene: CallScene, call: UnitCall) -> int:
-    """Run backward of the sum of all losses so far."""
-    losses, scene.losses = scene.losses, []
-    if losses:
-        scene.waiting = set(scene.unsynchronised)
-        torch.stack(losses).sum().backward()
-    return len(losses)
-
-
-def _failing_forward(scene: CallScene, call: UnitCall) -> None:
-    """Run a forward in which a unit's pre-forward hook raises."""
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("in a forward")
-
-    handle = scene.units[call.unit].register_forward_pre_hook(fail)
-    try:
-        scene.forward()
-    finally:
-        handle.remove()
-
-
-def _failing_backward(scene: CallScene, call: UnitCall) -> None:
-    def fail(grad: torch.Tensor) -> None:
-        raise ArithmeticError("in a backward")
-
-    handle = scene.units[call.unit].register_forward_hook(lambda unit, inputs, output: _hooked(output, fail))
-    try:
-        scene.forward().backward()
-    finally:
-        handle.remove()
+        _hooked(output, _meet)
 
 
 def _hooked(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     output.register_hook(hook)
-
-
-def _step(scene: CallScene, call: UnitCall) -> None:
-    """Step only the parameters whose gradients are reduced. The clause `failures.waiting_step` covers the others."""
-    group = scene.optimizer.param_groups[0]
-    parameters = group["params"]
-    group["params"] = [p for p in parameters if scene.unit_of[id(p)] not in scene.waiting]
-    try:
-        scene.optimizer.step()
-    finally:
-        group["params"] = parameters
-    scene.optimizer.zero_grad()
-
-
-def _step_of_shards(scene: CallScene, call: UnitCall) -> bool:
-    """Reshard all units, then step.
-
-    While units are unsharded, torch would continue with the weights from before the step. Do nothing between a forward
-    and its backward, because no library has the forward's weights then.
-    """
-    if scene.losses:
-        return False
-    while scene.handles:
-        scene.handles.pop(0).wait()
-    for unit in scene.units:
-        unit.reshard()
-    _step(scene, call)
-    return True
-
-
-def _step_beside(scene: CallScene, call: UnitCall) -> None:
-    """Step on a separate stream, if the device has streams.
-
-    The model gets only the event of the step, by `set_post_optim_event`.
-    """
-    event: Any = _event(scene)
-    if scene.rank.device.type == "cpu":
-        scene.optimizer.step()
-    else:
-        beside = torch.Stream(scene.rank.device)
-        beside.wait_stream(torch.accelerator.current_stream())
-        with beside:
-            scene.optimizer.step()
-            event = beside.record_event()
-    scene.model.set_post_optim_event(event)
-
-
-def _zero_grad(scene: CallScene, call: UnitCall) -> None:
-    scene.optimizer.zero_grad()
-
-
-def _wait(scene: CallScene, call: UnitCall) -> Any:
-    return scene.handles.pop(0).wait() if scene.handles else "no handle"
-
-
-def _state_dict(scene: CallScene, call: UnitCall) -> list[str]:
-    return list(scene.model.state_dict())
-
-
-def _load(scene: CallScene, call: UnitCall) -> str:
-    """Load a state dict with doubled parameters."""
-    doubled = {name: value.detach() * 2 for name, value in scene.model.state_dict().items()}
-    return str(scene.model.load_state_dict(doubled, **call.arguments))
-
-
-def _convert(scene: CallScene, call: UnitCall) -> None:
-    scene.model.to(call.arguments["dtype"])
-
-
-def _skip_a_unit(scene: CallScene, call: UnitCall) -> torch.Tensor:
-    """Run a forward and backward without one unit, on the ranks in `by` or on every rank."""
-    unit, by = scene.units[call.unit], call.arguments.get("by")
-    skips = by is None or scene.rank.rank in by
-    original, unit.forward = unit.forward, (lambda x, *, ids: x * 1) if skips else unit.forward
-    try:
-        loss = scene.forward()
-        loss.backward()
-    finally:
-        unit.forward = original
-    return loss.detach()
-
-
-_OF_THE_SCENE: dict[str, Callable[[CallScene, UnitCall], Any]] = {
-    "forward": _forward,
-    "look": _look,
-    "backward": _backward,
-    "failing forward": _failing_forward,
-    "failing backward": _failing_backward,
-    "step": _step,
-    "step beside": _step_beside,
-    "step of shards": _step_of_shards,
-    "zero_grad": _zero_grad,
-    "wait": _wait,
-    "state_dict": _state_dict,
-    "load": _load,
-    "convert": _convert,
-    "skip a unit": _skip_a_unit,
-}
 
 
 # -- objects that are passed to methods
@@ -363,3 +327,45 @@ _OBJECTS: dict[str, Callable[[CallScene], Any]] = {
         torch.cpu.Stream() if scene.rank.device.type == "cpu" else torch.Stream(scene.rank.device)
     ),
 }
+
+
+# -- comparisons
+
+
+def assert_plays_like_torch(
+    twins: PlainTwins,
+    calls: Sequence[UnitCall],
+    *,
+    names_groups: bool = False,
+    gathers_again: bool = True,
+    **how: Any,
+) -> tuple[list[Sequence[Collective]], list[Sequence[Collective]]]:
+    """Compare the calls. They must send at most as much as torch's. Return the traces of both libraries' ranks.
+
+    Args:
+        names_groups: whether new ranks run the calls, because groups are named by their members, only once each.
+        gathers_again: whether an evaluation may gather units that are unsharded, and whether what follows it may too.
+    """
+    outcomes, traces = [], []
+    for library in (twins.reference, twins.subject):
+        if names_groups:
+            twins.pool.kill()
+        outcomes.append(twins.of(library, play, calls=calls, **how))
+        traces.append([list(trace) for trace in twins.pool.traces])
+    assert_ranks_agree(*outcomes)
+    values_of(outcomes[1])
+    if not are_at_most(traces[1], traces[0]) and gathers_again:
+        # Deviation fully_shard.written_after_evaluation: units kept through an evaluation may be gathered again.
+        twins.of(twins.reference, play, calls=_resharded_around_evaluations(calls), **how)
+        traces[0] = [list(trace) for trace in twins.pool.traces]
+    assert are_at_most(traces[1], traces[0]), "; torch ".join(str([*map(reported, sent)]) for sent in traces)
+    return traces[0], traces[1]
+
+
+def _resharded_around_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:
+    reshards = [setting("reshard", unit) for unit in range(ROOT + 1)]
+    return [step for call in calls for step in ([*reshards, call, *reshards] if call == LOOK else [call])]
+
+
+def reported(trace: Sequence[Collective]) -> list[str]:
+    return [str(call) for call in trace]
