@@ -13,7 +13,6 @@ from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, each
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import does_as
 
 
 class _Generating(nn.Sequential):
@@ -24,153 +23,126 @@ class _Generating(nn.Sequential):
         return self.forward(batch)
 
 
-def _generating(scene: Scene, shards: bool) -> Any:
-    """Return a model, sharded as two units that stay unsharded after forward, or not sharded."""
+def _generating(scene: Scene) -> Any:
+    """Return a model, sharded as two units that stay unsharded after forward."""
     model: Any = _Generating(*blocks(2)).to(scene.rank.device)
-    if shards:
-        scene.shard(model[0], reshard_after_forward=False)
-        scene.shard(model, reshard_after_forward=False)
+    scene.shard(model[0], reshard_after_forward=False)
+    scene.shard(model, reshard_after_forward=False)
+    if scene.shards:
         scene.api.register_fsdp_forward_method(model, "generate")
     return model
 
 
-def _evaluate(model: Any, batch: torch.Tensor, method: str) -> torch.Tensor:
+def _evaluate(model: Any, batch: torch.Tensor, method: str = "forward") -> torch.Tensor:
     if method == "generate":
-        return model.generate(batch)
+        return model.generate(batch).cpu()
     with torch.no_grad():
-        return model(batch)
+        return model(batch).cpu()
 
 
 def written_after_evaluation(
-    scene: Scene, how: str, method: str = "forward", is_listed_before: bool = True
+    scene: Scene, how: str, method: str, is_listed_before: bool
 ) -> list[torch.Tensor]:
-    """Evaluate before and after a write to the parameters: a sharded model, then the same model without sharding.
+    """Evaluate before and after a write to the parameters.
 
     Args:
         method: `generate` disables gradients itself.
         is_listed_before: the parameters are listed before the first evaluation. Otherwise they are listed after it, and
             the units are resharded after the write.
     """
-    outputs: list[torch.Tensor] = []
-    for shards in (True, False):
-        model = _generating(scene, shards)
+    model = _generating(scene)
+    params, batch = list(model.parameters()), batch_of(scene, 0)
+    outputs = [_evaluate(model, batch, method)]
+    if not is_listed_before:
         params = list(model.parameters())
-        batch = batch_of(scene, 0)
-        outputs.append(_evaluate(model, batch, method))
-        if not is_listed_before:
-            params = list(model.parameters())
-        with torch.no_grad():
-            targets = [torch.zeros_like(param) for param in params]
-            if how == "foreach":
-                torch._foreach_lerp_(params, targets, 0.5)
-            else:
-                for param, target in zip(params, targets, strict=True):
-                    param.data.copy_(target)
-        if not is_listed_before:
-            reshard_all(model)
-        outputs.append(_evaluate(model, batch, method))
-    return outputs
+    with torch.no_grad():
+        targets = [torch.zeros_like(param) for param in params]
+        if how == "foreach":
+            torch._foreach_lerp_(params, targets, 0.5)
+        else:
+            for param, target in zip(params, targets, strict=True):
+                param.data.copy_(target)
+    if not is_listed_before:
+        reshard_all(model)
+    return [*outputs, _evaluate(model, batch, method)]
 
 
 @clause("distributed.fsdp.fully_shard.written_after_evaluation")
 @pytest.mark.deviation("fully_shard.written_after_evaluation")
 @pytest.mark.parametrize("method", ["forward", "generate"])
-@pytest.mark.parametrize("how", ["foreach", "data"])
-def test_evaluation_sees_writes_to_shards_of_kept_units(
-    plain_twins: PlainTwins, how: str, method: str
+@pytest.mark.parametrize(
+    ("how", "is_listed_before"),
+    [("foreach", True), ("data", True), ("data", False)],
+    ids=["foreach", "data", "data, listed after"],
+)
+def test_evaluation_sees_writes_to_kept_units(
+    plain_twins: PlainTwins, how: str, is_listed_before: bool, method: str
 ) -> None:
-    plain_twins.deviate(
+    plain_twins.deviate_to_unsharded(
         written_after_evaluation,
         how=how,
         method=method,
+        is_listed_before=is_listed_before,
         torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
-        we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
     )
 
 
-def optimizer_made_after_evaluation(scene: Scene, method: str) -> list[torch.Tensor]:
-    """Train two steps with an optimizer made after an evaluation: a sharded model, then one without sharding."""
-    weights: list[torch.Tensor] = []
-    for shards in (True, False):
-        model = _generating(scene, shards)
-        batch = torch.ones_like(batch_of(scene, 0))  # equal on all ranks
-        _evaluate(model, batch, method)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(2):
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            weights.append(model(batch))
-    return weights
+def optimizer_made_after_evaluation(scene: Scene, method: str) -> torch.Tensor:
+    """Train two steps with an optimizer made after an evaluation. Return the output."""
+    model = _generating(scene)
+    batch = torch.ones_like(batch_of(scene, 0))  # equal on all ranks
+    _evaluate(model, batch, method)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _evaluate(model, batch)
 
 
 @clause("distributed.fsdp.fully_shard.written_after_evaluation")
 @pytest.mark.deviation("fully_shard.written_after_evaluation")
 @pytest.mark.parametrize("method", ["forward", "generate"])
 def test_optimizer_made_after_evaluation_trains(plain_twins: PlainTwins, method: str) -> None:
-    plain_twins.deviate(
-        optimizer_made_after_evaluation,
-        method=method,
-        we_do=each(lambda outputs: does_as(outputs[1], outputs[0])),
-    )
-
-
-@clause("distributed.fsdp.fully_shard.written_after_evaluation")
-@pytest.mark.deviation("fully_shard.written_after_evaluation")
-@pytest.mark.parametrize("method", ["forward", "generate"])
-def test_writes_to_parameters_listed_after_evaluation_outlive_reshard(
-    plain_twins: PlainTwins, method: str
-) -> None:
-    plain_twins.deviate(
-        written_after_evaluation,
-        how="data",
-        method=method,
-        is_listed_before=False,
-        torch_does=each(lambda outputs: torch.equal(outputs[0].values, outputs[1].values)),
-        we_do=each(lambda outputs: does_as(outputs[2:], outputs[:2])),
-    )
+    plain_twins.deviate_to_unsharded(optimizer_made_after_evaluation, method=method)
 
 
 def exchanged_for_evaluation(scene: Scene, trains: str) -> list[torch.Tensor]:
-    """Evaluate exchanged weights while parameters are unsharded, and train: a sharded model, then one without sharding.
+    """Evaluate exchanged weights while parameters are unsharded, and train.
 
     Args:
         trains: "backward" calls the forward before the evaluation. "forward" drops that forward and calls another one.
             "accumulation" calls both, and units stay unsharded after the first backward.
     """
-    outputs: list[torch.Tensor] = []
-    for shards in (True, False):
-        model = _generating(scene, shards)
-        params, batch = list(model.parameters()), torch.ones_like(batch_of(scene, 0))  # equal on all ranks
-        if shards and trains == "accumulation":
-            model.set_reshard_after_backward(False)
-        loss = model(batch).square().mean()
-        if trains == "accumulation":
-            loss.backward()
-        former = [param.detach().clone() for param in params]
-        for param in params:
-            param.data.mul_(0.5)
-        outputs.append(_evaluate(model, batch, "forward"))
-        for param, values in zip(params, former, strict=True):
-            param.data.copy_(values)
-        if trains != "backward":
-            loss = model(batch).square().mean()
+    model = _generating(scene)
+    params, batch = list(model.parameters()), torch.ones_like(batch_of(scene, 0))  # equal on all ranks
+    if trains == "accumulation":
+        model.set_reshard_after_backward(False)
+    loss = model(batch).square().mean()
+    if trains == "accumulation":
         loss.backward()
-        torch.optim.SGD(params, 0.1).step()
-        outputs.append(_evaluate(model, batch, "forward"))
-    return outputs
+    former = [param.detach().clone() for param in params]
+    for param in params:
+        param.data.mul_(0.5)
+    outputs = [_evaluate(model, batch)]
+    for param, values in zip(params, former, strict=True):
+        param.data.copy_(values)
+    if trains != "backward":
+        loss = model(batch).square().mean()
+    loss.backward()
+    torch.optim.SGD(params, 0.1).step()
+    return [*outputs, _evaluate(model, batch)]
 
 
 @clause("distributed.fsdp.fully_shard.written_after_evaluation")
 @pytest.mark.deviation("fully_shard.written_after_evaluation")
 @pytest.mark.parametrize("trains", ["backward", "forward", "accumulation"])
 def test_training_goes_on_with_weights_exchanged_for_evaluation(plain_twins: PlainTwins, trains: str) -> None:
-    plain_twins.deviate(
+    is_like_unsharded = plain_twins.like_unsharded(exchanged_for_evaluation, of=0, trains=trains)
+    plain_twins.deviate_to_unsharded(
         exchanged_for_evaluation,
         trains=trains,
-        torch_does=each(lambda outputs: not torch.equal(outputs[0].values, outputs[2].values)),
-        we_do=each(lambda outputs: does_as(outputs[:2], outputs[2:])),
+        torch_does=lambda outcomes: not is_like_unsharded(outcomes),
     )
 
 

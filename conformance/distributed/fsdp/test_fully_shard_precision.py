@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import pytest
@@ -108,7 +108,7 @@ def test_real_reduce_dtype_keeps_imaginary_parts(
     plain_twins.deviate(
         of_complex,
         policy={"param_dtype": param_dtype, "reduce_dtype": reduce_dtype},
-        we_do=partial(does_as, expected),
+        we_do=functools.partial(does_as, expected),
         may_agree=param_dtype == reduce_dtype and not is_torch_in(">=2.15"),
         **_COMPLEX,
     )
@@ -143,7 +143,7 @@ def test_real_reduce_dtype_accumulates_complex_gradients(plain_twins: PlainTwins
         accumulated,
         policy={"param_dtype": LOW, "reduce_dtype": LOW},
         dtype=torch.complex64,
-        we_do=partial(does_as, expected),
+        we_do=functools.partial(does_as, expected),
         may_agree=not is_torch_in(">=2.15"),
     )
 
@@ -199,34 +199,26 @@ def _of_two(model: Mixed) -> None:
 
 def of_two_dtypes(scene: Scene, thaws: str) -> dict[str, Any]:
     """Train layers of two dtypes, one of which is frozen until the first step is done."""
-    model = _frozen(thaws)
+    model = _model(_of_two).to(scene.rank.device)
+    if thaws:
+        model.get_submodule(thaws).requires_grad_(False)
     scene.shard(model)
-    return _trained(model, lambda number: model(_batch(scene.rank.rank, number)).square().mean(), thaws)
+    return _trained(scene, model, thaws)
 
 
-def _frozen(name: str) -> Mixed:
-    model = _model(_of_two)
-    if name:
-        model.get_submodule(name).requires_grad_(False)
-    return model
-
-
-def of_two_dtypes_by_hand(scene: Scene, thaws: str) -> dict[str, Any]:
+def of_two_dtypes_unsharded(scene: Scene, thaws: str) -> dict[str, Any]:
     # On the same device, because its float32 operators round their results before float64 operators use them.
-    device, ranks = scene.rank.device, range(scene.rank.world_size)
-    model = _frozen(thaws).to(device)
-
-    def loss(number: int) -> Tensor:
-        return torch.stack([model(_batch(rank, number).to(device)).square().mean() for rank in ranks]).mean()
-
-    return _trained(model, loss, thaws)
+    return of_two_dtypes(scene.without_sharding(), thaws)
 
 
-def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") -> dict[str, Any]:
+def _trained(scene: Scene, model: Mixed, thaws: str = "") -> dict[str, Any]:
+    def loss(rank: int, number: int) -> Tensor:
+        return model(_batch(rank, number).to(scene.rank.device)).square().mean()
+
     optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
     gradients: list[Any] = []
     for number in range(_STEPS):
-        loss_of(number).backward()
+        scene.mean(functools.partial(loss, number=number)).backward()
         gradients.append(
             {
                 name: full_value(parameter.grad).cpu()
@@ -247,10 +239,15 @@ def _trained(model: Mixed, loss_of: Callable[[int], Tensor], thaws: str = "") ->
     "thaws", ["", "inner", "router"], ids=["trained", "thaws alone", "thaws with others"]
 )
 def test_trains_parameters_of_two_dtypes(plain_twins: PlainTwins, thaws: str) -> None:
-    expected, *_ = plain_twins.of_subject(of_two_dtypes_by_hand, thaws=thaws)
+    expected, *_ = plain_twins.of_subject(of_two_dtypes_unsharded, thaws=thaws)
     # torch 2.15 requires one dtype only of the parameters that are trainable at first, so it trains thawed ones.
     may_agree = thaws == "inner" and is_torch_in(">=2.15")
-    plain_twins.deviate_by_hand(expected, of_two_dtypes, thaws=thaws, may_agree=may_agree)
+    plain_twins.deviate(
+        of_two_dtypes,
+        thaws=thaws,
+        we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
+        may_agree=may_agree,
+    )
 
 
 def _policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> Any:
@@ -268,7 +265,7 @@ def by_policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> 
     """Train a model that was created in low precision, with a policy per parameter."""
     model = _model(lambda module: module.to(LOW))
     scene.shard(model, mp_policy=_policy(scene, everywhere, apart))
-    trained = _trained(model, lambda number: model(_batch(scene.rank.rank, number)).square().mean())
+    trained = _trained(scene, model)
     has = {name: astuple(precisions) for name, precisions in scene.api.param_precisions(model).items()}
     return trained | {"shown": model.shown, "has": {name: str(has[name]) for name in sorted(has)}}
 
@@ -357,7 +354,7 @@ def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
 
     policy = scene.api.MixedPrecisionPolicy(LOW, FULL, param_dtype_override_fn=override)
     scene.shard(model, mp_policy=policy)
-    outcome = _trained(model, lambda number: model(_batch(scene.rank.rank, number)).square().mean())
+    outcome = _trained(scene, model)
     return outcome | {"shown": model.shown, "calls": len(calls)}
 
 

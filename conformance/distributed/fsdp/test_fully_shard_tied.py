@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, RankOutcomes, each
 from conformance.judge.clauses import clause
-from conformance.judge.outcome import observe
 
 
 def refuses(words: str) -> Callable[[RankOutcomes], bool]:
@@ -66,11 +65,26 @@ def tied(scene: Scene, units: Sequence[str], not_unsharded: str = "") -> dict[st
     scene.shard(model)
     if not_unsharded:
         model.get_submodule(not_unsharded).set_unshard_in_backward(False)
-    trained = _trained(model, [scene.rank.rank], model.set_requires_gradient_sync)
-    loss = _loss(model, 0, scene.rank.rank, "plain")
-    is_freed = isinstance(model.embed.weight, DTensor)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
+    gradients: list[Any] = []
+    for number, step in enumerate(_STEPS):
+        for part in range(2 if step == "accumulated" else 1):
+            model.set_requires_gradient_sync(step != "accumulated" or part == 1)
+            _loss(scene, model, 2 * number + part, step).backward()
+        gradients.append({name: full_value(param.grad).cpu() for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
+    loss = _loss(scene, model, 0)
+    is_freed = not scene.shards or isinstance(model.embed.weight, DTensor)
     loss.backward()
-    return trained | {"keys": list(model.state_dict()), "is freed": is_freed, "assigned": _assigned(model)}
+    return {
+        "gradients": gradients,
+        "after": after,
+        "keys": list(model.state_dict()),
+        "is freed": is_freed,
+        "assigned": not scene.shards or _assigned(model),
+    }
 
 
 def _assigned(model: Any) -> bool:
@@ -83,33 +97,11 @@ def _assigned(model: Any) -> bool:
     )
 
 
-def tied_by_hand(world: int) -> dict[str, Any]:
-    """Train in one process on the data of all ranks. Return what each rank must see."""
-    model = _model()
-    trained = _trained(model, range(world), lambda syncs: None)
-    return trained | {"keys": list(model.state_dict()), "is freed": True, "assigned": True}
+def _loss(scene: Scene, model: Any, number: int, step: str = "plain") -> torch.Tensor:
+    def loss(rank: int) -> torch.Tensor:
+        return model((torch.arange(4) * (rank + 2) + number) % _ROWS, step).square().mean()
 
-
-def _trained(model: Any, ranks: Sequence[int], set_sync: Any) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
-    gradients: list[Any] = []
-    for number, step in enumerate(_STEPS):
-        for part in range(2 if step == "accumulated" else 1):
-            set_sync(step != "accumulated" or part == 1)
-            losses = [_loss(model, 2 * number + part, rank, step) for rank in ranks]
-            torch.stack(losses).mean().backward()
-        gradients.append(
-            {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
-    return {"gradients": gradients, "after": after}
-
-
-def _loss(model: Any, number: int, rank: int, step: str) -> torch.Tensor:
-    ids = (torch.arange(4) * (rank + 2) + number) % _ROWS
-    return model(ids, step).square().mean()
+    return scene.mean(loss)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -128,8 +120,7 @@ def _loss(model: Any, number: int, rank: int, step: str) -> torch.Tensor:
 )
 def test_tied_weights_stay_tied(plain_twins: PlainTwins, units: tuple[str, ...]) -> None:
     """The unit that is sharded first owns the shared weight."""
-    expected = observe(tied_by_hand, plain_twins.world_size)
-    plain_twins.deviate_by_hand(expected, tied, units=units)
+    plain_twins.deviate_to_unsharded(tied, units=units)
 
 
 def tied_in_two_models(scene: Scene) -> str:
@@ -140,7 +131,7 @@ def tied_in_two_models(scene: Scene) -> str:
         model.body[2].weight = nn.Parameter(model.embed.weight.detach().clone())
     for model in models:
         scene.shard(model)
-    return tried(lambda: [_loss(model, 0, scene.rank.rank, "plain").item() for model in models])
+    return tried(lambda: [_loss(scene, model, 0).item() for model in models])
 
 
 @clause("distributed.fsdp.fully_shard.tied_in_two_models")
@@ -168,27 +159,14 @@ class Around(nn.Module):
 
 def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, Any]:
     """Return the gradients of a model in which the owner's backward ends before that of a sharer around it."""
-    model = _around(trained)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(5)
+        model: Any = Around(nn.Linear(3, 3))
+    model.inner.weight.requires_grad_(trained)
     scene.shard(model.inner)
     scene.shard(model)
     if zeros:
         model.set_reduce_scatter_unused_params(True)
-    return _gradients_of(model)
-
-
-def around_by_hand(trained: bool) -> dict[str, Any]:
-    return _gradients_of(_around(trained))
-
-
-def _around(trained: bool) -> Any:
-    with torch.random.fork_rng([]):
-        torch.manual_seed(5)
-        model = Around(nn.Linear(3, 3))
-    model.inner.weight.requires_grad_(trained)
-    return model
-
-
-def _gradients_of(model: Around) -> dict[str, Any]:
     for _ in range(2):
         model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
     grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
@@ -202,16 +180,14 @@ def _gradients_of(model: Around) -> dict[str, Any]:
 )
 def test_owners_wait_for_what_is_around_them(plain_twins: PlainTwins, trained: bool, zeros: bool) -> None:
     """The unit around an owner uses its weight after the owner's backward, and after a failed forward of the owner."""
-    expected = observe(around_by_hand, trained)
-    plain_twins.deviate_by_hand(expected, around, trained=trained, zeros=zeros)
+    plain_twins.deviate_to_unsharded(around, trained=trained, zeros=zeros)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 def test_owners_are_unsharded_where_others_need_them(plain_twins: PlainTwins) -> None:
     """The owner is an embedding, which is not unsharded for its backward. The last layer needs the weight there."""
-    expected = observe(tied_by_hand, plain_twins.world_size)
-    plain_twins.deviate_by_hand(expected, tied, units=("embed", "body.2"), not_unsharded="embed")
+    plain_twins.deviate_to_unsharded(tied, units=("embed", "body.2"), not_unsharded="embed")
 
 
 class Shifted(nn.Module):
@@ -227,14 +203,13 @@ class Shifted(nn.Module):
         return self.tail(self.body(self.first(x)).tanh())
 
 
-def shifted(scene: Scene | None) -> dict[str, torch.Tensor]:
+def shifted(scene: Scene) -> dict[str, torch.Tensor]:
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model: Any = Shifted()
-    if scene is not None:
-        for module in (model.body, model.tail, model.first, model):
-            scene.shard(module)
-        model.tail.set_unshard_in_backward(False)
+    for module in (model.body, model.tail, model.first, model):
+        scene.shard(module)
+    model.tail.set_unshard_in_backward(False)
     device = model.first.weight.device
     model(torch.linspace(-1, 1, 2 * _WIDTH, device=device).view(2, _WIDTH)).square().sum().backward()
     return {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
@@ -244,7 +219,7 @@ def shifted(scene: Scene | None) -> dict[str, torch.Tensor]:
 @pytest.mark.deviation("fully_shard.tied_across_groups")
 def test_owners_are_unsharded_where_others_need_nothing(plain_twins: PlainTwins) -> None:
     """The sharer whose backward runs first is not unsharded for it."""
-    plain_twins.deviate_by_hand(observe(shifted, None), shifted)
+    plain_twins.deviate_to_unsharded(shifted)
 
 
 def unsharded(scene: Scene, has_run: bool, waits: bool) -> dict[str, Any]:
@@ -261,17 +236,9 @@ def unsharded(scene: Scene, has_run: bool, waits: bool) -> dict[str, Any]:
     shown = model.body[2].weight
     result = {"shown": shown.detach().clone().cpu(), "sharded": isinstance(shown, DTensor)}
     model.body[2].reshard()
-    result["resharded"] = isinstance(model.body[2].weight, DTensor)
+    result["resharded"] = not scene.shards or isinstance(model.body[2].weight, DTensor)
     model(torch.arange(2)).sum().backward()
     return result | {"gradient": full_value(model.embed.weight.grad).cpu()}
-
-
-def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
-    model = _model()
-    for _ in range(1 + has_run):
-        model(torch.arange(2)).sum().backward()
-    weight = model.embed.weight
-    return {"shown": weight.detach(), "sharded": False, "resharded": True, "gradient": weight.grad}
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -279,8 +246,7 @@ def unsharded_by_hand(has_run: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("has_run", [False, True], ids=["before the first forward", "behind a step"])
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "by its handle"])
 def test_modules_unshard_what_others_own(plain_twins: PlainTwins, has_run: bool, waits: bool) -> None:
-    expected = observe(unsharded_by_hand, has_run)
-    plain_twins.deviate_by_hand(expected, unsharded, has_run=has_run, waits=waits)
+    plain_twins.deviate_to_unsharded(unsharded, has_run=has_run, waits=waits)
 
 
 def prefetched(scene: Scene) -> list[Any]:
@@ -308,8 +274,7 @@ def prefetched(scene: Scene) -> list[Any]:
 @pytest.mark.world_sizes(fewest=2)
 def test_prefetching_gathers_what_others_own(plain_twins: PlainTwins) -> None:
     forward = ["FSDPSequential", "gather", "FSDPEmbedding", "gather", "FSDPLinear", "FSDPLinear"]
-    expected = observe(lambda: [*forward, "gather", "backward"])
-    plain_twins.deviate_by_hand(expected, prefetched)
+    plain_twins.deviate(prefetched, we_do=each(lambda events: events == [*forward, "gather", "backward"]))
 
 
 def of_other_dtypes(scene: Scene, **dtypes: torch.dtype) -> str:
@@ -320,7 +285,7 @@ def of_other_dtypes(scene: Scene, **dtypes: torch.dtype) -> str:
         scene.shard(model.embed)
         scene.shard(model.body[2], mp_policy=policy)
         scene.shard(model)
-        _loss(model, 0, scene.rank.rank, "plain")
+        _loss(scene, model, 0)
 
     return str(tried(run))
 

@@ -17,7 +17,6 @@ from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import FULL, TwinsOf
 from conformance.judge.clauses import clause
-from conformance.judge.outcome import observe
 
 LAYERS = 3
 
@@ -59,16 +58,8 @@ def partial_sums(scene: Scene, choices: LayerChoices, shards: int, is_unit_each:
     scene.shard(model, mesh=mesh)
     for number, layers in enumerate(choices):
         model.set_requires_all_reduce(number == len(choices) - 1)
-        model(_batch(scene.rank.rank, number).to(scene.rank.device), layers).backward()
+        scene.mean(lambda rank: model(_batch(rank, number).to(scene.rank.device), layers)).backward()  # noqa: B023
     return [None if param.grad is None else full_value(param.grad).cpu() for param in model.parameters()]
-
-
-def partial_sums_by_hand(choices: LayerChoices, world_size: int) -> list[Tensor | None]:
-    model = _model()
-    for number, layers in enumerate(choices):
-        for rank in range(world_size):
-            (model(_batch(rank, number), layers) / world_size).backward()
-    return [param.grad for param in model.parameters()]
 
 
 @clause("distributed.fsdp.fully_shard.partial_sums")
@@ -82,8 +73,7 @@ def partial_sums_by_hand(choices: LayerChoices, world_size: int) -> list[Tensor 
 def test_partial_sums_belong_to_their_parameters(
     plain_twins_of: TwinsOf, all_ranks: int, shards: int, choices: LayerChoices, is_unit_each: bool
 ) -> None:
-    plain_twins_of(all_ranks).deviate_by_hand(
-        observe(partial_sums_by_hand, choices, all_ranks),
+    plain_twins_of(all_ranks).deviate_to_unsharded(
         partial_sums,
         choices=choices,
         shards=shards,

@@ -1,21 +1,30 @@
 """The scene of a test program on ranks: a rank, a library, and a small model that the library shards.
 
 A program is a function `program(scene, **arguments)` at the top level of a test module, beside the test that uses it.
-The parent process gets an `Outcome` from each rank.
+The parent process gets an `Outcome` from each rank. The unsharded reference is the same program in the parent process,
+with `ShardsNothing` as the library and the data of all ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, Setup, wrapped
+from conformance.distributed.fsdp.scenes.fsdp_training import (
+    FSDP,
+    Setup,
+    gathered_gradients,
+    gathered_parameters,
+    wrapped,
+)
 from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD, held
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library
@@ -44,11 +53,61 @@ FOUR_UNITS = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("scaled"), Leaf("af
 ONE_UNIT = Setup()
 
 
+class ShardsNothing:
+    """Library of the unsharded reference. Its APIs return the module with methods that do nothing."""
+
+    distributed = torch.distributed  # enums and policies
+
+    @staticmethod
+    def find(path: str) -> Any:
+        return {FSDP: _NotWrapped, FULLY_SHARD: _not_sharded}[path]
+
+
+class _NotSharded:
+    """Methods of sharded modules."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def unshard(self, async_op: bool = False) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    def reshard(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("set_"):
+            return lambda *args, **kwargs: None
+        return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _not_sharded(module: Any, **_: Any) -> Any:
+    if isinstance(module, nn.Module):
+        kind: Any = type(module)
+        module.__class__ = type(kind.__name__, (_NotSharded, kind), {})
+    return module
+
+
+class _NotWrapped:
+    def __new__(cls, module: nn.Module, **_: Any) -> Any:
+        return _not_sharded(module)
+
+    @staticmethod
+    def summon_full_params(module: nn.Module, **_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _OnlyProcess(Rank):
+    """A rank of an unsharded training, which needs no mesh."""
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
+        return None
+
+
 class Scene:
     """A rank with a library and a model of `tree`.
 
     `plain` is the model as built. `model` is the same model, wrapped by `setup`. Without a setup it is not sharded yet,
-    and the program shards it.
+    and the program shards it. `ranks` are the ranks whose data the model gets: those of all ranks without sharding.
     """
 
     def __init__(
@@ -60,8 +119,29 @@ class Scene:
         model: Any = None,
     ) -> None:
         self.rank, self.library, self.setup, self.tree = rank, library, setup, tree
+        self.ranks: Sequence[int] = [rank.rank]
         if model is not None:
             self.model = model
+
+    @classmethod
+    def unsharded(cls, rank: int, world_size: int, tree: ModuleTree = TREE, device: str = "cpu") -> Scene:
+        """Return the scene of the unsharded reference, whose losses are means over the data of all ranks."""
+        library: Any = ShardsNothing()
+        scene = cls(_OnlyProcess(rank, world_size, torch.device(device)), library, None, tree)
+        scene.ranks = range(world_size)
+        return scene
+
+    def without_sharding(self) -> Scene:
+        """Return the scene of the unsharded reference on this rank's device."""
+        return Scene.unsharded(self.rank.rank, self.rank.world_size, self.tree, str(self.rank.device))
+
+    @property
+    def shards(self) -> bool:
+        return not isinstance(self.library, ShardsNothing)
+
+    def mean(self, loss_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """Return the mean of the losses of all ranks that give this scene data: its own, or all without sharding."""
+        return torch.stack([loss_of(rank) for rank in self.ranks]).sum() / len(self.ranks)
 
     @functools.cached_property
     def plain(self) -> Any:
@@ -143,6 +223,12 @@ class Scene:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
+
+    def whole_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return gathered_gradients(self.library, model)
+
+    def whole_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return gathered_parameters(self.library, model)
 
 
 Program = Callable[..., Any]

@@ -11,7 +11,7 @@ def test_loss_matches_torch(twins: Twins, strategy: str) -> None:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,11 @@ from conformance.distributed.fsdp.scenes.rank_judging import (
     trains_like_unsharded,
     without_layout,
 )
-from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, ONE_UNIT, TREE, Program
-from conformance.judge.deviations import DeviationJudge, StaleDeviation, does_as
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, ONE_UNIT, TREE, Program, Scene
+from conformance.judge.deviations import DeviationJudge, StaleDeviation
 from conformance.judge.files.rows import ReferenceLimit
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
+from conformance.judge.outcome import Outcome, observe
 from conformance.judge.surface import torch_version
 from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
@@ -176,6 +176,47 @@ class Twins:
 
         self.judge(probe, we_do=we_do, torch_does=torch_does, may_agree=may_agree)
 
+    def deviate_to_unsharded(
+        self, program: Program, *, tolerance: Tolerance = TRAINED, of: Any = None, **arguments: Any
+    ) -> None:
+        """Judge a deviation: every rank of the subject must have the results of the unsharded reference.
+
+        Args:
+            program: the program.
+            tolerance: bound for the results.
+            of: key or position of the result that is compared. By default, the whole result is.
+            arguments: arguments of `deviate`.
+        """
+        sides = {
+            name: arguments.pop(name)
+            for name in ("torch_does", "may_agree", "may_fault")
+            if name in arguments
+        }
+        we_do = self.like_unsharded(program, tolerance, of, **arguments)
+        self.deviate(program, we_do=we_do, **sides, **arguments)
+
+    def like_unsharded(
+        self, program: Program, tolerance: Tolerance = TRAINED, of: Any = None, **arguments: Any
+    ) -> Callable[[RankOutcomes], bool]:
+        """Return a check whether every rank has the results of the program without sharding."""
+        tree = arguments.pop("tree", self.tree)
+
+        def result(outcome: Outcome) -> Outcome:
+            return (
+                replace(outcome, value=outcome.value[of])
+                if of is not None and outcome.raised is None
+                else outcome
+            )
+
+        expected = [
+            result(observe(program, Scene.unsharded(rank, self.world_size, tree), **arguments))
+            for rank in range(self.world_size)
+        ]
+        return lambda outcomes: (
+            not isinstance(outcomes, RankFault)
+            and holds(assert_ranks_agree, _bare(expected), _bare(map(result, outcomes)), tolerance)
+        )
+
     def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None:
         assert self._deviation is not None, "the test names no row of deviations.toml"
         self._deviation.judge(probe, **sides)
@@ -207,14 +248,6 @@ class PlainTwins(Twins):
     setup = None
     tree = FOUR_UNITS
     tolerance = TRAINED
-
-    def deviate_by_hand(self, expected: Outcome, program: Program, **arguments: Any) -> None:
-        """Judge a deviation: every rank of the subject must have the results of one unsharded process."""
-        self.deviate(
-            program,
-            we_do=lambda outcomes: all(does_as(expected, outcome) for outcome in outcomes),
-            **arguments,
-        )
 
 
 @dataclass(frozen=True)
@@ -253,6 +286,11 @@ def _torch_can(program: Program, setup: Setup, **arguments: Any) -> bool:
         except RankFault:
             return False
     return all(outcome.raised is None for outcome in outcomes)
+
+
+def _bare(outcomes: Iterable[Outcome]) -> RankOutcomes:
+    """Drop the warnings, which the unsharded reference does not give."""
+    return [replace(outcome, warned=()) for outcome in outcomes]
 
 
 def values_of(outcomes: Sequence[Outcome]) -> list[Any]:
