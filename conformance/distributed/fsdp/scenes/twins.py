@@ -212,6 +212,7 @@ class Twins:
             result(observe(program, Scene.unsharded(rank, self.world_size, tree), **arguments))
             for rank in range(self.world_size)
         ]
+        values_of(expected)
         return lambda outcomes: (
             not isinstance(outcomes, RankFault)
             and holds(assert_ranks_agree, _bare(expected), _bare(map(result, outcomes)), tolerance)
