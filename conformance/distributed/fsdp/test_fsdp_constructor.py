@@ -11,20 +11,21 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance import simulator
-from conformance.distributed.fsdp.scenes import wrapping_errors
 from conformance.distributed.fsdp.scenes.fsdp_training import (
     Setup,
     Step,
     Training,
     clean,
     gathered_parameters,
+    mesh_of,
 )
-from conformance.distributed.fsdp.scenes.module_trees import Batch, call, loss_of
+from conformance.distributed.fsdp.scenes.module_trees import LEAVES, Batch, call, loss_of
 from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
@@ -36,11 +37,11 @@ from conformance.distributed.fsdp.scenes.twins import (
     Twins,
     TwinsOf,
     both_kinds,
+    each,
     each_strategy,
     leaf_by_leaf,
     values_of,
 )
-from conformance.distributed.fsdp.scenes.wrapping_errors import THE_ROOT_IGNORED, WAYS
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
@@ -52,10 +53,104 @@ HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
 SYNCHRONISED = {"sync_module_states": True}
 
 
+def construct(scene: Scene, *, way: str) -> dict[str, Any]:
+    """Wrap with a function of `WAYS`. Return the strategy, the identity of the module and this rank's shapes."""
+    unit = WAYS[way](scene)
+    return {
+        "strategy": unit.sharding_strategy.name,
+        "wraps what it was given": unit.module is scene.plain,
+        "parameters": {
+            name: [tuple(parameter.shape), parameter.requires_grad]
+            for name, parameter in unit.named_parameters()
+        },
+    }
+
+
+def _with_a_scalar(scene: Scene) -> nn.Module:
+    scene.plain.scalar = nn.Parameter(torch.tensor(1.0))
+    return scene.plain
+
+
+def _wrapped_twice(scene: Scene) -> Any:
+    scene.plain.head = scene.wrap(scene.plain.head)
+    return scene.wrap(scene.plain, units=LEAVES)
+
+
+def _hybrid(**arguments: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
+    return lambda scene: scene.wrap(
+        scene.plain,
+        strategy="HYBRID_SHARD",
+        units=LEAVES,
+        **{name: value(scene) for name, value in arguments.items()},
+    )
+
+
+THE_ROOT_IGNORED = "the root ignored"
+WAYS: dict[str, Callable[[Scene], Any]] = {
+    "group and mesh": lambda scene: scene.wrap(
+        scene.plain, process_group=dist.group.WORLD, device_mesh=scene.mesh()
+    ),
+    "modules and states ignored": lambda scene: scene.wrap(
+        scene.plain, ignored_modules=[scene.plain.head], ignored_states=[scene.plain.head]
+    ),
+    "ignored states of two kinds": lambda scene: scene.wrap(
+        scene.plain, ignored_states=[scene.plain.head, scene.plain.head.weight]
+    ),
+    "ignored modules that are none": lambda scene: scene.wrap(
+        scene.plain, ignored_modules=[scene.plain.head.weight]
+    ),
+    "ignored modules of which one is none": lambda scene: scene.wrap(
+        scene.plain, ignored_modules=[scene.plain.head, scene.plain.head.weight]
+    ),
+    "ignored states that are none": lambda scene: scene.wrap(scene.plain, ignored_states=[1, 2]),
+    "ignored modules that do not iterate": lambda scene: scene.wrap(
+        scene.plain, ignored_modules=scene.plain.head
+    ),
+    THE_ROOT_IGNORED: lambda scene: scene.wrap(scene.plain, ignored_modules=[scene.plain]),
+    "a unit ignored": lambda scene: scene.wrap(scene.plain, ignored_modules=[scene.wrap(scene.plain.head)]),
+    "hybrid without groups": lambda scene: scene.wrap(scene.plain, strategy="HYBRID_SHARD"),
+    "hybrid with one group": _hybrid(process_group=lambda _: dist.group.WORLD),
+    "hybrid with a mesh of one dimension": _hybrid(device_mesh=Scene.mesh),
+    "a mesh of two dimensions that is not hybrid": lambda scene: scene.wrap(
+        scene.plain, device_mesh=mesh_of(scene.rank, 1)
+    ),
+    "a scalar parameter": lambda scene: scene.wrap(_with_a_scalar(scene)),
+    "a lazy module": lambda scene: scene.wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))),
+    "no sharding": lambda scene: scene.wrap(scene.plain, strategy="NO_SHARD"),
+    "a container": lambda scene: scene.wrap(nn.ModuleList([nn.Linear(2, 2)])),
+    "wrapped inside already": _wrapped_twice,
+    "no parameters": lambda scene: scene.wrap(nn.Tanh()),
+    "no module": lambda scene: scene.wrap("a word"),
+    "an init function that is none": lambda scene: scene.wrap(scene.plain, param_init_fn="no function"),
+    "a policy that is none": lambda scene: scene.wrap(scene.plain, auto_wrap_policy="no policy"),
+    "a device by name": lambda scene: scene.wrap(scene.plain, device_id="cpu"),
+    "empty arguments": lambda scene: scene.wrap(scene.plain, ignored_modules=[], ignored_states=None),
+}
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 @pytest.mark.parametrize("way", [way for way in WAYS if way != THE_ROOT_IGNORED])
 def test_arguments_are_taken_or_refused_as_by_torch(twins: Twins, way: str) -> None:
-    twins.agree(wrapping_errors.construct, may_raise=True, way=way)
+    twins.agree(construct, may_raise=True, way=way)
+
+
+def ignoring_from_an_iterator(scene: Scene) -> list[str]:
+    """Return the names of this rank's parameters if the ignored modules can be iterated only once."""
+    ignored = (module for module in [scene.plain.head])
+    return [name for name, _ in scene.wrap(scene.plain, ignored_modules=ignored).named_parameters()]
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.ignored_modules_used_up")
+@pytest.mark.deviation("fsdp.ignored_modules_used_up")
+def test_ignored_modules_may_be_iterator(cpu_twins: Twins) -> None:
+    def is_ignored(names: list[str]) -> bool:
+        return any(name.endswith("head.weight") for name in names)
+
+    cpu_twins.deviate(
+        ignoring_from_an_iterator,
+        torch_does=each(lambda names: not is_ignored(names)),
+        we_do=each(is_ignored),
+    )
 
 
 def differing(scene: Scene, *, argument: str) -> Any:
@@ -80,7 +175,7 @@ def test_ignoring_the_root_warns(twins: Twins) -> None:
             outcome, warned=tuple((kind, text.partition(": ")[0]) for kind, text in outcome.warned)
         )
 
-    expected, actual = twins.of_both(wrapping_errors.construct, way=THE_ROOT_IGNORED)
+    expected, actual = twins.of_both(construct, way=THE_ROOT_IGNORED)
     assert_ranks_agree([*map(shortened, expected)], [*map(shortened, actual)])
 
 

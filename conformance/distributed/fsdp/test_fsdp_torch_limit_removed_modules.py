@@ -1,8 +1,11 @@
-"""Modules that torch's class cannot train because of what they return, pass on or hold."""
+"""Modules and groups of ranks that torch's class refuses, or trains or reads wrongly."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,10 +13,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp.scenes import special_modules
-from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
+from conformance.distributed.fsdp.scenes.fsdp_training import (
+    Setup,
+    Step,
+    Training,
+    gathered_gradients,
+    mesh_of,
+)
+from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.rank_judging import trains_like_unsharded
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
-from conformance.distributed.fsdp.scenes.special_modules import Nothing, Positioned, accumulated
 from conformance.distributed.fsdp.scenes.traffic import counts
 from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
@@ -23,9 +32,263 @@ from conformance.distributed.fsdp.scenes.twins import (
     each_strategy,
     raises,
 )
-from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged, gave
 from conformance.judge.clauses import clause
-from conformance.judge.tolerances import TRAINED
+from conformance.judge.judgement import unavailable
+from conformance.judge.tolerances import ONE_STEP, TRAINED
+
+
+class Shifted(nn.Module):
+    """Module with parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.shift = nn.Parameter(torch.zeros(5, 1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).double() + self.shift.sum()
+
+
+class OneElement(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Position(nn.Module):
+    """Module that returns a slice of its parameter, which the outer module adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, 3))
+
+    def forward(self, rows: int) -> torch.Tensor:
+        return self.weight[:rows]
+
+
+class Positioned(nn.Module):
+    """Module that returns its result together with a slice of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = Position()
+        self.last = nn.Linear(3, 2)
+        self.added = nn.Parameter(torch.ones(5, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.both(x))
+
+    def both(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(x + self.position(len(x))), self.added[: len(x)]
+
+
+class Description:
+    """Object that is not a container of torch or Python, with references to itself."""
+
+    def __init__(self, mean: torch.Tensor, spread: torch.Tensor) -> None:
+        self.parts = {"mean": mean}
+        self.inner = _Spread(spread)
+        self.itself = self
+        self.circle: list[Any] = [self]
+        self.circle.append(self.circle)
+
+    def square(self) -> torch.Tensor:
+        return (self.parts["mean"] * self.inner.spread).square()
+
+
+@dataclass(frozen=True)
+class _Spread:
+    spread: torch.Tensor
+
+
+class Describing(nn.Module):
+    """Module that returns an object, which may hold a parameter."""
+
+    def __init__(self, holds_parameter: bool) -> None:
+        super().__init__()
+        self.mean = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.spread = nn.Parameter(torch.ones(2))
+        self.holds_parameter = holds_parameter
+
+    def forward(self, x: torch.Tensor) -> Description:
+        spread = self.spread.expand(len(x), 2)
+        return Description(self.mean(x), spread if self.holds_parameter else spread.exp())
+
+
+class Described(nn.Module):
+    """Module that computes with the contents of an object that its inner module returns."""
+
+    def __init__(self, holds_parameter: bool) -> None:
+        super().__init__()
+        self.describing = Describing(holds_parameter)
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.describing(x).square())
+
+
+class Nothing(nn.Module):
+    """Module whose parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def _half_frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+def _normed() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return nn.utils.weight_norm(nn.Linear(3, 4))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "half frozen": _half_frozen,
+    "several dtypes": Shifted,
+    "one element": OneElement,
+    "float64": lambda: nn.Linear(3, 4).double(),
+    "plain": lambda: nn.Linear(3, 4),
+    "normed": _normed,
+    "returned": Positioned,
+    "object": lambda: Describing(holds_parameter=False),
+    "object with a parameter": lambda: Describing(holds_parameter=True),
+    "object inside": lambda: Described(holds_parameter=False),
+    "object inside with a parameter": lambda: Described(holds_parameter=True),
+    "no elements": lambda: nn.Sequential(nn.Linear(3, 4), Nothing(), nn.Linear(4, 2)),
+}
+
+
+def built(module: str) -> Any:
+    return filled(MODULES[module]())
+
+
+def _backward(scene: Scene, model: nn.Module, number: int) -> None:
+    dtype = min((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
+
+    def loss(rank: int) -> torch.Tensor:
+        x = torch.linspace(0, 1 + number, 15, dtype=dtype).view(5, 3) - rank * 0.25
+        return model(x).square().mean()
+
+    scene.mean(loss).backward()
+
+
+def accumulate(
+    scene: Scene,
+    *,
+    module: str,
+    replicas: str = "",
+    on: str = "cpu",
+    strategy: str = "FULL_SHARD",
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of two backwards. Inner modules with unusual parameters become units.
+
+    `on` is the device that is passed, or empty. With `replicas`, each rank has a full replica, either by a `mesh` or by
+    the `default` of a hybrid strategy.
+    """
+    return scene.whole_gradients(_accumulated(scene, module, replicas, on, strategy))
+
+
+def _accumulated(
+    scene: Scene, module: str, replicas: str = "", on: str = "cpu", strategy: str = "FULL_SHARD"
+) -> Any:
+    arguments: dict[str, Any] = {"device_id": torch.device(on) if on else None}
+    if replicas == "mesh":
+        arguments["device_mesh"] = mesh_of(scene.rank, 1)
+    else:
+        arguments["units"] = [nn.Sequential] if replicas else [Position, Nothing, Describing]
+    model = scene.wrap(built(module), strategy="HYBRID_SHARD" if replicas else strategy, **arguments)
+    for number in range(2):
+        _backward(scene, model, number)
+    return model
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.frozen_in_part")
+@pytest.mark.deviation("fsdp.frozen_in_part")
+def test_frozen_and_trained_parameters_share_a_unit(twins: Twins) -> None:
+    refuses = raises(ValueError, "uniform `requires_grad`")
+    twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="half frozen", torch_does=refuses)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.several_dtypes")
+@pytest.mark.deviation("fsdp.several_dtypes")
+def test_parameters_of_several_dtypes_share_a_unit(twins: Twins) -> None:
+    refuses = raises(ValueError, "uniform dtype")
+    twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="several dtypes", torch_does=refuses)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.one_element")
+@pytest.mark.deviation("fsdp.unit_of_one_element")
+def test_unit_of_one_element_accumulates_gradients(cpu_twins: Twins) -> None:
+    may_agree = cpu_twins.is_alone
+    cpu_twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="one element", may_agree=may_agree)
+
+
+def clipped(scene: Scene) -> torch.Tensor:
+    """Return the norm of float64 gradients."""
+    model = _accumulated(scene, "float64")
+    if scene.shards:
+        return model.clip_grad_norm_(0.5)
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.float64_clipped")
+@pytest.mark.deviation("fsdp.float64_clipped")
+def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
+    cpu_twins.deviate_to_unsharded(
+        clipped,
+        tolerance=ONE_STEP,
+        torch_does=raises(RuntimeError, "without narrowing"),
+        may_agree=cpu_twins.is_alone,
+    )
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.replicas_of_one")
+@pytest.mark.deviation("fsdp.replicas_of_one")
+@pytest.mark.parametrize("replicas", ["mesh", "default"])
+@pytest.mark.world_sizes(fewest=2)
+def test_replicas_that_nobody_shares_are_averaged(cpu_twins: Twins, replicas: str) -> None:
+    """The default groups assume as many ranks on a host as devices, which is one rank on the CPU."""
+    cpu_twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="plain", replicas=replicas)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.without_accelerator")
+@pytest.mark.deviation("fsdp.without_accelerator")
+def test_wrapping_needs_no_accelerator(twins: Twins, device: str) -> None:
+    if device != "cpu" or torch.accelerator.is_available():
+        unavailable("a machine without accelerator")
+    refuses = raises(RuntimeError, "no accelerator device is detected")
+    twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="plain", on="", torch_does=refuses)
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.reentrant_regions")
+@pytest.mark.deviation("fsdp.reentrance_anywhere")
+@both_kinds
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_reentrant_regions_follow_each_other_in_a_unit(
+    cpu_twins: Twins, strategy: str, use_orig_params: bool
+) -> None:
+    tree = ModuleTree(
+        ModuleGroup((Leaf("affine", 4), Leaf("tied"), Leaf("affine", 3)), checkpointing="reentrant")
+    )
+    setup = Setup(strategy, arguments={"use_orig_params": use_orig_params})
+    training = Training(tree, setup, (Step(), Step()))
+    cpu_twins.judge(
+        lambda library: cpu_twins.trained(library, training),
+        torch_does=raises(RuntimeError),
+        we_do=lambda outcomes: trains_like_unsharded(outcomes, training),
+        may_agree=cpu_twins.is_alone,
+    )
+
 
 torchs_limit = clause("distributed.fsdp.fsdp_torch_limit_removed.returned_parameters")
 sharded_or_not = pytest.mark.parametrize(
@@ -42,8 +305,12 @@ sharded_or_not = pytest.mark.parametrize(
 
 @sharded_or_not
 def test_parameters_that_are_returned_are_trained(cpu_twins: Twins, strategy: str) -> None:
-    outcomes = cpu_twins.of_subject(special_modules.accumulate, module="returned", strategy=strategy)
-    assert averaged("returned")(outcomes), outcomes
+    _assert_trained(cpu_twins, module="returned", strategy=strategy)
+
+
+def _assert_trained(twins: Twins, **arguments: Any) -> None:
+    outcomes = twins.of_subject(accumulate, **arguments)
+    assert twins.like_unsharded(accumulate, ONE_STEP, **arguments)(outcomes), outcomes
 
 
 class Both(Positioned):
@@ -72,11 +339,11 @@ def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: st
 @pytest.mark.parametrize("module", ["object", "object inside"])
 @each_strategy
 def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) -> None:
-    cpu_twins.deviate(
-        special_modules.accumulate,
+    cpu_twins.deviate_to_unsharded(
+        accumulate,
+        tolerance=ONE_STEP,
         module=module,
         strategy=strategy,
-        we_do=averaged(module),
         may_agree=strategy == "NO_SHARD" or cpu_twins.is_alone,
     )
 
@@ -85,8 +352,7 @@ def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) ->
 @pytest.mark.parametrize("module", ["object with a parameter", "object inside with a parameter"])
 @each_strategy
 def test_returned_object_may_hold_parameters(cpu_twins: Twins, strategy: str, module: str) -> None:
-    outcomes = cpu_twins.of_subject(special_modules.accumulate, module=module, strategy=strategy)
-    assert averaged(module)(outcomes), outcomes
+    _assert_trained(cpu_twins, module=module, strategy=strategy)
 
 
 class OutputRecord:
@@ -130,12 +396,12 @@ def test_object_passed_between_units_adds_no_gathers(twins: Twins) -> None:
 @pytest.mark.deviation("fsdp.without_elements")
 @each_strategy
 def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
-    cpu_twins.deviate(
-        special_modules.accumulate,
+    cpu_twins.deviate_to_unsharded(
+        accumulate,
+        tolerance=ONE_STEP,
         module="no elements",
         strategy=strategy,
         torch_does=raises(AssertionError, "unsharded_end_idx"),
-        we_do=averaged("no elements"),
     )
 
 
@@ -144,7 +410,7 @@ def states_without_elements(scene: Scene) -> dict[str, Any]:
     whole = nn.Sequential(nn.Linear(3, 4), Nothing())
     model = scene.wrap(filled(whole), strategy="NO_SHARD", use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
-    accumulated(model, scene.rank.rank)
+    _backward(scene, model, 0)
     gradients = [
         parameter.grad is not None and tuple(parameter.grad.shape) for parameter in model.parameters()
     ]
@@ -163,12 +429,29 @@ def test_last_unsharded_parameter_may_have_no_elements(cpu_twins: Twins) -> None
     )
 
 
+def output_of_an_inner_module(scene: Scene, *, module: str) -> torch.Tensor:
+    """Call a module inside a unit by itself."""
+    inner = built(module)
+    _model = scene.wrap(nn.Sequential(inner, nn.Linear(4, 2)), use_orig_params=True)  # owns the unit
+    return inner(torch.ones(1, 3)).detach()
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.inner_modules")
+@pytest.mark.deviation("fsdp.forward_of_an_inner_module")
+def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
+    cpu_twins.deviate_to_unsharded(
+        output_of_an_inner_module,
+        tolerance=ONE_STEP,
+        module="plain",
+        torch_does=raises(RuntimeError),
+        may_agree=cpu_twins.is_alone,
+    )
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
 def test_hooks_of_inner_module_may_read_parameters(cpu_twins: Twins) -> None:
-    with torch.no_grad():
-        expected = special_modules.built("normed")(torch.ones(1, 3))
-    outcomes = cpu_twins.of_subject(special_modules.output_of_an_inner_module, module="normed")
-    assert gave(expected)(outcomes), outcomes
+    outcomes = cpu_twins.of_subject(output_of_an_inner_module, module="normed")
+    assert cpu_twins.like_unsharded(output_of_an_inner_module, ONE_STEP, module="normed")(outcomes), outcomes
 
 
 class Full(nn.Module):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes import wrapping_errors
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
+from conformance.distributed.fsdp.scenes.module_trees import loss_of
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.special_modules import accumulated, built
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, raise_an_error, raises
-from conformance.distributed.fsdp.scenes.wrapping_errors import USED_UP
 from conformance.judge.clauses import clause
 
 
@@ -84,21 +81,6 @@ def test_copy_of_wrapped_model_is_refused_with_cure(cpu_twins: Twins, use_orig_p
     )
 
 
-@clause("distributed.fsdp.fsdp_torch_limit_removed.ignored_modules_used_up")
-@pytest.mark.deviation("fsdp.ignored_modules_used_up")
-@pytest.mark.parametrize("way", list(USED_UP))
-def test_ignored_modules_may_be_iterator(cpu_twins: Twins, way: str) -> None:
-    def is_ignored(report: Any) -> bool:
-        return any(name.endswith("head.weight") for name in report["parameters"])
-
-    cpu_twins.deviate(
-        wrapping_errors.construct,
-        way=way,
-        torch_does=each(lambda report: not is_ignored(report)),
-        we_do=each(is_ignored),
-    )
-
-
 def tied_on_meta(scene: Scene, *, across: bool, by: str) -> tuple[int, float]:
     """Wrap tied weights on the meta device, in one unit or `across` two.
 
@@ -143,8 +125,8 @@ def test_weights_that_are_tied_on_the_meta_device_stay_tied(cpu_twins: Twins, ac
 
 def clipped_with_an_inf(scene: Scene) -> torch.Tensor:
     """Clip with `error_if_nonfinite` while one rank's gradients contain an inf."""
-    model = scene.wrap(built("plain"))
-    accumulated(model, scene.rank.rank)
+    model = scene.wrap(nn.Linear(3, 4))
+    model(torch.ones(1, 3)).sum().backward()
     if scene.rank.rank == 0:
         next(model.parameters()).grad[0] = torch.inf
     return model.clip_grad_norm_(0.5, error_if_nonfinite=True, foreach=False)
@@ -160,13 +142,23 @@ def test_clipping_refuses_an_inf_of_another_rank(cpu_twins: Twins) -> None:
     )
 
 
+def moved_away(scene: Scene, *, returns: bool = False) -> torch.Tensor:
+    """Run a forward after the parameters were moved to the meta device, and back from it if `returns`."""
+    scene.model.to("meta")
+    if returns:
+        scene.model.to_empty(device=scene.rank.device)
+        for parameter in scene.model.parameters():
+            parameter.data.fill_(0.5)
+    return loss_of(scene.forward()).detach()
+
+
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 @both_kinds
 def test_model_moved_to_meta_device_refuses_to_compute(cpu_twins: Twins, use_orig_params: bool) -> None:
     setup = Setup(arguments={"use_orig_params": use_orig_params})
-    cpu_twins.check_both(raise_an_error, wrapping_errors.moved_away, setup)
+    cpu_twins.check_both(raise_an_error, moved_away, setup)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.moved_to_meta")
 def test_model_returns_from_meta_device(cpu_twins: Twins) -> None:
-    cpu_twins.values(wrapping_errors.moved_away, returns=True)
+    cpu_twins.values(moved_away, returns=True)

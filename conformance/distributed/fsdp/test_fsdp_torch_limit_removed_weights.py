@@ -8,32 +8,24 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes import special_modules
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import assert_like_unsharded, trains_like_unsharded
-from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.special_modules import accumulated, built
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, each, holds, raises
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
-from conformance.distributed.fsdp.test_fsdp_torch_limit_removed import averaged_gradients, gave
 from conformance.judge.clauses import clause
+from conformance.judge.tolerances import ONE_STEP
 
 
-def output_without_sharding(ranks: int, steps: bool = True) -> torch.Tensor:
-    model = special_modules.built("plain")
-    gradients = averaged_gradients("plain", ranks)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.sub_(gradients[name], alpha=0.5 if steps else 0.0)
-        return model(torch.ones(1, 3))
-
-
-def output_after_a_step(scene: Scene, *, evaluates: bool, fused: bool) -> torch.Tensor:
+def output_after_a_step(
+    scene: Scene, *, evaluates: bool, fused: bool, learning_rate: float = 0.5
+) -> torch.Tensor:
     """Return the model's output after a step. The model may be evaluated between the backward and the step."""
-    model = scene.wrap(built("plain"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
-    accumulated(model, scene.rank.rank)
+    model = scene.wrap(filled(nn.Linear(3, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, fused=fused)
+    x = torch.linspace(0, 1, 15).view(5, 3)
+    scene.mean(lambda rank: model(x - rank * 0.25).square().mean()).backward()
     with torch.no_grad():
         if evaluates:
             model(torch.ones(1, 3))
@@ -46,33 +38,21 @@ def output_after_a_step(scene: Scene, *, evaluates: bool, fused: bool) -> torch.
 @pytest.mark.parametrize("fused", [False, True])
 def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> None:
     """torch's fused updates write to parameters without moving their version counters."""
-    cpu_twins.deviate(
+    arguments: dict[str, Any] = {"evaluates": True, "fused": fused}
+    cpu_twins.deviate_to_unsharded(
         output_after_a_step,
-        evaluates=True,
-        fused=fused,
-        torch_does=gave(output_without_sharding(cpu_twins.world_size, steps=False)),
-        we_do=gave(output_without_sharding(cpu_twins.world_size)),
+        tolerance=ONE_STEP,
+        **arguments,
+        torch_does=cpu_twins.like_unsharded(output_after_a_step, ONE_STEP, learning_rate=0.0, **arguments),
         may_agree=cpu_twins.is_alone,
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
 def test_forward_uses_step(cpu_twins: Twins) -> None:
-    outcomes = cpu_twins.of_subject(output_after_a_step, evaluates=False, fused=False)
-    assert gave(output_without_sharding(cpu_twins.world_size))(outcomes), outcomes
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.inner_modules")
-@pytest.mark.deviation("fsdp.forward_of_an_inner_module")
-def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
-    with torch.no_grad():
-        expected = special_modules.built("plain")(torch.ones(1, 3))
-    cpu_twins.deviate(
-        special_modules.output_of_an_inner_module,
-        torch_does=raises(RuntimeError),
-        we_do=gave(expected),
-        may_agree=cpu_twins.is_alone,
-    )
+    arguments: dict[str, Any] = {"evaluates": False, "fused": False}
+    outcomes = cpu_twins.of_subject(output_after_a_step, **arguments)
+    assert cpu_twins.like_unsharded(output_after_a_step, ONE_STEP, **arguments)(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_low_precision")
