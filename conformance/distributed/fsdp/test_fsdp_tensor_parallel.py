@@ -1,47 +1,174 @@
-"""Sharding combined with tensor parallelism, on four real ranks, compared with torch and with one unsharded process."""
+"""Both APIs with tensor parallelism, on four real ranks, compared with torch and with one unsharded process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from conformance.distributed.fsdp.scenes.fsdp_training import clean
-from conformance.distributed.fsdp.scenes.parallel_training import (
-    DEEP,
-    Parallel,
-    ParallelTraining,
-    assert_agree,
-    assert_like_unsharded,
-    laid_out,
-    seen_by,
-    train,
-    train_unsharded,
-    twins_for,
-)
-from conformance.distributed.fsdp.scenes.rank_judging import (
-    assert_all_close,
-)
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
+from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
     FULL,
-    RankOutcomes,
+    PlainTwins,
     TwinsOf,
     each,
-    holds,
+    raise_an_error,
     values_of,
 )
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
 from conformance.judge.tolerances import TRAINED
-from conformance.ranks import Rank
 
+DEEP = pytest.mark.profile("deep")
 FLAT, ORIGINALS = {"use_orig_params": False}, {"use_orig_params": True}
+_NAMES = ("replicas", "data", "model")
+_PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
+_WIDTH, _HIDDEN, _ROWS = 6, 8, 2
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Mesh and arguments of a model with tensor parallelism.
+
+    Args:
+        sizes: sizes of the mesh: replicas (if there are three), ranks that share the data, ranks that share a weight.
+        arguments: arguments of FullyShardedDataParallel or of fully_shard.
+        leaves_last: whether the last block is left to the outermost unit.
+    """
+
+    sizes: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    leaves_last: bool = False
+    is_fully_shard: bool = False
+
+    def twins(self, plain_twins_of: TwinsOf) -> PlainTwins:
+        return plain_twins_of(math.prod(self.sizes))
+
+    def mesh(self, scene: Scene) -> DeviceMesh:
+        return scene.rank.mesh(*self.sizes, names=_NAMES[-len(self.sizes) :])
+
+
+class ParallelBlock(nn.Module):
+    """Block with two weights that tensor parallelism shards, and a norm that each rank has in full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, _HIDDEN)
+        self.down = nn.Linear(_HIDDEN, _WIDTH)
+        self.norm = nn.LayerNorm(_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+def plain_model(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(ParallelBlock(), ParallelBlock(), nn.Linear(_WIDTH, 3)).double()
+
+
+class ParallelTraining:
+    """Model of a rank, and an optimizer that has not stepped yet."""
+
+    def __init__(self, scene: Scene, parallel: Parallel, seed: int = 0) -> None:
+        self.scene, self.parallel, model = scene, parallel, plain_model(seed)
+        mesh = parallel.mesh(scene)
+        for block in model[:2] if scene.shards else ():
+            parallelize_module(block, mesh["model"], {name: style() for name, style in _PLAN.items()})
+        for index in range(1 if parallel.leaves_last else 2):
+            model[index] = self._sharded(model[index], mesh)
+        self.model = self._sharded(model, mesh)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+
+    def _sharded(self, module: nn.Module, mesh: Any) -> Any:
+        names = _NAMES[-len(self.parallel.sizes) : -1]
+        data = mesh and mesh[names if len(names) > 1 else names[0]]
+        if self.parallel.is_fully_shard:
+            return self.scene.shard(module, mesh=data, **self.parallel.arguments)
+        return self.scene.wrap(module, device_mesh=data, **self.parallel.arguments)
+
+    def backward(self, step: int) -> Tensor:
+        """Run a backward. Ranks that share a weight have the same data."""
+
+        def loss(rank: int) -> Tensor:
+            generator = torch.Generator().manual_seed(100 * step + rank // self.parallel.sizes[-1])
+            x = torch.randn(_ROWS, _WIDTH, generator=generator, dtype=torch.float64)
+            return self.model(x).square().sum()
+
+        mean = self.scene.mean(loss)
+        mean.backward()
+        return mean.detach()
+
+    def step(self, step: int) -> Tensor:
+        loss = self.backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def parameters(self) -> dict[str, Any]:
+        if self.parallel.is_fully_shard:
+            return {name: laid_out(p) for name, p in self.model.named_parameters()}
+        with self.scene.fsdp.summon_full_params(self.model, writeback=False):
+            return {clean(name): laid_out(p) for name, p in self.model.named_parameters()}
+
+    def whole(self) -> dict[str, Tensor]:
+        return {name: layout["values"] for name, layout in self.parameters().items()}
+
+    def shards(self) -> dict[str, Tensor]:
+        return {
+            name: (p._local_tensor if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in self.model.named_parameters()
+        }
+
+    def with_states_of(self, kind: str) -> Any:
+        return self.scene.fsdp.state_dict_type(self.model, StateDictType[f"{kind}_STATE_DICT"])
+
+    def state_dict(self, kind: str) -> dict[str, Any]:
+        with self.with_states_of(kind):
+            return self.model.state_dict()
+
+    def load(self, kind: str, state: dict[str, Any]) -> None:
+        with self.with_states_of(kind):
+            self.model.load_state_dict(state)
+
+    def optimizer_state(self, kind: str) -> dict[str, Any]:
+        with self.with_states_of(kind):
+            return self.scene.fsdp.optim_state_dict(self.model, self.optimizer)
+
+    def load_optimizer(self, kind: str, state: dict[str, Any]) -> None:
+        with self.with_states_of(kind):
+            loaded = self.scene.fsdp.optim_state_dict_to_load(self.model, self.optimizer, state)
+            self.optimizer.load_state_dict(loaded)
+
+
+def laid_out(tensor: Any) -> dict[str, Any]:
+    """Return a tensor's layout over the ranks and its full values."""
+    if not isinstance(tensor, DTensor):
+        return {"values": tensor.detach().clone(), "requires_grad": tensor.requires_grad}
+    return {
+        "values": tensor.detach().full_tensor().clone(),
+        "requires_grad": tensor.requires_grad,
+        "placements": str(tensor.placements),
+        "mesh": tensor.device_mesh.mesh.tolist(),
+        "local": tensor.to_local().detach().clone(),
+    }
+
+
 _FLAT, _ORIGINALS = Parallel((2, 2), FLAT), Parallel((2, 2), ORIGINALS)
+_FULLY = Parallel((2, 2), {}, is_fully_shard=True)
 _KINDS = pytest.mark.parametrize(
     ("parallel", "kind"),
     [
@@ -54,67 +181,134 @@ _KINDS = pytest.mark.parametrize(
 _BOTH = pytest.mark.parametrize(
     "parallel", [pytest.param(_FLAT, marks=FULL), _ORIGINALS], ids=["flat", "originals"]
 )
-_LATTICE = [
-    pytest.param(Parallel(sizes, FLAT | arguments, leaves_last), marks=FULL)
-    for sizes, arguments, leaves_last in [
-        ((2, 2), {}, True),
-        ((2, 2), ORIGINALS | {"sharding_strategy": "SHARD_GRAD_OP"}, False),
-        ((2, 2), {"sharding_strategy": "NO_SHARD"}, False),
-        ((4, 1), ORIGINALS, False),
-        ((1, 4), {}, False),
-        ((1, 2), {}, False),
-        ((2, 1), {}, True),
-    ]
+# Meshes and arguments, and the profile of each.
+_MESHES: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
+    (_FLAT, ()),
+    (_ORIGINALS, ()),
+    (Parallel((2, 2), FLAT, leaves_last=True), (FULL,)),
+    (Parallel((2, 2), ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL,)),
+    (Parallel((2, 2), FLAT | {"strategy": "NO_SHARD"}), (FULL,)),
+    (Parallel((4, 1), ORIGINALS), (FULL,)),
+    (Parallel((1, 4), FLAT), (FULL,)),
+    (Parallel((1, 2), FLAT), (FULL,)),
+    (Parallel((2, 1), FLAT, leaves_last=True), (FULL,)),
+    (Parallel((2, 2, 2), FLAT | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
+    (Parallel((2, 2, 2), ORIGINALS | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
 ]
-_REPLICAS = [
-    pytest.param(Parallel((2, 2, 2), arguments | {"sharding_strategy": "HYBRID_SHARD"}), marks=DEEP)
-    for arguments in (FLAT, ORIGINALS)
+_MESHES_OF_FULLY_SHARD: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
+    (_FULLY, ()),
+    (Parallel((2, 2), {"reshard_after_forward": False}, leaves_last=True, is_fully_shard=True), (FULL,)),
+    (Parallel((4, 1), {}, is_fully_shard=True), (FULL,)),
+    (Parallel((1, 4), {}, is_fully_shard=True), (FULL,)),
+    (Parallel((2, 2, 2), {}, is_fully_shard=True), (DEEP,)),
 ]
-_MESHES = [_FLAT, _ORIGINALS, *_LATTICE, *_REPLICAS]
+of_fsdp = clause("distributed.fsdp.fsdp_tensor_parallel.trains")
+of_fully_shard = clause("distributed.fsdp.fully_shard.tensor_parallel")
 
 
-def deviate(
-    twins_of: TwinsOf, asks: Any, parallel: Parallel, arguments: dict[str, Any], **sides: Any
+def train(scene: Scene, parallel: Parallel, steps: int = 3) -> dict[str, Any]:
+    training = ParallelTraining(scene, parallel)
+    reported: dict[str, Any] = {"shards": training.shards()}
+    reported["losses"] = [training.step(step) for step in range(steps)]
+    after = {"after": training.shards(), "parameters": training.parameters()}
+    return reported | after | {"whole": training.whole()}
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(parallel, marks=(mark, *profile), id=str(parallel))
+        for mark, meshes in ((of_fsdp, _MESHES), (of_fully_shard, _MESHES_OF_FULLY_SHARD))
+        for parallel, profile in meshes
+    ],
+)
+def test_tensor_parallel_training_matches_torch_and_unsharded(
+    plain_twins_of: TwinsOf, parallel: Parallel
 ) -> None:
-    """Judge the deviation that the test names. `sides` are arguments of `DeviationJudge.judge`."""
-    twins = twins_for(twins_of, parallel)
-    twins.judge(lambda library: seen_by(twins, library, asks, parallel, **arguments), **sides)
+    twins = parallel.twins(plain_twins_of)
+    outcomes = twins.agree(train, parallel=parallel)
+    assert twins.like_unsharded(train, of="whole", parallel=parallel)(outcomes), outcomes
 
 
-def like_unsharded(expected: dict[str, Any]) -> Callable[[RankOutcomes], bool]:
-    return lambda got: holds(assert_like_unsharded, got, expected)
+def clip_sharded(scene: Scene, parallel: Parallel) -> dict[str, Any]:
+    """Return the gradients of the first step, and the clipped gradients of the parameters on the whole mesh."""
+    training = ParallelTraining(scene, parallel)
+    training.backward(0)
+    clipped = [p for p in training.model.parameters() if len(p.placements) == len(parallel.sizes)]
+    gradients = {name: laid_out(p.grad) for name, p in training.model.named_parameters()}
+    norm = scene.library.find("nn.utils.clip_grad_norm_")(clipped, 0.5)
+    return {"gradients": gradients, "norm": laid_out(norm), "clipped": [laid_out(p.grad) for p in clipped]}
 
 
-@clause("distributed.fsdp.fsdp_tensor_parallel.trains")
-@pytest.mark.parametrize("parallel", _MESHES, ids=str)
-def test_tensor_parallel_training_matches_torch(twins_of: TwinsOf, parallel: Parallel) -> None:
-    got = assert_agree(twins_of, train, parallel)
-    assert_like_unsharded(got, train_unsharded(parallel))
+def load_sharded(scene: Scene, parallel: Parallel) -> dict[str, Any]:
+    """Save a model and its optimizer with DCP's own functions, and load them into another model."""
+    trained, other = (ParallelTraining(scene, parallel, seed) for seed in (0, 1))
+    for training in (trained, other):
+        training.step(0)
+    model, optimizer = get_state_dict(trained.model, trained.optimizer)
+    set_state_dict(other.model, other.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    saved = {name: laid_out(value) for name, value in model.items()}
+    other.step(1)
+    return {"saved": saved, "parameters": other.parameters()}
 
 
-def accumulate(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
+@clause("distributed.fsdp.fully_shard.tensor_parallel")
+@pytest.mark.parametrize("program", [clip_sharded, load_sharded])
+def test_dtensors_of_fully_shard_are_clipped_and_loaded(plain_twins_of: TwinsOf, program: Any) -> None:
+    _FULLY.twins(plain_twins_of).agree(program, parallel=_FULLY)
+
+
+def on_another_mesh(scene: Scene) -> None:
+    """Shard a model over a mesh that is unrelated to the mesh of its DTensor parameters."""
+    model = plain_model()
+    parallelize_module(model[0], _FULLY.mesh(scene)["model"], {"up": ColwiseParallel()})
+    scene.shard(model, mesh=scene.rank.mesh(scene.rank.world_size, names=("elsewhere",)))
+
+
+@clause("distributed.fsdp.fully_shard.tensor_parallel")
+@FULL
+def test_fully_shard_refuses_meshes_that_do_not_belong_together(plain_twins_of: TwinsOf) -> None:
+    assert raise_an_error(_FULLY.twins(plain_twins_of).agree(on_another_mesh, may_raise=True))
+
+
+def accumulate(scene: Scene, parallel: Parallel) -> dict[str, Any]:
     """Step after two backwards, of which the first does not synchronise. Return the gradients and the parameters."""
-    training = ParallelTraining(rank, library, parallel)
-    with training.model.no_sync():
+    training = ParallelTraining(scene, parallel)
+    if parallel.is_fully_shard:
+        training.model.set_requires_gradient_sync(False)
         training.backward(0)
+        training.model.set_requires_gradient_sync(True)
+    else:
+        with training.model.no_sync():
+            training.backward(0)
     training.backward(1)
-    gradients = {name: p.grad for name, p in training.model.named_parameters()}
+    gradients = {
+        name: laid_out(p.grad) for name, p in training.model.named_parameters() if p.grad is not None
+    }
     training.optimizer.step()
-    return {"gradients": gradients, "parameters": training.parameters()}
+    return {"gradients": gradients, "parameters": training.parameters(), "whole": training.whole()}
 
 
-@clause("distributed.fsdp.fsdp_tensor_parallel.accumulates")
-def test_gradients_accumulate_over_backwards(twins_of: TwinsOf) -> None:
-    got = assert_agree(twins_of, accumulate, _FLAT)
-    assert_like_unsharded(got, train_unsharded(_FLAT, steps=1, backwards=2))
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(_FLAT, marks=clause("distributed.fsdp.fsdp_tensor_parallel.accumulates")),
+        pytest.param(_FULLY, marks=(of_fully_shard, FULL)),
+    ],
+    ids=["flat", "fully_shard"],
+)
+def test_gradients_accumulate_over_backwards(plain_twins_of: TwinsOf, parallel: Parallel) -> None:
+    twins = parallel.twins(plain_twins_of)
+    outcomes = twins.agree(accumulate, parallel=parallel)
+    assert twins.like_unsharded(accumulate, of="whole", parallel=parallel)(outcomes), outcomes
 
 
-def write_summoned(rank: Rank, library: Library, parallel: Parallel) -> dict[str, Any]:
+def write_summoned(scene: Scene, parallel: Parallel) -> dict[str, Any]:
     """Read and write unsharded parameters, and their gradients with `use_orig_params`. Then train."""
-    training = ParallelTraining(rank, library, parallel)
+    training = ParallelTraining(scene, parallel)
     originals = bool(parallel.arguments.get("use_orig_params"))
     training.backward(0)
-    with training.fsdp.summon_full_params(training.model, with_grads=originals):
+    with scene.fsdp.summon_full_params(training.model, with_grads=originals):
         named = {clean(name): p for name, p in training.model.named_parameters()}
         gradients = {name: laid_out(p.grad) for name, p in named.items() if originals}
         with torch.no_grad():
@@ -130,12 +324,12 @@ def write_summoned(rank: Rank, library: Library, parallel: Parallel) -> dict[str
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.summoned")
 @_BOTH
-def test_writes_to_summoned_parameters_are_kept(twins_of: TwinsOf, parallel: Parallel) -> None:
-    assert_agree(twins_of, write_summoned, parallel)
+def test_writes_to_summoned_parameters_are_kept(plain_twins_of: TwinsOf, parallel: Parallel) -> None:
+    parallel.twins(plain_twins_of).agree(write_summoned, parallel=parallel)
 
 
-def save(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
-    training = ParallelTraining(rank, library, parallel)
+def save(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
+    training = ParallelTraining(scene, parallel)
     training.step(0)
     model = {name: laid_out(value) for name, value in training.state_dict(kind).items()}
     states = training.optimizer_state(kind)["state"]
@@ -147,31 +341,32 @@ def save(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.saves")
 @_KINDS
-def test_state_dict_matches_torch(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
-    assert_agree(twins_of, save, parallel, kind=kind)
+def test_state_dict_matches_torch(plain_twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+    parallel.twins(plain_twins_of).agree(save, parallel=parallel, kind=kind)
 
 
-def reload(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
+def reload(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
     """Load the state dict of a trained model into a model with other values."""
-    trained, other = (ParallelTraining(rank, library, parallel, seed) for seed in (0, 1))
+    trained, other = (ParallelTraining(scene, parallel, seed) for seed in (0, 1))
     trained.step(0)
     other.load(kind, trained.state_dict(kind))
-    return {"parameters": other.parameters(), "loss": other.step(1)}
+    return {"parameters": other.parameters(), "whole": other.whole(), "loss": other.step(1)}
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads")
 @_KINDS
-def test_state_dict_reloads_and_trains(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
-    got = assert_agree(twins_of, reload, parallel, kind=kind)
-    assert_like_unsharded(got, train_unsharded(parallel, steps=1))
+def test_state_dict_reloads_and_trains(plain_twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+    twins = parallel.twins(plain_twins_of)
+    outcomes = twins.agree(reload, parallel=parallel, kind=kind)
+    assert twins.like_unsharded(train, of="whole", parallel=parallel, steps=1)(outcomes), outcomes
 
 
-def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int) -> str:
+def fit(scene: Scene, rank_at_fault: int) -> str:
     """Load a state dict that lacks a key on one rank. Return the error, or "loaded"."""
-    training = ParallelTraining(rank, library, parallel)
+    training = ParallelTraining(scene, _FLAT)
     before = training.shards()
     state = training.state_dict("FULL")
-    if rank.rank == rank_at_fault:
+    if scene.rank.rank == rank_at_fault:
         del state["0.up.weight"]
     try:
         training.load("FULL", state)
@@ -183,104 +378,91 @@ def fit(rank: Rank, library: Library, parallel: Parallel, *, rank_at_fault: int)
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads_together")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
-def test_loads_on_all_ranks_or_on_none(twins_of: TwinsOf) -> None:
+def test_loads_on_all_ranks_or_on_none(plain_twins_of: TwinsOf) -> None:
     we_do = each(lambda value: value == "RuntimeError, unchanged: True")
-    deviate(twins_of, fit, _FLAT, {"rank_at_fault": 1}, we_do=we_do)
+    _FLAT.twins(plain_twins_of).deviate(fit, rank_at_fault=1, we_do=we_do)
 
 
-def reshard(rank: Rank, library: Library, parallel: Parallel, *, path: str, sizes: tuple[int, ...]) -> Any:
+def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     """Save a model on one mesh and load it on another one."""
     kind = "SHARDED"
-    trained = ParallelTraining(rank, library, parallel)
+    trained = ParallelTraining(scene, _FLAT)
     trained.step(0)
     dcp.save({"model": trained.state_dict(kind)}, checkpoint_id=path)
-    other = ParallelTraining(rank, library, Parallel(sizes, parallel.arguments, parallel.leaves_last), seed=1)
+    other = ParallelTraining(scene, Parallel(sizes, FLAT), seed=1)
     state = {"model": other.state_dict(kind)}
     dcp.load(state, checkpoint_id=path)
     other.load(kind, state["model"])
-    return {"parameters": {name: value["values"] for name, value in other.parameters().items()}}
+    return other.whole()
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.reshards")
 @FULL
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
 def test_another_mesh_reads_what_was_written(
-    twins_of: TwinsOf, sizes: tuple[int, int], tmp_path: Path
+    plain_twins_of: TwinsOf, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    twins = twins_for(twins_of, _FLAT)
-    expected = train_unsharded(_FLAT, steps=1)["parameters"]
+    twins = _FLAT.twins(plain_twins_of)
+    expected = train(Scene.unsharded(0, twins.world_size), _FLAT, steps=1)["whole"]
     for library in (twins.reference, twins.subject):
         path = str(tmp_path / library.spec.replace("/", "_"))
-        for value in values_of(seen_by(twins, library, reshard, _FLAT, path=path, sizes=sizes)):
-            assert_all_close("parameters", expected, value["parameters"], TRAINED)
+        for value in values_of(twins.of(library, reshard, path=path, sizes=sizes)):
+            assert_all_close("parameters", expected, value, TRAINED)
 
 
-def resume(rank: Rank, library: Library, parallel: Parallel, *, kind: str) -> dict[str, Any]:
-    """Load the states of a trained model and its optimizer into another model. Then step both."""
-    trained, other = (ParallelTraining(rank, library, parallel, seed) for seed in (0, 1))
+def resume(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
+    """Load the states of a trained model and its optimizer into another model. Then step it."""
+    trained, other = (ParallelTraining(scene, parallel, seed) for seed in (0, 1))
     trained.step(0)
     other.step(0)
     other.load(kind, trained.state_dict(kind))
     other.load_optimizer(kind, trained.optimizer_state(kind))
-    for training in (trained, other):
-        training.step(1)
-    return {"trained": trained.parameters(), "resumed": other.parameters()}
+    other.step(1)
+    return {"whole": other.whole()}
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.resumes")
 @pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
 @_KINDS
-def test_training_is_resumed(twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
-    expected = train_unsharded(parallel, steps=2)
-
-    def goes_on(value: Any) -> bool:
-        return holds(assert_like_unsharded, [Outcome({"parameters": value["resumed"]})], expected)
-
-    deviate(twins_of, resume, parallel, {"kind": kind}, we_do=each(goes_on))
+def test_training_is_resumed(plain_twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
+    twins = parallel.twins(plain_twins_of)
+    we_do = twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
+    twins.deviate(resume, parallel=parallel, kind=kind, we_do=we_do)
 
 
-def clip(rank: Rank, library: Library, parallel: Parallel, *, norm_type: float) -> dict[str, Any]:
-    training = ParallelTraining(rank, library, parallel)
+def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor]:
+    """Return the norm of the gradients, and the parameters after a step with clipped gradients."""
+    training = ParallelTraining(scene, parallel)
     training.backward(0)
-    norm = training.model.clip_grad_norm_(0.5, norm_type)
+    if scene.shards:
+        norm = training.model.clip_grad_norm_(0.5, norm_type)
+    else:
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), 0.5, norm_type)
     training.optimizer.step()
-    training.optimizer.zero_grad()
-    return {"norm": norm, "parameters": training.parameters()}
+    return {"norm": norm, **training.whole()}
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.clips")
 @pytest.mark.deviation("fsdp.norm_of_dtensors")
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL)])
 @_BOTH
-def test_norm_counts_each_element_once(twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
-    expected = train_unsharded(parallel, norm=(0.5, norm_type), steps=1)
-
-    def is_right(got: RankOutcomes) -> bool:
-        if not holds(assert_like_unsharded, got, expected):
-            return False
-        norms = [outcome.value["norm"].values for outcome in got]
-        return all(TRAINED.excess(expected["norm"], norm) is None for norm in norms)
-
-    may_agree = norm_type == torch.inf
-    deviate(twins_of, clip, parallel, {"norm_type": norm_type}, we_do=is_right, may_agree=may_agree)
+def test_norm_counts_each_element_once(plain_twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
+    twins, may_agree = parallel.twins(plain_twins_of), norm_type == torch.inf
+    twins.deviate_to_unsharded(clip, parallel=parallel, norm_type=norm_type, may_agree=may_agree)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 4), marks=FULL)])
-def test_originals_that_are_not_sharded_train(twins_of: TwinsOf, sizes: tuple[int, int]) -> None:
+def test_originals_that_are_not_sharded_train(plain_twins_of: TwinsOf, sizes: tuple[int, int]) -> None:
     parallel = Parallel(sizes, ORIGINALS)
-    we_do = like_unsharded(train_unsharded(parallel))
-    deviate(twins_of, train, parallel, {}, we_do=we_do, torch_does=_raises)
+    twins = parallel.twins(plain_twins_of)
+    twins.deviate_to_unsharded(train, of="whole", parallel=parallel, torch_does=raise_an_error)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
 @FULL
-def test_originals_accumulate(twins_of: TwinsOf) -> None:
-    we_do = like_unsharded(train_unsharded(_ORIGINALS, steps=1, backwards=2))
-    deviate(twins_of, accumulate, _ORIGINALS, {}, we_do=we_do, torch_does=_raises)
-
-
-def _raises(got: RankOutcomes) -> bool:
-    return all(outcome.raised is not None for outcome in got)
+def test_originals_accumulate(plain_twins_of: TwinsOf) -> None:
+    twins = _ORIGINALS.twins(plain_twins_of)
+    twins.deviate_to_unsharded(accumulate, of="whole", parallel=_ORIGINALS, torch_does=raise_an_error)
