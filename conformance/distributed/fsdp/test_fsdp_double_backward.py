@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    Setup,
-    average_gradients,
-    gathered_gradients,
-    zero_for_none,
-)
-from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close, assert_close_gradients
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
-from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, holds, raises
+from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, raises
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import ONE_STEP
 
@@ -31,15 +24,13 @@ class Penalty:
     inputs: int = 1
     adds_loss: bool = False  # whether the loss of a last forward is added
 
-    def backward(self, model: nn.Module, rank: int) -> torch.Tensor:
+    def loss(self, model: nn.Module, rank: int) -> torch.Tensor:
         values = torch.linspace(0, 1, 6).view(2, 3) - rank * 0.25
         inputs = [(values / (1 + number)).requires_grad_() for number in range(self.inputs)]
         outputs = [model(x).sum() for x in inputs]
         gradients = [self._gradient(output, x) for output, x in zip(outputs, inputs, strict=True)]
         penalty = torch.stack([(gradient.norm() - 1).square() for gradient in gradients]).sum()
-        whole = penalty + model(2 * inputs[0]).square().mean() if self.adds_loss else penalty
-        whole.backward()
-        return penalty.detach()
+        return penalty + model(2 * inputs[0]).square().mean() if self.adds_loss else penalty
 
     def _gradient(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         (gradient,) = torch.autograd.grad(output, x, create_graph=True)
@@ -71,21 +62,12 @@ def _wrapped(
     return scene.wrap(model, **arguments)
 
 
-def penalized(scene: Scene, *, penalty: Penalty, **wrapping: Any) -> dict[str, Any]:
-    """Run steps with a penalty on gradients of inputs. Return the penalties and the full gradients."""
+def penalized(scene: Scene, *, penalty: Penalty, **wrapping: Any) -> dict[str, torch.Tensor]:
+    """Run steps with a penalty on gradients of inputs. Return the full gradients."""
     model = _wrapped(scene, **wrapping)
-    penalties = [penalty.backward(model, scene.rank.rank) for _ in range(_STEPS)]
-    return {"penalties": penalties, "whole": gathered_gradients(scene.library, model)}
-
-
-def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dict[str, torch.Tensor]:
-    """Return the gradients of unsharded replicas, averaged, with zero for a missing gradient."""
-    replicas = [built(freezes) for _ in range(world_size)]
-    for rank, replica in enumerate(replicas):
-        for _ in range(_STEPS):
-            penalty.backward(replica, rank)
-    average_gradients(replicas, Setup())
-    return {name: zero_for_none(parameter) for name, parameter in replicas[0].named_parameters()}
+    for _ in range(_STEPS):
+        scene.mean(lambda rank: penalty.loss(model, rank)).backward()
+    return scene.whole_gradients(model)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
@@ -106,68 +88,58 @@ def penalized_unsharded(world_size: int, freezes: bool, penalty: Penalty) -> dic
 def test_gradient_of_input_can_be_differentiated(
     cpu_twins: Twins, strategy: str, use_orig_params: bool, freezes: bool, penalty: Penalty
 ) -> None:
-    expected = penalized_unsharded(cpu_twins.world_size, freezes, penalty)
-    cpu_twins.deviate(
+    cpu_twins.deviate_to_unsharded(
         penalized,
+        tolerance=ONE_STEP,
         strategy=strategy,
         use_orig_params=use_orig_params,
         freezes=freezes,
         penalty=penalty,
-        we_do=each(lambda value: holds(assert_close_gradients, expected, value["whole"], ONE_STEP)),
         may_agree=cpu_twins.is_alone,
     )
 
 
-def are(expected: list[torch.Tensor]) -> Any:
-    return each(lambda value: holds(assert_all_close, "what was returned", expected, value, ONE_STEP))
-
-
-def directional_derivatives(model: nn.Module, along: torch.Tensor) -> list[torch.Tensor]:
-    """Return derivatives of the outputs in the direction `along`, each computed from two gradients.
+def directional_derivatives(scene: Scene, *, strategy: str) -> list[torch.Tensor]:
+    """Return derivatives of the outputs in a direction, each computed from two gradients.
 
     All steps start the first gradient with the same leaf, `weights`.
     """
+    model = _wrapped(scene, strategy=strategy)
     weights = torch.ones(2, 2, requires_grad=True)
     derivatives = []
     for _ in range(5):
         x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
         (gradient,) = torch.autograd.grad(model(x), x, weights, create_graph=True)
-        (derivative,) = torch.autograd.grad(gradient, weights, along)
+        (derivative,) = torch.autograd.grad(gradient, weights, torch.ones(2, 3))
         derivatives.append(derivative)
     assert len(weights._backward_hooks or ()) <= 2, "each step has left its hooks on a tensor of the user's"
     return derivatives
-
-
-def differentiated_along(scene: Scene, *, strategy: str) -> list[torch.Tensor]:
-    return directional_derivatives(_wrapped(scene, strategy=strategy), torch.ones(2, 3))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 @pytest.mark.deviation("fsdp.gradient_penalty")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_leaf_that_starts_gradients_may_be_kept(cpu_twins: Twins, strategy: str) -> None:
-    expected = directional_derivatives(built(freezes=False), torch.ones(2, 3))
-    cpu_twins.deviate(
-        differentiated_along, strategy=strategy, we_do=are(expected), may_agree=cpu_twins.is_alone
+    may_agree = cpu_twins.is_alone
+    cpu_twins.deviate_to_unsharded(
+        directional_derivatives, tolerance=ONE_STEP, strategy=strategy, may_agree=may_agree
     )
 
 
-def input_used_elsewhere(scene: Scene) -> list[torch.Tensor]:
+def input_used_elsewhere(scene: Scene) -> torch.Tensor:
     """Run a double backward of an unsharded model on rank 0 only, with an input that the sharded model has used."""
     model, x = _wrapped(scene), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
     model(x).sum().backward()
     if scene.rank.rank == 0:
         (gradient,) = torch.autograd.grad(built(freezes=False)(x).sum(), x, create_graph=True)
         gradient.square().sum().backward()
-    return [model(x).detach()]
+    return model(x).detach()
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 def test_input_may_be_used_elsewhere_on_one_rank(cpu_twins: Twins) -> None:
-    with torch.no_grad():
-        expected = built(freezes=False)(torch.linspace(-1, 1, 6).view(2, 3))
     outcomes = cpu_twins.of_subject(input_used_elsewhere)
-    assert are([expected])(outcomes), outcomes
+    assert cpu_twins.like_unsharded(input_used_elsewhere, ONE_STEP)(outcomes), outcomes
 
 
 def gradients_with_a_graph(scene: Scene, *, use_orig_params: bool) -> None:

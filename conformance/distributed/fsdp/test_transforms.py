@@ -8,28 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, Twins, each
 from conformance.judge.clauses import clause
-from conformance.judge.deviations import does_as
 from conformance.judge.judgement import unavailable
 from conformance.judge.surface import is_torch_in
 
 differentiable_or_not = pytest.mark.parametrize("differentiable", [False, True])
 resharded_or_not = pytest.mark.parametrize("reshards", [False, True])
-
-
-def _is_like_unsharded(pair: list[dict[str, Any]]) -> bool:
-    sharded, plain = pair
-    return does_as(plain, sharded)
 
 
 Transform = Callable[[Any, Tensor], Tensor]  # function of a model and its inputs [4, 6]
@@ -100,34 +92,18 @@ def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
     return {"outputs": outputs, "of inputs": x.grad}
 
 
-def without_sharding(device: torch.device, name: str, differentiable: bool) -> dict[str, Any]:
-    model = blocks(2).to(device)
-    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
-    results["gradients"] = {key: _gradient(param) for key, param in model.named_parameters()}
-    return results
-
-
 def _gradient(param: Tensor) -> Tensor:
     """Return zeros for a parameter that the result does not depend on, such as the last bias."""
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def through_fully_shard(
-    scene: Scene, name: str, differentiable: bool, reshards: bool
-) -> list[dict[str, Any]]:
-    """Return the results of a sharded model, and of the same model without sharding."""
+def through_fully_shard(scene: Scene, name: str, differentiable: bool, reshards: bool) -> dict[str, Any]:
     model = blocks(2).to(scene.rank.device)
     scene.shard_children(model, reshard_after_forward=reshards)
-    device = scene.rank.device
-    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(scene.rank.device, differentiable))
     for block in (*model, model):
         block.reshard()
-    results["gradients"] = {key: full_value(_gradient(param)) for key, param in model.named_parameters()}
-    return [results, without_sharding(device, name, differentiable)]
-
-
-def _judge_transform(plain_twins: PlainTwins, **arguments: Any) -> None:
-    plain_twins.deviate(through_fully_shard, we_do=each(_is_like_unsharded), **arguments)
+    return results | {"gradients": {key: full_value(_gradient(p)) for key, p in model.named_parameters()}}
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
@@ -138,7 +114,8 @@ def _judge_transform(plain_twins: PlainTwins, **arguments: Any) -> None:
 def test_backward_after_forward_transform_reaches_parameters(
     plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    _judge_transform(plain_twins, name=name, differentiable=differentiable, reshards=reshards)
+    arguments = {"name": name, "differentiable": differentiable, "reshards": reshards}
+    plain_twins.deviate_to_unsharded(through_fully_shard, **arguments)
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
@@ -149,20 +126,16 @@ def test_backward_after_forward_transform_reaches_parameters(
 def test_backward_after_reverse_transform_reaches_parameters(
     plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
 ) -> None:
-    _judge_transform(plain_twins, name=name, differentiable=differentiable, reshards=reshards, may_fault=True)
+    arguments = {"name": name, "differentiable": differentiable, "reshards": reshards}
+    plain_twins.deviate_to_unsharded(through_fully_shard, **arguments, may_fault=True)
 
 
-def through_flat(
-    scene: Scene, *, name: str, differentiable: bool, strategy: str, use_orig_params: bool
-) -> list[dict[str, Any]]:
-    """Return the results of a wrapped model, and of the same model without sharding."""
-    device = scene.rank.device
-    model = scene.wrap(
-        blocks(2).to(device), strategy=strategy, units=[ResidualBlock], use_orig_params=use_orig_params
-    )
-    results = _through(model, (FORWARD | REVERSE)[name], _inputs(device, differentiable))
-    results["gradients"] = gathered_gradients(scene.library, model)
-    return [results, without_sharding(device, name, differentiable)]
+def through_flat(scene: Scene, *, name: str, strategy: str, use_orig_params: bool) -> dict[str, Any]:
+    model = blocks(2).to(scene.rank.device)
+    wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}
+    model = scene.wrap(model, units=[ResidualBlock], **wrapping)
+    results = _through(model, (FORWARD | REVERSE)[name], _inputs(scene.rank.device, True))
+    return results | {"gradients": scene.whole_gradients(model)}
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backward_after_transforms")
@@ -174,27 +147,13 @@ def through_flat(
 def test_backward_after_transform_reaches_flat_parameters(
     twins: Twins, name: str, strategy: str, use_orig_params: bool
 ) -> None:
-    twins.deviate(
-        through_flat,
-        name=name,
-        differentiable=True,
-        strategy=strategy,
-        use_orig_params=use_orig_params,
-        we_do=each(_is_like_unsharded),
-        may_agree=twins.is_alone,
-        may_fault=True,
-    )
+    arguments = {"name": name, "strategy": strategy, "use_orig_params": use_orig_params}
+    twins.deviate_to_unsharded(through_flat, **arguments, may_agree=twins.is_alone, may_fault=True)
 
 
-_LossOf = Callable[[dict[str, Tensor]], Tensor]
-
-
-def _loss(scene: Scene, rank: int, model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
-    batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device).view(4, 6)
-    return functional_call(model, tensors, (batch * (1 + rank),)).square().mean()
-
-
-def _gradients(loss_of: _LossOf, tensors: dict[str, Tensor], inner_steps: int) -> dict[str, Tensor | None]:
+def _gradients(
+    loss_of: Callable[[dict[str, Tensor]], Tensor], tensors: dict[str, Tensor], inner_steps: int
+) -> dict[str, Tensor | None]:
     """Return the gradients of the loss after `inner_steps` of SGD, by the names in `tensors`."""
     for tensor in tensors.values():
         tensor.requires_grad_()
@@ -211,33 +170,31 @@ def _whole(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else full_value(grad)
 
 
-def substituted(scene: Scene, how: str, keeps: bool, inner_steps: int) -> list[dict[str, Any]]:
-    """Return results of a sharded model with other tensors for its parameters, and of the same one without sharding."""
-    rank, device = scene.rank.rank, scene.rank.device
-    plain, model = (blocks(2).to(device) for _ in range(2))
-    whole = {name: param.detach() * 2 for name, param in plain.named_parameters()}
+def substituted(scene: Scene, how: str, keeps: bool, inner_steps: int) -> dict[str, Any]:
+    """Return results of a model with other tensors for its parameters. Only sharded tensors get mean gradients."""
+    model: Any = blocks(2).to(scene.rank.device)
+    whole = {name: param.detach() * 2 for name, param in model.named_parameters()}
     scene.shard_children(model, reshard_after_forward=not keeps)
     sharded = {name: param.detach() * 2 for name, param in model.named_parameters()}
-    tensors = sharded if how == "sharded" else {name: tensor.clone() for name, tensor in whole.items()}
+    tensors = sharded if how == "sharded" else whole
+
+    def loss(rank: int, tensors: dict[str, Tensor]) -> Tensor:
+        batch = torch.linspace(-1, 1, 24, dtype=torch.float64, device=scene.rank.device).view(4, 6)
+        return functional_call(model, dict(tensors), (batch * (1 + rank),)).square().mean()
+
+    def mean_loss(tensors: dict[str, Tensor]) -> Tensor:
+        if how == "sharded":
+            return scene.mean(lambda rank: loss(rank, tensors))
+        return loss(scene.rank.rank, tensors)
+
     with torch.no_grad():
-        _loss(scene, rank, model, {})  # the root's first forward
-        results: dict[str, Any] = {"loss": _loss(scene, rank, model, dict(tensors))}
-    results["gradients"] = _gradients(
-        lambda fast: _loss(scene, rank, model, dict(fast)), tensors, inner_steps
-    )
+        loss(scene.rank.rank, {})  # the root's first forward
+        results: dict[str, Any] = {"loss": loss(scene.rank.rank, tensors)}
+    results["gradients"] = _gradients(mean_loss, tensors, inner_steps)
     for block in (*model, model):
         block.reshard()
     own_grads = [_whole(param.grad) for param in model.parameters()]
-    results["own"] = [*map(full_value, model.parameters()), *own_grads]
-    ranks = range(dist.get_world_size()) if how == "sharded" else [rank]
-
-    def mean_loss(fast: dict[str, Tensor]) -> Tensor:
-        return torch.stack([_loss(scene, peer, plain, dict(fast)) for peer in ranks]).mean()
-
-    expected: dict[str, Any] = {"loss": _loss(scene, rank, plain, dict(whole))}
-    expected["gradients"] = _gradients(mean_loss, whole, inner_steps)
-    expected["own"] = [*(param.detach() for param in plain.parameters()), *([None] * len(own_grads))]
-    return [results, expected]
+    return results | {"own": [*map(full_value, model.parameters()), *own_grads]}
 
 
 @clause("distributed.fsdp.fully_shard.functional_call")
@@ -249,58 +206,43 @@ def test_functional_call_computes_with_given_tensors(
 ) -> None:
     if how == "sharded" and inner_steps and is_torch_in("<2.13"):
         unavailable("a DTensor has no second derivatives in torch 2.11")
-    plain_twins.deviate(
-        substituted,
-        how=how,
-        keeps=keeps,
-        inner_steps=inner_steps,
-        we_do=each(_is_like_unsharded),
-        may_agree=keeps and how == "whole",
-    )
+    arguments = {"how": how, "keeps": keeps, "inner_steps": inner_steps}
+    plain_twins.deviate_to_unsharded(substituted, **arguments, may_agree=keeps and how == "whole")
 
 
-def _is_linearized_like_unsharded(pair: list[list[Any]]) -> bool:
-    sharded, plain = pair
-    return does_as(plain, sharded)
+def _linearized_twice(scene: Scene, model: Any) -> list[Tensor]:
+    """Return the output and the derivative before and after the parameters were doubled.
 
-
-def _linearized_twice(model: Any, device: torch.device) -> list[Tensor]:
-    """Return the output and the derivative before and after the parameters were doubled."""
-    x = _inputs(device, False)
+    An unsharded model would differentiate with its changed parameters.
+    """
+    x = _inputs(scene.rank.device, False)
     with warnings.catch_warnings(action="ignore"):  # torch's own warning at the first transform in a process
         output, derivative = linearize(model, x)
-    before = derivative(_tangents(x))
+    before = derivative(_tangents(x)).detach()
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
         doubled = model(x)
-    return [output.detach(), before.detach(), doubled, derivative(_tangents(x)).detach()]
+    return [output.detach(), before, doubled, derivative(_tangents(x)).detach() if scene.shards else before]
 
 
-def linearized(scene: Scene, reshards: bool) -> list[list[Tensor]]:
-    """Return results of linearize for a sharded model, and for the same model without sharding."""
-    device = scene.rank.device
-    plain, model = (blocks(2).to(device) for _ in range(2))
+def linearized(scene: Scene, reshards: bool) -> list[Tensor]:
+    model = blocks(2).to(scene.rank.device)
     scene.shard_children(model, reshard_after_forward=reshards)
-    sharded = _linearized_twice(model, device)
-    # An unsharded model would differentiate with its changed parameters.
-    expected = _linearized_twice(plain, device)
-    return [sharded, [*expected[:3], expected[1]]]
+    return _linearized_twice(scene, model)
 
 
 @clause("distributed.fsdp.fully_shard.linearize")
 @pytest.mark.deviation("fsdp.linearize")
 @resharded_or_not
 def test_linearize_gives_the_derivative_of_unsharded_model(plain_twins: PlainTwins, reshards: bool) -> None:
-    plain_twins.deviate(linearized, reshards=reshards, we_do=each(_is_linearized_like_unsharded))
+    plain_twins.deviate_to_unsharded(linearized, reshards=reshards)
 
 
-def linearized_flat(scene: Scene, *, strategy: str) -> list[list[Tensor]]:
-    """Return results of linearize for a wrapped model, and for the same model without sharding."""
-    device = scene.rank.device
-    model = scene.wrap(blocks(2).to(device), strategy=strategy, units=[ResidualBlock], use_orig_params=True)
-    expected = _linearized_twice(blocks(2).to(device), device)
-    return [_linearized_twice(model, device), [*expected[:3], expected[1]]]
+def linearized_flat(scene: Scene, *, strategy: str) -> list[Tensor]:
+    model = blocks(2).to(scene.rank.device)
+    model = scene.wrap(model, strategy=strategy, units=[ResidualBlock], use_orig_params=True)
+    return _linearized_twice(scene, model)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.linearize")
@@ -308,7 +250,7 @@ def linearized_flat(scene: Scene, *, strategy: str) -> list[list[Tensor]]:
 @pytest.mark.world_sizes(fewest=2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_linearize_gives_the_derivative_of_flat_model(twins: Twins, strategy: str) -> None:
-    twins.deviate(linearized_flat, strategy=strategy, we_do=each(_is_linearized_like_unsharded))
+    twins.deviate_to_unsharded(linearized_flat, strategy=strategy)
 
 
 class _Hidden:
