@@ -314,7 +314,7 @@ def is_named_by_none(reported: dict[int, str], victim: int) -> bool:
     return not any(re.search(rf"rank {victim}\b", text) for text in reported.values())
 
 
-def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3) -> bool:
+def is_named_in_time(reported: dict[int, str], victim: int, world_size: int) -> bool:
     return len(reported) == world_size - 1 and all(
         # On a busy machine, a live rank that does not answer within seconds is named together with the victim.
         re.search(rf"ranks? (\d, )*{victim}\b", text)
@@ -324,55 +324,47 @@ def is_named_in_time(reported: dict[int, str], victim: int, world_size: int = 3)
     )
 
 
+_LOSSES: list[tuple[dict[str, Any], bool]] = [
+    # Rank 0 is a special victim, because it serves the store.
+    *(
+        ({"when": when, "hidden": hidden, "victim": victim}, is_full)
+        for victim in (0, 2)
+        for when, hidden, is_full in [
+            ("before", 8, True),
+            ("middle", 8, False),
+            ("collective", 8, False),
+            ("middle", LARGE, True),
+            ("collective", LARGE, False),
+            ("exception", 8, True),
+        ]
+    ),
+    *(
+        (
+            {"when": when, "hidden": 8, "victim": victim, "face": "fully_shard", "world_size": 2},
+            is_full or victim == 1,
+        )
+        for victim in (0, 1)
+        for when, is_full in [("middle", False), ("exception", False), ("before", True), ("collective", True)]
+    ),
+    # Rank 2 of a ring of four receives from rank 1, which raised but is alive, and sends to rank 3.
+    ({"when": "middle", "hidden": 8, "victim": 0, "world_size": 4}, True),
+]
+
+
 @clause("distributed.fsdp.fsdp_desync.lost_rank")
 @pytest.mark.deviation("fsdp.lost_rank_is_named")
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize(
-    ("when", "hidden"),
+    "loss",
     [
-        pytest.param("before", 8, marks=FULL),
-        ("middle", 8),
-        ("collective", 8),
-        pytest.param("middle", LARGE, marks=FULL),
-        ("collective", LARGE),
-        pytest.param("exception", 8, marks=FULL),
+        pytest.param(loss, marks=FULL if is_full else (), id=" ".join(map(str, loss.values())))
+        for loss, is_full in _LOSSES
     ],
 )
-@pytest.mark.parametrize("victim", [0, 2])
-def test_lost_rank_is_named(deviation: DeviationJudge, when: str, hidden: int, victim: int) -> None:
-    """Rank 0 is a special victim, because it serves the store."""
+def test_lost_rank_is_named(deviation: DeviationJudge, loss: dict[str, Any]) -> None:
+    victim, world_size = loss["victim"], loss.get("world_size", 3)
     deviation.judge(
-        lambda library: losses_reported(library, when=when, victim=victim, hidden=hidden),
+        lambda library: losses_reported(library, **loss),
         torch_does=lambda reported: is_named_by_none(reported, victim),
-        we_do=lambda reported: is_named_in_time(reported, victim),
-    )
-
-
-@clause("distributed.fsdp.fsdp_desync.lost_rank")
-@pytest.mark.deviation("fsdp.lost_rank_is_named")
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize(
-    "when", ["middle", "exception", *(pytest.param(when, marks=FULL) for when in ("before", "collective"))]
-)
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
-def test_lost_rank_of_fully_shard_is_named(deviation: DeviationJudge, when: str, victim: int) -> None:
-    deviation.judge(
-        lambda library: losses_reported(
-            library, world_size=2, when=when, victim=victim, hidden=8, face="fully_shard"
-        ),
-        torch_does=lambda reported: is_named_by_none(reported, victim),
-        we_do=lambda reported: is_named_in_time(reported, victim, world_size=2),
-    )
-
-
-@clause("distributed.fsdp.fsdp_desync.lost_rank")
-@pytest.mark.deviation("fsdp.lost_rank_is_named")
-@FULL
-@pytest.mark.deadline(120)
-def test_lost_rank_is_named_by_indirect_waiters(deviation: DeviationJudge) -> None:
-    """Rank 2 of a ring of four receives from rank 1, which raised but is alive, and sends to rank 3."""
-    deviation.judge(
-        lambda library: losses_reported(library, world_size=4, when="middle", victim=0, hidden=8),
-        torch_does=lambda reported: is_named_by_none(reported, 0),
-        we_do=lambda reported: is_named_in_time(reported, 0, world_size=4),
+        we_do=lambda reported: is_named_in_time(reported, victim, world_size),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, average_gradients, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import gathered_parameters
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, holds, raises, values_of
@@ -31,25 +31,26 @@ def built() -> nn.Module:
     return filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
 
 
-def _backward(model: nn.Module, rank: int, number: int) -> None:
+def _loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
     x = torch.linspace(0, 1 + number, 15).view(5, 3) - rank * 0.25
-    model(x).square().mean().backward()
+    return model(x).square().mean()
+
+
+def _backward(model: nn.Module, rank: int, number: int) -> None:
+    _loss(model, rank, number).backward()
 
 
 def trained_unsharded(world_size: int, accumulates: bool, of: int | None = None) -> dict[str, torch.Tensor]:
     """Train unsharded. One optimizer of the first `of` parameters steps after each backward."""
-    replicas = [built() for _ in range(world_size)]
+    model = built()
+    optimizer = torch.optim.SGD([*model.parameters()][:of], lr=_LEARNING_RATE)
     for number in range(_STEPS):
-        for rank, replica in enumerate(replicas):
-            if accumulates:
-                _backward(replica, rank, 2 * number)
-            _backward(replica, rank, 2 * number + 1)
-        average_gradients(replicas, Setup())
-        for replica in replicas:
-            optimizer = torch.optim.SGD([*replica.parameters()][:of], lr=_LEARNING_RATE)
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in replicas[0].named_parameters()}
+        for rank in range(world_size):
+            for part in (2 * number, 2 * number + 1)[not accumulates :]:
+                (_loss(model, rank, part) / world_size).backward()
+        optimizer.step()
+        model.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def assert_trained(outcomes: Any, accumulates: bool, of: int | None = None) -> None:

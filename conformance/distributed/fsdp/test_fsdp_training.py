@@ -1,4 +1,7 @@
-"""Training with every setup on real ranks, compared with torch's ranks and with one unsharded process."""
+"""Training with every setup on real ranks, compared with torch's ranks and with one unsharded process.
+
+Units may hold nothing, only buffers or only frozen parameters, and activations may be checkpointed.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,24 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
     FULL,
     STRATEGIES,
+    RankOutcomes,
     Twins,
     TwinsOf,
+    Wrapping,
     each_strategy,
+    each_wrapping,
     flat_or_originals,
     leaf_by_leaf,
 )
 from conformance.judge.clauses import clause
-from conformance.strategies.sharding import trainings
+from conformance.judge.library import Library
+from conformance.ranks import RankFault
+from conformance.strategies.sharding import steps, trainings
 
 HYBRIDS = ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
 # Units of half a megabyte and more, as in real models. Such units may use another transport between ranks.
@@ -107,3 +115,83 @@ def test_parameters_ignored_by_inner_unit_are_ignored_by_outer(
     cpu_twins: Twins, setup: Setup, by: str
 ) -> None:
     cpu_twins.agree(ignored_inside, setup, by=by)
+
+
+TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
+# Trained units are around and after the hollow ones. Wrapped leaf by leaf, the outermost unit holds only the head.
+TREES = {
+    "root holds nothing": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="none"),
+    "root holds a buffer": ModuleTree(ModuleGroup((TRAINED, Leaf("batched"), Leaf("counted"))), head="none"),
+    "root is frozen": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="frozen"),
+    "units hold nothing": ModuleTree(
+        ModuleGroup((Leaf("bare"), TRAINED, Leaf("bare"), Leaf("tied"), Leaf("bare")))
+    ),
+    "units hold buffers": ModuleTree(ModuleGroup((Leaf("counted"), TRAINED, Leaf("counted")))),
+    "first unit is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINED))),
+    "units between are frozen": ModuleTree(ModuleGroup((TRAINED, FROZEN, Leaf("bare"), FROZEN, TRAINED))),
+    "one of two ways is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINED), kind="branches", calls=2)),
+    "one unit is trained": ModuleTree(ModuleGroup((FROZEN, Leaf("counted"), TRAINED, FROZEN)), head="frozen"),
+    "a hollow root of hollow units": ModuleTree(
+        ModuleGroup((Leaf("bare"), TRAINED, Leaf("counted"))), head="none"
+    ),
+}
+STEPS_OF_HOLLOW_MODELS = (
+    Step(),
+    Step(before="eval"),
+    Step(forwards=2, order="no_sync"),
+    Step(forwards=2, order="together"),
+)
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.hollow")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@each_wrapping
+@pytest.mark.world_sizes(fewest=2)
+def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: ModuleTree) -> None:
+    twins.train(Training(tree, leaf_by_leaf(**wrapping), STEPS_OF_HOLLOW_MODELS))
+
+
+plain_steps = steps(orders=("in turn",), befores=("",))
+
+
+def checkpointed(kind: str) -> ModuleTree:
+    return ModuleTree(
+        ModuleGroup(
+            (Leaf("affine", 4), ModuleGroup((Leaf("tied"), Leaf("lookup", 2))), Leaf("batched")),
+            checkpointing=kind,
+        )
+    )
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.plain")
+@each_strategy
+@share_of_examples(0.2)
+@given(data=st.data())
+def test_non_reentrant_checkpointing_trains(twins: Twins, strategy: str, data: st.DataObject) -> None:
+    twins.train(data.draw(trainings(strategy=strategy, tree={"checkpointing": ("plain",)})))
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.reentrant")
+@each_wrapping
+def test_reentrant_checkpointing_trains(twins: Twins, wrapping: Wrapping) -> None:
+    schedule = (Step(), Step(forwards=2, order="no_sync"), Step(forwards=2))
+    twins.train(Training(checkpointed("reentrant"), leaf_by_leaf(**wrapping), schedule))
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.reentrance_anywhere")
+@pytest.mark.deviation("fsdp.reentrance_anywhere")
+@each_strategy
+@share_of_examples(0.25)
+@given(data=st.data())
+def test_reentrant_checkpointing_trains_any_module(twins: Twins, strategy: str, data: st.DataObject) -> None:
+    """torch trains wrongly or raises in some of these cases: modules that are called twice, and nested regions."""
+    kinds = {"checkpointing": ("reentrant", "none")}
+    training = data.draw(trainings(strategy=strategy, tree=kinds, schedule=plain_steps))
+
+    def probe(library: Library) -> RankOutcomes | RankFault:
+        try:
+            return twins.trained(library, training)
+        except RankFault as fault:
+            return fault
+
+    twins.judge(probe, we_do=lambda outcomes: trains_like_unsharded(outcomes, training), may_agree=True)

@@ -174,69 +174,44 @@ def _parameters(scene: Scene, layout: str, sharded: Any) -> dict[str, list[Any]]
     return {name: value.tolist() for name, value in values.items()}
 
 
+# Layout, number of ranks, microbatches that run in no_sync, the method that steps, and the plan.
+_LEAVES_OUT: list[tuple[str, int, tuple[int, ...], str, str]] = [
+    *((layout, 2, (), "step", plan) for layout in (*SHARDED, "replicated") for plan in PLANS),
+    *((layout, 2, (0,), "fused_step", plan) for layout in ("fully_shard", "original") for plan in PLANS),
+    *(("hybrid", 4, unsynced, "step", "both") for unsynced in ((), (0, 1))),
+]
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
-@pytest.mark.parametrize("plan", list(PLANS))
-@pytest.mark.parametrize("layout", SHARDED)
+@pytest.mark.parametrize(("layout", "world", "unsynced", "how", "plan"), _LEAVES_OUT, ids=str)
 def test_bad_microbatches_are_left_out_on_all_ranks(
-    twins_of: TwinsOf, device: str, layout: str, plan: str
+    twins_of: TwinsOf,
+    device: str,
+    *,
+    layout: str,
+    world: int,
+    unsynced: tuple[int, ...],
+    how: str,
+    plan: str,
 ) -> None:
-    plans = PLANS[plan]
-    reports = twins_of(2, device).values(
-        accumulate, layout=layout, unsynced=(), how="step", plans=plans, scaler=SCALER
-    )
-    check(reports, plans)
+    """A GradScaler decides over the ranks that the parameters are sharded over, but knows no other replicas."""
+    plans = [[(*outcomes, *[None] * (world - 2)) for outcomes in step] for step in PLANS[plan]]
+    knows_ranks = layout == "hybrid" or how == "fused_step"
+    for scaler in (SCALER, "amp.GradScaler") if knows_ranks else (SCALER,):
+        arguments = {"layout": layout, "unsynced": unsynced, "how": how, "plans": plans, "scaler": scaler}
+        check(twins_of(world, device).values(accumulate, **arguments), plans)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.no_sync")
+@pytest.mark.parametrize("unsynced", [(0, 1), (0,)], ids=str)
 @pytest.mark.parametrize("plan", list(PLANS))
 @pytest.mark.parametrize("layout", SHARDED)
 def test_unsynchronised_bad_microbatches_are_left_out(
-    twins_of: TwinsOf, device: str, layout: str, plan: str
+    twins_of: TwinsOf, device: str, layout: str, plan: str, unsynced: tuple[int, ...]
 ) -> None:
     """A bad microbatch that synchronises does not take along the earlier ones that it is reduced with."""
-    plans = PLANS[plan]
-    for unsynced in ((0, 1), (0,)):
-        reports = twins_of(2, device).values(
-            accumulate, layout=layout, unsynced=unsynced, how="step", plans=plans, scaler=SCALER
-        )
-        check(reports, plans)
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
-@pytest.mark.parametrize("scaler", [SCALER, "amp.GradScaler"])
-@pytest.mark.parametrize("layout", ["fully_shard", "original"])
-def test_fused_step_leaves_out_bad_microbatches(
-    twins_of: TwinsOf, device: str, layout: str, scaler: str
-) -> None:
-    """A GradScaler decides over the ranks that the parameters are sharded over."""
-    for plans in PLANS.values():
-        reports = twins_of(2, device).values(
-            accumulate, layout=layout, unsynced=(0,), how="fused_step", plans=plans, scaler=scaler
-        )
-        check(reports, plans)
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
-@pytest.mark.parametrize("scaler", [SCALER, "amp.GradScaler"])
-def test_hybrid_ranks_leave_out_bad_microbatches(twins_of: TwinsOf, device: str, scaler: str) -> None:
-    plans = [[(*ranks, *_GOOD) for ranks in plan] for plan in PLANS["both"]]
-    for unsynced in ((), (0, 1)):
-        reports = twins_of(4, device).values(
-            accumulate, layout="hybrid", unsynced=unsynced, how="step", plans=plans, scaler=scaler
-        )
-        check(reports, plans)
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
-@pytest.mark.parametrize("plan", list(PLANS))
-def test_distributed_data_parallel_leaves_out_bad_microbatches(
-    twins_of: TwinsOf, device: str, plan: str
-) -> None:
-    plans = PLANS[plan]
-    reports = twins_of(2, device).values(
-        accumulate, layout="replicated", unsynced=(), how="step", plans=plans, scaler=SCALER
-    )
-    check(reports, plans)
+    arguments = {"layout": layout, "unsynced": unsynced, "how": "step", "scaler": SCALER}
+    check(twins_of(2, device).values(accumulate, plans=PLANS[plan], **arguments), PLANS[plan])
 
 
 def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -> Any:
