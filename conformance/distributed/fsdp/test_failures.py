@@ -188,9 +188,6 @@ class _Training:
         return {name: full_value(parameter) for name, parameter in self.model.named_parameters()}
 
 
-_Where = Callable[[_Training], "contextlib.AbstractContextManager[Any]"]
-
-
 @contextlib.contextmanager
 def _removed(*handles: Any) -> Generator[None]:
     try:
@@ -200,30 +197,8 @@ def _removed(*handles: Any) -> Generator[None]:
             handle.remove()
 
 
-def _forward(training: _Training) -> Any:
-    """Fail inside the module that a unit wraps."""
-    return _removed(training.inner.register_forward_pre_hook(_fail))
-
-
-def _pre_hook(training: _Training) -> Any:
-    return _removed(training.units[1].register_forward_pre_hook(_fail))
-
-
-def _post_hook(training: _Training) -> Any:
-    return _removed(training.units[1].register_forward_hook(_fail))
-
-
-def _behind_body(training: _Training) -> Any:
-    """Fail after all inner units have run."""
-    return _removed(training.body.register_forward_hook(_fail))
-
-
-def _root_post_hook(training: _Training) -> Any:
-    return _removed(training.model.register_forward_hook(_fail))
-
-
 @contextlib.contextmanager
-def _loss(training: _Training) -> Generator[None]:
+def _failing_loss(training: _Training) -> Generator[None]:
     training.fails_in_loss = True
     try:
         yield
@@ -231,36 +206,13 @@ def _loss(training: _Training) -> Generator[None]:
         training.fails_in_loss = False
 
 
-def _hooking(module: nn.Module) -> Any:
+def _failing_backward_hook(module: nn.Module) -> Any:
     return _removed(
         module.register_forward_hook(lambda _, __, out: out_of_form(out).register_hook(_fail) and None)
     )
 
 
-def _root_backward(training: _Training) -> Any:
-    return _hooking(training.model)
-
-
-def _unit_backward(training: _Training) -> Any:
-    return _hooking(training.units[1])
-
-
-def _inside_unit(training: _Training) -> Any:
-    return _removed(training.inner.register_forward_hook(lambda _, __, out: _FailsInBackward.apply(out)))
-
-
-def _first_unit(training: _Training) -> Any:
-    """Fail in the unit that comes last in the backward."""
-    unit = training.units[0]
-    return _removed(unit.register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),)))
-
-
-def _interrupted(training: _Training) -> Any:
-    return _removed(training.inner.register_forward_pre_hook(_interrupt))
-
-
-def _recomputed(training: _Training) -> Any:
-    """Fail when backward recomputes a unit whose activations are checkpointed."""
+def _failing_recomputation(training: _Training) -> Any:
     calls: list[None] = []
 
     def fail(*_: Any) -> None:
@@ -291,30 +243,30 @@ class _Failing:
             self.at = -1
 
 
-def _first_call(training: _Training) -> Any:
-    return training.comm.failing(1)
-
-
-def _second_call(training: _Training) -> Any:
-    return training.comm.failing(2)
-
-
-_FAULTS: dict[str, _Where] = {
-    "interrupted": _interrupted,
-    "recomputed": _recomputed,
-    "gather": _first_call,
-    "gather in backward": _second_call,
-    "reduction": _first_call,
-    "forward": _forward,
-    "pre hook": _pre_hook,
-    "post hook": _post_hook,
-    "behind body": _behind_body,
-    "root post hook": _root_post_hook,
-    "loss": _loss,
-    "root backward": _root_backward,
-    "unit backward": _unit_backward,
-    "inside unit": _inside_unit,
-    "first unit": _first_unit,
+_FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]] = {
+    # In the module that a unit wraps.
+    "forward": lambda training: _removed(training.inner.register_forward_pre_hook(_fail)),
+    "interrupted": lambda training: _removed(training.inner.register_forward_pre_hook(_interrupt)),
+    "pre hook": lambda training: _removed(training.units[1].register_forward_pre_hook(_fail)),
+    "post hook": lambda training: _removed(training.units[1].register_forward_hook(_fail)),
+    # After all inner units have run.
+    "behind body": lambda training: _removed(training.body.register_forward_hook(_fail)),
+    "root post hook": lambda training: _removed(training.model.register_forward_hook(_fail)),
+    "loss": _failing_loss,
+    "gather": lambda training: training.comm.failing(1),
+    "gather in backward": lambda training: training.comm.failing(2),
+    "reduction": lambda training: training.comm.failing(1),
+    "root backward": lambda training: _failing_backward_hook(training.model),
+    "unit backward": lambda training: _failing_backward_hook(training.units[1]),
+    "inside unit": lambda training: _removed(
+        training.inner.register_forward_hook(lambda _, __, out: _FailsInBackward.apply(out))
+    ),
+    # In the unit that comes last in the backward.
+    "first unit": lambda training: _removed(
+        training.units[0].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
+    ),
+    # When backward recomputes a unit whose activations are checkpointed.
+    "recomputed": _failing_recomputation,
 }
 
 

@@ -24,7 +24,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conformance.distributed.fsdp.scenes.happens_before import (
+from impl.distributed.fsdp._engine.streams import StreamRole
+from impl.distributed.fsdp.tests.happens_before import (
     HOST,
     Allocation,
     Entry,
@@ -34,7 +35,6 @@ from conformance.distributed.fsdp.scenes.happens_before import (
     Record,
     Wait,
 )
-from impl.distributed.fsdp._engine.streams import StreamRole
 
 # Operators that describe or allocate memory without access to it.
 _TOUCH_NOTHING = {

@@ -17,7 +17,6 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, train, wrapped
 from conformance.distributed.fsdp.scenes.fully_shard_training import ShardedTraining, Sharding, sharded
 from conformance.distributed.fsdp.scenes.fully_shard_training import train as train_sharded
-from conformance.distributed.fsdp.scenes.happens_before import Entry
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
 from conformance.distributed.fsdp.test_scale import world_of
 from conformance.judge.library import Library
@@ -25,6 +24,7 @@ from conformance.ranks import Rank
 from impl.distributed.fsdp._engine import root
 from impl.distributed.fsdp._engine.memory import Memory
 from impl.distributed.fsdp._engine.streams import StreamRole
+from impl.distributed.fsdp.tests.happens_before import Entry
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams, is_of_impl
 
 RANK = Rank(2, 4, torch.device("cpu"))

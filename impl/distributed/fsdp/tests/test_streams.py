@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
-from conformance.distributed.fsdp.scenes.happens_before import (
+from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
+from conformance.distributed.fsdp.test_scale import world_of
+from conformance.strategies.sharding import trainings
+from impl.distributed.fsdp.tests.happens_before import (
     HOST,
     Operation,
     OrderedOperation,
     hazards,
     ordered_operations,
 )
-from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
-from conformance.distributed.fsdp.test_scale import world_of
-from conformance.strategies.sharding import trainings
 from impl.distributed.fsdp.tests.recording_streams import RecordingStreams
 from impl.distributed.fsdp.tests.streamed import (
     FROZEN,

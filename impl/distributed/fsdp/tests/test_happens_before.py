@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scenes.happens_before import (
+from impl.distributed.fsdp.tests.happens_before import (
     HOST,
     Allocation,
     Entry,
