@@ -247,20 +247,6 @@ def _(backward: Backward) -> None:
                 grad[-1] = 1.0
 
 
-@after_backward(
-    "memory_of_the_whole",
-    "a rank's part of the gradients holds memory for the whole",
-    about="",
-    on_ranks=False,
-)
-def _(backward: Backward) -> None:
-    for parameter in backward.model.parameters():
-        if parameter.grad is not None and parameter.numel():
-            whole = parameter.grad.new_empty(backward.model.process_group.size(), *parameter.shape)
-            whole[0] = parameter.grad
-            parameter.grad = whole[0]
-
-
 # no_sync
 
 
