@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from impl.kernels import PLAIN_TYPES, RULES
 from impl.optim._list_cache import GroupLists, list_names
@@ -27,10 +28,13 @@ def has_local_update(optimizer: Optimizer, group_lists: GroupLists) -> bool:
         return False
     lists = dict(zip(list_names(type(optimizer)), group_lists.lists, strict=True))
     states = [[state for state in lists[name] if state is not None] for name in rule.STATES]
+    numbers = {name: value for name, value in group.items() if name != "params"}
     others = (tensors for name, tensors in lists.items() if name not in rule.STATES)
     return (
         all(_are_sharded_alike(params, tensors) for tensors in states if tensors)
         and not any(map(is_distributed, chain.from_iterable([*others][2:])))
+        # torch refuses a DTensor as learning rate of local tensors.
+        and not any(map(is_distributed, tree_leaves(numbers)))
         and PLAIN_TYPES.issuperset(map(type, local_parts([*params, *chain.from_iterable(states)])))
     )
 

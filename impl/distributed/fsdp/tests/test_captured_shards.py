@@ -77,6 +77,17 @@ def test_captured_steps_of_several_meshes_match_plain_tensors(kind: str) -> None
     assert explain(optimizer).captured
 
 
+@pytest.mark.parametrize("kind", ["AdamW fused", "Adagrad foreach"])
+def test_learning_rates_that_are_dtensors_are_left_to_torch(kind: str) -> None:
+    captured, plain = ([nn.Parameter(tensor) for tensor in dtensors(1)] for _ in range(2))
+    optimizers = capture(OPTIMIZERS[kind](captured)), OPTIMIZERS[kind](plain)
+    for optimizer in optimizers:
+        rate = DTensor.from_local(torch.tensor(0.1), captured[0].device_mesh, [Replicate()])
+        optimizer.param_groups[0]["lr"] = rate
+    after, expected = map(train, (captured, plain), optimizers)
+    assert all(map(torch.equal, after, expected))
+
+
 @pytest.mark.parametrize("kind", ["AdamW fused", "AdamW foreach"])
 def test_gradients_with_other_placements_are_left_to_torch(kind: str) -> None:
     """torch redistributes a partial gradient. Its local tensor is not the gradient of the parameter's shard."""
