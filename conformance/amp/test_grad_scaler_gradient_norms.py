@@ -258,6 +258,17 @@ def test_ratios_in_other_states(subject: Library, device: str, kind: str, case: 
 
 
 @clause("amp.grad_scaler.fused_step.update_ratios")
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_ratios_of_complex_parameters(subject: Library, dtype: torch.dtype) -> None:
+    """torch's check for inf and nan takes no complex gradients, so the scaler is disabled."""
+    param = nn.Parameter(torch.tensor([3.0 + 4.0j, 12.0j], dtype=dtype))
+    optimizer, scaler = SGD([("weight", param)], lr=0.5), subject.amp.GradScaler("cpu", enabled=False)
+    param.grad = torch.tensor([6.0j, 8.0], dtype=dtype)
+    scaler.fused_step(optimizer, **RATIOS)
+    assert numbers(scaler.update_ratios(optimizer)) == near({"weight": 5.0 / 13.0})
+
+
+@clause("amp.grad_scaler.fused_step.update_ratios")
 def test_ratios_raise_unless_last_step_kept_norms(subject: Library, device: str) -> None:
     step = NormedStep(subject, device, OPTIMIZERS["adamw"])
     step.scaler.fused_step(step.optimizer, **RATIOS)

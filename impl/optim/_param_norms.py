@@ -52,7 +52,8 @@ class ParamNorms:
         if not tensors:
             return
         norm_T = torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device)
-        kernels.checked_norm(TensorList(tensors), self._order, norm_T=norm_T)
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        kernels.checked_norm(TensorList(real), self._order, norm_T=norm_T)
         norms = to_device(norm_T, self._device).unbind()
         self._by_param.update(zip(map(id, params), norms, strict=True))
 
