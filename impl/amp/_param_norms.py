@@ -59,7 +59,12 @@ def named_ratios(
     Raises:
         ValueError: as `named_norms`.
     """
-    weights, changes = (named_norms(optimizer, values, 2.0, per) for values in norms.unsharded)
+    weights, changes = norms.unsharded
+    if per == "module":
+        # Only shards have norms of weights that no rank has updated.
+        pairs = zip(weights, changes, strict=True)
+        weights = [torch.where(change == 0, change, weight) for weight, change in pairs]
+    weight_of, change_of = (named_norms(optimizer, values, 2.0, per) for values in (weights, changes))
     return {
-        name: torch.where(change == 0, change, change / weights[name]) for name, change in changes.items()
+        name: torch.where(change == 0, change, change / weight_of[name]) for name, change in change_of.items()
     }

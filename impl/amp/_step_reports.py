@@ -176,7 +176,7 @@ class StepReports:
 
         Args:
             optimizer: its parameters without a gradient have the ratio 0.
-            per: "module" joins the parameters that one module owns and the step has updated.
+            per: "module" joins the parameters that one module owns and the step has changed.
         Returns:
             0-dim float64 ratios by name, like `gradient_norms`, and those of the unsharded model if parameters are
             sharded. 0 if nothing has changed, as in a skipped step. inf if the weights were all zeros.

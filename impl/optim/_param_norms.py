@@ -13,7 +13,7 @@ from torch import Tensor
 
 from impl import kernels
 from impl.kernels import TensorList, to_device
-from impl.optim._shards import UNSHARDED, Sharding, combine_norms
+from impl.optim._shards import UNSHARDED, Sharding, combine_norms, local_parts
 
 # Elements that are copied together to take the norms of updates. Copies on the host stay in its caches.
 _LONGEST_ON_HOST, _LONGEST = 1 << 20, 1 << 26
@@ -60,6 +60,9 @@ class ParamNorms:
     def set(self, param: Tensor, norm: Tensor) -> None:
         self._by_param[id(param)] = to_device(norm, self._device, torch.float64)
 
+    def has(self, param: Tensor) -> bool:
+        return id(param) in self._by_param
+
     def of_params(self) -> list[Tensor]:
         """Return the norms in the optimizer's order."""
         norms = [self._by_param.get(id(param)) for param in self._params]
@@ -95,6 +98,7 @@ class Updates:
     """L2 norms of an optimizer's parameters before a step, and of their changes. Others than the stepped have zeros."""
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+        self._params = params
         self._weights, self._changes = (ParamNorms(params, 2.0, device) for _ in range(2))
 
     @contextmanager
@@ -131,7 +135,18 @@ class Updates:
 
     def norms(self, shardings: Sequence[Sharding]) -> UpdateNorms:
         """Return the norms. `shardings` has one for each parameter, or is empty if none is sharded."""
+        if shardings:
+            self._measure_unchanged_weights()
         return UpdateNorms(self._weights.of_params(), self._changes.of_params(), shardings)
+
+    def _measure_unchanged_weights(self) -> None:
+        """Take the norms of weights that have no gradient here. Other ranks may have updated their shards of them."""
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for param, local in zip(self._params, local_parts(self._params), strict=True):
+            if param.requires_grad and local.numel() and not self._weights.has(param):
+                by_device.setdefault(local.device, []).append((param, local))
+        for pairs in by_device.values():
+            self._weights.measure([param for param, _ in pairs], [local for _, local in pairs])
 
 
 @dataclass(frozen=True)

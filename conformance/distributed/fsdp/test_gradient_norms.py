@@ -148,6 +148,39 @@ def test_ratios_on_every_rank_are_those_of_unsharded_model(
         assert [*by_name.values()] == expected, f"on rank {rank}: {by_name}"
 
 
+def ratios_of_rank_without_gradient(scene: Scene, *, scaler: str) -> list[float]:
+    """Return ratios by parameter and module, and the expected ones, if a parameter has no gradient on rank 0."""
+    named = named_params(scene, "dtensor")[:2]
+    optimizer, its_scaler = SGD(named, lr=0.25), scene.library.find(scaler)("cpu", init_scale=SCALE)
+    its_scaler.scale(torch.ones(()))
+    for _, param in named:
+        param.grad = param.detach() * SCALE
+    name, param = named[0]
+    if scene.rank.rank == 0:
+        param.grad = None
+    weights = [param.detach().full_tensor().clone() for _, param in named]
+    its_scaler.fused_step(optimizer, keep_update_norms=True)
+    changes = [
+        param.detach().full_tensor() - weight for (_, param), weight in zip(named, weights, strict=True)
+    ]
+    by_module = its_scaler.update_ratios(optimizer, per="module")
+    expected = [(changes[0].norm() / weights[0].norm()), _norm(changes) / _norm(weights)]
+    actual = [its_scaler.update_ratios(optimizer)[name], *by_module.values()]
+    return [ratio.item() for ratio in (*actual, *expected)]
+
+
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]).norm()
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.update_ratios")
+@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@pytest.mark.world_sizes(fewest=2)
+def test_ratios_count_weights_of_ranks_without_gradient(cpu_twins: Twins, scaler: str) -> None:
+    for numbers in cpu_twins.values(ratios_of_rank_without_gradient, scaler=scaler):
+        assert numbers[:2] == pytest.approx(numbers[2:], rel=1e-5)
+
+
 def one_fails(scene: Scene, *, scaler: str) -> tuple[Any, Any]:
     """Return the error of a fused step that keeps norms and fails on rank 0, and the result of the next one."""
     named = named_params(scene, "dtensor")
