@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import (
     Optimizer,
     _global_optimizer_post_hooks,
@@ -51,7 +51,8 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
 
     def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del args, kwargs
-        if not torch.compiler.is_compiling():
+        # `is_compiling` is also true while another thread exports a module.
+        if not is_dynamo_compiling():
             check(optimizer)
 
     _checks.add(check)
@@ -63,7 +64,7 @@ def register_after_step(callback: Callable[[Optimizer], None]) -> None:
 
     def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del args, kwargs
-        if not torch.compiler.is_compiling():
+        if not is_dynamo_compiling():
             callback(optimizer)
 
     register_optimizer_step_post_hook(hook)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -78,6 +81,45 @@ def test_compiled_steps_stay_one_graph_after_sharding_and_autocast(use: Any) -> 
     param.grad = torch.ones_like(param)
     torch.compile(Plain([param], lr=0.5).step, backend="eager", fullgraph=True)()
     assert param.tolist() == [0.5, 0.5]
+
+
+@contextmanager
+def export_in_another_thread() -> Generator[None]:
+    """Context manager inside of which another thread exports a module."""
+    started, ended = threading.Event(), threading.Event()
+
+    class Waiting(nn.Module):
+        def forward(self, tensor: Tensor) -> Tensor:
+            started.set()
+            ended.wait()
+            return tensor + 1.0
+
+    thread = threading.Thread(target=torch.export.export, args=(Waiting(), (torch.ones(2),)))
+    thread.start()
+    started.wait()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_steps_beside_export_are_checked() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    fully_shard(model)(torch.ones(1, 2)).sum().backward()
+    with export_in_another_thread(), pytest.raises(RuntimeError, match="as they were before sharding"):
+        optimizer.step()
+
+
+def test_steps_beside_export_clear_casts_of_autocast() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    with export_in_another_thread(), autocast("cpu"):
+        before = layer(torch.ones(1, 2))
+        before.float().sum().backward()
+        optimizer.step()
+        assert not torch.equal(layer(torch.ones(1, 2)), before)
 
 
 def loaded_from_unsharded(model: nn.Module, kind: Any, **options: Any) -> torch.optim.Optimizer:
