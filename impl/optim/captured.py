@@ -208,8 +208,8 @@ def capture(
     are None, types, dtypes, layouts, the state and the groups. After a change the lists are built again, which takes
     microseconds for each parameter. Learning rates and other numbers of the groups may change freely.
 
-    DTensors may be on several meshes and beside plain tensors, which torch's steps refuse. Adam, AdamW, Adagrad, and
-    SGD without momentum, update their local tensors.
+    Adam, AdamW, Adagrad, and SGD without momentum update the local tensors of DTensors. With these optimizers DTensors
+    may be on several meshes. They may also be beside plain tensors, which torch's foreach and fused steps refuse.
 
     Args:
         optimizer: any optimizer. Those of `torch.optim` that build lists are captured. Others stay as they are, with a
