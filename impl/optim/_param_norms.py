@@ -48,7 +48,7 @@ class ParamNorms:
                     self.set(param, self._by_grad[id(grad)])
 
     def measure(self, params: Sequence[Tensor], tensors: list[Tensor]) -> None:
-        """Give each parameter the L2 norm of one of these non-empty tensors, which are on one device."""
+        """Give each parameter the norm of its tensor. The tensors are not empty, and on one device."""
         if not tensors:
             return
         norm_T = torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device)
@@ -95,7 +95,11 @@ def vectors_by_sharding(
 
 
 class Updates:
-    """L2 norms of an optimizer's parameters before a step, and of their changes. Others than the stepped have zeros."""
+    """L2 norms of an optimizer's parameters before a step, and of their changes.
+
+    Parameters that the step leaves alone have the change 0. Only if parameters are sharded, they have the norm of their
+    weights.
+    """
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
         self._params = params
@@ -103,7 +107,7 @@ class Updates:
 
     @contextmanager
     def measuring(self, params: Sequence[Tensor], local_params: Sequence[Tensor]) -> Generator[None]:
-        """Context manager that takes the norms of parameters which change inside. It copies them.
+        """Context manager that takes the norms of parameters before and of their changes inside. It copies them.
 
         Args:
             params: the optimizer's own tensors.
