@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.judge.clauses import clause
@@ -88,6 +88,31 @@ def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, 
         assert outcome == ((["before", "after"], 0, True, 0) if last is None else skipped)
 
     fused.judge(probe, compare)
+
+
+@clause("amp.grad_scaler.fused_step.seen_as_a_step")
+@ROW
+@pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
+def test_hooks_after_the_step_get_its_arguments(fused: FusedStep, device: str, everywhere: bool) -> None:
+    def reported(library: Library, take: Take) -> list[Any]:
+        harness, log = Harness(library, device, SOME, KINDS["adamw"]), list[Any]()
+
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if optimizer is harness.optimizer:
+                log.append([args == (optimizer,), kwargs])
+
+        register = (
+            register_optimizer_step_post_hook if everywhere else harness.optimizer.register_step_post_hook
+        )
+        with register(hook):
+            for _ in range(2):
+                harness.zero_grad()
+                harness.backward()
+                take(harness, 0.5)
+        assert log
+        return log
+
+    fused.judge_reported(reported)
 
 
 class NoHostRead(TorchDispatchMode):

@@ -90,8 +90,9 @@ def has_step_pre_hooks(optimizer: Optimizer) -> bool:
 
 def call_between_hooks(optimizer: Optimizer, update: Callable[[], None]) -> None:
     """Call `update` after the pre-hooks of the optimizer's step, which are checks, and before its post-hooks."""
+    args = (optimizer,)  # arguments of the function `step`
     for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-        hook(optimizer, (), {})
+        hook(optimizer, args, {})
     update()
     for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
-        hook(optimizer, (), {})
+        hook(optimizer, args, {})

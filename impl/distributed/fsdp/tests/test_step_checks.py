@@ -49,10 +49,16 @@ def test_unsynchronised_gradients_leave_fused_updates_possible() -> None:
     model = fully_shard(nn.Linear(2, 2))
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
-    plain = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    param = nn.Parameter(torch.ones(1))
+    plain, scaler = torch.optim.AdamW([param]), GradScaler("cpu", init_scale=1.0)
     assert has_fused_update(plain)
-    with pytest.raises(RuntimeError, match="wait to be synchronised"):
-        torch.optim.SGD(model.parameters()).step()
+    scaler.scale(param.sum()).backward()
+    scaler.fused_step(plain)
+    assert scaler.explain(plain).is_fused
+    sharded = torch.optim.SGD(model.parameters())
+    for step in (sharded.step, lambda: scaler.fused_step(sharded)):
+        with pytest.raises(RuntimeError, match="wait to be synchronised"):
+            step()
 
 
 @pytest.mark.parametrize("waits", [False, True])
