@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch._dynamo.variables.builder
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import impl.dynamo
 from impl import drop_in
@@ -35,6 +37,16 @@ def test_cpu_scalars_move_to_parameter_device(name: str, at: str, parameter_at: 
 
 def tracker() -> type:
     return torch._dynamo.variables.builder.OptimizerVariable
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_of_other_tests() -> Iterator[None]:
+    """Dynamo traces the hooks of all optimizers, and compiles a graph for what follows a break before them."""
+    with (
+        mock.patch.dict(_global_optimizer_pre_hooks, clear=True),
+        mock.patch.dict(_global_optimizer_post_hooks, clear=True),
+    ):
+        yield
 
 
 @pytest.fixture(autouse=True)
