@@ -35,7 +35,7 @@ _STEADY = 1.05  # largest change of a steady mean
 # Areas of every training step come first, one-off work last.
 AREAS = (
     "FSDP step", "AMP step", "Fused AMP step", "Clipping", "GradScaler", "Captured optimizer", "Compiled optimizer",
-    "FSDP step against other APIs of torch", "FSDP: overhead of a unit", "fully_shard step",
+    "Growth of the cost", "FSDP step against other APIs of torch", "FSDP: overhead of a unit", "fully_shard step",
     "Peak memory", "Bytes through collectives", "autocast", "Checkpoints", "One-off work",
 )  # fmt: skip
 
