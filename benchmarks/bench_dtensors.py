@@ -17,12 +17,8 @@ _RANKS = "benchmarks.dtensor_ranks"
 
 
 def on_ranks(operation: str, subject: str, world_size: int, device: str, meshes: int = 1) -> Workload:
-    arguments: dict[str, Any] = {
-        "operation": operation,
-        "subject": subject,
-        "meshes": meshes,
-        "deadline_s": 300,
-    }
+    case = {"operation": operation, "subject": subject, "meshes": meshes}
+    arguments: dict[str, Any] = {**case, "deadline_s": 300}
     pool = ranks(world_size)
     return Workload(
         functools.partial(pool.run, f"{_RANKS}:run", **arguments),
@@ -36,7 +32,6 @@ class RatioDtensorClip(comparison.Ratio):
     params = [[1, 2, 4, 8], _DEVICES]
     param_names = ["world_size", "device"]
     workload = staticmethod(functools.partial(on_ranks, "clip"))
-    measure = classmethod(comparison.measure_briefly)
 
     def setup_cache(self):
         return self.measure_all()

@@ -8,6 +8,7 @@ The four calls unscale and clip the gradients in place and the fused call does n
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -16,20 +17,17 @@ from benchmarks.common import DEVICES, DTYPES, GRADIENTS, HEADLINES, SHAPES, SUB
 from benchmarks.timing import Workload
 
 
-def fused_amp_step(
-    subject: str, shapes: str, dtype: str, gradients: str, device: str, implementation: str = "fused"
-) -> Workload:
-    data = training(shapes, dtype, device)
+def step_call(
+    subject: str, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], device: str
+) -> Callable[[], torch.Tensor]:
+    """Return the subject's fused step, or torch's four calls that do the same. Both return the norm."""
     scaler = scaler_of(subject, device)
     if subject != "torch" and not hasattr(scaler, "fused_step"):
         raise NotImplementedError(f"{subject} has no fused_step")
-    optimizer = data.optimizer
-    if subject == "torch" and implementation == "foreach":
-        optimizer = torch.optim.AdamW(data.parameters, lr=1e-4, foreach=True)
 
     def four_calls() -> torch.Tensor:
         scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(data.parameters, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         scaler.step(optimizer)
         scaler.update()
         return norm
@@ -37,11 +35,22 @@ def fused_amp_step(
     def one_call() -> torch.Tensor:
         return scaler.fused_step(optimizer, max_norm=1.0)
 
+    return four_calls if subject == "torch" else one_call
+
+
+def fused_amp_step(
+    subject: str, shapes: str, dtype: str, gradients: str, device: str, implementation: str = "fused"
+) -> Workload:
+    data = training(shapes, dtype, device)
+    optimizer = data.optimizer
+    if subject == "torch" and implementation == "foreach":
+        optimizer = torch.optim.AdamW(data.parameters, lr=1e-4, foreach=True)
+    call = step_call(subject, optimizer, data.parameters, device)
+
     def effect() -> list[torch.Tensor]:
         optimizer.state.clear()
         return data.effect_on_parameters(call)
 
-    call = four_calls if subject == "torch" else one_call
     prepare = data.renew if gradients == "renewed" else None
     return Workload(call, prepare, effect)
 

@@ -7,14 +7,15 @@ ranks and meshes.
 import torch
 
 from benchmarks import comparison
-from benchmarks.common import SEED, require, scaler_of
+from benchmarks.bench_fused_amp_step import step_call
+from benchmarks.common import SEED, require
 from benchmarks.timing import Workload
 
 _DEVICES = ["cpu"]
 _ELEMENTS = 8
 
 
-def fused_amp_step(subject: str, tensors: int, groups: int, device: str) -> Workload:
+def step_of_tiny_tensors(subject: str, tensors: int, groups: int, device: str) -> Workload:
     """Return the fused step of `tensors` tensors in equal groups, or torch's four calls that do the same."""
     require(device)
     random = torch.Generator(device).manual_seed(SEED)
@@ -26,20 +27,7 @@ def fused_amp_step(subject: str, tensors: int, groups: int, device: str) -> Work
     optimizer = torch.optim.AdamW(
         [{"params": params[start : start + size]} for start in range(0, tensors, size)], lr=1e-4, fused=True
     )
-    scaler = scaler_of(subject, device)
-
-    def four_calls() -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(params, 1e9)
-        scaler.step(optimizer)
-        scaler.update()
-
-    def one_call() -> None:
-        scaler.fused_step(optimizer, max_norm=1e9)
-
-    if subject != "torch" and not hasattr(scaler, "fused_step"):
-        raise NotImplementedError(f"{subject} has no fused_step")
-    call = four_calls if subject == "torch" else one_call
+    call = step_call(subject, optimizer, params, device)
 
     def effect() -> list[torch.Tensor]:
         call()
@@ -53,7 +41,7 @@ class RatioGrowthTensors(comparison.Ratio):
     area, curve = "Growth of the cost", "{tensors} tensors"
     params = [[1, 100, 1_000, 10_000, 100_000], [1], _DEVICES]
     param_names = ["tensors", "groups", "device"]
-    workload = staticmethod(fused_amp_step)
+    workload = staticmethod(step_of_tiny_tensors)
     measure = classmethod(comparison.measure_briefly)
 
     def setup_cache(self):
@@ -65,7 +53,7 @@ class RatioGrowthGroups(comparison.Ratio):
     area, curve = "Growth of the cost", "1,000 tensors in {groups} groups"
     params = [[1_000], [100, 1_000], _DEVICES]
     param_names = ["tensors", "groups", "device"]
-    workload = staticmethod(fused_amp_step)
+    workload = staticmethod(step_of_tiny_tensors)
     measure = classmethod(comparison.measure_briefly)
 
     def setup_cache(self):
