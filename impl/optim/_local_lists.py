@@ -7,16 +7,15 @@ for parameters over several meshes, or for DTensors beside plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from impl.kernels import PLAIN_TYPES, RULES
 from impl.optim._list_cache import GroupLists, list_names
+from impl.optim._mesh_placements import meshes_and_placements
 from impl.optim._shards import is_distributed, local_parts
 
 
@@ -28,35 +27,20 @@ def has_local_update(optimizer: Optimizer, group_lists: GroupLists) -> bool:
         return False
     lists = dict(zip(list_names(type(optimizer)), group_lists.lists, strict=True))
     states = [[state for state in lists[name] if state is not None] for name in rule.STATES]
+    counters = lists.get("state_steps", [])
     numbers = {name: value for name, value in group.items() if name != "params"}
-    others = (tensors for name, tensors in lists.items() if name not in rule.STATES)
     return (
-        all(_are_sharded_alike(params, tensors) for tensors in states if tensors)
-        and not any(map(is_distributed, chain.from_iterable([*others][2:])))
-        # torch refuses a DTensor as learning rate of local tensors.
-        and not any(map(is_distributed, tree_leaves(numbers)))
+        all(meshes_and_placements(params) == meshes_and_placements(tensors) for tensors in states if tensors)
+        # torch refuses a DTensor as learning rate or counter of local tensors.
+        and not any(map(is_distributed, [*counters, *tree_leaves(numbers)]))
         and PLAIN_TYPES.issuperset(map(type, local_parts([*params, *chain.from_iterable(states)])))
     )
 
 
 def local_lists(group_lists: GroupLists) -> list[list[Any]] | None:
     """Return the local tensors of this step's lists, or None if a gradient is not sharded like its parameter."""
-    params, grads = group_lists.params, group_lists.grads
-    if not _are_sharded_alike(params, grads):
+    if meshes_and_placements(group_lists.params) != meshes_and_placements(group_lists.grads):
         return None
     lists = [local_parts(tensors) for tensors in group_lists.lists]
     # A local gradient may be the result of a collective that has not ended.
     return lists if PLAIN_TYPES.issuperset(map(type, lists[1])) else None
-
-
-def _are_sharded_alike(params: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    if len(params) != len(tensors):
-        return False
-    for param, tensor in zip(params, tensors, strict=True):
-        own, other = getattr(param, "_spec", None), getattr(tensor, "_spec", None)
-        if own is None or other is None:
-            if own is not other:
-                return False
-        elif (own.mesh is not other.mesh and own.mesh != other.mesh) or own.placements != other.placements:
-            return False
-    return True

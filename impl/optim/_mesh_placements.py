@@ -42,16 +42,24 @@ _kept: dict[int, MeshPlacements] = {}
 _lock = Lock()
 
 
-def mesh_placements(tensors: Sequence[Tensor]) -> MeshPlacements:
-    """Return the meshes and placements of DTensors and plain tensors."""
+def meshes_and_placements(
+    tensors: Sequence[Tensor],
+) -> tuple[list[DeviceMesh | None], list[tuple[Any, ...] | None]]:
+    """Return the mesh and the placements of each tensor. Both are None for a plain tensor."""
     try:
-        # These need no Python loop if all are DTensors.
-        meshes: list[DeviceMesh | None] = list(map(_spec_mesh, tensors))
-        placements: list[tuple[Any, ...] | None] = list(map(_spec_placements, tensors))
+        # This needs no Python loop if all are DTensors.
+        return list(map(_spec_mesh, tensors)), list(map(_spec_placements, tensors))
     except AttributeError:
         specs = [getattr(tensor, "_spec", None) for tensor in tensors]
-        meshes = [None if spec is None else spec.mesh for spec in specs]
-        placements = [None if spec is None else spec.placements for spec in specs]
+        return (
+            [None if spec is None else spec.mesh for spec in specs],
+            [None if spec is None else spec.placements for spec in specs],
+        )
+
+
+def mesh_placements(tensors: Sequence[Tensor]) -> MeshPlacements:
+    """Return the meshes and placements of DTensors and plain tensors."""
+    meshes, placements = meshes_and_placements(tensors)
     previous = _kept.get(len(tensors))
     if previous is not None and same(meshes, previous.meshes) and same(placements, previous.placements):
         return previous
