@@ -46,28 +46,24 @@ def register_step_check(check: Callable[[Optimizer], None]) -> None:
     Args:
         check: may raise. It must not read or change gradients.
     """
-    if check in _checks:
-        return
-
-    def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        del args, kwargs
-        # `is_compiling` is also true while another thread exports a module.
-        if not is_dynamo_compiling():
-            check(optimizer)
-
-    _checks.add(check)
-    _register(hook)
+    if check not in _checks:
+        _checks.add(check)
+        _register(_eager_hook(check))
 
 
 def register_after_step(callback: Callable[[Optimizer], None]) -> None:
     """Call `callback` after each eager step of every optimizer, for the rest of the process. Call this once."""
+    register_optimizer_step_post_hook(_eager_hook(callback))
 
+
+def _eager_hook(callback: Callable[[Optimizer], None]) -> Callable[..., None]:
     def hook(optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         del args, kwargs
+        # `is_compiling` is also true while another thread exports a module.
         if not is_dynamo_compiling():
             callback(optimizer)
 
-    register_optimizer_step_post_hook(hook)
+    return hook
 
 
 def _register(hook: Callable[..., Any]) -> None:
