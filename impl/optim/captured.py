@@ -177,7 +177,7 @@ class _Capture:
             self.list_cache.forget("graphs were asked for" if wants else "graphs are not wanted any more")
 
     def graphed(self) -> list[GraphedUpdate] | None:
-        """Return the updates of all buckets that use graphs, or None if a group cannot."""
+        """Return the updates of all buckets that use graphs, or None if a group can use none."""
         updates = [
             group_lists.attached for group_lists in self.list_cache.kept() if group_lists.attached is not None
         ]
