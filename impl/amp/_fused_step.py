@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple, Protocol
@@ -32,7 +32,7 @@ from impl.kernels import StepNumbers, TensorList, concat, dtypes_of, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._list_cache import same
-from impl.optim._param_norms import ParamNorms, UpdateNorms, Updates
+from impl.optim._param_norms import ParamNorms, UpdateMeter, UpdateNorms
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, local_parts, shardings_of
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import UpdatesAhead, check_closed
@@ -120,12 +120,19 @@ class _Step:
         return ParamNorms(self.params, options.norm_type, self.norm_device) if options.keeps_norms else None
 
     @functools.cached_property
-    def updates(self) -> Updates | None:
+    def update_meter(self) -> UpdateMeter | None:
         """Norms of single weights and updates, or None if they are not kept."""
-        return Updates(self.params, self.norm_device) if self.options.keeps_update_norms else None
+        return UpdateMeter(self.params, self.norm_device) if self.options.keeps_update_norms else None
+
+    def measuring_updates(self) -> AbstractContextManager[None]:
+        """Context manager around the optimizer's own step that keeps the norms of updates, if they are requested."""
+        if self.update_meter is None:
+            return nullcontext()
+        params = [param for param in self.params if param.grad is not None]
+        return self.update_meter.measuring(params, local_parts(params))
 
     def update_norms(self) -> UpdateNorms | None:
-        return None if self.updates is None else self.updates.norms(self.shardings)
+        return None if self.update_meter is None else self.update_meter.norms(self.shardings)
 
 
 # Dynamo would replay the optimizer's work in `step_by` as it was in the traced step.
@@ -173,7 +180,9 @@ def fused_step(
                 served: list[Served] = []
                 if not found_inf:
                     unknown = flag if found_inf is None else None
-                    served = step_by(optimizer, updates, factor, unknown, taken, options.ahead, step.updates)
+                    served = step_by(
+                        optimizer, updates, factor, unknown, taken, options.ahead, step.update_meter
+                    )
                 return FusedStepResult(
                     norm,
                     norms,
@@ -222,7 +231,7 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
                 norms = step.norms.of_params()
         if options.max_norm < math.inf:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
-        with _measured_updates(step):
+        with step.measuring_updates():
             taken = _call_step(step)
         if options.low_precision_params and taken is not False:
             copies = [*options.low_precision_params]
@@ -259,20 +268,6 @@ def _call_step(step: _Step) -> bool | None:
         scaler.step(optimizer)
         return scaler._check_results.of(optimizer).taken
     return step_unless_found_inf(optimizer, flag)
-
-
-@contextmanager
-def _measured_updates(step: _Step) -> Generator[None]:
-    """Context manager around the optimizer's own step that keeps the norms of updates, if they are requested."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for param in step.params:
-        if param.grad is not None:
-            by_device.setdefault(param.device, []).append(param)
-    with ExitStack() as stack:
-        if step.updates is not None:
-            for params in by_device.values():
-                stack.enter_context(step.updates.measuring(params, local_parts(params)))
-        yield
 
 
 def agree_over_shards(norms: Norms, local_found_inf: Found) -> tuple[Tensor, Found]:

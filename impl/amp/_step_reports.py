@@ -13,8 +13,8 @@ from impl.amp import _gradients
 from impl.amp._explanation import FusedStepExplanation, explanation_of
 from impl.amp._gradients import NonfiniteGradient
 from impl.amp._microbatch import SkippedMicrobatch
+from impl.amp._named_norms import named_norms, named_ratios
 from impl.amp._opt_state import KeptResults
-from impl.amp._param_norms import named_norms, named_ratios
 from impl.kernels import to_device
 from impl.optim._refusals import check_has_param_groups
 

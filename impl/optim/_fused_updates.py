@@ -34,7 +34,7 @@ from impl.kernels import (
     to_device,
 )
 from impl.optim._list_cache import Bucket, GroupLists, ListCache
-from impl.optim._param_norms import Updates
+from impl.optim._param_norms import UpdateMeter
 from impl.optim._prepared_updates import Prepared, PreparedShards
 from impl.optim._refusals import optimizer_name
 from impl.optim._shards import is_distributed, local_part, local_parts
@@ -87,7 +87,7 @@ class Update:
         found_inf: Tensor | None,
         taken: Tensor | None,
         ahead: UpdatesAhead | None,
-        norms: Updates | None,
+        meter: UpdateMeter | None,
     ) -> UpdateBackend | None:
         """Step with gradients times `factor`, unless `found_inf` is 1.0. None means that it is known to be 0.0.
 
@@ -96,7 +96,7 @@ class Update:
             factor, found_inf: on any device.
             taken: 1 - `found_inf`, if the caller has it: f32, 0-dim, on the parameters' device.
             ahead: the updates that were applied before the norm was known.
-            norms: take the norms of weights and updates.
+            meter: takes the norms of weights and updates.
 
         Returns:
             The backend, or None if the host has found out that the step is skipped.
@@ -124,8 +124,8 @@ class Update:
         counters.advance(taken)
         if ahead is not None and found_inf is None and self.bucket.device.type == "cpu":
             backend = ahead.finish(self, rule, factor)
-        elif norms is not None:
-            backend = self._measured(norms, rule, factor, found_inf)
+        elif meter is not None:
+            backend = self._measured(meter, rule, factor, found_inf)
         else:
             backend = fused_step_(rule, self.parameters, self.grads, factor, found_inf)
         if found_inf is not None and taken is None:
@@ -135,13 +135,13 @@ class Update:
         return backend
 
     def _measured(
-        self, norms: Updates, rule: Rule, factor: Tensor, found_inf: Tensor | None
+        self, meter: UpdateMeter, rule: Rule, factor: Tensor, found_inf: Tensor | None
     ) -> UpdateBackend:
         """Update batch by batch, because the norms need copies of the parameters."""
         backends: list[UpdateBackend] = []
-        for batch in norms.batches(self.parameters.params):
+        for batch in meter.batches(self.parameters.params):
             parameters = self.parameters.at(*batch)
-            with norms.measuring([self.params[index] for index in batch], parameters.params):
+            with meter.measuring([self.params[index] for index in batch], parameters.params):
                 grads = TensorList([self.grads.tensors[index] for index in batch])
                 backends.append(fused_step_(rule, parameters, grads, factor, found_inf))
         return backends[0]
@@ -200,7 +200,7 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
     found_inf: Tensor | None,
     taken: Tensor | None = None,
     ahead: UpdatesAhead | None = None,
-    norms: Updates | None = None,
+    meter: UpdateMeter | None = None,
 ) -> list[Served]:
     """Call `optimizer.step()`, which only applies the updates, so that hooks and schedulers see a step.
 
@@ -218,7 +218,7 @@ def step_by(  # noqa: PLR0913  an optimizer and the numbers of its step
     def update_group(group: dict[str, Any], *lists: list[object]) -> object:
         """Apply the group's updates instead of `_init_group`, and leave `step` nothing to do."""
         for update in by_group.get(id(group), ()):
-            backend = update.apply(optimizer, factor, found_inf, taken, ahead, norms)
+            backend = update.apply(optimizer, factor, found_inf, taken, ahead, meter)
             if backend is not None:
                 served.append(Served(update.params, *backend))
         return _RULE_OF[type(optimizer)].NOTHING_LEFT

@@ -46,16 +46,18 @@ class ParamNorms:
             for param, grad in zip(params, grads.tensors, strict=True):
                 if id(grad) in self._by_grad:
                     self.set(param, self._by_grad[id(grad)])
+        # Another tensor may have the id later.
+        self._by_grad.clear()
 
-    def measure(self, params: Sequence[Tensor], tensors: list[Tensor]) -> None:
-        """Give each parameter the norm of its tensor. The tensors are not empty, and on one device."""
-        if not tensors:
-            return
-        norm_T = torch.empty(len(tensors), dtype=torch.float64, device=tensors[0].device)
-        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        kernels.checked_norm(TensorList(real), self._order, norm_T=norm_T)
-        norms = to_device(norm_T, self._device).unbind()
-        self._by_param.update(zip(map(id, params), norms, strict=True))
+    def measure(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Give each parameter the norm of its tensor. The tensors may be on several devices."""
+        real = TensorList(
+            [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        )
+        filled = TensorList([tensor for tensor in real.tensors if tensor.numel()])
+        for batch in filled.by_device().values():
+            kernels.checked_norm(batch, self._order, norm_T=self.room_for(batch))
+        self.assign([(params, real)])
 
     def set(self, param: Tensor, norm: Tensor) -> None:
         self._by_param[id(param)] = to_device(norm, self._device, torch.float64)
@@ -94,11 +96,10 @@ def vectors_by_sharding(
     }
 
 
-class Updates:
+class UpdateMeter:
     """L2 norms of an optimizer's parameters before a step, and of their changes.
 
-    Parameters that the step leaves alone have the change 0. Only if parameters are sharded, they have the norm of their
-    weights.
+    Parameters that the step leaves alone have the change 0, and as weights the norm 0 unless parameters are sharded.
     """
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
@@ -107,22 +108,21 @@ class Updates:
 
     @contextmanager
     def measuring(self, params: Sequence[Tensor], local_params: Sequence[Tensor]) -> Generator[None]:
-        """Context manager that takes the norms of parameters before and of their changes inside. It copies them.
+        """Context manager that takes the norms of parameters, and of their changes inside. It copies them.
 
         Args:
             params: the optimizer's own tensors.
-            local_params: their local tensors, on one device.
+            local_params: their local tensors.
         """
-        filled = [index for index, local in enumerate(local_params) if local.numel()]
-        changed, locals_ = [params[index] for index in filled], [local_params[index] for index in filled]
         # The change of a low-precision parameter may have more bits than its dtype.
-        wide = [torch.promote_types(local.dtype, torch.float32) for local in locals_]
-        copies = [local.to(dtype, copy=True) for local, dtype in zip(locals_, wide, strict=True)]
-        self._weights.measure(changed, copies)
+        copies = [
+            local.to(torch.promote_types(local.dtype, torch.float32), copy=True) for local in local_params
+        ]
+        self._weights.measure(params, copies)
         yield
         if copies:
-            torch._foreach_sub_(copies, locals_)
-        self._changes.measure(changed, copies)
+            torch._foreach_sub_(copies, [*local_params])
+        self._changes.measure(params, copies)
 
     def batches(self, local_params: Sequence[Tensor]) -> Generator[list[int]]:
         """Yield the indices of parameters to change together, so that their copies take little memory."""
@@ -145,12 +145,8 @@ class Updates:
 
     def _measure_unchanged_weights(self) -> None:
         """Take the norms of weights that have no gradient here. Other ranks may have updated their shards of them."""
-        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for param, local in zip(self._params, local_parts(self._params), strict=True):
-            if param.requires_grad and local.numel() and not self._weights.has(param):
-                by_device.setdefault(local.device, []).append((param, local))
-        for pairs in by_device.values():
-            self._weights.measure([param for param, _ in pairs], [local for _, local in pairs])
+        params = [param for param in self._params if param.requires_grad and not self._weights.has(param)]
+        self._weights.measure(params, local_parts(params))
 
 
 @dataclass(frozen=True)

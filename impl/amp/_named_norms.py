@@ -61,7 +61,7 @@ def named_ratios(
     """
     weights, changes = norms.unsharded
     if per == "module":
-        # Only shards have norms of weights that no rank has updated.
+        # Sharded weights have a norm even if no rank has changed them. Leave those out, as without shards.
         pairs = zip(weights, changes, strict=True)
         weights = [torch.where(change == 0, change, weight) for weight, change in pairs]
     weight_of, change_of = (named_norms(optimizer, values, 2.0, per) for values in (weights, changes))
