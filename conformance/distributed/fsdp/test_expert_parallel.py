@@ -51,10 +51,10 @@ class Experts(nn.Module):
         weight = local.to_local()
         rank, size, count = self.group.rank(), self.group.size(), len(tokens)
         own = slice(rank * count, (rank + 1) * count)
-        # The tokens of all ranks of the group: each rank fills its own rows.
+        # Each rank fills its own rows, so the sum has the tokens of all ranks of the group.
         rows = torch.cat([tokens, gates], 1)
-        everyone = F.pad(rows, (0, 0, own.start, (size - 1) * count - own.start))
-        tokens, gates = SumOverGroup.apply(everyone, self.group).split([WIDTH, EXPERTS], 1)
+        padded = F.pad(rows, (0, 0, own.start, (size - 1) * count - own.start))
+        tokens, gates = SumOverGroup.apply(padded, self.group).split([WIDTH, EXPERTS], 1)
         local_gates = gates.chunk(size, 1)[rank]
         return SumOverGroup.apply(self.mixed(tokens, local_gates, weight), self.group)[own].clone()
 
@@ -63,7 +63,7 @@ class Experts(nn.Module):
         return torch.einsum("td,edh,te->th", tokens, weight, gates)
 
 
-class Block(nn.Module):
+class ExpertBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router, self.experts = nn.Linear(WIDTH, EXPERTS), Experts()
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 def build() -> nn.Sequential:
     seeding.seed_all()
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block())
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), ExpertBlock(), ExpertBlock())
 
 
 def loss_of(model: nn.Module, step: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
