@@ -471,8 +471,8 @@ def called_with_others(scene: Scene) -> list[Tensor]:
     """Call the model with other parameters by torch.func.functional_call, and then with its own."""
     others = {name: parameter.detach() * 0.5 for name, parameter in scene.model.named_parameters()}
     with torch.no_grad():
-        output = torch.func.functional_call(scene.model, others, (torch.ones(1, 3), True))
-    return [output, output(scene)]
+        called = torch.func.functional_call(scene.model, others, (torch.ones(1, 3), True))
+    return [called, output(scene)]
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.others_in_their_places")
