@@ -12,7 +12,6 @@ from torch import nn
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, raises
 from conformance.judge.clauses import clause
-from conformance.judge.tolerances import ONE_STEP
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,6 @@ def test_gradient_of_input_can_be_differentiated(
 ) -> None:
     cpu_twins.deviate_to_unsharded(
         penalized,
-        tolerance=ONE_STEP,
         strategy=strategy,
         use_orig_params=use_orig_params,
         freezes=freezes,
@@ -121,9 +119,7 @@ def directional_derivatives(scene: Scene, *, strategy: str) -> list[torch.Tensor
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_leaf_that_starts_gradients_may_be_kept(cpu_twins: Twins, strategy: str) -> None:
     may_agree = cpu_twins.is_alone
-    cpu_twins.deviate_to_unsharded(
-        directional_derivatives, tolerance=ONE_STEP, strategy=strategy, may_agree=may_agree
-    )
+    cpu_twins.deviate_to_unsharded(directional_derivatives, strategy=strategy, may_agree=may_agree)
 
 
 def input_used_elsewhere(scene: Scene) -> torch.Tensor:
@@ -138,8 +134,7 @@ def input_used_elsewhere(scene: Scene) -> torch.Tensor:
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.gradient_penalty")
 def test_input_may_be_used_elsewhere_on_one_rank(cpu_twins: Twins) -> None:
-    outcomes = cpu_twins.of_subject(input_used_elsewhere)
-    assert cpu_twins.like_unsharded(input_used_elsewhere, ONE_STEP)(outcomes), outcomes
+    cpu_twins.agree_with_unsharded(input_used_elsewhere)
 
 
 def gradients_with_a_graph(scene: Scene, *, use_orig_params: bool) -> None:

@@ -34,7 +34,7 @@ from conformance.distributed.fsdp.scenes.twins import (
 )
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
-from conformance.judge.tolerances import ONE_STEP, TRAINED
+from conformance.judge.tolerances import TRAINED
 
 
 class Shifted(nn.Module):
@@ -216,21 +216,21 @@ def _accumulated(
 @pytest.mark.deviation("fsdp.frozen_in_part")
 def test_frozen_and_trained_parameters_share_a_unit(twins: Twins) -> None:
     refuses = raises(ValueError, "uniform `requires_grad`")
-    twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="half frozen", torch_does=refuses)
+    twins.deviate_to_unsharded(accumulate, module="half frozen", torch_does=refuses)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.several_dtypes")
 @pytest.mark.deviation("fsdp.several_dtypes")
 def test_parameters_of_several_dtypes_share_a_unit(twins: Twins) -> None:
     refuses = raises(ValueError, "uniform dtype")
-    twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="several dtypes", torch_does=refuses)
+    twins.deviate_to_unsharded(accumulate, module="several dtypes", torch_does=refuses)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.one_element")
 @pytest.mark.deviation("fsdp.unit_of_one_element")
 def test_unit_of_one_element_accumulates_gradients(cpu_twins: Twins) -> None:
     may_agree = cpu_twins.is_alone
-    cpu_twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="one element", may_agree=may_agree)
+    cpu_twins.deviate_to_unsharded(accumulate, module="one element", may_agree=may_agree)
 
 
 def clipped(scene: Scene) -> torch.Tensor:
@@ -246,7 +246,6 @@ def clipped(scene: Scene) -> torch.Tensor:
 def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
     cpu_twins.deviate_to_unsharded(
         clipped,
-        tolerance=ONE_STEP,
         torch_does=raises(RuntimeError, "without narrowing"),
         may_agree=cpu_twins.is_alone,
     )
@@ -258,7 +257,7 @@ def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_replicas_that_nobody_shares_are_averaged(cpu_twins: Twins, replicas: str) -> None:
     """The default groups assume as many ranks on a host as devices, which is one rank on the CPU."""
-    cpu_twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="plain", replicas=replicas)
+    cpu_twins.deviate_to_unsharded(accumulate, module="plain", replicas=replicas)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.without_accelerator")
@@ -267,7 +266,7 @@ def test_wrapping_needs_no_accelerator(twins: Twins, device: str) -> None:
     if device != "cpu" or torch.accelerator.is_available():
         unavailable("a machine without accelerator")
     refuses = raises(RuntimeError, "no accelerator device is detected")
-    twins.deviate_to_unsharded(accumulate, tolerance=ONE_STEP, module="plain", on="", torch_does=refuses)
+    twins.deviate_to_unsharded(accumulate, module="plain", on="", torch_does=refuses)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrant_regions")
@@ -305,12 +304,7 @@ sharded_or_not = pytest.mark.parametrize(
 
 @sharded_or_not
 def test_parameters_that_are_returned_are_trained(cpu_twins: Twins, strategy: str) -> None:
-    _assert_trained(cpu_twins, module="returned", strategy=strategy)
-
-
-def _assert_trained(twins: Twins, **arguments: Any) -> None:
-    outcomes = twins.of_subject(accumulate, **arguments)
-    assert twins.like_unsharded(accumulate, ONE_STEP, **arguments)(outcomes), outcomes
+    cpu_twins.agree_with_unsharded(accumulate, module="returned", strategy=strategy)
 
 
 class Both(Positioned):
@@ -341,7 +335,6 @@ def test_parameters_that_are_returned_can_be_read(cpu_twins: Twins, strategy: st
 def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) -> None:
     cpu_twins.deviate_to_unsharded(
         accumulate,
-        tolerance=ONE_STEP,
         module=module,
         strategy=strategy,
         may_agree=strategy == "NO_SHARD" or cpu_twins.is_alone,
@@ -352,7 +345,7 @@ def test_unit_may_return_object(cpu_twins: Twins, strategy: str, module: str) ->
 @pytest.mark.parametrize("module", ["object with a parameter", "object inside with a parameter"])
 @each_strategy
 def test_returned_object_may_hold_parameters(cpu_twins: Twins, strategy: str, module: str) -> None:
-    _assert_trained(cpu_twins, module=module, strategy=strategy)
+    cpu_twins.agree_with_unsharded(accumulate, module=module, strategy=strategy)
 
 
 class OutputRecord:
@@ -398,7 +391,6 @@ def test_object_passed_between_units_adds_no_gathers(twins: Twins) -> None:
 def test_unit_without_elements_trains(cpu_twins: Twins, strategy: str) -> None:
     cpu_twins.deviate_to_unsharded(
         accumulate,
-        tolerance=ONE_STEP,
         module="no elements",
         strategy=strategy,
         torch_does=raises(AssertionError, "unsharded_end_idx"),
@@ -441,7 +433,6 @@ def output_of_an_inner_module(scene: Scene, *, module: str) -> torch.Tensor:
 def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
     cpu_twins.deviate_to_unsharded(
         output_of_an_inner_module,
-        tolerance=ONE_STEP,
         module="plain",
         torch_does=raises(RuntimeError),
         may_agree=cpu_twins.is_alone,
@@ -450,8 +441,7 @@ def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
 def test_hooks_of_inner_module_may_read_parameters(cpu_twins: Twins) -> None:
-    outcomes = cpu_twins.of_subject(output_of_an_inner_module, module="normed")
-    assert cpu_twins.like_unsharded(output_of_an_inner_module, ONE_STEP, module="normed")(outcomes), outcomes
+    cpu_twins.agree_with_unsharded(output_of_an_inner_module, module="normed")
 
 
 class Full(nn.Module):

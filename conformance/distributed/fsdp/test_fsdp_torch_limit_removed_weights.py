@@ -15,7 +15,6 @@ from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, each, holds, raises
 from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.judge.clauses import clause
-from conformance.judge.tolerances import ONE_STEP
 
 
 def output_after_a_step(
@@ -41,18 +40,15 @@ def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> No
     arguments: dict[str, Any] = {"evaluates": True, "fused": fused}
     cpu_twins.deviate_to_unsharded(
         output_after_a_step,
-        tolerance=ONE_STEP,
         **arguments,
-        torch_does=cpu_twins.like_unsharded(output_after_a_step, ONE_STEP, learning_rate=0.0, **arguments),
+        torch_does=cpu_twins.like_unsharded(output_after_a_step, learning_rate=0.0, **arguments),
         may_agree=cpu_twins.is_alone,
     )
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
 def test_forward_uses_step(cpu_twins: Twins) -> None:
-    arguments: dict[str, Any] = {"evaluates": False, "fused": False}
-    outcomes = cpu_twins.of_subject(output_after_a_step, **arguments)
-    assert cpu_twins.like_unsharded(output_after_a_step, ONE_STEP, **arguments)(outcomes), outcomes
+    cpu_twins.agree_with_unsharded(output_after_a_step, evaluates=False, fused=False)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_low_precision")

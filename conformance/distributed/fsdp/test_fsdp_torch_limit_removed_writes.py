@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     raises,
 )
 from conformance.judge.clauses import clause
-from conformance.judge.tolerances import ONE_STEP, TRAINED
+from conformance.judge.tolerances import TRAINED
 
 
 class Forked(nn.Module):
@@ -167,7 +167,7 @@ def inferred_first(scene: Scene) -> list[Tensor]:
     inferred_first,
 )
 def test_written_values_are_used_in_computation(twins: Twins, does: Does, wrapping: Wrapping) -> None:
-    twins.deviate_to_unsharded(written, tolerance=ONE_STEP, does=does, **wrapping, may_agree=True)
+    twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
 
 
 class Headed(nn.Module):
@@ -363,7 +363,7 @@ def stepped_beside(scene: Scene) -> list[Tensor]:
 def test_training_goes_on(twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping) -> None:
     """A step of parameters that the backward does not read does no harm."""
     arguments = {"does": does, "makes": makes, **wrapping}
-    twins.deviate_to_unsharded(written, tolerance=ONE_STEP, **arguments, may_agree=True)
+    twins.deviate_to_unsharded(written, **arguments, may_agree=True)
 
 
 class PartlyRead(nn.Module):
@@ -384,10 +384,8 @@ def stepped_what_is_not_read(scene: Scene) -> list[Tensor]:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_in_between")
 @each_strategy
 def test_step_of_parameters_unread_by_backward_is_harmless(twins: Twins, strategy: str) -> None:
-    arguments = {"does": stepped_what_is_not_read, "makes": PartlyRead}
     wrapping = {"strategy": strategy, "use_orig_params": True}
-    outcomes = twins.of_subject(written, **arguments, **wrapping)
-    assert twins.like_unsharded(written, ONE_STEP, **arguments, **wrapping)(outcomes), outcomes
+    twins.agree_with_unsharded(written, does=stepped_what_is_not_read, makes=PartlyRead, **wrapping)
 
 
 def given_more_elements(scene: Scene) -> list[Tensor]:
@@ -464,7 +462,7 @@ def moved(scene: Scene) -> list[Tensor]:
 @each_wrapping
 @any_of(zeroed, replaced_gradients, not_reached, moved)
 def test_gradients_that_wait_are_what_is_shown_of_them(twins: Twins, does: Does, wrapping: Wrapping) -> None:
-    twins.deviate_to_unsharded(written, tolerance=ONE_STEP, does=does, **wrapping, may_agree=True)
+    twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
 
 
 def called_with_others(scene: Scene) -> list[Tensor]:

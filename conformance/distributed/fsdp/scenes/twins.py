@@ -177,28 +177,38 @@ class Twins:
         self.judge(probe, we_do=we_do, torch_does=torch_does, may_agree=may_agree)
 
     def deviate_to_unsharded(
-        self, program: Program, *, tolerance: Tolerance = TRAINED, of: Any = None, **arguments: Any
+        self,
+        program: Program,
+        *,
+        of: Any = None,
+        torch_does: Callable[[Any], bool] | None = None,
+        may_agree: bool = False,
+        may_fault: bool = False,
+        **arguments: Any,
     ) -> None:
         """Judge a deviation: every rank of the subject must have the results of the unsharded reference.
 
-        Args:
-            program: the program.
-            tolerance: bound for the results.
-            of: key or position of the result that is compared. By default, the whole result is.
-            arguments: arguments of `deviate`.
+        `of` is an argument of `like_unsharded`. The others are arguments of `deviate`.
         """
-        sides = {
-            name: arguments.pop(name)
-            for name in ("torch_does", "may_agree", "may_fault")
-            if name in arguments
-        }
-        we_do = self.like_unsharded(program, tolerance, of, **arguments)
-        self.deviate(program, we_do=we_do, **sides, **arguments)
+        self.deviate(
+            program,
+            we_do=self.like_unsharded(program, of, **arguments),
+            torch_does=torch_does,
+            may_agree=may_agree,
+            may_fault=may_fault,
+            **arguments,
+        )
 
     def like_unsharded(
-        self, program: Program, tolerance: Tolerance = TRAINED, of: Any = None, **arguments: Any
+        self, program: Program, of: Any = None, **arguments: Any
     ) -> Callable[[RankOutcomes], bool]:
-        """Return a check whether every rank has the results of the program without sharding."""
+        """Return a check whether every rank has the results of the program without sharding.
+
+        Args:
+            program: the program.
+            of: key or position of the result that is compared. By default, the entire result is compared.
+            arguments: the program's arguments, besides the model's `tree`.
+        """
         tree = arguments.pop("tree", self.tree)
 
         def result(outcome: Outcome) -> Outcome:
@@ -215,8 +225,13 @@ class Twins:
         values_of(expected)
         return lambda outcomes: (
             not isinstance(outcomes, RankFault)
-            and holds(assert_ranks_agree, _bare(expected), _bare(map(result, outcomes)), tolerance)
+            and holds(assert_ranks_agree, _bare(expected), _bare(map(result, outcomes)), self.tolerance)
         )
+
+    def agree_with_unsharded(self, program: Program, **arguments: Any) -> None:
+        """Assert that every rank of the subject has the results of the program without sharding."""
+        outcomes = self.of_subject(program, **arguments)
+        assert self.like_unsharded(program, **arguments)(outcomes), outcomes
 
     def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None:
         assert self._deviation is not None, "the test names no row of deviations.toml"
