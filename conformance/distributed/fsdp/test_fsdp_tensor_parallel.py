@@ -434,10 +434,7 @@ def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor
     """Return the norm of the gradients, and the parameters after a step with clipped gradients."""
     training = ParallelTraining(scene, parallel)
     training.backward(0)
-    if scene.shards:
-        norm = training.model.clip_grad_norm_(0.5, norm_type)
-    else:
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), 0.5, norm_type)
+    norm = training.model.clip_grad_norm_(0.5, norm_type)
     training.optimizer.step()
     return {"norm": norm, **training.whole()}
 

@@ -17,7 +17,6 @@ from conformance.distributed.fsdp.scenes.fsdp_training import (
     Setup,
     Step,
     Training,
-    gathered_gradients,
     mesh_of,
 )
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
@@ -37,7 +36,7 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.tolerances import TRAINED
 
 
-class Shifted(nn.Module):
+class TwoDtypes(nn.Module):
     """Module with parameters of two dtypes."""
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ def _normed() -> nn.Module:
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "half frozen": _half_frozen,
-    "several dtypes": Shifted,
+    "several dtypes": TwoDtypes,
     "one element": OneElement,
     "float64": lambda: nn.Linear(3, 4).double(),
     "plain": lambda: nn.Linear(3, 4),
@@ -182,25 +181,19 @@ def _backward(scene: Scene, model: nn.Module, number: int) -> None:
     scene.mean(loss).backward()
 
 
-def accumulate(
-    scene: Scene,
-    *,
-    module: str,
-    replicas: str = "",
-    on: str = "cpu",
-    strategy: str = "FULL_SHARD",
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of two backwards. Inner modules with unusual parameters become units.
+def accumulate(scene: Scene, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of two backwards."""
+    return scene.whole_gradients(_accumulated(scene, **arguments))
+
+
+def _accumulated(
+    scene: Scene, *, module: str, replicas: str = "", on: str = "cpu", strategy: str = "FULL_SHARD"
+) -> Any:
+    """Return a model after two backwards. Inner modules with unusual parameters become units.
 
     `on` is the device that is passed, or empty. With `replicas`, each rank has a full replica, either by a `mesh` or by
     the `default` of a hybrid strategy.
     """
-    return scene.whole_gradients(_accumulated(scene, module, replicas, on, strategy))
-
-
-def _accumulated(
-    scene: Scene, module: str, replicas: str = "", on: str = "cpu", strategy: str = "FULL_SHARD"
-) -> Any:
     arguments: dict[str, Any] = {"device_id": torch.device(on) if on else None}
     if replicas == "mesh":
         arguments["device_mesh"] = mesh_of(scene.rank, 1)
@@ -235,10 +228,7 @@ def test_unit_of_one_element_accumulates_gradients(cpu_twins: Twins) -> None:
 
 def clipped(scene: Scene) -> torch.Tensor:
     """Return the norm of float64 gradients."""
-    model = _accumulated(scene, "float64")
-    if scene.shards:
-        return model.clip_grad_norm_(0.5)
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return _accumulated(scene, module="float64").clip_grad_norm_(0.5)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.float64_clipped")
@@ -469,7 +459,7 @@ def computed_again_in_low_precision(scene: Scene, *, around: str) -> list[dict[s
         is_around_root = computed_again and around == "root"
         output = checkpoint(model, x, use_reentrant=False) if is_around_root else model(x)
         output.float().square().mean().backward()
-        return gathered_gradients(scene.library, model)
+        return scene.whole_gradients(model)
 
     return [gradients(False), gradients(True)]
 

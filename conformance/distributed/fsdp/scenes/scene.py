@@ -54,7 +54,7 @@ ONE_UNIT = Setup()
 
 
 class ShardsNothing:
-    """Library of the unsharded reference. Its APIs return the module with methods that do nothing."""
+    """Library of the unsharded reference. Its APIs return the module, with the methods of sharded modules."""
 
     distributed = torch.distributed  # enums and policies
 
@@ -64,7 +64,7 @@ class ShardsNothing:
 
 
 class _NotSharded:
-    """Methods of sharded modules."""
+    """Methods of sharded modules that do nothing, or what an unsharded module needs."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -73,6 +73,10 @@ class _NotSharded:
         return SimpleNamespace(wait=lambda: None)
 
     def reshard(self) -> None: ...
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        model: Any = self
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("set_"):
@@ -140,8 +144,8 @@ class Scene:
         return not isinstance(self.library, ShardsNothing)
 
     def mean(self, loss_of: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return the mean of the losses of all ranks that give this scene data: its own, or all without sharding."""
-        return torch.stack([loss_of(rank) for rank in self.ranks]).sum() / len(self.ranks)
+        """Return the mean of `loss_of` over the ranks whose data the model gets."""
+        return torch.stack([loss_of(rank) for rank in self.ranks]).mean()
 
     @functools.cached_property
     def plain(self) -> Any:
