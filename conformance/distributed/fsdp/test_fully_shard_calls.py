@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scenes.fully_shard_calls import (
     BACKWARD,
+    CLEAR,
     FORWARD,
-    LEAVES,
     LOOK,
+    REPLICAS,
+    RESET,
     ROOT,
+    SHARDED,
+    SKIP,
     STEP,
     TRAIN,
+    WAIT,
     UnitCall,
     assert_plays_like_torch,
     play,
@@ -35,10 +40,8 @@ from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
 from conformance.strategies.full_sharding import programs
 
-WAIT, STATE_DICT = UnitCall("wait"), UnitCall("state_dict")
+STATE_DICT = UnitCall("state_dict")
 LOAD, ASSIGN = UnitCall("load"), UnitCall("load", arguments={"assign": True})
-SKIP, RESET = UnitCall("skip", 1), setting("reset_iter_state")
-REPLICAS = Sharding(ranks="replicas")
 _ALL_REDUCE = "set_requires_all_reduce"
 _AFTER_FORWARD, _AFTER_BACKWARD = "set_reshard_after_forward", "set_reshard_after_backward"
 _TO_FORWARD, _TO_BACKWARD = "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"
@@ -55,10 +58,10 @@ def sync(value: bool, unit: int = ROOT, **more: bool) -> UnitCall:
 Calls = Sequence[UnitCall]
 
 
-def named(
-    mark: pytest.MarkDecorator, sequences: Mapping[str, Calls], sharding: Sharding = LEAVES
+def sequence_params(
+    mark: pytest.MarkDecorator, sequences: Mapping[str, Calls], sharding: Sharding = SHARDED
 ) -> list[Any]:
-    """Return parameters for the sequences of a clause."""
+    """Return test parameters for the sequences of one clause."""
     return [
         pytest.param(calls, sharding, id=f"{mark.args[0].rpartition('.')[2]}, {name}", marks=mark)
         for name, calls in sequences.items()
@@ -77,8 +80,8 @@ UNSHARD: Mapping[str, Calls] = {
     "among others": (LOOK, FORWARD, FORWARD, setting("unshard", 2), BACKWARD, setting("reshard"), STEP, LOOK),
 }  # fmt: skip
 SEQUENCES = [
-    *named(clause("distributed.fsdp.fully_shard.unshard"), UNSHARD),
-    *named(clause("distributed.fsdp.fully_shard.accumulation"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.unshard"), UNSHARD),
+    *sequence_params(clause("distributed.fsdp.fully_shard.accumulation"), {
         "all": (sync(False), *TRAIN[:2], *TRAIN[:2], sync(True), *TRAIN),
         "the root alone": (sync(False, recurse=False), *TRAIN, *TRAIN),
         "a unit": (sync(False, 1), *TRAIN, sync(True, 1), *TRAIN),
@@ -87,7 +90,7 @@ SEQUENCES = [
         "synchronised": (*TRAIN[:2], *TRAIN, FORWARD, FORWARD, BACKWARD, STEP),
         "two forwards": (sync(False), *TRAIN[:2], FORWARD, FORWARD, sync(True), BACKWARD, STEP),
     }),
-    *named(clause("distributed.fsdp.fully_shard.resharding"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.resharding"), {
         "never": (setting(_AFTER_FORWARD, reshard_after_forward=False), *TRAIN, *TRAIN),
         "always": (setting(_AFTER_FORWARD, reshard_after_forward=True), *TRAIN, LOOK),
         "the root": (setting(_AFTER_FORWARD, reshard_after_forward=True, recurse=False), *TRAIN, *TRAIN),
@@ -99,7 +102,7 @@ SEQUENCES = [
         "backward of a unit": (setting(_AFTER_BACKWARD, 1, reshard_after_backward=False), *TRAIN[:2],
                                setting(_AFTER_BACKWARD, 1, reshard_after_backward=True), *TRAIN),
     }),
-    *named(clause("distributed.fsdp.fully_shard.reduction"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.reduction"), {
         "factors": (setting(_FACTOR, factor=5.0), setting(_FACTOR, 1, factor=0.5),
                     setting("set_reduce_scatter_divide_factor", 2, factor=3.0), *TRAIN),
         "hooks": (setting(_HOOK, 1, hook="a doubling hook"),
@@ -111,24 +114,24 @@ SEQUENCES = [
         "memory": (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
                    setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
     }),
-    *named(clause("distributed.fsdp.fully_shard.unused_parameters"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.unused_parameters"), {
         "by all ranks": (SKIP, STEP, setting(_UNUSED, reduce_scatter_unused_params=True), SKIP,
                          setting(_UNUSED, reduce_scatter_unused_params=False), *TRAIN),
         "by the root": (setting(_UNUSED, reduce_scatter_unused_params=True, recurse=False), SKIP, STEP),
         "by a rank": (setting(_UNUSED, 1, reduce_scatter_unused_params=True), UnitCall("skip", 1, {"by": [0]}),
                       STEP, *TRAIN),
     }),
-    *named(clause("distributed.fsdp.fully_shard.input_buffers"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.input_buffers"), {
         "numbers": (*(setting(_BUFFERS, max_input_buffers=number) for number in (2, 3, 0, -1, True, 1.5)),
                     setting(_BUFFERS, 1, max_input_buffers=2, recurse=False), *TRAIN),
     }),
-    *named(clause("distributed.fsdp.fully_shard.reset_iter_state"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.reset_iter_state"), {
         "forward": (*TRAIN, UnitCall("fail_forward", 2), RESET, *TRAIN),
         "no root": (*TRAIN, setting("reset_iter_state", 1), *TRAIN),
         "without need": (*TRAIN, RESET, *TRAIN),
         "gradients": (*TRAIN[:2], RESET, *TRAIN),
     }),
-    *named(clause("distributed.fsdp.fully_shard.conversions"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.conversions"), {
         "loaded": (LOAD, *TRAIN, LOAD, *TRAIN),
         "assigned": (ASSIGN, *TRAIN),
         "assigned later": (*TRAIN, ASSIGN, *TRAIN),
@@ -136,7 +139,7 @@ SEQUENCES = [
         "converted": (UnitCall("convert", arguments={"dtype": torch.float64}), *TRAIN),
         "unsharded": (setting("unshard", 0), UnitCall("convert", arguments={"dtype": torch.float64}), *TRAIN),
     }),
-    *named(clause("distributed.fsdp.fully_shard.accumulation_of_replicas"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.accumulation_of_replicas"), {
         name: (all_reduce(False), *TRAIN[:2], *TRAIN[:2], all_reduce(True), *TRAIN)
         for name, all_reduce in {
             "all": lambda value: setting(_ALL_REDUCE, requires_all_reduce=value),
@@ -144,12 +147,12 @@ SEQUENCES = [
             "a unit": lambda value: setting(_ALL_REDUCE, 0, requires_all_reduce=value, recurse=True),
         }.items()
     }, REPLICAS),
-    *named(clause("distributed.fsdp.fully_shard.reduction_of_replicas"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.reduction_of_replicas"), {
         "hooks": (setting(_HOOK, hook="a doubling hook"), setting(_HOOK, 1, hook="a doubling hook", stream="a stream"),
                   *TRAIN),
     }, REPLICAS),
     # The first unit holds a matrix, which is on a mesh with replicas. The second unit holds no matrix.
-    *named(clause("distributed.fsdp.fully_shard.settings_of_meshes"), {
+    *sequence_params(clause("distributed.fsdp.fully_shard.settings_of_meshes"), {
         "user communication": (setting(_GATHER, 0, comm="an all-gather"), setting(_SCATTER, 0, comm="a reduce-scatter"),
                                setting(_HOOK, 0, hook="a doubling hook", stream="a stream"),
                                setting(_GATHER, 1, comm="an all-gather"), setting(_SCATTER, 1, comm="a reduce-scatter"),
@@ -256,7 +259,7 @@ def test_calls_in_any_order_match_torch(plain_twins: PlainTwins, data: st.DataOb
     assert_plays_like_torch(plain_twins, calls, sharding=sharding)
 
 
-def assert_leaves(twins: PlainTwins, calls: Calls, like: Calls, sharding: Sharding = LEAVES) -> None:
+def assert_leaves(twins: PlainTwins, calls: Calls, like: Calls, sharding: Sharding = SHARDED) -> None:
     """Judge a deviation by other calls on torch's side.
 
     The result of the first call and the final state of the ranks must equal those of torch's ranks after `like`.
@@ -308,7 +311,7 @@ def test_unit_unsharded_during_step_gets_stepped_values(plain_twins: PlainTwins,
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_of_a_failed_backward_are_gone(plain_twins: PlainTwins) -> None:
     """The user must clear gradients that the failed backward has already stored in `.grad`."""
-    calls = (*TRAIN, UnitCall("fail_backward", 1), RESET, UnitCall("zero_grad"), *TRAIN)
+    calls = (*TRAIN, UnitCall("fail_backward", 1), RESET, CLEAR, *TRAIN)
     # The evaluation uses up the batch of the failed backward.
     assert_leaves(plain_twins, calls, (*TRAIN, LOOK, *TRAIN))
 

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.scenes.fully_shard_calls import (
+    CLEAR,
     LOOK,
+    REPLICAS,
+    RESET,
+    SHARDED,
+    SKIP,
+    STEP,
     TRAIN,
+    WAIT,
     UnitCall,
     assert_plays_like_torch,
     play,
@@ -36,8 +43,7 @@ MANUAL = setting("set_manual_backward_finalization", enabled=True)
 AUTOMATIC = setting("set_manual_backward_finalization", enabled=False)
 FINALIZE = setting("finalize_backward")
 FINALIZE_ASYNC = setting("finalize_backward", async_op=True)
-WAIT, RESET = UnitCall("wait"), setting("reset_iter_state")
-PASS, STEP = TRAIN[:2], TRAIN[2]
+PASS = TRAIN[:2]
 SYNC, NO_SYNC = (
     setting("set_requires_gradient_sync", requires_gradient_sync=value) for value in (True, False)
 )
@@ -47,9 +53,6 @@ ALL_REDUCE, NO_ALL_REDUCE = (
 KEEP = setting("set_reshard_after_backward", reshard_after_backward=False)
 NO_SYNC_OF_ONE = setting("set_requires_gradient_sync", 1, requires_gradient_sync=False)
 LAST, NOT_LAST = (setting("set_is_last_backward", is_last_backward=value) for value in (True, False))
-CLEAR = UnitCall("zero_grad")
-SKIP = UnitCall("skip", 1)
-SHARDED, REPLICAS = Sharding(), Sharding(ranks="replicas")
 FAILING = UnitCall("fail_backward", 1)
 
 PROGRAMS = {

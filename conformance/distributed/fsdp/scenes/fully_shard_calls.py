@@ -25,9 +25,8 @@ from conformance.distributed.fsdp.scenes.traffic import are_at_most
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
 from conformance.ranks.collective_traces import Collective
 
-UNITS = 4
-ROOT = UNITS
-LEAVES = Sharding()
+ROOT = 4  # number of units inside the root
+SHARDED, REPLICAS = Sharding(), Sharding(ranks="replicas")
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,16 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
 
 
 FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
+WAIT, SKIP, CLEAR, RESET = (
+    UnitCall("wait"),
+    UnitCall("skip", 1),
+    UnitCall("zero_grad"),
+    setting("reset_iter_state"),
+)
 TRAIN = (FORWARD, BACKWARD, STEP)
 
 
-def play(scene: Scene, calls: Sequence[UnitCall], sharding: Sharding = LEAVES) -> dict[str, Any]:
+def play(scene: Scene, calls: Sequence[UnitCall], sharding: Sharding = SHARDED) -> dict[str, Any]:
     """Run the calls. Return what the rank observed after each call, and what it holds at the end.
 
     The ranks wait for each other before every call, and before every unit computes.
