@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -246,7 +247,7 @@ def _written_between(scene: Scene, write: Callable[[], None]) -> list[Tensor]:
 
 
 def stepped_after_another_backward(scene: Scene) -> list[Tensor]:
-    return _stepped_after_another(scene, fused=False)
+    return _stepped_after_another(scene)
 
 
 def stepped_after_another_backward_by_a_fused_optimizer(scene: Scene) -> list[Tensor]:
@@ -254,10 +255,12 @@ def stepped_after_another_backward_by_a_fused_optimizer(scene: Scene) -> list[Te
 
 
 def evaluated_after_another_backward(scene: Scene) -> list[Tensor]:
-    return _stepped_after_another(scene, fused=False, evaluates=True)
+    return _stepped_after_another(scene, evaluates=True)
 
 
-def _stepped_after_another(scene: Scene, fused: bool, evaluates: bool = False, of: str = "") -> list[Tensor]:
+def _stepped_after_another(
+    scene: Scene, fused: bool = False, evaluates: bool = False, of: str = ""
+) -> list[Tensor]:
     """Run a backward and a step of the parameters `of` between a forward and its backward."""
     graph = loss(scene, 0)
     backward(scene, 1)
@@ -269,23 +272,18 @@ def _stepped_after_another(scene: Scene, fused: bool, evaluates: bool = False, o
 
 
 REFUSED = [
-    (does, makes)
-    for programs, models in [
+    *itertools.product(
+        (stepped_between, stepped_between_by_a_fused_optimizer, changed_between, memory_between),
+        (Headed, Forked),
+    ),
+    *itertools.product(
         (
-            (stepped_between, stepped_between_by_a_fused_optimizer, changed_between, memory_between),
-            (Headed, Forked),
+            stepped_after_another_backward,
+            stepped_after_another_backward_by_a_fused_optimizer,
+            evaluated_after_another_backward,
         ),
-        (
-            (
-                stepped_after_another_backward,
-                stepped_after_another_backward_by_a_fused_optimizer,
-                evaluated_after_another_backward,
-            ),
-            (Forked, Parted),
-        ),
-    ]
-    for does in programs
-    for makes in models
+        (Forked, Parted),
+    ),
 ]
 refused = clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_former_weights")
 deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
@@ -378,7 +376,7 @@ class PartlyRead(nn.Module):
 
 
 def stepped_what_is_not_read(scene: Scene) -> list[Tensor]:
-    return _stepped_after_another(scene, fused=False, of="0.weight")
+    return _stepped_after_another(scene, of="0.weight")
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.steps_in_between")
