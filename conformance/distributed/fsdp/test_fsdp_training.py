@@ -117,22 +117,26 @@ def test_parameters_ignored_by_inner_unit_are_ignored_by_outer(
     cpu_twins.agree(ignored_inside, setup, by=by)
 
 
-TRAINED, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
+TRAINABLE, FROZEN = Leaf("affine", 4), Leaf("affine", 3, frozen="all")
 # Trained units are around and after the hollow ones. Wrapped leaf by leaf, the outermost unit holds only the head.
-TREES = {
-    "root holds nothing": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="none"),
-    "root holds a buffer": ModuleTree(ModuleGroup((TRAINED, Leaf("batched"), Leaf("counted"))), head="none"),
-    "root is frozen": ModuleTree(ModuleGroup((TRAINED, Leaf("tied"))), head="frozen"),
-    "units hold nothing": ModuleTree(
-        ModuleGroup((Leaf("bare"), TRAINED, Leaf("bare"), Leaf("tied"), Leaf("bare")))
+HOLLOW_TREES = {
+    "root holds nothing": ModuleTree(ModuleGroup((TRAINABLE, Leaf("tied"))), head="none"),
+    "root holds a buffer": ModuleTree(
+        ModuleGroup((TRAINABLE, Leaf("batched"), Leaf("counted"))), head="none"
     ),
-    "units hold buffers": ModuleTree(ModuleGroup((Leaf("counted"), TRAINED, Leaf("counted")))),
-    "first unit is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINED))),
-    "units between are frozen": ModuleTree(ModuleGroup((TRAINED, FROZEN, Leaf("bare"), FROZEN, TRAINED))),
-    "one of two ways is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINED), kind="branches", calls=2)),
-    "one unit is trained": ModuleTree(ModuleGroup((FROZEN, Leaf("counted"), TRAINED, FROZEN)), head="frozen"),
+    "root is frozen": ModuleTree(ModuleGroup((TRAINABLE, Leaf("tied"))), head="frozen"),
+    "units hold nothing": ModuleTree(
+        ModuleGroup((Leaf("bare"), TRAINABLE, Leaf("bare"), Leaf("tied"), Leaf("bare")))
+    ),
+    "units hold buffers": ModuleTree(ModuleGroup((Leaf("counted"), TRAINABLE, Leaf("counted")))),
+    "first unit is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINABLE))),
+    "units between are frozen": ModuleTree(ModuleGroup((TRAINABLE, FROZEN, Leaf("bare"), FROZEN, TRAINABLE))),
+    "one of two ways is frozen": ModuleTree(ModuleGroup((FROZEN, TRAINABLE), kind="branches", calls=2)),
+    "one unit is trained": ModuleTree(
+        ModuleGroup((FROZEN, Leaf("counted"), TRAINABLE, FROZEN)), head="frozen"
+    ),
     "a hollow root of hollow units": ModuleTree(
-        ModuleGroup((Leaf("bare"), TRAINED, Leaf("counted"))), head="none"
+        ModuleGroup((Leaf("bare"), TRAINABLE, Leaf("counted"))), head="none"
     ),
 }
 STEPS_OF_HOLLOW_MODELS = (
@@ -144,7 +148,7 @@ STEPS_OF_HOLLOW_MODELS = (
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hollow")
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("tree", HOLLOW_TREES.values(), ids=HOLLOW_TREES)
 @each_wrapping
 @pytest.mark.world_sizes(fewest=2)
 def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: ModuleTree) -> None:
