@@ -244,12 +244,12 @@ class _Failing:
 
 
 _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]] = {
-    # In the module that a unit wraps.
+    # Fail in the module that a unit wraps.
     "forward": lambda training: _removed(training.inner.register_forward_pre_hook(_fail)),
     "interrupted": lambda training: _removed(training.inner.register_forward_pre_hook(_interrupt)),
     "pre hook": lambda training: _removed(training.units[1].register_forward_pre_hook(_fail)),
     "post hook": lambda training: _removed(training.units[1].register_forward_hook(_fail)),
-    # After all inner units have run.
+    # Fail after all inner units have run.
     "behind body": lambda training: _removed(training.body.register_forward_hook(_fail)),
     "root post hook": lambda training: _removed(training.model.register_forward_hook(_fail)),
     "loss": _failing_loss,
@@ -261,11 +261,11 @@ _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]
     "inside unit": lambda training: _removed(
         training.inner.register_forward_hook(lambda _, __, out: _FailsInBackward.apply(out))
     ),
-    # In the unit that comes last in the backward.
+    # Fail in the unit that comes last in the backward.
     "first unit": lambda training: _removed(
         training.units[0].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
     ),
-    # When backward recomputes a unit whose activations are checkpointed.
+    # Fail when backward recomputes a unit whose activations are checkpointed.
     "recomputed": _failing_recomputation,
 }
 
