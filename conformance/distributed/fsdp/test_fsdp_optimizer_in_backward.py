@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,8 +23,6 @@ is_refused = raises(RuntimeError, "only supported with use_orig_params=True")
 
 
 _STEPS = 3
-
-
 _LEARNING_RATE = 0.5
 
 
@@ -45,9 +44,9 @@ def trained_unsharded(world_size: int, accumulates: bool, of: int | None = None)
     model = built()
     optimizer = torch.optim.SGD([*model.parameters()][:of], lr=_LEARNING_RATE)
     for number in range(_STEPS):
-        for rank in range(world_size):
-            for part in (2 * number, 2 * number + 1)[not accumulates :]:
-                (_loss(model, rank, part) / world_size).backward()
+        parts = [2 * number, 2 * number + 1] if accumulates else [2 * number + 1]
+        for rank, part in itertools.product(range(world_size), parts):
+            (_loss(model, rank, part) / world_size).backward()
         optimizer.step()
         model.zero_grad()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
