@@ -39,14 +39,13 @@ class RatioDtensorClip(comparison.Ratio):
     setup_cache.timeout = 1_800
 
 
-class RatioDtensorClipMeshes(comparison.Ratio):
+class RatioDtensorClipMeshes(comparison.BriefRatio):
     """torch clips over one mesh only, so its DTensors are all on one."""
 
     title = "clip_grad_norm_ of 2,000 DTensors on several meshes of 2 ranks"
     area, curve = "Clipping", "of 2,000 DTensors, {meshes} meshes"
     params = [[2, 4], _DEVICES]
     param_names = ["meshes", "device"]
-    measure = classmethod(comparison.measure_briefly)
 
     @staticmethod
     def workload(subject: str, *case: Any) -> Workload:

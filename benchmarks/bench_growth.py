@@ -36,25 +36,23 @@ def step_of_tiny_tensors(subject: str, tensors: int, groups: int, device: str) -
     return Workload(call, effect=effect)
 
 
-class RatioGrowthTensors(comparison.Ratio):
+class RatioGrowthTensors(comparison.BriefRatio):
     title = "Fused AMP step, by the number of tensors"
     area, curve = "Growth of the cost", "{tensors} tensors"
     params = [[1, 100, 1_000, 10_000, 100_000], [1], _DEVICES]
     param_names = ["tensors", "groups", "device"]
     workload = staticmethod(step_of_tiny_tensors)
-    measure = classmethod(comparison.measure_briefly)
 
     def setup_cache(self):
         return self.measure_all()
 
 
-class RatioGrowthGroups(comparison.Ratio):
+class RatioGrowthGroups(comparison.BriefRatio):
     title = "Fused AMP step of 1,000 tensors, by the number of parameter groups"
     area, curve = "Growth of the cost", "1,000 tensors in {groups} groups"
     params = [[1_000], [100, 1_000], _DEVICES]
     param_names = ["tensors", "groups", "device"]
     workload = staticmethod(step_of_tiny_tensors)
-    measure = classmethod(comparison.measure_briefly)
 
     def setup_cache(self):
         return self.measure_all()

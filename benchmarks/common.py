@@ -46,7 +46,7 @@ LEFT_OUT_OF_HISTORY: LeftOut = {
     "subject": {"FSDP2", "DDP"},
 }
 # Steps on more ranks than cores are slow and say little. With foreach and FSDP1 only the reference differs. Saving the
-# shards of each rank takes little time compared with full states. Of the curves of growth one size each is left.
+# shards of each rank takes little time compared with full states. One size of each growth curve stays.
 LEFT_OUT_OF_QUICK: LeftOut = {
     **LEFT_OUT_OF_HISTORY,
     "world_size": {1, 4, 8},

@@ -91,14 +91,15 @@ class Ratio(abc.ABC):
         }
 
 
-def measure_briefly(
-    kind: type[Ratio], case: tuple[Any, ...], effort: Effort, subject: str = "impl"
-) -> Paired:
-    """Measure like `Ratio.measure`, with few pairs, because a curve over many sizes is worth no more time."""
-    brief = dataclasses.replace(
-        effort, pairs=min(effort.pairs, 30), least_pairs=5, budget_s=min(effort.budget_s, 1.0), looks=()
-    )
-    return Ratio.measure.__func__(kind, case, brief, subject)
+class BriefRatio(Ratio):
+    """A ratio of few pairs, because a curve over many sizes is worth no more time."""
+
+    @classmethod
+    def measure(cls, case: tuple[Any, ...], effort: Effort, subject: str = "impl") -> Paired:
+        brief = dataclasses.replace(
+            effort, pairs=min(effort.pairs, 30), least_pairs=5, budget_s=min(effort.budget_s, 1.0), looks=()
+        )
+        return super().measure(case, brief, subject)
 
 
 class MemoryBound(Ratio):
