@@ -36,7 +36,7 @@ _PRELOADED = (
     "torch._dynamo",
     rank_process.__name__,
 )
-# Modules with cases, which are imported once too. They import no subject, which each rank imports itself.
+# Modules with cases, which the fork server also imports. They import no subject, because each rank imports its own.
 _CASE_MODULES = re.compile(
     r"conformance\.(ranks\.failing_programs|gpu\.probed_operations|strategies\.dtensor_gradients"
     r"|distributed\.(\w+\.)*test_\w+)"

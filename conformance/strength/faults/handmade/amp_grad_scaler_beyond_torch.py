@@ -34,7 +34,7 @@ def broken(
 
 
 def broken_on_ranks(fault_id: str, method: str, says: str, thread: str = "own") -> Any:
-    """The same in the scaler of several ranks."""
+    """Enter a fault like `broken`, in the scaler of several ranks."""
     return broken(fault_id, method, says, thread, breaks=SCALER, part=SCALER, on_ranks=True)
 
 
