@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.strength.results import CLAUSES, FAULTS, KILLED
+
 
 @dataclass(frozen=True)
 class Killer:
@@ -33,9 +35,9 @@ def kill_matrix(report: dict[str, Any]) -> KillTable | None:
     kills = report.get("kills")
     if not kills:
         return None
-    faults = [row for row in kills["rows"] if row["type"] == "faults"]
-    killed = [row for row in faults if row["outcome"] == "killed"]
-    idle = [row for row in kills["rows"] if row["type"] == "clauses"]
+    faults = [row for row in kills["rows"] if row["type"] == FAULTS]
+    killed = [row for row in faults if row["outcome"] == KILLED]
+    idle = [row for row in kills["rows"] if row["type"] == CLAUSES]
     caught: dict[str, list[dict[str, Any]]] = {}
     for kill in killed:
         caught.setdefault(kill["clause"] or kill["nodeid"] or kill["how"], []).append(kill)
@@ -49,7 +51,7 @@ def kill_matrix(report: dict[str, Any]) -> KillTable | None:
         began=kills["began"],
         complete=kills["complete"],
         killed=killed,
-        survivors=[row for row in faults if row not in killed],
+        survivors=[row for row in faults if row["outcome"] != KILLED],
         killers=killers,
         silent=[clause["id"] for clause in report["clauses"] if clause["id"] not in caught],
         idle=sorted(idle, key=lambda row: (bool(row["fault"]), row["name"])),

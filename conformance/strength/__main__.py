@@ -24,7 +24,8 @@ from conformance.strength.mutation import measure as mutation
 from conformance.strength.results import Table, read_table, write_table
 
 AS_EXPECTED, NOT_AS_EXPECTED, NOT_JUDGED, STOPPED = 0, 1, 2, 130
-# Each has SUBJECT, OUT, `add_options`, `check_options`, which returns the settings of its table, `judge` and `sum_up`.
+# Each module has SUBJECT, OUT, `add_options`, `check_options`, `judge` and `sum_up`. `check_options` returns the
+# settings of the table, and `sum_up` whether there are problems.
 MEASURES: dict[str, Any] = {"faults": faults, "mutation": mutation, "false-positives": false_positives}
 _print = functools.partial(print, flush=True)
 

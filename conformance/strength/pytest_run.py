@@ -1,4 +1,4 @@
-"""Runs of pytest that measures need: reports of a subject, judged in processes of its own."""
+"""A run of pytest in a process of its own, for measures that need the report of a subject."""
 
 from __future__ import annotations
 

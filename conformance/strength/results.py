@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FAULTS, CLAUSES, MUTANTS, RUNS = "faults", "clauses", "mutants", "runs"
-# A clause kills a fault or survives all. It is untested if none of its tests could run.
+# A clause has KILLED if it kills a fault, SURVIVED if it kills none, UNTESTED if none of its tests could run.
 KILLED, SURVIVED, UNTESTED = "killed", "survived", "untested"
 UNREACHED, IDLE, EQUIVALENT = "unreached", "idle", "equivalent"  # mutants that do not count
 GREEN, RED_RUN = "green", "red"
@@ -43,13 +43,12 @@ class Row:
         if self.type == RUNS:
             return f"{self.outcome} ({self.says})"
         if self.outcome == SURVIVED:
-            text = "kills none of" if self.type == CLAUSES else "survived"
-            text = f"{text} {self.tried}" if self.tried else text
+            text = f"kills none of {self.tried}" if self.type == CLAUSES else "survived"
             return f"{text}{reason}" if reason else f"{text.upper()} {self.says}".strip()
         if self.outcome != KILLED:
             return f"{self.outcome}{reason}"
         by = f"killed by {self.clause or self.nodeid} ({self.how})"
-        text = f"kills {self.fault}, fault number {self.tried} that was tried" if self.fault else by
+        text = f"kills {self.fault}, the last of {self.tried} that were tried" if self.fault else by
         return f"{text}; STALE REASON: {self.why}" if reason else text
 
 
@@ -64,11 +63,11 @@ class Table:
     complete: bool = False  # False if the run was stopped
     rows: list[Row] = field(default_factory=list)
 
-    def of(self, *types: str) -> list[Row]:
-        return [row for row in self.rows if row.type in types]
+    def of(self, row_type: str) -> list[Row]:
+        return [row for row in self.rows if row.type == row_type]
 
 
-def numbered(rows: Iterable[Row], total: int) -> Iterator[tuple[str, Row]]:
+def with_places(rows: Iterable[Row], total: int) -> Iterator[tuple[str, Row]]:
     """Yield each row with its place among all rows, such as 3/20."""
     for number, row in enumerate(rows, start=1):
         yield f"{number}/{total}", row

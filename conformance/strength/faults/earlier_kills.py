@@ -37,9 +37,8 @@ def load_earlier_kills(out: Path) -> EarlierKills:
 def remember(table: Table) -> None:
     """Record the tests that killed slow faults. A fault that survived keeps its recorded killer, if that exists."""
     before = read_killers()
-    long = {row.name for row in table.rows if row.seconds > _LONG_S} | before.keys()
-    faults = [row for row in table.of(FAULTS) if row.outcome == KILLED]
-    now = {row.name: row.nodeid for row in faults if row.name in long}
+    killed = [row for row in table.of(FAULTS) if row.outcome == KILLED]
+    now = {row.name: row.nodeid for row in killed if row.seconds > _LONG_S or row.name in before}
     faults_of: dict[str, list[str]] = {}
     for fault, test in sorted(without_removed(before | now).items()):
         faults_of.setdefault(test, []).append(fault)

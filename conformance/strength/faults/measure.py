@@ -37,7 +37,7 @@ from conformance.strength.faults.trials import (
     needs_ranks,
     verify_kill,
 )
-from conformance.strength.results import CLAUSES, FAULTS, KILLED, UNTESTED, Row, Table, numbered
+from conformance.strength.results import CLAUSES, FAULTS, KILLED, UNTESTED, Row, Table, with_places
 from conformance.strength.worker import WorkerPool
 
 SUBJECT, OUT = "impl", Path("report/kills.json")
@@ -85,7 +85,7 @@ def _judge_faults(pool: WorkerPool, table: Table, ids: Sequence[str], out: Path)
         verify_kill(judge_fault(table.subject, fault_id, first.get(fault_id, "")), table.subject, green)
         for fault_id in left
     )
-    yield from numbered(pool.run(trials), len(left))
+    yield from with_places(pool.run(trials), len(left))
 
 
 def _judge_idle_clauses(pool: WorkerPool, table: Table, out: Path) -> Iterator[tuple[str, Row]]:
@@ -96,7 +96,7 @@ def _judge_idle_clauses(pool: WorkerPool, table: Table, out: Path) -> Iterator[t
     green = {row.nodeid for row in table.of(FAULTS)}
     first = load_earlier_kills(out).clauses
     trials = (judge_clause(table.subject, clause_id, green, first.get(clause_id, "")) for clause_id in left)
-    yield from numbered(pool.run(trials), len(left))
+    yield from with_places(pool.run(trials), len(left))
 
 
 def sum_up(options: argparse.Namespace, table: Table, say: Callable[[str], None]) -> bool:

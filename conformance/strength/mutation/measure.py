@@ -45,7 +45,7 @@ from conformance.strength.mutation.groups import (
     key_of,
     stale_notes,
 )
-from conformance.strength.mutation.reach import Reach, measure
+from conformance.strength.mutation.reach import Reach, measure_reach
 from conformance.strength.mutation.score import MOST_EQUIVALENT, Score
 from conformance.strength.order import Task
 from conformance.strength.results import (
@@ -57,7 +57,7 @@ from conformance.strength.results import (
     UNREACHED,
     Row,
     Table,
-    numbered,
+    with_places,
 )
 from conformance.strength.worker import Trial, WorkerPool
 
@@ -86,30 +86,29 @@ def check_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(options: argparse.Namespace, table: Table) -> Iterator[tuple[str, Row]]:
-    reach = measure(options.subject, options.groups, options.jobs, options.reach)
-    drawn = [
+    reach = measure_reach(options.subject, options.groups, options.jobs, options.reach)
+    judged = {row.name for row in table.rows}
+    left = [
         mutant
         for group in options.groups
         for mutant in draw(group, options.subject, options.sample, options.seed)
+        if mutant.fault_id not in judged
     ]
     clauses = frozenset[str]().union(*map(clauses_of, options.groups))
     with WorkerPool(options.subject, options.jobs, clauses=clauses) as pool:
-        yield from numbered(_judge_mutants(pool, options, table, drawn, reach), len(drawn))
+        yield from with_places(_judge_mutants(pool, options, left, reach), len(left))
     table.complete = True
 
 
 def _judge_mutants(
-    pool: WorkerPool, options: argparse.Namespace, table: Table, drawn: Sequence[Mutant], reach: Reach
+    pool: WorkerPool, options: argparse.Namespace, mutants: Sequence[Mutant], reach: Reach
 ) -> Iterator[Row]:
     numbers = lines.numbered(options.subject)
-    judged = {row.name for row in table.rows}
     green: set[str] = set()
     killers: Counter[str] = Counter()
     trials: list[Trial[Row]] = []
-    for mutant in drawn:
+    for mutant in mutants:
         tests = reach.tests_of(numbers[mutant.module].start + mutant.site.line, mutant.group)
-        if mutant.fault_id in judged:
-            continue
         if note := equivalence_note(options.subject, mutant):
             yield row_of(mutant, EQUIVALENT, why=note)
         elif not tests:

@@ -85,7 +85,9 @@ def _clauses_with_none(group: MutationGroup) -> frozenset[str]:
     return clauses_of(group) | {""}
 
 
-def measure(package: str, groups: Sequence[MutationGroup], jobs: int, file: Path | None = None) -> Reach:
+def measure_reach(
+    package: str, groups: Sequence[MutationGroup], jobs: int, file: Path | None = None
+) -> Reach:
     """Run the groups' tests on instrumented source, and those that fail again on the original source.
 
     Args:
