@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conformance.judge.sandbox import seeding
+from conformance.judge.sandbox import environment, seeding
+from conformance.selftests.sample_reports import judged
 from conformance.strategies.gradients import Gradient
 from conformance.strength import false_positives
 from conformance.strength.__main__ import main
-from conformance.strength.results import Row, read_table
+from conformance.strength.results import Row, read_table, write_table
 
 ROOT = Path(__file__).parents[2]
 # Drawn values are written to a file. Each test has the same words as a test of the suite.
@@ -95,7 +97,20 @@ def test_each_run_is_a_row(tmp_path: Path) -> None:
     assert (first.name, second.name, first.outcome) == ("seed 9, run 1", "seed 9, run 2", "green")
     assert first.says == second.says
     assert first.says.endswith(" passed")
+    assert first.text == f"green, {first.says}"
     assert first.nodeid == second.nodeid == ""
+
+
+def test_resumed_seed_has_each_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "commit", lambda: "abc")
+    tests = [judged("passed")]
+    monkeypatch.setattr(false_positives, "run_pytest", lambda *_: {"verdict": "green", "tests": tests})
+    out = tmp_path / "table.json"
+    runs(out, "torch", "--twice")
+    table = read_table(out, "false-positives")
+    write_table(out, replace(table, rows=table.rows[:1], complete=False))
+    code, rows = runs(out, "torch", "--twice", "--resume")
+    assert (code, [row.name for row in rows]) == (0, ["seed 9, run 1", "seed 9, run 2"])
 
 
 @pytest.mark.deadline(200)

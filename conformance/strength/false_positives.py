@@ -47,8 +47,11 @@ def judge(options: argparse.Namespace, table: Table) -> Iterator[tuple[str, Row]
     for seed in range(options.first, options.first + options.seeds):
         before: dict[str, str] = {}
         names = [f"seed {seed}, run {number}" for number in ((1, 2) if options.twice else (1,))]
-        # The second run of a seed is compared with the first.
-        for name in () if judged.issuperset(names) else names:
+        if judged.issuperset(names):
+            continue
+        # The second run of a seed is compared with the first, so both run again after a stop between them.
+        table.rows[:] = [row for row in table.rows if row.name not in names]
+        for name in names:
             row, before = _run(options, seed, name, before)
             yield f"{seed - options.first + 1}/{options.seeds}", row
     table.complete = True

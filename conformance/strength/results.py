@@ -41,7 +41,7 @@ class Row:
         """The outcome as the command prints it."""
         reason = f", reason: {self.why}" if self.why else ""
         if self.type == RUNS:
-            return f"{self.outcome} ({self.says})"
+            return f"{self.outcome}, {self.says}"
         if self.outcome == SURVIVED:
             text = f"kills none of {self.tried}" if self.type == CLAUSES else "survived"
             return f"{text}{reason}" if reason else f"{text.upper()} {self.says}".strip()
