@@ -175,7 +175,7 @@ def _parameters(scene: Scene, layout: str, sharded: Any) -> dict[str, list[Any]]
 
 
 # Layout, number of ranks, microbatches that run in no_sync, the method that steps, and the plan.
-_LEAVES_OUT: list[tuple[str, int, tuple[int, ...], str, str]] = [
+_RUNS: list[tuple[str, int, tuple[int, ...], str, str]] = [
     *((layout, 2, (), "step", plan) for layout in (*SHARDED, "replicated") for plan in PLANS),
     *((layout, 2, (0,), "fused_step", plan) for layout in ("fully_shard", "original") for plan in PLANS),
     *(("hybrid", 4, unsynced, "step", "both") for unsynced in ((), (0, 1))),
@@ -183,7 +183,7 @@ _LEAVES_OUT: list[tuple[str, int, tuple[int, ...], str, str]] = [
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
-@pytest.mark.parametrize(("layout", "world", "unsynced", "how", "plan"), _LEAVES_OUT, ids=str)
+@pytest.mark.parametrize(("layout", "world", "unsynced", "how", "plan"), _RUNS, ids=str)
 def test_bad_microbatches_are_left_out_on_all_ranks(
     twins_of: TwinsOf,
     device: str,
