@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conformance.distributed.fsdp import test_reduction_dtypes as tests
-from conformance.distributed.fsdp.test_reduction_dtypes import FULL, LOW, Dtypes
+from conformance.distributed.fsdp.test_reduction_dtypes import LOW, SINGLE, Dtypes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -18,8 +18,8 @@ def test_coefficients_differ_in_each_dtype(ranks: int) -> None:
         pairs = itertools.product(accumulated, reduced)
         return [tests.expected_gradient(Dtypes(LOW, *pair), ranks, "accumulated") for pair in pairs]
 
-    # A sum that was accumulated in LOW is exact in FULL. On one rank nothing is reduced.
-    reduced = [LOW, FULL][:ranks]
-    sums = sums_of([LOW], reduced) + sums_of([FULL], [LOW, FULL])
+    # A sum that was accumulated in LOW is exact in SINGLE. On one rank nothing is reduced.
+    reduced = [LOW, SINGLE][:ranks]
+    sums = sums_of([LOW], reduced) + sums_of([SINGLE], [LOW, SINGLE])
     for first, other in itertools.combinations(sums, 2):
         assert not torch.equal(first, other)

@@ -32,7 +32,7 @@ from conformance.distributed.fsdp.scenes.module_trees import (
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
-    FULL,
+    FULL_PROFILE,
     ORIGINALS,
     RankOutcomes,
     Twins,
@@ -302,11 +302,11 @@ def test_training_continues_after_failed_forward(twins: Twins, face: Face) -> No
     [
         ("inside unit", "none"),
         ("first unit", "none"),
-        pytest.param("root backward", "none", marks=FULL),
-        pytest.param("unit backward", "none", marks=FULL),
+        pytest.param("root backward", "none", marks=FULL_PROFILE),
+        pytest.param("unit backward", "none", marks=FULL_PROFILE),
         ("reduction", "none"),
         ("recomputed", "plain"),
-        pytest.param("recomputed", "reentrant", marks=FULL),
+        pytest.param("recomputed", "reentrant", marks=FULL_PROFILE),
     ],
 )
 @each_face
@@ -325,7 +325,7 @@ def test_training_continues_after_failed_gather_in_backward(twins: Twins) -> Non
 @clause("distributed.fsdp.failures.earlier_gradients")
 @pytest.mark.deviation("fsdp.behind_a_failed_backward")
 @pytest.mark.parametrize("accumulates", ["synchronised", "not"])
-@pytest.mark.parametrize("fails", ["unit backward", pytest.param("first unit", marks=FULL)])
+@pytest.mark.parametrize("fails", ["unit backward", pytest.param("first unit", marks=FULL_PROFILE)])
 @each_face
 def test_gradients_of_earlier_backwards_count(twins: Twins, face: Face, accumulates: str, fails: str) -> None:
     _judge(twins, face, fails=fails, accumulates=accumulates, clears=False)

@@ -11,7 +11,7 @@ from torch import nn
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import FULL, Twins
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins
 from conformance.judge.clauses import clause
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("tied"))))
@@ -24,10 +24,10 @@ DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
     ("strategy", "compiled", "use_orig_params"),
     [
         ("FULL_SHARD", "around", True),
-        pytest.param("FULL_SHARD", "parts", False, marks=FULL),
-        pytest.param("SHARD_GRAD_OP", "around", False, marks=FULL),
-        pytest.param("SHARD_GRAD_OP", "parts", True, marks=FULL),
-        pytest.param("NO_SHARD", "parts", True, marks=FULL),
+        pytest.param("FULL_SHARD", "parts", False, marks=FULL_PROFILE),
+        pytest.param("SHARD_GRAD_OP", "around", False, marks=FULL_PROFILE),
+        pytest.param("SHARD_GRAD_OP", "parts", True, marks=FULL_PROFILE),
+        pytest.param("NO_SHARD", "parts", True, marks=FULL_PROFILE),
     ],
 )
 def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_params: bool) -> None:
@@ -99,7 +99,11 @@ def graph_of_a_block() -> list[str]:
     [
         pytest.param(True, marks=clause("distributed.fsdp.fully_sharded_data_parallel.compiled.graphs")),
         pytest.param(
-            False, marks=[FULL, clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_flat_parameters")]
+            False,
+            marks=[
+                FULL_PROFILE,
+                clause("distributed.fsdp.fsdp_torch_limit_removed.graphs_of_flat_parameters"),
+            ],
         ),
     ],
 )

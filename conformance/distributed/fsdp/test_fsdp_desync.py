@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from conformance.distributed.fsdp.scenes.desync_programs import (
-    FULL,
     LARGE,
     WAYS,
     Program,
@@ -15,6 +14,7 @@ from conformance.distributed.fsdp.scenes.desync_programs import (
     seen_of,
     steps_late,
 )
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 
@@ -28,9 +28,9 @@ from conformance.judge.deviations import DeviationJudge
     [
         ("FSDP1", 0, 8),
         ("FSDP1", 2, 8),
-        pytest.param("FSDP1", 2, LARGE, marks=FULL),
+        pytest.param("FSDP1", 2, LARGE, marks=FULL_PROFILE),
         ("fully_shard", 2, 8),
-        pytest.param("fully_shard", 0, 8, marks=FULL),
+        pytest.param("fully_shard", 0, 8, marks=FULL_PROFILE),
     ],
 )
 def test_equal_sizes_in_another_order(
@@ -53,11 +53,11 @@ def test_equal_sizes_in_another_order(
     [
         ("FSDP1", (8, 16, 24)),
         ("FSDP1", (8, 24, 16)),
-        pytest.param("FSDP1", (8, LARGE, 2 * LARGE), marks=FULL),
-        pytest.param("fully_shard", (8, 16, 24), marks=FULL),
+        pytest.param("FSDP1", (8, LARGE, 2 * LARGE), marks=FULL_PROFILE),
+        pytest.param("fully_shard", (8, 16, 24), marks=FULL_PROFILE),
     ],
 )
-@pytest.mark.parametrize("parts_at", [pytest.param(0, marks=FULL), 2])
+@pytest.mark.parametrize("parts_at", [pytest.param(0, marks=FULL_PROFILE), 2])
 def test_unequal_sizes_in_another_order(
     deviation: DeviationJudge, mode: str, face: str, hidden: tuple[int, ...], parts_at: int
 ) -> None:
@@ -70,11 +70,11 @@ LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
 @clause("distributed.fsdp.fsdp_desync.parts_by_gradients")
 @pytest.mark.deviation("fully_shard.gradients_of_some_ranks")
 @pytest.mark.deadline(90)
-@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
+@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL_PROFILE)])
 @pytest.mark.parametrize(
     ("by", "astray", "other"),
     [
-        pytest.param("unused", LEFT.format(0), "reduced 'blocks.1'", marks=FULL),
+        pytest.param("unused", LEFT.format(0), "reduced 'blocks.1'", marks=FULL_PROFILE),
         ("others unused", LEFT.format(0), LEFT.format(2)),
         ("frozen", "reduced 'blocks.1' without blocks.1.0.bias", "reduced 'blocks.1'"),
     ],

@@ -11,7 +11,6 @@ import torch
 
 from conformance.distributed.fsdp.scenes.desync_programs import (
     ASTRAY,
-    FULL,
     GRACE_S,
     SHORT_GRACE_S,
     WIDTH,
@@ -26,7 +25,7 @@ from conformance.distributed.fsdp.scenes.desync_programs import (
     wrap_fsdp,
 )
 from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD
-from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library, load_library
@@ -41,12 +40,12 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 @clause("distributed.fsdp.fsdp_desync.parts_by_settings")
 @pytest.mark.deviation("fully_shard.settings_of_one_rank")
 @pytest.mark.deadline(90)
-@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL)])
+@pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL_PROFILE)])
 @pytest.mark.parametrize(
     ("by", "astray", "other"),
     [
         ("kept", "reduced 'blocks.2'", "gathered 'blocks.2'"),
-        pytest.param("unsynchronised", "reduced 'Blocks'", "reduced 'blocks.1'", marks=FULL),
+        pytest.param("unsynchronised", "reduced 'Blocks'", "reduced 'blocks.1'", marks=FULL_PROFILE),
     ],
     ids=["kept", "unsynchronised"],
 )
@@ -71,9 +70,9 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
         ("computed", 0, f"gathered 'blocks.1' with param_dtype=torch.bfloat16{_REDUCED}", _SHARDED),
         pytest.param(
             *("placed", 0, "gathered 'blocks.1' with blocks.1.0.weight as Shard(1), blocks.1.2.weight as Shard(1)"),
-            _SHARDED, marks=FULL,
+            _SHARDED, marks=FULL_PROFILE,
         ),
-        pytest.param("mixed", 0, "gathered 'Blocks' with param_dtype=torch.bfloat16", _SHARDED, marks=FULL),
+        pytest.param("mixed", 0, "gathered 'Blocks' with param_dtype=torch.bfloat16", _SHARDED, marks=FULL_PROFILE),
         ("divided", 2, "reduced 'blocks.1' divided by 3.0", "the ranks divide gradients by different factors"),
     ],
     ids=["computed", "placed", "mixed", "divided"],
@@ -107,7 +106,7 @@ def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_writing")
 @pytest.mark.deviation("fsdp.written_on_one_rank")
-@FULL
+@FULL_PROFILE
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use_orig_params: bool) -> None:

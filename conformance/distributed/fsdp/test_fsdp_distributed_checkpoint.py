@@ -31,7 +31,7 @@ from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
-    FULL,
+    FULL_PROFILE,
     ORIGINALS,
     Twins,
     TwinsOf,
@@ -187,7 +187,7 @@ def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: P
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @every_form
 @pytest.mark.world_sizes(also=WORLDS)
-@FULL
+@FULL_PROFILE
 def test_checkpoint_of_any_world_size_is_read(
     cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod
 ) -> None:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from conformance.distributed.fsdp.scenes.desync_programs import (
     ASTRAY,
-    FULL,
     GRACE_S,
     LARGE,
     WAYS,
@@ -35,6 +34,7 @@ from conformance.distributed.fsdp.scenes.desync_programs import (
     wait_until_raised,
 )
 from conformance.distributed.fsdp.scenes.fsdp_training import FSDP
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library, load_library
@@ -69,8 +69,8 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
     ("face", "by"),
     [
         ("fully_shard", "barrier"),
-        pytest.param("FSDP1", "barrier", marks=FULL),
-        pytest.param("FSDP1", "all_reduce", marks=FULL),
+        pytest.param("FSDP1", "barrier", marks=FULL_PROFILE),
+        pytest.param("FSDP1", "all_reduce", marks=FULL_PROFILE),
     ],
 )
 def test_rank_waiting_in_other_collective_is_reported(
@@ -124,7 +124,7 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
 @pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("face", "pause_s"),
-    [("FSDP1", 1.0), *(pytest.param(face, 0.0, marks=FULL) for face in ("FSDP1", "fully_shard"))],
+    [("FSDP1", 1.0), *(pytest.param(face, 0.0, marks=FULL_PROFILE) for face in ("FSDP1", "fully_shard"))],
 )
 def test_state_requested_by_one_rank_raises(
     deviation: DeviationJudge, reference: Library, face: str, pause_s: float
@@ -172,16 +172,21 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
     [
         (Program(parts_at=0), "order", 2),
         (Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"), "order", 2),
-        pytest.param(Program(hidden=(8, 16, 24), parts_at=0), "order", 3, marks=FULL),
-        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), "order", 3, marks=FULL),
-        pytest.param(Program((*WAYS, *WAYS, *(WAYS[0],) * 4), parts_at=4), "order", 3, marks=FULL),
+        pytest.param(Program(hidden=(8, 16, 24), parts_at=0), "order", 3, marks=FULL_PROFILE),
+        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), "order", 3, marks=FULL_PROFILE),
+        pytest.param(Program((*WAYS, *WAYS, *(WAYS[0],) * 4), parts_at=4), "order", 3, marks=FULL_PROFILE),
         *(
-            pytest.param(Program(parts_at=2, face="fully_shard", by=by), by, 2, marks=FULL)
+            pytest.param(Program(parts_at=2, face="fully_shard", by=by), by, 2, marks=FULL_PROFILE)
             for by in ("unused", "frozen", "kept", "unsynchronised", "divided")
         ),
-        pytest.param(Program(parts_at=0, face="fully_shard", by="computed"), "computed", 3, marks=FULL),
-        pytest.param(Program(), "wrapping", 3, marks=FULL),
-        *(pytest.param(Program(face=face), "state", 2, marks=FULL) for face in ("FSDP1", "fully_shard")),
+        pytest.param(
+            Program(parts_at=0, face="fully_shard", by="computed"), "computed", 3, marks=FULL_PROFILE
+        ),
+        pytest.param(Program(), "wrapping", 3, marks=FULL_PROFILE),
+        *(
+            pytest.param(Program(face=face), "state", 2, marks=FULL_PROFILE)
+            for face in ("FSDP1", "fully_shard")
+        ),
     ],
     ids=lambda value: (
         f"{value.face} {value.hidden} {value.parts_at}" if isinstance(value, Program) else str(value)
@@ -247,7 +252,7 @@ def save_afterwards(
         Program(parts_at=2),
         Program(hidden=(8, 16, 24), parts_at=0),
         Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"),
-        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), marks=FULL),
+        pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), marks=FULL_PROFILE),
     ],
     ids=lambda program: f"{program.face} {program.hidden} {program.parts_at}",
 )
@@ -357,7 +362,7 @@ _LOSSES: list[tuple[dict[str, Any], bool]] = [
 @pytest.mark.parametrize(
     "loss",
     [
-        pytest.param(loss, marks=FULL if is_full else (), id=" ".join(map(str, loss.values())))
+        pytest.param(loss, marks=FULL_PROFILE if is_full else (), id=" ".join(map(str, loss.values())))
         for loss, is_full in _LOSSES
     ],
 )

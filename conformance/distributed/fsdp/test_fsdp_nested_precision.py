@@ -25,7 +25,7 @@ from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import Tolerance
 
-HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 Precision = Mapping[str, Any]
@@ -33,9 +33,9 @@ Precision = Mapping[str, Any]
 POLICIES: dict[str, tuple[Precision, Precision]] = {
     "outer alone": ({"param_dtype": BRAIN}, {}),
     "inner alone": ({}, {"param_dtype": BRAIN}),
-    "two dtypes": ({"param_dtype": BRAIN}, {"param_dtype": HALF, "reduce_dtype": FULL}),
-    "inner in full": ({"param_dtype": BRAIN, "reduce_dtype": BRAIN}, {"param_dtype": FULL}),
-    "inner reduces": ({"param_dtype": HALF, "reduce_dtype": FULL}, {"reduce_dtype": BRAIN}),
+    "two dtypes": ({"param_dtype": BRAIN}, {"param_dtype": HALF, "reduce_dtype": SINGLE}),
+    "inner in full": ({"param_dtype": BRAIN, "reduce_dtype": BRAIN}, {"param_dtype": SINGLE}),
+    "inner reduces": ({"param_dtype": HALF, "reduce_dtype": SINGLE}, {"reduce_dtype": BRAIN}),
     "inner casts": ({"param_dtype": BRAIN}, {"param_dtype": HALF, "cast_forward_inputs": True}),
     "outer keeps": ({"param_dtype": BRAIN, "keep_low_precision_grads": True}, {}),
 }
@@ -44,7 +44,7 @@ POLICIES: dict[str, tuple[Precision, Precision]] = {
 def tolerance_of(*precisions: Precision) -> Tolerance:
     """Return a tolerance for units of these precisions, by the coarsest dtype. Each unit rounds to its own dtypes."""
     dtypes = [
-        precision.get(name, FULL) for precision in precisions for name in ("param_dtype", "reduce_dtype")
+        precision.get(name, SINGLE) for precision in precisions for name in ("param_dtype", "reduce_dtype")
     ]
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return Tolerance(8, "two backwards, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
@@ -192,4 +192,4 @@ def test_modules_of_some_classes_are_left_in_full_precision(
     tolerance = tolerance_of({"param_dtype": BRAIN})
     arguments = {"kind": kind, "use_orig_params": use_orig_params}
     outcomes = cpu_twins.agree(without_some_classes, tolerance=tolerance, **arguments)
-    assert {weight for _, _, weight, _ in outcomes[0].value["dtypes"]} == {FULL, BRAIN}
+    assert {weight for _, _, weight, _ in outcomes[0].value["dtypes"]} == {SINGLE, BRAIN}

@@ -34,7 +34,7 @@ from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree,
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
-    FULL,
+    FULL_PROFILE,
     STRATEGIES,
     Twins,
     TwinsOf,
@@ -109,7 +109,11 @@ def test_states_round_trip_like_torch(twins: Twins, way: StateDictMethod, data: 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
 @pytest.mark.parametrize(
     ("all_ranks", "ranks_are"),
-    [(3, "default"), pytest.param(4, "groups", marks=FULL), pytest.param(4, "meshes", marks=FULL)],
+    [
+        (3, "default"),
+        pytest.param(4, "groups", marks=FULL_PROFILE),
+        pytest.param(4, "meshes", marks=FULL_PROFILE),
+    ],
 )
 @share_of_examples(0.03)
 @given(
@@ -154,7 +158,7 @@ def test_ignored_meta_parameter_is_not_offloaded(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.as_unwrapped")
-@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=FULL) for world in (1, 2, 4))])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=FULL_PROFILE) for world in (1, 2, 4))])
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([_OLDER_FULL, _SCATTERED, *_TYPES]))
 def test_states_are_those_of_a_model_that_was_not_wrapped(
@@ -186,7 +190,7 @@ def saved_again(scene: Scene, optimized: Optimized, saved: Mapping[str, Any], wa
 @clause("distributed.fsdp.fsdp_optim_state.other_worlds")
 @pytest.mark.parametrize(
     "worlds",
-    [(2, 3), *(pytest.param(worlds, marks=FULL) for worlds in ((4, 1), (1, 4), (3, 2)))],
+    [(2, 3), *(pytest.param(worlds, marks=FULL_PROFILE) for worlds in ((4, 1), (1, 4), (3, 2)))],
     ids=str,
 )
 @share_of_examples(0.15)
@@ -226,7 +230,9 @@ def exchanged(scene: Scene, writer: str, writers: Setup, optimized: Optimized, w
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
 @by_name(
-    StateDictMethod("FULL", offloads=False), StateDictMethod("SHARDED"), pytest.param(_SCATTERED, marks=FULL)
+    StateDictMethod("FULL", offloads=False),
+    StateDictMethod("SHARDED"),
+    pytest.param(_SCATTERED, marks=FULL_PROFILE),
 )
 @both_kinds
 def test_either_library_loads_what_the_other_saved(
@@ -315,7 +321,7 @@ def _fill(scene: Scene, weights: Mapping[str, torch.Tensor]) -> None:
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
 @by_name(StateDictMethod("FULL", True, False), StateDictMethod("SHARDED"))
 @both_kinds
-@pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL)])
+@pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL_PROFILE)])
 def test_training_resumed_equals_training_not_interrupted(
     cpu_twins: Twins, way: StateDictMethod, use_orig_params: bool, kind: str
 ) -> None:

@@ -25,7 +25,13 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     there_and_back,
 )
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
-from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf, flat_or_originals, values_of
+from conformance.distributed.fsdp.scenes.twins import (
+    FULL_PROFILE,
+    Twins,
+    TwinsOf,
+    flat_or_originals,
+    values_of,
+)
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT, TRAINED
 
@@ -99,7 +105,7 @@ def of_some_ranks(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
 @pytest.mark.parametrize(
     "setup",
-    [Setup(), pytest.param(Setup(arguments={"use_orig_params": True}), marks=FULL)],
+    [Setup(), pytest.param(Setup(arguments={"use_orig_params": True}), marks=FULL_PROFILE)],
     ids=["flat", "originals"],
 )
 @pytest.mark.world_sizes(fewest=3)

@@ -26,7 +26,7 @@ from conformance.distributed.fsdp.scenes.scene import TREE, Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import Received
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
-    FULL,
+    FULL_PROFILE,
     ORIGINALS,
     RankOutcomes,
     Twins,
@@ -59,7 +59,7 @@ def saved(scene: Scene, optimized: Optimized) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.tensors_of_their_own")
 @pytest.mark.deviation("optim_state.tensors_of_their_own")
 @pytest.mark.parametrize(
-    "kind", ["adam", *(pytest.param(name, marks=FULL) for name in ("amsgrad", "rmsprop"))]
+    "kind", ["adam", *(pytest.param(name, marks=FULL_PROFILE) for name in ("amsgrad", "rmsprop"))]
 )
 def test_every_tensor_of_a_state_is_saved(cpu_twins: Twins, kind: str) -> None:
     optimized = Optimized(kind)
@@ -372,7 +372,7 @@ def in_a_group(scene: Scene, of: int) -> Any:
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_without_rank_zero")
 @pytest.mark.deviation("optim_state.groups_without_rank_zero")
-@FULL
+@FULL_PROFILE
 def test_any_group_saves_and_loads(twins_of: TwinsOf) -> None:
     def are_right(outcomes: Any) -> bool:
         if failing(outcomes) or any(outcome.raised is not None for outcome in outcomes):
@@ -415,7 +415,8 @@ def _refused(scene: Scene, optimizer: torch.optim.Optimizer, load: Callable[[], 
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @flat_or_originals
 @pytest.mark.parametrize(
-    "fault", ["misshaped", *(pytest.param(fault, marks=FULL) for fault in ("unknown", "another optimizer"))]
+    "fault",
+    ["misshaped", *(pytest.param(fault, marks=FULL_PROFILE) for fault in ("unknown", "another optimizer"))],
 )
 @several_ranks
 def test_load_failure_on_one_rank_loads_nothing(cpu_twins: Twins, setup: Setup, fault: str) -> None:

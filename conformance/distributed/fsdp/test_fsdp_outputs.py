@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import COMPILER, gathered
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import (
-    FULL,
+    FULL_PROFILE,
     RankOutcomes,
     Twins,
     TwinsOf,
@@ -210,7 +210,7 @@ def test_unit_trains_by_some_outputs(twins: Twins, wrapping: Wrapping, uses: str
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")
 @pytest.mark.deadline(DEADLINE_S)
-@pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=FULL), True])
+@pytest.mark.parametrize("use_orig_params", [pytest.param(False, marks=FULL_PROFILE), True])
 def test_compiled_block_trains_by_some_outputs(twins: Twins, use_orig_params: bool) -> None:
     """A compiled block is a single node of the graph, with all of its outputs."""
     arguments = {"use_orig_params": use_orig_params, "uses": "compiled", "deadline_s": OF_A_CASE_S}
@@ -222,7 +222,10 @@ def test_compiled_block_trains_by_some_outputs(twins: Twins, use_orig_params: bo
 @pytest.mark.parametrize("by", ["inner", "outermost"])
 @pytest.mark.parametrize(
     "strategy",
-    ["FULL_SHARD", *(pytest.param(strategy, marks=FULL) for strategy in ("SHARD_GRAD_OP", "NO_SHARD"))],
+    [
+        "FULL_SHARD",
+        *(pytest.param(strategy, marks=FULL_PROFILE) for strategy in ("SHARD_GRAD_OP", "NO_SHARD")),
+    ],
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_unit_returns_any_output_type(twins: Twins, strategy: str, by: str, kind: str) -> None:

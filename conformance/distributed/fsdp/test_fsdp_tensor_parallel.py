@@ -22,7 +22,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import clean
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
-    FULL,
+    FULL_PROFILE,
     PlainTwins,
     TwinsOf,
     each,
@@ -174,32 +174,35 @@ _KINDS = pytest.mark.parametrize(
     [
         pytest.param(_FLAT, "SHARDED", id="flat, sharded"),
         pytest.param(_ORIGINALS, "FULL", id="originals, full"),
-        pytest.param(_FLAT, "FULL", id="flat, full", marks=FULL),
-        pytest.param(_ORIGINALS, "SHARDED", id="originals, sharded", marks=FULL),
+        pytest.param(_FLAT, "FULL", id="flat, full", marks=FULL_PROFILE),
+        pytest.param(_ORIGINALS, "SHARDED", id="originals, sharded", marks=FULL_PROFILE),
     ],
 )
 _BOTH = pytest.mark.parametrize(
-    "parallel", [pytest.param(_FLAT, marks=FULL), _ORIGINALS], ids=["flat", "originals"]
+    "parallel", [pytest.param(_FLAT, marks=FULL_PROFILE), _ORIGINALS], ids=["flat", "originals"]
 )
 # Meshes and arguments, and the profile of each.
 _MESHES: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
     (_FLAT, ()),
     (_ORIGINALS, ()),
-    (Parallel((2, 2), FLAT, leaves_last=True), (FULL,)),
-    (Parallel((2, 2), ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL,)),
-    (Parallel((2, 2), FLAT | {"strategy": "NO_SHARD"}), (FULL,)),
-    (Parallel((4, 1), ORIGINALS), (FULL,)),
-    (Parallel((1, 4), FLAT), (FULL,)),
-    (Parallel((1, 2), FLAT), (FULL,)),
-    (Parallel((2, 1), FLAT, leaves_last=True), (FULL,)),
+    (Parallel((2, 2), FLAT, leaves_last=True), (FULL_PROFILE,)),
+    (Parallel((2, 2), ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL_PROFILE,)),
+    (Parallel((2, 2), FLAT | {"strategy": "NO_SHARD"}), (FULL_PROFILE,)),
+    (Parallel((4, 1), ORIGINALS), (FULL_PROFILE,)),
+    (Parallel((1, 4), FLAT), (FULL_PROFILE,)),
+    (Parallel((1, 2), FLAT), (FULL_PROFILE,)),
+    (Parallel((2, 1), FLAT, leaves_last=True), (FULL_PROFILE,)),
     (Parallel((2, 2, 2), FLAT | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
     (Parallel((2, 2, 2), ORIGINALS | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
 ]
 _MESHES_OF_FULLY_SHARD: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
     (_FULLY, ()),
-    (Parallel((2, 2), {"reshard_after_forward": False}, leaves_last=True, is_fully_shard=True), (FULL,)),
-    (Parallel((4, 1), {}, is_fully_shard=True), (FULL,)),
-    (Parallel((1, 4), {}, is_fully_shard=True), (FULL,)),
+    (
+        Parallel((2, 2), {"reshard_after_forward": False}, leaves_last=True, is_fully_shard=True),
+        (FULL_PROFILE,),
+    ),
+    (Parallel((4, 1), {}, is_fully_shard=True), (FULL_PROFILE,)),
+    (Parallel((1, 4), {}, is_fully_shard=True), (FULL_PROFILE,)),
     (Parallel((2, 2, 2), {}, is_fully_shard=True), (DEEP,)),
 ]
 of_fsdp = clause("distributed.fsdp.fsdp_tensor_parallel.trains")
@@ -266,7 +269,7 @@ def on_another_mesh(scene: Scene) -> None:
 
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
-@FULL
+@FULL_PROFILE
 def test_fully_shard_refuses_meshes_that_do_not_belong_together(plain_twins_of: TwinsOf) -> None:
     assert raise_an_error(_FULLY.twins(plain_twins_of).agree(on_another_mesh, may_raise=True))
 
@@ -293,7 +296,7 @@ def accumulate(scene: Scene, parallel: Parallel) -> dict[str, Any]:
     "parallel",
     [
         pytest.param(_FLAT, marks=clause("distributed.fsdp.fsdp_tensor_parallel.accumulates")),
-        pytest.param(_FULLY, marks=(of_fully_shard, FULL)),
+        pytest.param(_FULLY, marks=(of_fully_shard, FULL_PROFILE)),
     ],
     ids=["flat", "fully_shard"],
 )
@@ -397,7 +400,7 @@ def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.reshards")
-@FULL
+@FULL_PROFILE
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
 def test_another_mesh_reads_what_was_written(
     plain_twins_of: TwinsOf, sizes: tuple[int, int], tmp_path: Path
@@ -441,7 +444,7 @@ def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.clips")
 @pytest.mark.deviation("fsdp.norm_of_dtensors")
-@pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL)])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL_PROFILE)])
 @_BOTH
 def test_norm_counts_each_element_once(plain_twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
     twins, may_agree = parallel.twins(plain_twins_of), norm_type == torch.inf
@@ -450,7 +453,7 @@ def test_norm_counts_each_element_once(plain_twins_of: TwinsOf, parallel: Parall
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 4), marks=FULL)])
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 4), marks=FULL_PROFILE)])
 def test_originals_that_are_not_sharded_train(plain_twins_of: TwinsOf, sizes: tuple[int, int]) -> None:
     parallel = Parallel(sizes, ORIGINALS)
     twins = parallel.twins(plain_twins_of)
@@ -459,7 +462,7 @@ def test_originals_that_are_not_sharded_train(plain_twins_of: TwinsOf, sizes: tu
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
-@FULL
+@FULL_PROFILE
 def test_originals_accumulate(plain_twins_of: TwinsOf) -> None:
     twins = _ORIGINALS.twins(plain_twins_of)
     twins.deviate_to_unsharded(accumulate, of="whole", parallel=_ORIGINALS, torch_does=raise_an_error)

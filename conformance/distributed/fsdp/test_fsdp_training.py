@@ -16,7 +16,7 @@ from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, 
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples, trains_like_unsharded
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
-    FULL,
+    FULL_PROFILE,
     STRATEGIES,
     RankOutcomes,
     Twins,
@@ -56,7 +56,7 @@ def test_trains_on_more_ranks_than_some_parameters_have_elements(
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.trains")
-@pytest.mark.parametrize("more_ranks", [2, 3, pytest.param(4, marks=FULL)])
+@pytest.mark.parametrize("more_ranks", [2, 3, pytest.param(4, marks=FULL_PROFILE)])
 @pytest.mark.parametrize(
     "setup",
     [leaf_by_leaf(use_orig_params=True), leaf_by_leaf("SHARD_GRAD_OP")],
@@ -69,7 +69,8 @@ def test_trains_units_of_real_sizes(twins_of: TwinsOf, setup: Setup, more_ranks:
 @clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @pytest.mark.parametrize(
-    ("all_ranks", "shards"), [(4, 2), pytest.param(2, 2, marks=FULL), pytest.param(4, 4, marks=FULL)]
+    ("all_ranks", "shards"),
+    [(4, 2), pytest.param(2, 2, marks=FULL_PROFILE), pytest.param(4, 4, marks=FULL_PROFILE)],
 )
 @share_of_examples(0.1)
 @given(data=st.data())
@@ -82,7 +83,7 @@ def test_trains_replicas(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")
 @pytest.mark.parametrize("strategy", HYBRIDS)
-@FULL
+@FULL_PROFILE
 def test_trains_one_replica(cpu_twins: Twins, strategy: str) -> None:
     setup = Setup(strategy, ranks="meshes", shards=cpu_twins.world_size, wrap="leaves")
     cpu_twins.train(Training(LARGE, setup, (Step(), Step())))

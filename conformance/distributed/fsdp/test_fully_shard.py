@@ -19,7 +19,7 @@ from conformance.distributed.fsdp.scenes.rank_judging import (
     share_of_examples,
 )
 from conformance.distributed.fsdp.scenes.traffic import are_at_most, steps_of
-from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome
@@ -57,7 +57,7 @@ def test_training_matches_torch_and_unsharded(twins: Twins, training: ShardedTra
 
 
 @clause("distributed.fsdp.fully_shard.trains")
-@pytest.mark.parametrize("more_ranks", [pytest.param(3, marks=FULL), 4])
+@pytest.mark.parametrize("more_ranks", [pytest.param(3, marks=FULL_PROFILE), 4])
 @share_of_examples(0.2)
 @given(training=sharded_trainings())
 def test_trains_on_more_ranks_than_some_parameters_have_rows(
@@ -69,7 +69,7 @@ def test_trains_on_more_ranks_than_some_parameters_have_rows(
 @clause("distributed.fsdp.fully_shard.replicas")
 @pytest.mark.parametrize(
     ("all_ranks", "shards"),
-    [(4, 2), (2, 1), pytest.param(2, 2, marks=FULL), pytest.param(4, 1, marks=FULL)],
+    [(4, 2), (2, 1), pytest.param(2, 2, marks=FULL_PROFILE), pytest.param(4, 1, marks=FULL_PROFILE)],
 )
 @share_of_examples(0.1)
 @given(data=st.data())
@@ -80,7 +80,8 @@ def test_trains_replicas(twins_of: TwinsOf, all_ranks: int, shards: int, data: s
 
 @clause("distributed.fsdp.fully_shard.replicas")
 @pytest.mark.parametrize(
-    ("all_ranks", "size"), [(4, 2), pytest.param(2, 1, marks=FULL), pytest.param(2, 2, marks=FULL)]
+    ("all_ranks", "size"),
+    [(4, 2), pytest.param(2, 1, marks=FULL_PROFILE), pytest.param(2, 2, marks=FULL_PROFILE)],
 )
 @share_of_examples(0.1)
 @given(data=st.data())
@@ -104,7 +105,7 @@ def test_other_dimensions_are_sharded(twins: Twins, training: ShardedTraining) -
 
 
 @clause("distributed.fsdp.fully_shard.mesh_per_parameter")
-@pytest.mark.parametrize(("all_ranks", "shards"), [(2, 1), pytest.param(4, 2, marks=FULL)])
+@pytest.mark.parametrize(("all_ranks", "shards"), [(2, 1), pytest.param(4, 2, marks=FULL_PROFILE)])
 @share_of_examples(0.1)
 @given(data=st.data())
 def test_parameters_over_a_mesh_of_their_own(

@@ -34,7 +34,7 @@ from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS
 from conformance.distributed.fsdp.scenes.traffic import gathers_before_barriers, kind
-from conformance.distributed.fsdp.scenes.twins import FULL, PlainTwins, RankOutcomes, values_of
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, PlainTwins, RankOutcomes, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
@@ -168,7 +168,7 @@ def test_calls_match_torch(plain_twins: PlainTwins, calls: Calls, sharding: Shar
 
 
 @clause("distributed.fsdp.fully_shard.unshard")
-@FULL
+@FULL_PROFILE
 @pytest.mark.parametrize("reshards", [False, True])
 @pytest.mark.parametrize("calls", UNSHARD.values(), ids=UNSHARD)
 @pytest.mark.world_sizes(fewest=2)

@@ -20,13 +20,13 @@ from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.surface import is_torch_in
 
-LOW, FULL = torch.bfloat16, torch.float32
+LOW, HIGH = torch.bfloat16, torch.float32
 
 
 # Dtypes in which a parameter computes, is reduced and is stepped.
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
 
-_FULL_PRECISION: Dtypes = (FULL, None, FULL)
+_FULL_PRECISION: Dtypes = (HIGH, None, HIGH)
 _COMPLEX: Mapping[str, Any] = {"dtype": torch.complex64, "has_scale": False, "replicates": False}
 
 
@@ -98,7 +98,7 @@ def test_complex_parameters_keep_their_dtype(
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
 @pytest.mark.deviation("fully_shard.complex_gradients")
-@pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(None, LOW), (LOW, FULL), (LOW, LOW)], ids=str)
+@pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(None, LOW), (LOW, HIGH), (LOW, LOW)], ids=str)
 def test_real_reduce_dtype_keeps_imaginary_parts(
     plain_twins: PlainTwins, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype
 ) -> None:
@@ -152,10 +152,10 @@ def test_real_reduce_dtype_accumulates_complex_gradients(plain_twins: PlainTwins
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
-        ({"reduce_dtype": LOW}, FULL),
-        ({"reduce_dtype": FULL}, torch.float64),
-        ({"param_dtype": LOW, "reduce_dtype": FULL}, FULL),
-        ({"param_dtype": LOW, "reduce_dtype": LOW}, FULL),
+        ({"reduce_dtype": LOW}, HIGH),
+        ({"reduce_dtype": HIGH}, torch.float64),
+        ({"param_dtype": LOW, "reduce_dtype": HIGH}, HIGH),
+        ({"param_dtype": LOW, "reduce_dtype": LOW}, HIGH),
     ],
     ids=["lower", "lower than double", "higher", "as low"],
 )
@@ -324,10 +324,10 @@ def _average(grads: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("everywhere", "apart"),
     [
-        ((LOW, FULL, FULL), {}),
-        ((None, None, FULL), {}),
-        ((LOW, FULL, FULL), {"norm": _FULL_PRECISION, "router": _FULL_PRECISION}),
-        ((None, None, None), {"inner": (LOW, LOW, FULL), "router": (FULL, LOW, FULL)}),
+        ((LOW, HIGH, HIGH), {}),
+        ((None, None, HIGH), {}),
+        ((LOW, HIGH, HIGH), {"norm": _FULL_PRECISION, "router": _FULL_PRECISION}),
+        ((None, None, None), {"inner": (LOW, LOW, HIGH), "router": (HIGH, LOW, HIGH)}),
     ],
     ids=["masters", "masters alone", "in full apart", "each otherwise"],
 )
@@ -344,7 +344,7 @@ def test_computes_reduces_and_steps_by_parameter(
 
 def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
     """Train in low precision, except for `layers`, which compute in the dtype of their parameters."""
-    model = _model(lambda model: model.to(LOW).to(FULL))
+    model = _model(lambda model: model.to(LOW).to(HIGH))
     own = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
     calls: list[int] = []
 
@@ -352,14 +352,14 @@ def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
         calls.append(id(parameter))
         return parameter.dtype if id(parameter) in own else (LOW, None)[len(calls) % 2]
 
-    policy = scene.api.MixedPrecisionPolicy(LOW, FULL, param_dtype_override_fn=override)
+    policy = scene.api.MixedPrecisionPolicy(LOW, HIGH, param_dtype_override_fn=override)
     scene.shard(model, mp_policy=policy)
     outcome = _trained(scene, model)
     return outcome | {"shown": model.shown, "calls": len(calls)}
 
 
 def overridden_by_hand(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
-    outcome = by_policy_by_hand(scene, (LOW, FULL, FULL), dict.fromkeys(layers, (FULL, FULL, FULL)))
+    outcome = by_policy_by_hand(scene, (LOW, HIGH, HIGH), dict.fromkeys(layers, (HIGH, HIGH, HIGH)))
     del outcome["has"]
     return outcome | {"calls": len(list(Mixed().parameters()))}
 
@@ -392,7 +392,7 @@ def test_invalid_dtype_override_raises(plain_twins: PlainTwins, returned: object
 
 def lost_masters(scene: Scene) -> dict[str, Any]:
     model = _model(lambda module: module.to(LOW))
-    scene.shard(model, mp_policy=scene.api.PerParamPrecisionPolicy(LOW, master_dtype=FULL))
+    scene.shard(model, mp_policy=scene.api.PerParamPrecisionPolicy(LOW, master_dtype=HIGH))
     x = _batch(scene.rank.rank, 0)
     model(x).sum().backward()
     masters = {name: value.clone() for name, value in model.state_dict().items()}
@@ -400,7 +400,7 @@ def lost_masters(scene: Scene) -> dict[str, Any]:
     model.load_state_dict(low)
     loaded = sorted({str(parameter.dtype) for parameter in model.parameters()})
     model.to(LOW)
-    model.to(FULL)
+    model.to(HIGH)
     rounded = tried(lambda: model(x))
     name = "router.weight"
     model.load_state_dict({name: masters[name]}, strict=False)
@@ -409,7 +409,7 @@ def lost_masters(scene: Scene) -> dict[str, Any]:
     reloaded = tried(lambda: model(x).sum().backward())
     model.to(LOW)
     model.load_state_dict(masters)
-    model.to(FULL)
+    model.to(HIGH)
     into_low = tried(lambda: model(x))
     model.router.to(LOW)
     narrow = scene.api.PerParamPrecisionPolicy(master_dtype=LOW)
@@ -427,7 +427,7 @@ def lost_masters(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.masters")
 def test_lost_masters_raise(plain_twins: PlainTwins) -> None:
     reported, *_ = values_of(plain_twins.of_subject(lost_masters))
-    assert reported["loaded"] == [str(FULL)]
+    assert reported["loaded"] == [str(HIGH)]
     assert reported["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
     assert reported["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
     assert "router.weight" not in reported["partly"]
@@ -443,7 +443,7 @@ def test_lost_masters_raise(plain_twins: PlainTwins) -> None:
 def report_precisions(scene: Scene) -> dict[str, Any]:
     """Return the precisions that are reported for FullyShardedDataParallel and for an unsharded model."""
     fsdp = scene.api
-    mixed = fsdp.MixedPrecision(param_dtype=LOW, reduce_dtype=FULL)
+    mixed = fsdp.MixedPrecision(param_dtype=LOW, reduce_dtype=HIGH)
     wrapped = fsdp.FullyShardedDataParallel(
         _model(_of_two), mixed_precision=mixed, device_id=torch.device("cpu"), use_orig_params=True
     )
@@ -458,7 +458,7 @@ def report_precisions(scene: Scene) -> dict[str, Any]:
 def test_param_precisions_reports_each_parameter(plain_twins: PlainTwins) -> None:
     reported, *_ = values_of(plain_twins.of_subject(report_precisions))
     for name, has in reported["wrapped"].items():
-        own = torch.float64 if name.startswith("inner") else FULL
-        assert has == str((LOW, FULL, own)), name
+        own = torch.float64 if name.startswith("inner") else HIGH
+        assert has == str((LOW, HIGH, own)), name
         assert reported["plain"][name] == str((own, None, own)), name
     assert len(reported["plain"]) == len(reported["wrapped"]) == 6

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import FULL, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.training.config import small_config
 from conformance.training.corpus import load_corpus, windows
@@ -109,9 +109,9 @@ def _loss(model: nn.Module, window_BT: Tensor) -> Tensor:
     ("strategy", "use_orig_params"),
     [
         ("FULL_SHARD", False),
-        pytest.param("FULL_SHARD", True, marks=FULL),
-        pytest.param("SHARD_GRAD_OP", True, marks=FULL),
-        pytest.param("NO_SHARD", False, marks=FULL),
+        pytest.param("FULL_SHARD", True, marks=FULL_PROFILE),
+        pytest.param("SHARD_GRAD_OP", True, marks=FULL_PROFILE),
+        pytest.param("NO_SHARD", False, marks=FULL_PROFILE),
     ],
 )
 def test_gpt_learns_as_in_one_process(twins_of: TwinsOf, strategy: str, use_orig_params: bool) -> None:
@@ -166,7 +166,11 @@ def _fill(optimizer: torch.optim.Optimizer) -> None:
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.resumes")
 @pytest.mark.parametrize(
     ("worlds", "use_orig_params"),
-    [((2, 4), True), pytest.param((4, 1), False, marks=FULL), pytest.param((1, 2), True, marks=FULL)],
+    [
+        ((2, 4), True),
+        pytest.param((4, 1), False, marks=FULL_PROFILE),
+        pytest.param((1, 2), True, marks=FULL_PROFILE),
+    ],
 )
 def test_gpt_goes_on_with_another_number_of_ranks(
     twins_of: TwinsOf, tmp_path: Path, worlds: tuple[int, int], use_orig_params: bool

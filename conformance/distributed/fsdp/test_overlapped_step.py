@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
-from conformance.distributed.fsdp.scenes.twins import FULL, Twins
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
 
@@ -148,7 +148,8 @@ def check_equal(report: Any) -> None:
 @pytest.mark.parametrize("plan", list(PLANS))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", *(pytest.param(name, marks=FULL) for name in OPTIMIZERS if name != "adamw")]
+    "optimizer",
+    ["adamw", *(pytest.param(name, marks=FULL_PROFILE) for name in OPTIMIZERS if name != "adamw")],
 )
 def test_overlapped_step_has_bits_of_fused_step(twins: Twins, layout: str, plan: str, optimizer: str) -> None:
     for scaler in SCALERS if plan == "barely" else SCALERS[1:]:

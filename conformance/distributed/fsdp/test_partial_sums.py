@@ -15,7 +15,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
-from conformance.distributed.fsdp.scenes.twins import FULL, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, TwinsOf
 from conformance.judge.clauses import clause
 
 LAYERS = 3
@@ -64,7 +64,7 @@ def partial_sums(scene: Scene, choices: LayerChoices, shards: int, is_unit_each:
 
 @clause("distributed.fsdp.fully_shard.partial_sums")
 @pytest.mark.deviation("fully_shard.partial_sums")
-@pytest.mark.parametrize(("all_ranks", "shards"), [(2, 1), pytest.param(4, 2, marks=FULL)])
+@pytest.mark.parametrize(("all_ranks", "shards"), [(2, 1), pytest.param(4, 2, marks=FULL_PROFILE)])
 @share_of_examples(0.2)
 @given(choices=st.lists(_LAYERS, min_size=2, max_size=3), is_unit_each=st.booleans())
 @example(choices=[[0], [1]], is_unit_each=False)

@@ -32,7 +32,7 @@ from conformance.judge.tolerances import EXACT
 _FOLLOWS_PARAM = is_torch_in(">=2.15")
 
 
-LOW, FULL, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+LOW, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
 
 BACKWARDS = 3
@@ -46,7 +46,7 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, _NUMEL, dtype=FULL))
+        self.weight = nn.Parameter(torch.linspace(-1, 1, _NUMEL, dtype=SINGLE))
 
     def forward(self, coefficients: Tensor) -> Tensor:
         return (self.weight * coefficients.to(self.weight.dtype)).sum()
@@ -98,7 +98,7 @@ class Dtypes:
     computed: torch.dtype
     accumulated: torch.dtype
     reduced: torch.dtype
-    shown: torch.dtype = FULL
+    shown: torch.dtype = SINGLE
     rounds_before_sum: bool = False
 
 
@@ -106,13 +106,13 @@ Policy = tuple[torch.dtype | None, torch.dtype | None]  # param_dtype and reduce
 
 
 def _of_fully_shard(policy: Policy) -> Dtypes:
-    computed, reduced = policy[0] or FULL, policy[1]
-    reduced = reduced or (FULL if _FOLLOWS_PARAM else computed)
+    computed, reduced = policy[0] or SINGLE, policy[1]
+    reduced = reduced or (SINGLE if _FOLLOWS_PARAM else computed)
     return Dtypes(computed, reduced, reduced, rounds_before_sum=_FOLLOWS_PARAM)
 
 
 def _of_fsdp(policy: Policy) -> Dtypes:
-    computed = policy[0] or FULL
+    computed = policy[0] or SINGLE
     return Dtypes(computed, computed, policy[1] or computed)
 
 
@@ -158,7 +158,7 @@ POLICIES: dict[str, Policy] = {
     "none": (None, None),
     "low": (LOW, None),
     "low, reduced in low": (LOW, LOW),
-    "low, reduced in full": (LOW, FULL),
+    "low, reduced in full": (LOW, SINGLE),
     "reduced in low": (None, LOW),
     "low, reduced in double": (LOW, DOUBLE),
 }
@@ -263,7 +263,7 @@ class _Replicated(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        weight = torch.linspace(-1, 1, _NUMEL, dtype=FULL)
+        weight = torch.linspace(-1, 1, _NUMEL, dtype=SINGLE)
         self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
 
     def forward(self, rows: Any) -> Tensor:
@@ -308,7 +308,7 @@ class TwoGradDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = Weighted().to(LOW), Weighted().to(LOW)
-        self.first.weight.grad_dtype = FULL
+        self.first.weight.grad_dtype = SINGLE
 
     def forward(self, coefficients: Tensor) -> Tensor:
         return self.first(coefficients).float() + self.second(coefficients).float()
@@ -333,7 +333,7 @@ def test_gradients_follow_grad_dtype_of_each_parameter(plain_twins: PlainTwins, 
         outcomes = plain_twins.agree(of_grad_dtype, tolerance=EXACT, schedule=schedule)
     else:  # torch ignores `grad_dtype`
         outcomes = plain_twins.of_subject(of_grad_dtype, schedule=schedule)
-    dtypes = (Dtypes(LOW, FULL, FULL, FULL), Dtypes(LOW, LOW, FULL, LOW))
+    dtypes = (Dtypes(LOW, SINGLE, SINGLE, SINGLE), Dtypes(LOW, LOW, SINGLE, LOW))
     for gradients in values_of(outcomes):
         for gradient, expected_by in zip(gradients, dtypes, strict=True):
             expected = expected_gradient(expected_by, len(outcomes), schedule)
@@ -362,7 +362,7 @@ def test_grad_dtype_outlives_changes_of_parameters(
     if _FOLLOWS_PARAM:
         plain_twins.agree(of_kept_grad_dtype, tolerance=EXACT, changes=changes)
     for dtypes in values_of(plain_twins.of_subject(of_kept_grad_dtype, changes=changes)):
-        assert dtypes == [str(FULL), str(own)]
+        assert dtypes == [str(SINGLE), str(own)]
 
 
 def of_unused_with_any_dtype(
@@ -380,7 +380,7 @@ def of_unused_with_any_dtype(
 
 
 @clause("distributed.fsdp.fully_shard.grad_dtype")
-@pytest.mark.parametrize("reduce_dtype", [None, FULL], ids=str)
+@pytest.mark.parametrize("reduce_dtype", [None, SINGLE], ids=str)
 def test_zeros_for_unused_parameters_need_one_dtype(
     plain_twins: PlainTwins, reduce_dtype: torch.dtype | None
 ) -> None:

@@ -23,7 +23,7 @@ from conformance.distributed.fsdp.scenes.scaler_programs import (
     scales,
     stepped,
 )
-from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
@@ -51,7 +51,7 @@ def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.sequences.any")
-@FULL
+@FULL_PROFILE
 @pytest.mark.parametrize("more_ranks", [3, 4])
 @share_of_examples(0.3)
 @given(data=st.data())
@@ -60,7 +60,7 @@ def test_any_sequence_of_calls_on_more_ranks(twins_of: TwinsOf, more_ranks: int,
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
-@pytest.mark.parametrize("more_ranks", [2, 3, pytest.param(4, marks=FULL)])
+@pytest.mark.parametrize("more_ranks", [2, 3, pytest.param(4, marks=FULL_PROFILE)])
 @pytest.mark.parametrize("optimizer", PLAIN)
 @WITH_AND_WITHOUT_UNSCALE
 def test_inf_on_one_rank_skips_step_on_all(
@@ -231,7 +231,9 @@ def test_found_inf_of_several_ranks_is_one(twins_of: TwinsOf, more_ranks: int, o
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.without_gradients")
-@pytest.mark.parametrize("more_ranks", [1, 2, *(pytest.param(number, marks=FULL) for number in (3, 4))])
+@pytest.mark.parametrize(
+    "more_ranks", [1, 2, *(pytest.param(number, marks=FULL_PROFILE) for number in (3, 4))]
+)
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "adam"])
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool) -> None:
@@ -260,7 +262,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.collectives.one_a_check")
-@pytest.mark.parametrize("more_ranks", [1, 2, pytest.param(3, marks=FULL)])
+@pytest.mark.parametrize("more_ranks", [1, 2, pytest.param(3, marks=FULL_PROFILE)])
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
 @pytest.mark.parametrize("bare", [(), (0,), (0, 1, 2)], ids=str)
 @WITH_AND_WITHOUT_UNSCALE

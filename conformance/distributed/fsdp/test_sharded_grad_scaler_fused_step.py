@@ -17,7 +17,7 @@ from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scaler_layouts import on_meshes, plain_model
 from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import FULL, Twins, TwinsOf, values_of
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.outcome import observe
 from conformance.judge.sandbox import seeding
@@ -138,7 +138,7 @@ def _spoil(model: nn.Module) -> None:
         ("flat", 2),
         ("original", 2),
         ("dtensor", 2),
-        *(pytest.param(sharding, n, marks=FULL) for sharding in ("flat", "original") for n in (1, 3)),
+        *(pytest.param(sharding, n, marks=FULL_PROFILE) for sharding in ("flat", "original") for n in (1, 3)),
     ],
 )
 def test_fused_step_matches_unsharded_with_inf_on_each_rank(

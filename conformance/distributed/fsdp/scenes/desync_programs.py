@@ -25,7 +25,6 @@ from conformance.ranks import Rank, RankFault, RankPool, RanksDiverged
 
 GRACE_S = 20.0
 SHORT_GRACE_S = 5.0  # grace for ranks that are known to hang
-FULL = pytest.mark.profile("full")
 WAYS = ((0, 1, 2), (0, 2, 1))
 
 

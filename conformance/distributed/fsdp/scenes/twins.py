@@ -36,7 +36,7 @@ from conformance.judge.tolerances import ONE_STEP, TRAINED, Tolerance
 from conformance.ranks import RankFault, RankPool
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
-FULL = pytest.mark.profile("full")
+FULL_PROFILE = pytest.mark.profile("full")
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 both_kinds = pytest.mark.parametrize("use_orig_params", [False, True])
 
