@@ -207,5 +207,6 @@ def test_error_if_stuck_raises_at_min_scale(subject: Library, device: str) -> No
 
     # Two overflows lower the scale to its floor. Three more overflows at the floor count as stuck.
     skip(4)
-    with pytest.raises(RuntimeError):
+    # The scale is read without a sync, so the error may be late.
+    with pytest.raises(RuntimeError, match="min_scale"):
         skip(16)

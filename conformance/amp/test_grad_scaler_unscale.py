@@ -165,7 +165,8 @@ def test_large_finite_gradients_are_no_overflow(compare: Compare, device: str, d
                 "unscale_", "step", "update"
             )
 
-    compare(scenario)
+    scales = [outcome.watched["scaler"]["scale"] for outcome in compare(scenario)]
+    assert scales == [65536.0] * 3 + [1.0] * 3
 
 
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
@@ -219,7 +220,6 @@ def test_gradients_stay_the_same_tensors(subject: Library, device: str) -> None:
     harness.scaler.unscale_(harness.optimizer)
     assert all(parameter.grad is grad for parameter, grad in zip(harness.parameters, held, strict=True))
     assert flat.tolist() == [2.0] * 5 + [8.0]
-    assert harness.scaler.unscale_.__self__ is harness.scaler
 
 
 @clause("amp.grad_scaler.unscale_.several_devices")

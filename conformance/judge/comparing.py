@@ -21,8 +21,8 @@ class Compare:
 
     def __call__(
         self, probe: Callable[[Library], Outcome | Iterable[Outcome]], tolerance: Tolerance = EXACT
-    ) -> None:
-        """Run `probe` on both libraries and compare the outcomes.
+    ) -> list[Outcome]:
+        """Run `probe` on both libraries and compare the outcomes. Return the subject's.
 
         A probe that yields an `Outcome` for each call is a scenario, which both libraries run in lockstep.
         """
@@ -30,15 +30,15 @@ class Compare:
         if isinstance(expected, Outcome):
             assert isinstance(actual, Outcome)
             assert_same_outcome(expected, actual, tolerance)
-        else:
-            assert not isinstance(actual, Outcome)
-            _assert_same_steps(expected, actual, tolerance)
+            return [actual]
+        assert not isinstance(actual, Outcome)
+        return _compare_steps(expected, actual, tolerance)
 
 
-def _assert_same_steps(
+def _compare_steps(
     reference: Iterable[Outcome], subject: Iterable[Outcome], tolerance: Tolerance
-) -> None:
-    number = -1
+) -> list[Outcome]:
+    outcomes = []
     for number, (expected, actual) in enumerate(itertools.zip_longest(reference, subject)):
         assert expected is not None, f"the subject's scenario continues after {number} steps: {actual}"
         assert actual is not None, f"the subject's scenario ends after {number} steps, before {expected}"
@@ -47,4 +47,6 @@ def _assert_same_steps(
         except AssertionError as error:
             error.add_note(f"in step {number} of the scenario, counted from 0")
             raise
-    assert number >= 0, "the scenario has no steps"
+        outcomes.append(actual)
+    assert outcomes, "the scenario has no steps"
+    return outcomes
