@@ -337,7 +337,12 @@ class GradScaler(StepReports):
 
     @contextmanager
     def overlapped_step(
-        self, optimizer: _Optimizer, max_norm: float = math.inf, *, update: bool = True
+        self,
+        optimizer: _Optimizer,
+        max_norm: float = math.inf,
+        *,
+        update: bool = True,
+        cast_params: bool = False,
     ) -> Generator[OverlappedStep]:
         """Context manager around a backward, which calls `fused_step` at its end and updates during the backward.
 
@@ -354,6 +359,10 @@ class GradScaler(StepReports):
 
         Args:
             optimizer, max_norm, update: as for `fused_step`.
+            cast_params: store the new values of parameters that were updated early also in the dtype that FSDP gathers
+                them in. Until the next step, trainings copy these casts to the device, with half the bytes of a float32
+                shard. They do not notice writes to shards that leave the version counters of their tensors unchanged
+                (`.data`, foreach operators on DTensors).
         Returns:
             An object that has the norm, and the numbers of elements that were updated early, after the region.
         Raises:
@@ -376,7 +385,7 @@ class GradScaler(StepReports):
         _fused_step.FusedStepOptions(float(max_norm), 2.0, ())
         rule = rule_of(optimizer)
         factor = self._assumed_factor() if rule is not None else None
-        ahead = UpdatesAhead(optimizer, rule, factor, float(max_norm))
+        ahead = UpdatesAhead(optimizer, rule, factor, float(max_norm), casts_params=cast_params)
         ahead.begin()
         result = OverlappedStep()
         try:
@@ -384,6 +393,7 @@ class GradScaler(StepReports):
             ahead.end()
             self._updates_ahead = ahead
             norm = self.fused_step(optimizer, max_norm, update=update)
+            ahead.record_casts()
         finally:
             self._updates_ahead = None
             ahead.undo()

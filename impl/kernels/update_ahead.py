@@ -21,7 +21,7 @@ class UpdateAhead:
     """Updates of parameters by the CPU library with a factor that may turn out to be another one.
 
     Args:
-        parameters: tensors on the CPU, without low-precision copies. Their step counters are counters of this object.
+        parameters: tensors on the CPU. Their step counters are counters of this object.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -47,7 +47,10 @@ class UpdateAhead:
             return None
         if self._saved is None:
             self._saved = SavedTensors(
-                [[torch.empty_like(tensor) for tensor in tensors] for tensors in self.parameters.memory.lists]
+                [
+                    [torch.empty_like(tensor) for tensor in tensors]
+                    for tensors in self.parameters.memory.updated
+                ]
             )
         chunks = sum(chunk_counts(grads.memory.layout.numels.numbers, power))
         squares = ChunkSquares(power, array("d", bytes(8 * chunks)))
@@ -79,12 +82,14 @@ class UpdateAhead:
 
     @no_grad_fast
     def undo(self) -> None:
-        """Restore the previous contents. Sync: none."""
+        """Restore the previous contents. Low-precision copies get those of the parameters. Sync: none."""
         assert self._saved is not None
         self.is_applied = False
-        for tensors, saved in zip(self.parameters.memory.lists, self._saved.lists, strict=True):
+        for tensors, saved in zip(self.parameters.memory.updated, self._saved.lists, strict=True):
             # The version counters stay the same, because the contents are those of before.
             torch._foreach_copy_([tensor.data for tensor in tensors], [*saved])
+        if self.parameters.low_precision_params:
+            torch._foreach_copy_([*self.parameters.low_precision_params], [*self.parameters.params])
 
 
 def squares_of_chunks(grads: TensorList, power: int) -> dict[int, ChunkSquares] | None:

@@ -6,7 +6,7 @@ so that a scaler finds those of an optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -83,6 +83,16 @@ class ShardedHolder(GradientHolder, Protocol):
     """Unit of sharded parameters that may have a receiver of their gradients."""
 
     receiver: GradientReceiver | None
+
+    def cast_shards(self) -> Mapping[int, Tensor]:
+        """Return memory on the host for shards in the dtype that they are gathered in, by `id` of the parameter.
+
+        Shards on a device, and those that are gathered in their own dtype, have none.
+        """
+        ...
+
+    def record_cast_shards(self, params: Collection[int]) -> None:
+        """Record that this memory has the current values of the parameters with these ids, for the next gathers."""
 
 
 _holders: WeakSet[ShardedHolder] = WeakSet()

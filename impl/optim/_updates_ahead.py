@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -55,6 +55,7 @@ class _Kind:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     power: int  # exponent of two of a chunk's elements in the joint norm
+    cast_dtype: torch.dtype | None = None  # dtype in which the update stores the parameters too
 
 
 _BatchKey = tuple[_Kind, tuple[int, ...]]  # ids of the parameters
@@ -64,23 +65,33 @@ class _Batch:
     """Parameters of one kind and one unit."""
 
     def __init__(
-        self, params: list[Tensor], states: list[list[Tensor]], steps: list[Tensor], power: int
+        self,
+        params: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[Tensor],
+        casts: list[Tensor],
+        power: int,
     ) -> None:
         self.params = params
+        self.casts = casts  # parameters in `cast_dtype`, or empty
         self.power = power
         self.grads = TensorList([])
         self._versions: list[int] = []
         self._locals = [local_part(param) for param in params]
         self._states, self._steps = states, steps
         self._step_T = torch.zeros(len(steps), dtype=torch.float32, device="cpu")
-        self.update = UpdateAhead(Parameters(self._locals, states, self._step_T.unbind()))
+        self.update = UpdateAhead(Parameters(self._locals, states, self._step_T.unbind(), casts))
 
     def has(
-        self, params: Sequence[Tensor], states: Sequence[Sequence[Tensor]], steps: Sequence[Tensor]
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        steps: Sequence[Tensor],
+        casts: Sequence[Tensor],
     ) -> bool:
         """Return whether these are still the tensors of the batch."""
-        return _addresses([map(local_part, params), *states, steps]) == _addresses(
-            [self._locals, *self._states, self._steps]
+        return _addresses([map(local_part, params), *states, steps, casts]) == _addresses(
+            [self._locals, *self._states, self._steps, self.casts]
         )
 
     def take(self, grads: list[Tensor]) -> None:
@@ -143,16 +154,24 @@ class UpdatesAhead:
         rule: arithmetic of its fused update, or None if it has none.
         factor: the factor of scaled gradients that is assumed: a float, or a copy of it, or None if it is not known.
         max_norm: limit of the norm of unscaled gradients.
+        casts_params: also store parameters in the dtype that they are gathered in, for the next gathers.
     """
 
     def __init__(
-        self, optimizer: Optimizer, rule: type[Rule] | None, factor: HostCopy | float | None, max_norm: float
+        self,
+        optimizer: Optimizer,
+        rule: type[Rule] | None,
+        factor: HostCopy | float | None,
+        max_norm: float,
+        *,
+        casts_params: bool,
     ) -> None:
         self._optimizer = optimizer
         self._rule = rule
         self._assumed = factor
         self._factor: float | None = factor if isinstance(factor, float) else None
         self._max_norm = max_norm
+        self._casts_params = casts_params
         self._memory = _memories.setdefault(optimizer, _Memory())
         # A step that is not taken finds out nothing else.
         self._was_confident, self._memory.is_confident = self._memory.is_confident, False
@@ -168,6 +187,7 @@ class UpdatesAhead:
         }
         self._powers: dict[int, int] = {}
         self._square = 0.0  # sum of the squares so far
+        self._finished: set[_Batch] = set()  # batches whose update is that of the step
         self.squares: dict[int, ChunkSquares] = {}  # keys: addresses of gradients
         self.kept_numel = self.undone_numel = 0  # elements whose early update was kept or not
 
@@ -243,7 +263,7 @@ class UpdatesAhead:
     def _handle_next(self) -> None:
         key, grads, wait = self._queue.popleft()
         wait()
-        self._batches[key] = self._batches_of(grads)
+        self._batches[key] = self._batches_of(grads, key[0].cast_shards() if self._casts_params else {})
         for batch in self._batches[key]:
             self._handle(batch, may_update=key not in self._read_again)
 
@@ -275,21 +295,25 @@ class UpdatesAhead:
             return None
         return self._rule(**self._rule.settings_of(group))
 
-    def _batches_of(self, grads: Sequence[tuple[Tensor, Tensor]]) -> list[_Batch]:
+    def _batches_of(
+        self, grads: Sequence[tuple[Tensor, Tensor]], casts: Mapping[int, Tensor]
+    ) -> list[_Batch]:
         by_kind: dict[_Kind, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in grads:
             if id(param) in self._groups and grad.numel() and grad.is_cpu and id(param) in self._powers:
-                kind = _Kind(self._groups[id(param)], param.dtype, grad.dtype, self._powers[id(param)])
+                cast_dtype = casts[id(param)].dtype if id(param) in casts else None
+                group, power = self._groups[id(param)], self._powers[id(param)]
+                kind = _Kind(group, param.dtype, grad.dtype, power, cast_dtype)
                 by_kind.setdefault(kind, []).append((param, grad))
         batches: list[_Batch] = []
         for kind, pairs in by_kind.items():
-            batch = self._batch_of(kind, [param for param, _ in pairs])
+            batch = self._batch_of(kind, [param for param, _ in pairs], casts)
             if batch is not None:
                 batch.take([grad for _, grad in pairs])
                 batches.append(batch)
         return batches
 
-    def _batch_of(self, kind: _Kind, params: list[Tensor]) -> _Batch | None:
+    def _batch_of(self, kind: _Kind, params: list[Tensor], casts: Mapping[int, Tensor]) -> _Batch | None:
         """Return the batch of these parameters, or None if they have no states yet."""
         group = self._optimizer.param_groups[kind.group]
         keys = () if self._rule is None else self._rule.state_keys(group)
@@ -303,11 +327,13 @@ class UpdatesAhead:
         if not all(step.is_cpu and step.dtype is torch.float32 for step in steps):
             return None
         local_states = [list(map(local_part, state)) for state in states]
+        own_casts = [] if kind.cast_dtype is None else [casts[id(param)] for param in params]
         key = kind, tuple(map(id, params))
         batch = self._memory.batches.get(key)
-        if batch is None or not batch.has(params, local_states, steps):
+        if batch is None or not batch.has(params, local_states, steps, own_casts):
             self._memory.forget(key)
-            batch = self._memory.batches[key] = _Batch(params, local_states, steps, kind.power)
+            batch = _Batch(params, local_states, steps, own_casts, kind.power)
+            self._memory.batches[key] = batch
         return batch
 
     def finish(self, update: AppliedUpdate, rule: Rule, factor: Tensor) -> UpdateBackend:
@@ -329,6 +355,7 @@ class UpdatesAhead:
             else:
                 batch.update.redo(rule, batch.grads, number)
                 self.undone_numel += _numel(batch)
+            self._finished.add(batch)
             for index in in_batch:
                 is_rest[index] = False
         rest = [index for index, is_so in enumerate(is_rest) if is_so]
@@ -338,6 +365,13 @@ class UpdatesAhead:
             return kernels.fused_step_(rule, update.parameters, update.grads, factor, None)
         grads = TensorList([update.grads.tensors[index] for index in rest])
         return kernels.fused_step_(rule, update.parameters.at(*rest), grads, factor, None)
+
+    def record_casts(self) -> None:
+        """Make the next gathers read the casts of parameters that `finish` has updated. Call it after the step."""
+        for (holder, _), batches in self._batches.items():
+            params = {id(param) for batch in batches if batch in self._finished for param in batch.params}
+            if self._casts_params and params:
+                holder.record_cast_shards(params)
 
     def undo(self) -> None:
         """Undo the updates that were not kept, and receive no more gradients."""

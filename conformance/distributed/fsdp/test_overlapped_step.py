@@ -39,13 +39,23 @@ PLANS: dict[str, Sequence[str]] = {
 SCALERS = ["amp.GradScaler", "distributed.fsdp.ShardedGradScaler"]
 
 
-def offloaded(scene: Scene, layout: str) -> nn.Module:
+# Afterwards the program may change parameters.
+HALVED_PARAMS, FROZEN, EVALUATED, LOADED = (
+    "halved",
+    "biases frozen and halved",
+    "evaluated with others",
+    "loaded",
+)
+
+
+def offloaded(scene: Scene, layout: str, param_dtype: torch.dtype | None) -> nn.Module:
     seeding.seed_all()
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4))
     if layout == "fully_shard":
         options = {
             "mesh": scene.rank.mesh(scene.rank.world_size),
             "offload_policy": scene.api.CPUOffloadPolicy(),
+            "mp_policy": scene.api.MixedPrecisionPolicy(param_dtype=param_dtype),
         }
         for layer in (model[0], model[2], model[4], model):
             scene.api.fully_shard(layer, **options)
@@ -56,6 +66,7 @@ def offloaded(scene: Scene, layout: str) -> nn.Module:
         units=[nn.Linear],
         use_orig_params=layout == "original",
         cpu_offload=scene.api.CPUOffload(offload_params=True),
+        mixed_precision=scene.api.MixedPrecision(param_dtype=param_dtype),
     )
 
 
@@ -67,8 +78,16 @@ def inputs(scene: Scene, step: int, number: int = 0) -> torch.Tensor:
 class Run:
     """A sharded model, its optimizer and its scaler."""
 
-    def __init__(self, scene: Scene, layout: str, optimizer: str, scaler: str, enabled: bool = True) -> None:
-        self.scene, self.model = scene, offloaded(scene, layout)
+    def __init__(
+        self,
+        scene: Scene,
+        layout: str,
+        optimizer: str,
+        scaler: str,
+        enabled: bool = True,
+        param_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.scene, self.model = scene, offloaded(scene, layout, param_dtype)
         self.optimizer: Optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = scene.library.find(scaler)(
             scene.rank.device.type, init_scale=1024.0, growth_interval=2, enabled=enabled
@@ -97,6 +116,28 @@ class Run:
             tensors |= {f"{key} of {names[id(param)]}": value for key, value in state.items()}
         own = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in tensors.items()}
         return {name: str(tensor.detach().tolist()) for name, tensor in own.items()}
+
+    def change_params(self, change: str) -> list[float]:
+        """Change the parameters, or evaluate with others for a while. Return the outputs of the evaluation."""
+        if change == HALVED_PARAMS:
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.mul_(0.5)
+        elif change == FROZEN:
+            for name, param in self.model.named_parameters():
+                if name.endswith("bias"):
+                    param.requires_grad_(False).mul_(0.5)
+        elif change == LOADED:
+            self.model.load_state_dict({key: value * 2 for key, value in self.model.state_dict().items()})
+        elif change == EVALUATED:
+            # A write to `.data` does not change the version of the tensor.
+            shards = [getattr(param, "_local_tensor", param).data for param in self.model.parameters()]
+            torch._foreach_mul_(shards, 2)
+            with torch.no_grad():
+                outputs = self.model(inputs(self.scene, 0))
+            torch._foreach_mul_(shards, 0.5)
+            return outputs.flatten().tolist()
+        return []
 
 
 def train(
@@ -276,3 +317,51 @@ def test_refused_region_leaves_model_free_for_others(twins: Twins, layout: str) 
     for errors, early, count in twins.values(refused, layout=layout):
         assert all("a DTensor with partial sums" in error for error in errors), errors
         assert early == count
+
+
+def train_with_casts(scene: Scene, *, layout: str, plan: Sequence[str], changes: dict[int, str]) -> Any:
+    """Train with `fused_step`, and with `overlapped_step(cast_params=True)`, in bfloat16. Return the results of both.
+
+    Args:
+        changes: what happens to the parameters after the step with this number.
+    """
+    results: list[Any] = []
+    for overlaps in (False, True):
+        run = Run(scene, layout, "adamw", SCALERS[1], param_dtype=torch.bfloat16)
+        results.append([])
+        for step, outcome in enumerate(plan):
+            run.optimizer.zero_grad()
+            max_norm = 1e-4 if outcome == CLIPPED else math.inf
+            if overlaps:
+                with run.scaler.overlapped_step(run.optimizer, max_norm, cast_params=True) as result:
+                    run.backward(step, outcome, None)
+                norm = result.norm
+            else:
+                run.backward(step, outcome, None)
+                norm = run.scaler.fused_step(run.optimizer, max_norm)
+            state = run.state()
+            results[-1].append((norm.item(), run.change_params(changes.get(step, "")), state))
+    return results
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.cast_params")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [
+        pytest.param("good", {1: HALVED_PARAMS, 2: HALVED_PARAMS}, id="written"),
+        pytest.param("good", {1: FROZEN}, id="frozen"),
+        pytest.param("good", {1: EVALUATED, 2: EVALUATED}, id="evaluated"),
+        pytest.param("good", {1: LOADED, 2: LOADED}, id="loaded"),
+        *(pytest.param(plan, {}, id=plan) for plan in PLANS if plan != "barely"),
+    ],
+)
+def test_next_iterations_compute_with_stepped_parameters(
+    twins: Twins, layout: str, plan: str, changes: dict[int, str]
+) -> None:
+    arguments = {"layout": layout, "plan": [*PLANS[plan], GOOD], "changes": changes}
+    for plain, with_casts in twins.values(train_with_casts, **arguments):
+        for step, (expected, actual) in enumerate(zip(plain, with_casts, strict=True)):
+            assert repr(actual) == repr(expected), (
+                f"norm, evaluation, and parameters and states in step {step}"
+            )

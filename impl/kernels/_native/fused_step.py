@@ -69,7 +69,8 @@ class UpdateMemory:
         self.low_precision_params = copies
         self._states = [state for state in states if state]
         self.steps = steps
-        self.lists = [params, *self._states, *([copies] if copies else [])]  # lists of equal length
+        self.updated = [params, *self._states]  # lists of equal length
+        self.lists = [*self.updated, *([copies] if copies else [])]
         self._lists = [*self.lists, *([steps] if steps else [])]
         self._addresses: Addresses | None = None
         self._places: _Places | None = None
@@ -164,7 +165,7 @@ class SavedTensors:
     """Memory for the contents of an update's parameters and states.
 
     Args:
-        lists: tensors like those of `UpdateMemory.lists`.
+        lists: tensors like those of `UpdateMemory.updated`.
     """
 
     lists: Sequence[Sequence[Tensor]]

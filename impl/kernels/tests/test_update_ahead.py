@@ -31,6 +31,7 @@ class Case:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     narrow_states: bool
+    copies: torch.dtype | None = None  # dtype of low-precision copies
 
     def build(self) -> tuple[Parameters, TensorList]:
         """Return the same tensors in each call."""
@@ -42,7 +43,9 @@ class Case:
 
         states = [tensors(stored) for _ in range(states_of(self.rule))]
         steps = torch.full((len(self.numels),), 3.0).unbind() if self.rule.COUNTS else ()
-        return Parameters(tensors(self.dtype), states, steps), TensorList(tensors(self.grad_dtype))
+        params = tensors(self.dtype)
+        copies = [] if self.copies is None else [param.to(self.copies, copy=True) for param in params]
+        return Parameters(params, states, steps, copies), TensorList(tensors(self.grad_dtype))
 
 
 @st.composite
@@ -51,7 +54,9 @@ def cases(draw: st.DrawFn) -> Case:
         st.sampled_from([*((dtype, False) for dtype in _DTYPES), (torch.float32, True)])
     )
     numels = tuple(draw(_NUMELS))
-    return Case(draw(st.sampled_from(EACH)), numels, dtype, draw(st.sampled_from(_DTYPES)), narrow_states)
+    rule, grad_dtype = draw(st.sampled_from(EACH)), draw(st.sampled_from(_DTYPES))
+    copies = draw(st.sampled_from([None, torch.bfloat16]))
+    return Case(rule, numels, dtype, grad_dtype, narrow_states, copies)
 
 
 def contents(parameters: Parameters) -> list[Tensor]:

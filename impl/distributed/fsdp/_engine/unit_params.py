@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -154,6 +154,15 @@ class UnitParams(Generic[Group_co]):
         if root.streams.is_async:
             root.streams.wait(StreamRole.COMPUTE, root.streams.record(StreamRole.REDUCE))
 
+    # Casts of shards, as in `ShardedHolder`
+
+    def cast_shards(self) -> dict[int, Tensor]:
+        return {key: cast for group in self.param_groups for key, cast in group.cast_shards().items()}
+
+    def record_cast_shards(self, params: Collection[int]) -> None:
+        for group in self.param_groups:
+            group.record_cast_shards(params)
+
     def is_in_full_precision(self) -> bool:
         if not self.config.full_precision_in_eval:
             return False
@@ -201,9 +210,11 @@ class UnitParams(Generic[Group_co]):
                 return
             self.reshard()
         root.memory.admit(self)
+        # Users exchange weights for an evaluation, often without a change of the version counters.
+        reads_casts = root.is_in_backward or torch.is_grad_enabled()
         with span("FSDP::all_gather", self.name, root.streams.on(StreamRole.GATHER)):
             for group, dtype in zip(self.param_groups, dtypes, strict=True):
-                gather(group, dtype, self.name, is_kept=is_kept)
+                gather(group, dtype, self.name, is_kept=is_kept, reads_casts=reads_casts)
         event = root.streams.record(StreamRole.GATHER)
         is_kept_by_user = gathered is not None and gathered.is_kept_by_user
         self._gathered = GatherState(dtypes, event, is_kept_by_user=is_kept_by_user)

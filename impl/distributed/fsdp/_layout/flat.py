@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from impl.distributed.fsdp._comm.collectives import Reduction, all_gathered
 from impl.distributed.fsdp._comm.groups import Groups
+from impl.distributed.fsdp._layout.cast_shards import CastShards, ShardVersions
 from impl.distributed.fsdp._layout.flat_gradients import GradientShard
 from impl.distributed.fsdp._layout.flat_handle import FlatParamHandle
 from impl.distributed.fsdp._layout.flat_slots import FlatLayout, aligned_elements, layout_of
@@ -54,6 +55,7 @@ class FlatParamGroup(FlatParamHandle):
         self.syncs = True
         self.names = [slot.name for slot in layout.slots]
         self._config = config
+        self._casts = CastShards()
 
     def _sharded_with(self) -> str:
         return ", ".join(describe_dtypes(self))
@@ -101,13 +103,39 @@ class FlatParamGroup(FlatParamHandle):
         for groups, grad in zip(groups_of_params, grads, strict=True):
             yield groups, [] if grad is None else [grad]
 
-    def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
+    def cast_shards(self) -> dict[int, Tensor]:
+        if not self.offloads or self.compute_dtype.itemsize >= self.dtype.itemsize:
+            return {}
+        self._casts.allocate([self.flat_param.data], [self.compute_dtype], pins=self.pins)
+        [flat] = self._casts.tensors
+        casts = self.pieces_of(flat) if self.use_orig_params else [flat]
+        pairs = zip(self.stepped, casts, strict=True)
+        return {id(param): cast for param, cast in pairs if cast is not None}
+
+    def record_cast_shards(self, params: Collection[int]) -> None:
+        written = (index for index, param in enumerate(self.stepped) if id(param) in params)
+        self._casts.record(written, self._shard_versions())
+
+    def _shard_versions(self) -> ShardVersions:
+        flat, address = self.flat_param._version, self.flat_param.data_ptr()
+        return ShardVersions(self.stepped, [(flat, address, param._version) for param in self.stepped])
+
+    def _current_cast(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the cast of the flat shard if it has this dtype and the values of all parameters."""
+        if not self._casts.tensors or not self.cast_shards() or dtype is not self._casts.tensors[0].dtype:
+            return None
+        current = self._casts.current(self._shard_versions())
+        needed = {index for index, param in enumerate(self.stepped) if param.numel()}
+        return self._casts.tensors[0] if needed <= current else None
+
+    def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         unsharded = self.unsharded(dtype)
         unsharded.allocate()
         if unsharded.aliases_shard:
             return None
         written = unsharded.fill_from(self.versions)
-        shard = self.flat_param.data
+        cast = self._current_cast(unsharded.flat.dtype) if reads_casts else None
+        shard = self.flat_param.data if cast is None else cast
         if self.pins and shard.dtype is not unsharded.flat.dtype:
             # Cast on the device: a cast on the host blocks it, and its result is not pinned.
             shard = to_device(shard, self.device)

@@ -5,7 +5,7 @@ W = ranks that the group is sharded over, S = elements of one rank's shards in a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor
 from impl.distributed.fsdp._comm.choosing import fills_rows
 from impl.distributed.fsdp._comm.collectives import Reduction
 from impl.distributed.fsdp._comm.groups import Groups
+from impl.distributed.fsdp._layout.cast_shards import CastShards
 from impl.distributed.fsdp._layout.dtensor_gradients import DTensorGradients
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension, has_extension
 from impl.distributed.fsdp._layout.grad_dtypes import accumulation_dtype, promoted
 from impl.distributed.fsdp._layout.group_options import GroupOptions
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view
 from impl.distributed.fsdp._layout.substitutes import Substitute, unsharded_substitute
-from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams
+from impl.distributed.fsdp._layout.unsharded_params import UnshardedParams, versions_of
 from impl.distributed.fsdp._params.autograd import runs_backward
 from impl.distributed.fsdp._params.param_group import AllGatherRequest, describe_dtypes
 from impl.distributed.fsdp._params.param_registration import ParamInfo, ParamLocation, ParamRegistration
@@ -70,6 +71,7 @@ class DTensorGroup:
         self._registration = ParamRegistration(self.param_infos, as_parameters=True)
         self._extends = [has_extension(param) for param in params]
         self.unsharded_params: UnshardedParams | None = None
+        self._casts = CastShards()
         self._backward_mesh = backward_mesh
         # Shards of unsharded parameters that this rank keeps for a backward.
         self._post_forward_shards: list[Tensor] = []
@@ -331,12 +333,41 @@ class DTensorGroup:
                 )
         return unsharded
 
-    def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
+    def cast_shards(self) -> dict[int, Tensor]:
+        params = self._cast_params()
+        shards = [param.local for param in params]
+        self._casts.allocate(shards, [self._dtype_of(param) for param in params], pins=self.pins)
+        pairs = zip(params, self._casts.tensors, strict=True)
+        return {id(param.sharded): cast for param, cast in pairs}
+
+    def record_cast_shards(self, params: Collection[int]) -> None:
+        own = self._cast_params()
+        written = [index for index, param in enumerate(own) if id(param.sharded) in params]
+        self._casts.record(written, versions_of(own))
+
+    def _cast_params(self) -> list[ShardedParam]:
+        """Return the parameters whose shards a gather casts."""
+        # The user's extensions get the shards themselves.
+        params = self.params if self.offloads and not any(self._extends) else []
+        return [param for param in params if self._dtype_of(param).itemsize < param.dtype.itemsize]
+
+    def _inputs(self, unsharded: UnshardedParams, *, reads_casts: bool) -> list[Tensor]:
+        """Return this rank's inputs of a gather of shards, for each run."""
+        inputs = unsharded.inputs()
+        if not reads_casts or not self._casts.tensors:
+            return inputs
+        params = self._cast_params()
+        casts = self.cast_shards()
+        current = self._casts.current(versions_of(params))
+        by_param = {params[index]: casts[id(params[index].sharded)] for index in current}
+        return [by_param.get(param, shard) for param, shard in zip(self.params, inputs, strict=True)]
+
+    def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         self._check_masters()
         unsharded = self.unsharded(dtype)
         is_split = bool(self._post_forward_shards) and unsharded.is_filled()
         over = self.groups.backward if is_split else self.groups.shard
-        inputs = self._post_forward_shards if is_split else unsharded.inputs()
+        inputs = self._post_forward_shards if is_split else self._inputs(unsharded, reads_casts=reads_casts)
         if not is_split:
             # If this gather fails, these older shards would be taken for the values that are recorded below.
             self.discard_post_forward_shards()

@@ -6,18 +6,17 @@ W = ranks that the group is sharded over, n = elements of a rank's shard of one 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from impl.distributed.fsdp._layout.cast_shards import ShardVersions
 from impl.distributed.fsdp._layout.gather_extension import GatherExtension
 from impl.distributed.fsdp._layout.grad_dtypes import FOLLOWS_PARAM, has_grad_dtype, is_wider
 from impl.distributed.fsdp._layout.sharded_param import ShardedParam, leading_view, offsets
 
 _ALIGNMENT = 16  # alignment in bytes for any dtype
-_FilledFrom = tuple[list[Tensor], list[int], list[int]]
 
 
 class Packing:
@@ -117,7 +116,7 @@ class UnshardedParams:
         self._packings: dict[int, Packing] = {}
         # Parameters that are sharded by columns: gathered memory, and the run to copy it to.
         self._columns: list[tuple[ShardedParam, Tensor, Tensor]] = []
-        self._filled_from: _FilledFrom = ([], [], [])
+        self._filled_from = ShardVersions([], [])
         self.trainable: list[Tensor] = []
         self.has_frozen = False
         self.grad_dtypes: list[torch.dtype | None] = []
@@ -228,31 +227,19 @@ class UnshardedParams:
 
         Graphs of earlier values see a change in place.
         """
-        before, self._filled_from = self._filled_from, self._current_shards()
-        now_and_before = zip(*self._filled_from, *before, strict=False)  # empty at first
-        written = [
-            i
-            for i, (shard, version, own, old_shard, old_version, old_own) in enumerate(now_and_before)
-            if shard is not old_shard or version != old_version or own != old_own
-        ]
+        before, self._filled_from = self._filled_from, versions_of(self._params)
+        written = self._filled_from.changed_since(before)
         torch.autograd.graph.increment_version([self.views[i] for i in written])
         return written
 
     def is_filled(self) -> bool:
         """Return whether the parameters have the shards' current values, and no shard was replaced."""
-        (before, *versions), (now, *versions_now) = self._filled_from, self._current_shards()
-        return versions == versions_now and all(map(operator.is_, before, now))
+        return versions_of(self._params).are_those(self._filled_from)
 
     def has_other_shards(self) -> bool:
         """Return whether shards were replaced since the parameters were filled."""
-        before = self._filled_from[0]
+        before = self._filled_from.shards
         return any(param.local is not shard for param, shard in zip(self._params, before, strict=False))
-
-    def _current_shards(self) -> _FilledFrom:
-        """Return the shards and version counters that change whenever a shard may have been written to."""
-        sharded = [param.sharded for param in self._params]
-        shards: list[Tensor] = [param._local_tensor for param in sharded]
-        return shards, [param._version for param in sharded], [shard._version for shard in shards]
 
     def allocate(self) -> None:
         if self._storage.nbytes() != self._nbytes:
@@ -275,6 +262,14 @@ class UnshardedParams:
 
     def changed(self) -> None:
         """Return None, because changes in place during a forward are the module's own, like in torch."""
+
+
+def versions_of(params: Sequence[ShardedParam]) -> ShardVersions:
+    """Return this rank's shards, with the version counters of each and of its DTensor."""
+    sharded = [param.sharded for param in params]
+    shards: list[Tensor] = [param._local_tensor for param in sharded]
+    pairs = zip(sharded, shards, strict=True)
+    return ShardVersions(shards, [(param._version, shard._version) for param, shard in pairs])
 
 
 def _set_grad_dtype(view: nn.Parameter, grad_dtype: torch.dtype | None) -> None:

@@ -216,10 +216,20 @@ class ParamGroup(Protocol):
         """Return the unsharded parameters in `dtype`, whether their memory is allocated or not."""
         ...
 
-    def begin_gather(self, dtype: torch.dtype) -> AllGatherRequest | None:
+    def cast_shards(self) -> dict[int, Tensor]:
+        """Return the memory for casts of its shards, as `ShardedHolder`."""
+        ...
+
+    def record_cast_shards(self, params: Collection[int]) -> None:
+        """Record that this memory has the current values of the parameters with these ids."""
+
+    def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         """Allocate the unsharded parameters and the communicated memory.
 
         Return None if they have their values already.
+
+        Args:
+            reads_casts: read casts of shards instead of shards, if they are current.
         """
         ...
 
@@ -271,13 +281,17 @@ def describe_dtypes(group: ParamGroup) -> list[str]:
 
 @outside_transforms
 @no_grad_fast
-def gather(group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False) -> None:
+def gather(
+    group: ParamGroup, dtype: torch.dtype, name: str, *, is_kept: bool = False, reads_casts: bool = False
+) -> None:
     """Unshard a group of the unit `name`. Gather it again if it `is_kept` unsharded and its shards were written to.
 
+    Args:
+        reads_casts: as for `ParamGroup.begin_gather`.
     Collectives: one all-gather over the ranks that the group is sharded over, or the all-reduces that pace
         `SameHostPeers`; none if it is not sharded.
     """
-    request = group.begin_gather(dtype)
+    request = group.begin_gather(dtype, reads_casts=reads_casts)
     if request is None:
         return
     entry = group.reduction.entry(GATHERED_AGAIN if is_kept else GATHERED, name)

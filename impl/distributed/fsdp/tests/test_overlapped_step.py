@@ -17,8 +17,17 @@ from conformance.ranks import Rank, RankPool
 from conformance.ranks.fixtures import require_simulator
 from conformance.simulator import NAME
 from impl.amp import GradScaler
-from impl.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from impl.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from impl.distributed.fsdp._layout import flat, per_param
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
+from impl.kernels import UpdateAhead, to_device
 from impl.optim import _updates_ahead
 
 STEPS = 4
@@ -61,7 +70,27 @@ def without_earlier_values() -> Iterator[None]:
         yield
 
 
-FAULTS = {"nothing": contextlib.nullcontext, "wait": without_wait, "earlier values": without_earlier_values}
+@contextlib.contextmanager
+def without_earlier_casts() -> Iterator[None]:
+    """Context manager in which a second forward in a region reads casts of updated parameters."""
+    undo = UpdateAhead.undo
+
+    def undo_but_casts(self: UpdateAhead) -> None:
+        casts = [cast.clone() for cast in self.parameters.low_precision_params]
+        undo(self)
+        for cast, value in zip(self.parameters.low_precision_params, casts, strict=True):
+            cast.copy_(value)
+
+    with mock.patch.object(UpdateAhead, "undo", undo_but_casts):
+        yield
+
+
+FAULTS = {
+    "nothing": contextlib.nullcontext,
+    "wait": without_wait,
+    "earlier values": without_earlier_values,
+    "earlier casts": without_earlier_casts,
+}
 
 
 def model_of(rank: Rank, face: str) -> nn.Module:
@@ -74,14 +103,22 @@ def model_of(rank: Rank, face: str) -> nn.Module:
             cpu_offload=CPUOffload(offload_params=True),
             device_id=rank.device,
             use_orig_params=True,
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
         )
     mesh = init_device_mesh(rank.device.type, (rank.world_size,))
     for layer in (*model, model):
-        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        fully_shard(
+            layer,
+            mesh=mesh,
+            offload_policy=CPUOffloadPolicy(),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        )
     return model
 
 
-def train(rank: Rank, *, face: str, fault: str, seed: int, overlaps: bool) -> list[Any]:
+def train(
+    rank: Rank, *, face: str, fault: str, seed: int, overlaps: bool, cast_params: bool = False
+) -> list[Any]:
     """Return the norms and this rank's parameters after each step of a run with two backwards each."""
     simulator.set_schedule(seed, rank.rank)
     model = model_of(rank, face)
@@ -98,7 +135,7 @@ def train(rank: Rank, *, face: str, fault: str, seed: int, overlaps: bool) -> li
                     scaler.scale(model(inputs.to(rank.device)).square().mean()).backward()
 
             if overlaps:
-                with scaler.overlapped_step(optimizer) as result:
+                with scaler.overlapped_step(optimizer, cast_params=cast_params) as result:
                     backward()
                 norm = result.norm
             else:
@@ -118,15 +155,46 @@ def results_of(ranks: RankPool, **arguments: Any) -> str:
 def test_overlapped_step_has_bits_of_fused_step_on_late_device(ranks: RankPool, face: str) -> None:
     expected = results_of(ranks, face=face, fault="nothing", seed=0, overlaps=False)
     for seed in SEEDS:
-        actual = results_of(ranks, face=face, fault="nothing", seed=seed, overlaps=True)
-        assert actual == expected, f"schedule {seed}"
+        for cast_params in (False, True):
+            run = {"seed": seed, "overlaps": True, "cast_params": cast_params}
+            assert results_of(ranks, face=face, fault="nothing", **run) == expected, f"schedule {seed}"
 
 
-@pytest.mark.parametrize("fault", ["wait", "earlier values"])
+@pytest.mark.parametrize("fault", ["wait", "earlier values", "earlier casts"])
 @pytest.mark.parametrize("face", ["FSDP1", "fully_shard"])
 def test_missing_wait_changes_result_on_late_device(ranks: RankPool, face: str, fault: str) -> None:
     expected = results_of(ranks, face=face, fault="nothing", seed=0, overlaps=False)
-    assert results_of(ranks, face=face, fault=fault, seed=1, overlaps=True) != expected
+    run = {"seed": 1, "overlaps": True, "cast_params": fault == "earlier casts"}
+    assert results_of(ranks, face=face, fault=fault, **run) != expected
+
+
+def uploaded_shards(rank: Rank, *, face: str) -> list[list[str]]:
+    """Return the dtypes of the shards that each iteration copies to the device, sorted."""
+    model = model_of(rank, face)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), GradScaler(rank.device.type, init_scale=1.0)
+    iterations: list[list[str]] = []
+
+    def upload(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        iterations[-1] += [str(tensor.dtype)] if tensor.is_cpu else []
+        return to_device(tensor, *arguments, **options)
+
+    with mock.patch.object(flat, "to_device", upload), mock.patch.object(per_param, "to_device", upload):
+        for cast_params in (True, True, True, False, False):
+            iterations.append([])
+            optimizer.zero_grad()
+            with scaler.overlapped_step(optimizer, cast_params=cast_params):
+                scaler.scale(model(torch.ones(4, 16, device=rank.device)).square().mean()).backward()
+    return [sorted(iteration) for iteration in iterations]
+
+
+@pytest.mark.parametrize("face", ["FSDP1", "fully_shard"])
+def test_only_casts_are_copied_to_device_after_step_with_casts(ranks: RankPool, face: str) -> None:
+    """The first step has no states yet, so it updates nothing early."""
+    for wide, still_wide, *narrow, wide_again in ranks.run(uploaded_shards, deadline_s=120, face=face):
+        assert wide == still_wide == wide_again
+        assert set(wide) == {"torch.float32"}
+        assert [set(iteration) for iteration in narrow] == [{"torch.bfloat16"}] * 2
+        assert [len(iteration) for iteration in narrow] == [len(wide)] * 2
 
 
 def train_with_biases_frozen_in_turn(rank: Rank) -> tuple[int, int]:
