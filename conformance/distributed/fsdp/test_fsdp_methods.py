@@ -11,7 +11,7 @@ from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
 from conformance.distributed.fsdp.scenes.module_trees import Batch, call, loss_of
-from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod, copied, plain
+from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod, copied, described
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, named
 from conformance.distributed.fsdp.scenes.twins import (
@@ -183,18 +183,23 @@ def trained_under_defaults(scene: Scene, *, device: str, dtype: torch.dtype) -> 
     with torch.device(device), default_dtype(dtype):
         saved = [way.save(scene, optimizer) for way in ways]
         loaded = [
-            plain(way.load(scene, optimizer, saved_state))
+            described(way.load(scene, optimizer, saved_state))
             for way, saved_state in zip(ways, saved, strict=True)
         ]
         states = []
         for way in ways:
             with way.set_on(scene):
                 state = model.state_dict()
-                states.append(copied(plain(state)))
+                states.append(copied(described(state)))
                 model.load_state_dict(state)
         with scene.fsdp.summon_full_params(model, with_grads=scene.setup.uses_orig_params):
             whole = named(model), scene.gradients()
-    return {"loss": loss.detach(), "norms": norms, "states": [plain(saved), loaded, states], "whole": whole}
+    return {
+        "loss": loss.detach(),
+        "norms": norms,
+        "states": [described(saved), loaded, states],
+        "whole": whole,
+    }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.defaults")

@@ -14,13 +14,12 @@ from conformance.distributed.fsdp.scenes import state_dicts
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import (
-    MESH,
     WEIGHT,
     Form,
     loaded_in_its_own_way,
-    moved,
-    state_dict_of,
+    state_dict_of_other_model,
     tried_to_load,
+    with_other_values,
 )
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
@@ -38,11 +37,13 @@ has_changed, is_as_before = each(lambda value: value["changed"]), each(lambda va
 
 
 def refused_for(rank: int) -> Callable[[RankOutcomes], bool]:
-    """Return whether all other ranks report that this rank could not load, and no rank changed anything."""
+    """Return whether this rank raises, all others report that it could not load, and no rank changed anything."""
 
     def do(outcomes: RankOutcomes) -> bool:
-        reported = [f"rank {rank} could not load" in str(value["error"]) for value in values_of(outcomes)]
-        return is_as_before(outcomes) and reported == [number != rank for number in range(len(outcomes))]
+        errors = [str(value["error"]) for value in values_of(outcomes)]
+        reported = [f"rank {rank} could not load" in error for error in errors]
+        is_reported = reported == [number != rank for number in range(len(outcomes))]
+        return is_as_before(outcomes) and is_reported and "Error: " in errors[rank]
 
     return do
 
@@ -65,7 +66,13 @@ def test_load_failure_on_one_rank_changes_nothing(cpu_twins: Twins, setup: Setup
 @fails_on_one_rank
 def test_load_failure_on_all_ranks_changes_nothing(cpu_twins: Twins) -> None:
     arguments = {"form": Form("SHARDED"), "fault": "missing", "on": range(cpu_twins.world_size)}
-    cpu_twins.deviate(state_dicts.failed, FLAT, **arguments, torch_does=has_changed, we_do=is_as_before)
+    cpu_twins.deviate(
+        state_dicts.failed,
+        FLAT,
+        **arguments,
+        torch_does=has_changed,
+        we_do=each(lambda value: "Missing key(s)" in value["error"] and not value["changed"]),
+    )
 
 
 @all_or_nothing
@@ -83,7 +90,7 @@ def failed_below(scene: Scene) -> dict[str, Any]:
     """Load at a module around units, with a fault on the second rank."""
     state_dict = {
         key.removeprefix("body."): value
-        for key, value in moved(state_dict_of(scene, Form())).items()
+        for key, value in with_other_values(state_dict_of_other_model(scene, Form())).items()
         if key.startswith("body.")
     }
     if scene.rank.rank == 1:
@@ -151,7 +158,7 @@ def raised_by_a_hook(scene: Scene) -> dict[str, Any]:
             raise KeyError("injected")
 
     scene.model.head.register_load_state_dict_pre_hook(raises)
-    return tried_to_load(scene, moved(state_dict_of(scene, Form())))
+    return tried_to_load(scene, with_other_values(state_dict_of_other_model(scene, Form())))
 
 
 @all_or_nothing
@@ -177,7 +184,11 @@ def test_misfitting_weight_of_custom_load_raises(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_state_dict.misfits")
 @pytest.mark.parametrize(
     ("setup", "kind"),
-    [(FLAT, "ShardedTensor"), (ORIGINALS, "ShardedTensor"), (MESH, "DTensor")],
+    [
+        (FLAT, "ShardedTensor"),
+        (ORIGINALS, "ShardedTensor"),
+        (Setup(wrap="leaves", ranks="mesh"), "DTensor"),
+    ],
     ids=["flat", "originals", "mesh"],
 )
 @pytest.mark.world_sizes(fewest=2)

@@ -20,15 +20,14 @@ from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_pa
 from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod
 from conformance.distributed.fsdp.scenes.scene import TREE, Program, Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import (
-    GROUP,
     Form,
     Received,
-    has_values_of_other,
-    moved,
+    has_values_of_other_model,
     rank_of,
     set_form,
-    state_dict_of,
+    state_dict_of_other_model,
     tried_to_load,
+    with_other_values,
 )
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
@@ -239,7 +238,7 @@ def of_another_world(scene: Scene, *, kind: str) -> dict[str, Any]:
     origin = scene.wrapped(scene.tree.build(1), half)
     for model in (origin, scene.model):
         set_form(scene.library, model, Form(kind))
-    return tried_to_load(scene, moved(origin.state_dict()))
+    return tried_to_load(scene, with_other_values(origin.state_dict()))
 
 
 @clause("distributed.fsdp.fsdp_state_dict.another_world")
@@ -293,7 +292,7 @@ def test_shards_of_every_replica(twins_of: TwinsOf) -> None:
 def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         state_dicts.loads_its_own,
-        GROUP,
+        Setup(wrap="leaves", ranks="group"),
         form=Form("SHARDED", {"_use_dtensor": True}),
         torch_does=raises(AttributeError),
         we_do=each(lambda value: value["loaded"] and value["types"] == ["DTensor", "Tensor"]),
@@ -302,8 +301,8 @@ def test_dtensors_of_a_process_group(cpu_twins: Twins) -> None:
 
 def assigned(scene: Scene, *, form: Form) -> dict[str, Any]:
     """Load with `assign` into a wrapped model, and then train. Return whether the model has the values."""
-    scene.model.load_state_dict(state_dict_of(scene, form), assign=True)
-    return {"loaded": has_values_of_other(scene), "loss": scene.backward()}
+    scene.model.load_state_dict(state_dict_of_other_model(scene, form), assign=True)
+    return {"loaded": has_values_of_other_model(scene), "loss": scene.backward()}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
@@ -312,8 +311,14 @@ def assigned(scene: Scene, *, form: Form) -> dict[str, Any]:
 @each_kind
 @more_worlds
 def test_parameters_are_assigned(cpu_twins: Twins, setup: Setup, kind: str) -> None:
-    we_do = each(lambda value: value["loaded"])
-    cpu_twins.deviate(assigned, setup, form=Form(kind), we_do=we_do, may_agree=cpu_twins.is_alone)
+    cpu_twins.deviate(
+        assigned,
+        setup,
+        form=Form(kind),
+        torch_does=each(lambda value: not value["loaded"]),
+        we_do=each(lambda value: value["loaded"]),
+        may_agree=cpu_twins.is_alone,
+    )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.assigned_shards")

@@ -15,20 +15,15 @@ from torch.optim import SGD
 
 from conformance.distributed.fsdp.scenes.fsdp_training import clean, gathered_parameters
 from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
-from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, raise_in_backward, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
 
-_GOOD = (None, None)
-
-
 # For each microbatch what each rank does: nothing (None), spoil its batch or skip it.
 BAD, SKIP = "bad", "skip"
-
-
+_GOOD = (None, None)
 Plan = Sequence[Sequence[str | None]]
-
 # Each pair has the plans of two steps of three microbatches on two ranks.
 PLANS: dict[str, Sequence[Plan]] = {
     "good": [[_GOOD] * 3] * 2,
@@ -39,17 +34,9 @@ PLANS: dict[str, Sequence[Plan]] = {
     "none": [[(BAD, None), (SKIP, SKIP), (None, BAD)], [_GOOD] * 3],
     "all skip": [[(SKIP, SKIP)] * 3, [_GOOD] * 3],
 }
-
-
 LAYOUTS = ("fully_shard", "kept", "hybrid", "original", "flat", "no_shard", "replicated")
-
 SHARDED = [layout for layout in LAYOUTS if layout not in ("hybrid", "replicated")]
-
-
-LEARNING_RATE = 0.125
-
-
-SCALE = 64.0
+LEARNING_RATE, SCALE = 0.125, 64.0
 
 
 def build_model() -> nn.Sequential:
@@ -79,14 +66,17 @@ def expected_of(plans: Sequence[Plan]) -> tuple[dict[str, torch.Tensor], list[An
     return {name: param.detach() for name, param in model.named_parameters()}, steps
 
 
+def assert_close(parameters: dict[str, list[Any]], expected: dict[str, torch.Tensor]) -> None:
+    for name, value in expected.items():
+        actual = torch.tensor(parameters[name])
+        torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6, msg=f"{name} differs")
+
+
 def check(reports: Sequence[Any], plans: Sequence[Plan]) -> None:
     expected, steps = expected_of(plans)
     for parameters, its_steps in reports:
         assert [(taken, scale) for taken, scale, _ in its_steps] == steps
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                torch.tensor(parameters[name]), value, rtol=1e-5, atol=1e-6, msg=f"{name} differs"
-            )
+        assert_close(parameters, expected)
     assert all(report[1] == reports[0][1] for report in reports), "ranks report different microbatches"
     for plan, (_, _, skipped) in zip(plans, reports[0][1], strict=True):
         skips = [
@@ -110,13 +100,10 @@ def accumulate(
     """Train for one step for each plan.
 
     Args:
-        scene: the rank.
         layout: one of `LAYOUTS`.
         unsynced: microbatches that run in `no_sync`.
         how: the method that steps.
         plans: outcomes of the microbatches.
-        scaler: name of the scaler.
-        growth_interval: that of the scaler.
 
     Returns:
         The full parameters and, for each step, whether it was taken, the scale, and the skipped microbatches.
@@ -218,7 +205,6 @@ def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -
     """Return the full parameters after a step whose second microbatch has raised.
 
     Args:
-        scene: the rank.
         layout: one of `LAYOUTS`.
         unsynced: microbatches that run in `no_sync`.
         amid: raise before the last unit's backward, the second of the microbatch, instead of after one.
@@ -234,7 +220,7 @@ def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -
             is_amid = amid and number == 1
             if is_amid:
                 its_scaler.scale(sharded(batch(1, 0, rank).to(device)).sum()).backward()
-            handle = sharded[0].register_forward_hook(_raise_in_backward) if is_amid else None
+            handle = sharded[0].register_forward_hook(raise_in_backward) if is_amid else None
             loss = sharded(batch(0, number, rank).to(device)).square().mean() / 3
             if handle is not None:
                 handle.remove()
@@ -246,15 +232,6 @@ def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -
         tried(lambda number=number: run(number))
     its_scaler.step(optimizer)
     return _parameters(scene, layout, sharded)
-
-
-def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-    del module, inputs
-
-    def fail(grad: torch.Tensor) -> None:
-        raise KeyError("amid the backward")
-
-    output.register_hook(fail)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.no_sync")
@@ -270,10 +247,9 @@ def test_failed_microbatch_leaves_others(
         for rank in range(2):
             (model(batch(0, number, rank)).square().mean() / 6).backward()
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    reports = twins_of(2, device).values(failing, layout=layout, unsynced=unsynced, amid=amid)
-    for parameters in reports:
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(torch.tensor(parameters[name]), param.detach(), rtol=1e-5, atol=1e-6)
+    expected = {name: param.detach() for name, param in model.named_parameters()}
+    for parameters in twins_of(2, device).values(failing, layout=layout, unsynced=unsynced, amid=amid):
+        assert_close(parameters, expected)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.microbatch.sharded")
@@ -289,8 +265,7 @@ def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device
     assert [[scale for _, scale, _ in steps] for _, steps in reports] == [expected] * 2
     parameters, _ = expected_of(plans)
     for values, _ in reports:
-        for name, value in parameters.items():
-            torch.testing.assert_close(torch.tensor(values[name]), value, rtol=1e-5, atol=1e-6)
+        assert_close(values, parameters)
 
 
 def limited(scene: Scene, *, limit: int) -> Any:
@@ -328,7 +303,6 @@ def unsynchronised_replicas(scene: Scene, *, is_inside: bool) -> Any:
     """Return the error of a microbatch in `no_sync` of DistributedDataParallel, or around it, and the gradients left.
 
     Args:
-        scene: the rank.
         is_inside: whether `no_sync` is inside of the region.
     """
     device = scene.rank.device

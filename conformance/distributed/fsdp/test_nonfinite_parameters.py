@@ -19,8 +19,6 @@ from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 
 SCALERS = pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
-
-
 Entry = tuple[str, int, int]  # name, rank, number of elements
 
 
@@ -42,8 +40,6 @@ def entries(
     """Check gradients of which some ranks spoil elements.
 
     Args:
-        scene: the rank.
-        scaler: name of the scaler.
         layout: one of `LAYOUTS`, or "plain".
         bad_ranks: ranks that spoil all gradients, or on other layouts than disjoint meshes all but the second. Higher
             ranks spoil more elements.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, raise_in_backward, tried
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
@@ -247,7 +247,7 @@ def failing(scene: Scene, *, layout: str, where: str) -> Any:
             loss = run.loss(2)
             if where == "backward":
                 first = next(module for module in run.model.modules() if isinstance(module, nn.Tanh))
-                handle = first.register_forward_hook(_raise_in_backward)
+                handle = first.register_forward_hook(raise_in_backward)
                 loss = run.loss(2)
                 handle.remove()
             (loss * math.inf if where == "fused_step" else loss).backward()
@@ -266,15 +266,6 @@ def failing(scene: Scene, *, layout: str, where: str) -> Any:
         with trainer.scaler.overlapped_step(trainer.optimizer):
             trainer.loss(3).backward()
     return error, before, after, run.state(), other.state()
-
-
-def _raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-    del module, inputs
-
-    def fail(grad: torch.Tensor) -> None:
-        raise KeyError("amid the backward")
-
-    output.register_hook(fail)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.overlapped_step.undone")

@@ -13,12 +13,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scaler_programs import (
+    INIT_SCALE_8,
     SCALER,
     ScalerCall,
     ScalerProgram,
-    assert_same,
+    assert_calls_match_torch,
+    assert_outcomes_match_torch,
     issued,
-    on_ranks,
     played,
     scales,
     stepped,
@@ -26,7 +27,7 @@ from conformance.distributed.fsdp.scenes.scaler_programs import (
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library, load_library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.outcome import Outcome, observe
 from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank
 from conformance.strategies.gradients import Gradient
@@ -41,13 +42,12 @@ from conformance.strategies.sharded_scaling import (
 
 BAD = (math.inf, -math.inf, math.nan)
 WITH_AND_WITHOUT_UNSCALE = pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "step alone"])
-EIGHT = {"init_scale": 8.0}
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.sequences.any")
 @given(data=st.data())
 def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
-    assert_same(twins, data.draw(plans(twins.world_size)))
+    assert_calls_match_torch(twins, data.draw(plans(twins.world_size)))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.sequences.any")
@@ -56,7 +56,7 @@ def test_any_sequence_of_calls(twins: Twins, data: st.DataObject) -> None:
 @share_of_examples(0.3)
 @given(data=st.data())
 def test_any_sequence_of_calls_on_more_ranks(twins_of: TwinsOf, more_ranks: int, data: st.DataObject) -> None:
-    assert_same(twins_of(more_ranks), data.draw(plans(more_ranks)))
+    assert_calls_match_torch(twins_of(more_ranks), data.draw(plans(more_ranks)))
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
@@ -71,8 +71,8 @@ def test_inf_on_one_rank_skips_step_on_all(
     for bad in range(more_ranks):
         calls += iteration(one_bad(bad, more_ranks, BAD[bad % 3]), unscale=unscale)
         calls += iteration(unscale=unscale)
-    plan = ScalerProgram(parts(more_ranks), calls, (optimizer,), options=EIGHT)
-    outcomes = assert_same(twins_of(more_ranks), plan)
+    plan = ScalerProgram(parts(more_ranks), calls, (optimizer,), options=INIT_SCALE_8)
+    outcomes = assert_calls_match_torch(twins_of(more_ranks), plan)
     assert stepped(outcomes, plan) == [[True] + [False, True] * more_ranks] * more_ranks
     assert scales(outcomes) == [8.0 * 0.5**more_ranks] * more_ranks
 
@@ -92,24 +92,28 @@ def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) 
             calls += [ScalerCall("unscale_", which)] if data.draw(st.booleans()) else []
         calls += [*(ScalerCall("step", which) for which in range(3)), ScalerCall("update")]
     kinds = tuple(data.draw(st.sampled_from(PLAIN)) for _ in range(3))
-    plan = ScalerProgram(parts(world_size, optimizers=3), tuple(calls), kinds, options=EIGHT)
-    assert_same(twins, plan)
+    plan = ScalerProgram(parts(world_size, optimizers=3), tuple(calls), kinds, options=INIT_SCALE_8)
+    assert_calls_match_torch(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
-@pytest.mark.parametrize(("before", "after"), [(math.inf, 0.0), (None, math.inf)], ids=["cured", "spoilt"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(math.inf, 0.0), (None, math.inf)], ids=["inf replaced", "inf added"]
+)
 def test_gradients_that_are_edited_after_unscaling(twins: Twins, before: float | None, after: float) -> None:
     """The flag of `unscale_` decides, on ranks that edited their gradients later and on ranks that did not."""
     last = twins.world_size - 1
     calls = (
         ScalerCall("backward", argument=one_bad(last, last + 1, before)),
         ScalerCall("unscale_"),
-        ScalerCall("spoil", argument=after, on=(last,)),
+        ScalerCall("overwrite_gradients", argument=after, on=(last,)),
         ScalerCall("step"),
         ScalerCall("update"),
     )
-    plan = ScalerProgram(parts(last + 1), calls, ("recording",), options=EIGHT)
-    assert_same(twins, plan)
+    plan = ScalerProgram(parts(last + 1), calls, ("recording",), options=INIT_SCALE_8)
+    outcomes = assert_calls_match_torch(twins, plan)
+    assert [len(rank[-1].watched["calls"]) for rank in outcomes] == [before is None] * (last + 1)
+    assert scales(outcomes) == [8.0 if before is None else 4.0] * (last + 1)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
@@ -125,8 +129,8 @@ def test_inf_in_accumulated_backward_skips_step(twins: Twins, unscale: bool) -> 
         )
         first, _, *rest = iteration(unscale=unscale)
         calls += (first, *accumulated, *rest)
-    plan = ScalerProgram(parts(twins.world_size), calls, ("momentum",), options=EIGHT)
-    outcomes = assert_same(twins, plan)
+    plan = ScalerProgram(parts(twins.world_size), calls, ("momentum",), options=INIT_SCALE_8)
+    outcomes = assert_calls_match_torch(twins, plan)
     assert stepped(outcomes, plan) == [[True, False, True]] * twins.world_size
 
 
@@ -141,7 +145,7 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
     With torch, only that rank does.
     """
     calls = iteration() + iteration(one_bad(bad, cpu_twins.world_size)) + iteration()
-    plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,), options=EIGHT)
+    plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,), options=INIT_SCALE_8)
 
     def probe(library: Library) -> Any:
         outcomes = played(cpu_twins, plan, library)
@@ -168,7 +172,7 @@ def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(world_size - 1, world_size), None):
         calls += iteration(grad_outcomes, unscale=True)
-    plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=EIGHT)
+    plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=INIT_SCALE_8)
     judge_shapes(twins, plan, [True, False, True], 4.0)
 
 
@@ -182,7 +186,7 @@ def test_fused_and_plain_optimizers_share_scaler(twins: Twins) -> None:
             grad_outcomes = one_bad(world_size - 1, world_size) if bad == which else None
             calls += iteration(grad_outcomes, which=which)[:-1]
         calls += (ScalerCall("update"),)
-    plan = ScalerProgram(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=EIGHT)
+    plan = ScalerProgram(parts(world_size, optimizers=2), calls, ("fused adam", "adam"), options=INIT_SCALE_8)
     of_both = [True, True, False, True, True, False, True, True]
     judge_shapes(twins, plan, of_both, 2.0)
 
@@ -241,9 +245,9 @@ def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: 
     calls = iteration(unscale=unscale) + iteration(unscale=unscale) + iteration(unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
         plan = ScalerProgram(
-            parts(more_ranks, bare=bare), calls, (optimizer,), options=EIGHT | {"growth_interval": 2}
+            parts(more_ranks, bare=bare), calls, (optimizer,), options=INIT_SCALE_8 | {"growth_interval": 2}
         )
-        outcomes = assert_same(twins_of(more_ranks), plan)
+        outcomes = assert_calls_match_torch(twins_of(more_ranks), plan)
         assert scales(outcomes) == [16.0] * more_ranks
 
 
@@ -255,8 +259,10 @@ def test_ranks_without_gradients_skip_with_their_peers(
 ) -> None:
     last = more_ranks - 1
     calls = iteration(one_bad(last, more_ranks), unscale=unscale) + iteration(unscale=unscale)
-    plan = ScalerProgram(parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=EIGHT)
-    outcomes = assert_same(twins_of(more_ranks), plan)
+    plan = ScalerProgram(
+        parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=INIT_SCALE_8
+    )
+    outcomes = assert_calls_match_torch(twins_of(more_ranks), plan)
     assert [len(rank[-1].watched["calls"]) for rank in outcomes] == [1] * more_ranks
     assert scales(outcomes) == [4.0] * more_ranks
 
@@ -304,8 +310,8 @@ def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
         calls += iteration(grad_outcomes, unscale=unscale)
-    plan = ScalerProgram(parts(4), calls, (optimizer,), options=EIGHT, groups=2)
-    outcomes = assert_same(twins_of(4), plan)
+    plan = ScalerProgram(parts(4), calls, (optimizer,), options=INIT_SCALE_8, groups=2)
+    outcomes = assert_calls_match_torch(twins_of(4), plan)
     first, second = [True, True, True, False, False], [True, False, True, True, True]
     assert stepped(outcomes, plan) == [first, first, second, second]
     assert scales(outcomes) == [2.0, 2.0, 4.0, 4.0]
@@ -317,7 +323,7 @@ def test_groups_need_not_step_alike(twins_of: TwinsOf) -> None:
     alone = tuple(
         ScalerCall(call.name, call.which, call.argument, on=(0, 1)) for call in iteration(one_bad(1, 4)) * 2
     )
-    plan = ScalerProgram(parts(4), (*iteration(), *alone, *iteration()), options=EIGHT, groups=2)
+    plan = ScalerProgram(parts(4), (*iteration(), *alone, *iteration()), options=INIT_SCALE_8, groups=2)
     assert scales(played(twins_of(4), plan)) == [2.0, 2.0, 8.0, 8.0]
 
 
@@ -329,14 +335,14 @@ def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
     """Query the scaler after a clean step, after an inf on rank 1, and after that rank cleared its gradients."""
     calls = (
         *iteration(),
-        ScalerCall("answers"),
+        ScalerCall("queries"),
         *iteration(one_bad(1, cpu_twins.world_size)),
-        ScalerCall("answers"),
+        ScalerCall("queries"),
         ScalerCall("zero_grad"),
-        ScalerCall("answers"),
+        ScalerCall("queries"),
     )
     plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,))
-    places = [place for place, call in enumerate(calls) if call.name == "answers"]
+    places = [place for place, call in enumerate(calls) if call.name == "queries"]
 
     def probe(library: Library) -> Any:
         outcomes = played(cpu_twins, plan, library)
@@ -354,23 +360,20 @@ def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
     )
 
 
-def older_protocol(rank: Rank, *, library: str) -> tuple[Outcome, bool]:
+def older_protocol(rank: Rank, *, library: str) -> list[Outcome]:
     """Return the outcome of a step by an optimizer that takes the scaler, and whether it got the scaler."""
     scaler = load_library(library).find(SCALER)(rank.device.type)
     parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
     scaler.scale(parameter.sum()).backward()
     optimizer = TakesScaler([parameter])
     outcome = observe(scaler.step, optimizer, watch=[parameter])
-    return outcome, [id(taken) for taken in optimizer.scalers] == [id(scaler)]
+    return [outcome, Outcome([taken is scaler for taken in optimizer.scalers])]
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")
 def test_optimizer_that_takes_scaler_gets_it(twins: Twins) -> None:
-    reported = [on_ranks(twins, library, older_protocol) for library in (twins.reference, twins.subject)]
-    for (expected, is_given), (actual, is_given_ours) in zip(*reported, strict=True):
-        assert_same_outcome(expected, actual)
-        assert is_given
-        assert is_given_ours
+    _, gets_scaler = assert_outcomes_match_torch(twins, older_protocol)
+    assert gets_scaler.value == [True]
 
 
 def train(
@@ -411,13 +414,7 @@ def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
     """Every rank trains on its own data, and one rank gets an inf."""
     world_size = twins.world_size
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
-    arguments = {"low_precision": low_precision, "grad_outcomes": grad_outcomes, "init_scale": 1024.0}
-    reported = [
-        on_ranks(twins, library, train, growth_interval=2, **arguments)
-        for library in (twins.reference, twins.subject)
-    ]
-    for expected, actual in zip(*reported, strict=True):
-        for expected_outcome, actual_outcome in zip(expected, actual, strict=True):
-            assert_same_outcome(expected_outcome, actual_outcome)
-    final = actual[-1].value[1]
+    arguments = {"low_precision": low_precision, "grad_outcomes": grad_outcomes}
+    options = {"init_scale": 1024.0, "growth_interval": 2}
+    final = assert_outcomes_match_torch(twins, train, **arguments, **options)[-1].value[1]
     assert (final["scale"], final["_growth_tracker"]) == (1024.0, 1)

@@ -40,20 +40,14 @@ def judge(
 
 
 SIZE = 4  # rows of a rank's batch
-
-
+MAX_NORM = 0.25
+OPTIONS = {"init_scale": 8.0, "growth_interval": 2}
 # The eps is as large as the gradients. With a smaller eps, rounding errors near zero would decide the update.
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.125, eps=1.0),
     "nesterov": lambda parameters: SGD(parameters, lr=0.125, momentum=0.5, nesterov=True),
     "rmsprop": lambda parameters: RMSprop(parameters, lr=0.125, eps=1.0),
 }
-
-
-MAX_NORM = 0.25
-
-
-OPTIONS = {"init_scale": 8.0, "growth_interval": 2}
 
 
 def inputs_of(number: int, ranks: int) -> torch.Tensor:
@@ -128,6 +122,12 @@ def _spoil(model: nn.Module) -> None:
             return
 
 
+def assert_close_norm(label: str, expected: torch.Tensor, actual: Any) -> None:
+    assert (excess := TRAINED.excess(expected, actual.values.to(expected.dtype))) is None, (
+        f"{label}the norm: {excess}"
+    )
+
+
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
 @ROW
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -157,8 +157,7 @@ def test_fused_step_matches_unsharded_with_inf_on_each_rank(
                 (norm, scale, whole), (own_norm, own_scale, own_whole) = expected_step, actual_step
                 assert own_scale == scale, label
                 if grad_outcome is None:
-                    own = own_norm.values.to(norm.dtype)
-                    assert (excess := TRAINED.excess(norm, own)) is None, f"{label}the norm: {excess}"
+                    assert_close_norm(label, norm, own_norm)
                 assert_all_close(f"{label}parameters", whole, own_whole, TRAINED)
 
     arguments = {"sharding": sharding, "kind": kind, "grad_outcomes": grad_outcomes, "norm_type": norm_type}
@@ -224,8 +223,7 @@ def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, sca
             ):
                 label = f"on rank {rank}, inf in gradient {bad}: "
                 if bad is None:
-                    own = own_norm.values.to(norm.dtype)
-                    assert (excess := TRAINED.excess(norm, own)) is None, f"{label}the norm: {excess}"
+                    assert_close_norm(label, norm, own_norm)
                 pairs = [(full, own) for full, own in zip(whole, own_whole, strict=True) if own is not None]
                 assert_all_close(f"{label}parameters", *map(list, zip(*pairs, strict=True)), TRAINED)
 
@@ -267,8 +265,7 @@ def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, e
     def judged(results: list[Any]) -> None:
         for rank, iterations in enumerate(results):
             for (norm, _, whole), (own_norm, own_whole) in zip(expected, iterations, strict=True):
-                own = own_norm.values.to(norm.dtype)
-                assert (excess := TRAINED.excess(norm, own)) is None, f"on rank {rank} the norm: {excess}"
+                assert_close_norm(f"on rank {rank}: ", norm, own_norm)
                 assert_all_close(f"on rank {rank} parameters", whole, own_whole, TRAINED)
 
     judge(twins, offloaded, judged, scaler, enabled=enabled)

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.distributed.fsdp.scenes.scaler_programs import (
+    INIT_SCALE_8,
     SCALER,
     ScalerCall,
     ScalerProgram,
-    assert_same,
+    assert_calls_match_torch,
     issued,
     played,
     scales,
@@ -31,7 +32,6 @@ from conformance.strategies.scaling import Harness, entries
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 LOW = [torch.float16, torch.bfloat16]
-EIGHT = {"init_scale": 8.0}
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
     "init_scale": st.sampled_from([1.0, 24.0, 3.0, 0.5]),
@@ -48,7 +48,7 @@ def test_arguments_take_effect(twins: Twins, options: dict[str, Any]) -> None:
     for grad_outcome in (None, None, math.inf, None):
         calls += iteration(one_bad(0, twins.world_size, grad_outcome) if grad_outcome else None)
     plan = ScalerProgram(parts(twins.world_size), calls, options=options)
-    assert_same(twins, plan)
+    assert_calls_match_torch(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.arguments")
@@ -108,7 +108,7 @@ def test_switched_off(twins: Twins, optimizer: str) -> None:
         ScalerCall("update", argument=3.0),
     )
     plan = ScalerProgram(parts(twins.world_size), calls, (optimizer,), options={"enabled": False})
-    assert_same(twins, plan)
+    assert_calls_match_torch(twins, plan)
     assert issued(twins) == [[]] * twins.world_size
 
 
@@ -130,7 +130,7 @@ def test_sharded_scaler_is_grad_scaler(subject: Library, reference: Library, dev
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.min_scale")
 def test_min_scale_of_user_is_kept(twins: Twins) -> None:
     calls = iteration((math.inf,) * twins.world_size) * 3
-    plan = ScalerProgram(parts(twins.world_size), calls, options=EIGHT | {"min_scale": 2.0})
+    plan = ScalerProgram(parts(twins.world_size), calls, options=INIT_SCALE_8 | {"min_scale": 2.0})
     assert scales(played(twins, plan)) == [2.0] * twins.world_size
 
 
@@ -218,7 +218,7 @@ def test_unscale_divides(twins: Twins, dtype: torch.dtype, scale: float) -> None
     plan = ScalerProgram(
         parts(world_size, optimizers=2, dtype=dtype), calls, ("sgd", "sgd"), options={"init_scale": scale}
     )
-    assert_same(twins, plan)
+    assert_calls_match_torch(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.unscale_.sparse")
@@ -238,8 +238,8 @@ def test_sparse_gradients(twins: Twins, dtype: torch.dtype, value: float) -> Non
         ScalerCall("step"),
         ScalerCall("update"),
     )
-    plan = ScalerProgram(parts(last + 1), calls, options=EIGHT)
-    outcomes = assert_same(twins, plan)
+    plan = ScalerProgram(parts(last + 1), calls, options=INIT_SCALE_8)
+    outcomes = assert_calls_match_torch(twins, plan)
     assert (sparse := outcomes[last][1]).raised is None, f"there is no such gradient: {sparse.raised}"
     skips = value == math.inf or (value > 2.0 and dtype is torch.float16)
     assert scales(outcomes) == [4.0 if skips else 8.0] * (last + 1)
@@ -262,8 +262,8 @@ def test_new_scale(twins: Twins, new_scale: Any) -> None:
     """The new scale replaces the backoff after an inf."""
     world_size = twins.world_size
     calls = (*iteration(one_bad(0, world_size))[:-1], ScalerCall("update", argument=new_scale), *iteration())
-    plan = ScalerProgram(parts(world_size), calls, options=EIGHT)
-    assert_same(twins, plan)
+    plan = ScalerProgram(parts(world_size), calls, options=INIT_SCALE_8)
+    assert_calls_match_torch(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.moves_the_scale")
@@ -277,9 +277,9 @@ def test_growth_and_backoff(twins: Twins, interval: int) -> None:
         if bad_rank == 0:
             calls += (ScalerCall("resume"),)
     plan = ScalerProgram(
-        parts(world_size), calls, options=EIGHT | {"growth_interval": interval, "growth_factor": 3.0}
+        parts(world_size), calls, options=INIT_SCALE_8 | {"growth_interval": interval, "growth_factor": 3.0}
     )
-    assert_same(twins, plan)
+    assert_calls_match_torch(twins, plan)
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.update.as_grad_scalers")

@@ -66,7 +66,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def plain(value: Any) -> Any:
+def described(value: Any) -> Any:
     """Return a value with sorted keys, in which this rank's shards and their layout replace the sharded tensors."""
     if isinstance(value, ShardedTensor):
         return {
@@ -78,8 +78,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, DTensor):
         return {"placements": repr(value.placements), "shape": tuple(value.shape), "part": value.to_local()}
     if isinstance(value, Mapping):
-        return {key: plain(value[key]) for key in sorted(value, key=repr)}
-    return [plain(item) for item in value] if isinstance(value, list) else value
+        return {key: described(value[key]) for key in sorted(value, key=repr)}
+    return [described(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -130,22 +130,27 @@ class StateDictMethod:
         return scene.fsdp.state_dict_type(scene.model, kind, *configs[self.name]())
 
 
+OLDER_FULL = StateDictMethod("full")
+FULL = StateDictMethod("FULL", offloads=False)
+FULL_ON_RANK_0 = StateDictMethod("FULL", rank0_only=True, offloads=False)
+
+
 def there_and_back(scene: Scene, optimized: Optimized, way: StateDictMethod) -> Any:
     """Save, load into a fresh optimizer, and step that optimizer. Return the states in between."""
     optimizer = optimized.stepped(scene.model)
-    before = copied(plain(optimizer.state_dict()))
+    before = copied(described(optimizer.state_dict()))
     saved = way.save(scene, optimizer)
     # See deviation fsdp.offloaded_state_dicts.
     is_whole = scene.setup.keeps_parameters_whole(scene.rank.world_size)
     copy_state = on_host if is_whole and way.offloads and way.name in ("sharded", "SHARDED") else copied
-    result = {"order": [*saved.get("state", ())], "saved": copy_state(plain(saved))}
+    result = {"order": [*saved.get("state", ())], "saved": copy_state(described(saved))}
     fresh = optimized.optimizer(scene.model)
     loaded = way.load(scene, fresh, saved)
     # The states that torch scatters are on the host or on the device, depending on the rank and the parameter.
-    result["found"] = (on_host if way.name == "scattered" else copy_state)(plain(loaded))
+    result["loaded"] = (on_host if way.name == "scattered" else copy_state)(described(loaded))
     fresh.load_state_dict(loaded)
     step(scene.model, fresh)
-    return {**result, "before": before, "after": plain(fresh.state_dict())}
+    return {**result, "before": before, "after": described(fresh.state_dict())}
 
 
 def copied(value: Any) -> Any:
@@ -193,18 +198,3 @@ def assert_close_states(expected: Mapping[str, Any], actual: Mapping[str, Any]) 
             reported: TensorState = actual[name][key]
             assert reported.shape == tuple(value.shape), f"{name}[{key!r}] has the shape {reported.shape}"
             assert (excess := ONE_STEP.excess(value, reported.values)) is None, f"{name}[{key!r}]: {excess}"
-
-
-def assert_same_states(expected: Mapping[Any, Any], actual: Mapping[Any, Any]) -> None:
-    """Compare two states of a rank's own optimizer.
-
-    A state whose tensors have no elements on this rank may be missing, because the optimizer creates it again.
-    """
-    for key, state in expected.items():
-        if key not in actual:
-            parts = [value for value in state.values() if value.shape]
-            assert parts, f"{key} is lost"
-            assert all(not value.values.numel() for value in parts), f"{key} is lost"
-            continue
-        for name, value in state.items():
-            assert torch.equal(actual[key][name].values, value.values), f"{key}[{name!r}] changed"

@@ -22,6 +22,7 @@ from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness, pickled
 
 SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+INIT_SCALE_8 = {"init_scale": 8.0}
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ class Player:
     def zero_grad(self, harness: Harness, _: None) -> None:
         harness.zero_grad()
 
-    def spoil(self, harness: Harness, value: float) -> None:
-        """Overwrite the gradients that the rank has."""
+    def overwrite_gradients(self, harness: Harness, value: float) -> None:
         for parameter in harness.parameters:
             if parameter.grad is not None:
                 parameter.grad.fill_(value)
@@ -150,7 +150,7 @@ class Player:
         """Set the world group, as torch's scalers do if the group exists when their module is imported."""
         harness.scaler.process_group = dist.group.WORLD
 
-    def answers(self, harness: Harness, _: None) -> Any:
+    def queries(self, harness: Harness, _: None) -> Any:
         """Return the results that torch's scalers do not offer, or None if the scaler lacks them."""
         if not hasattr(harness.scaler, "step_was_taken"):
             return None
@@ -201,7 +201,7 @@ def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) ->
     return on_ranks(twins, library or twins.subject, play, plan=plan)
 
 
-def assert_same(twins: Twins, plan: ScalerProgram) -> ScalerOutcomes:
+def assert_calls_match_torch(twins: Twins, plan: ScalerProgram) -> ScalerOutcomes:
     """Run the plan on the ranks of both libraries and compare the outcome of every call.
 
     Return the subject's outcomes.
@@ -218,6 +218,17 @@ def assert_same(twins: Twins, plan: ScalerProgram) -> ScalerOutcomes:
                 error.add_note(f"on rank {rank} of {len(actual)}, at {call}")
                 raise
     return actual
+
+
+def assert_outcomes_match_torch(twins: Twins, case: Callable[..., Any], **arguments: Any) -> list[Outcome]:
+    """Compare the outcomes that a case returns on the ranks of both libraries. Return those of the last rank."""
+    expected, actual = (
+        on_ranks(twins, library, case, **arguments) for library in (twins.reference, twins.subject)
+    )
+    for expected_outcomes, actual_outcomes in zip(expected, actual, strict=True):
+        for pair in zip(expected_outcomes, actual_outcomes, strict=True):
+            assert_same_outcome(*pair)
+    return actual[-1]
 
 
 def scales(outcomes: ScalerOutcomes) -> list[float]:

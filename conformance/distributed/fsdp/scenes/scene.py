@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -267,6 +269,23 @@ def tried(call: Callable[[], Any]) -> Any:
 
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def raise_in_backward(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    """Make the backward of `output` raise. This is a forward hook."""
+    del module, inputs
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("amid the backward")
+
+    output.register_hook(fail)
+
+
+def survivors(refs: Mapping[str, weakref.ref[Any]]) -> list[str]:
+    """Return the names of the objects that still exist after a garbage collection."""
+    assert refs, "no object is watched"
+    gc.collect()
+    return [name for name, ref in refs.items() if ref() is not None]
 
 
 def filled(module: nn.Module) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, Setup, clean, gathered_parameters, wrapped
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, clean, gathered_parameters, wrapped
 from conformance.distributed.fsdp.scenes.scene import Scene, named, tried
 from conformance.judge.library import Library, load_library
 
@@ -154,7 +154,7 @@ def _copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def state_dict_of(scene: Scene, form: Form) -> dict[str, Any]:
+def state_dict_of_other_model(scene: Scene, form: Form) -> dict[str, Any]:
     """Return the state dict of a model with other values."""
     origin = scene.wrapped(scene.tree.build(1))
     for model in (origin, scene.model):
@@ -172,7 +172,7 @@ def with_a_late_parameter(scene: Scene, *, form: Form, of: str) -> dict[str, Any
     inner.module.get_submodule(of).late = nn.Parameter(torch.ones(4))
     scene.model = scene.wrap(scene.plain, **kind)
     set_form(scene.library, scene.model, form)
-    state_dict = moved(copy.deepcopy(scene.model.state_dict()))
+    state_dict = with_other_values(copy.deepcopy(scene.model.state_dict()))
     with torch.no_grad():
         for parameter in scene.model.parameters():
             parameter.zero_()
@@ -185,7 +185,7 @@ def with_a_late_parameter(scene: Scene, *, form: Form, of: str) -> dict[str, Any
     }
 
 
-def moved(state_dict: dict[str, Any]) -> dict[str, Any]:
+def with_other_values(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict with other values for plain tensors, which are copies."""
     return {key: value + 1 if type(value) is torch.Tensor else value for key, value in state_dict.items()}
 
@@ -242,7 +242,7 @@ def failed(
     scene: Scene, *, form: Form, fault: str, on: Sequence[int], assign: bool = False
 ) -> dict[str, Any]:
     """Load a state dict that has a fault on some ranks. Return the error, the changed values and the next loss."""
-    state_dict = moved(state_dict_of(scene, form))
+    state_dict = with_other_values(state_dict_of_other_model(scene, form))
     if scene.rank.rank in on:
         DAMAGES[fault](state_dict)
     return tried_to_load(scene, state_dict, assign=assign)
@@ -260,24 +260,21 @@ def tried_to_load(
 
 def loads_its_own(scene: Scene, *, form: Form) -> dict[str, Any]:
     """Load a state dict into another model. Return the keys, the result, and whether the model has the values."""
-    state_dict = state_dict_of(scene, form)
+    state_dict = state_dict_of_other_model(scene, form)
     reported = tried(lambda: repr(scene.model.load_state_dict(state_dict)))
     return {
         "keys": list(state_dict),
         "types": sorted({type(value).__name__ for value in state_dict.values()}),
         "reported": reported,
-        "loaded": has_values_of_other(scene),
+        "loaded": has_values_of_other_model(scene),
     }
 
 
-def has_values_of_other(scene: Scene) -> bool:
-    """Return whether the parameters equal those of the model in `state_dict_of`."""
+def has_values_of_other_model(scene: Scene) -> bool:
+    """Return whether the parameters equal those of the model in `state_dict_of_other_model`."""
     actual = gathered_parameters(scene.library, scene.model)
     expected = scene.tree.build(1).named_parameters()
     return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
-
-
-MESH, GROUP = Setup(wrap="leaves", ranks="mesh"), Setup(wrap="leaves", ranks="group")
 
 
 class OwnWay(nn.Linear):
@@ -299,7 +296,7 @@ class OwnWay(nn.Linear):
 
 def loaded_in_its_own_way(scene: Scene, *, fits: bool) -> dict[str, Any]:
     """Load into a unit's inner module that loads by itself. Return the error and the full parameters."""
-    state_dict = moved(state_dict_of(scene, Form()))
+    state_dict = with_other_values(state_dict_of_other_model(scene, Form()))
     scene.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
     return tried_to_load(scene, state_dict) | {"whole": gathered_parameters(scene.library, scene.model)}
 
