@@ -23,7 +23,7 @@ Cost for N f32 elements, launches counted on CUDA:
 | `nonfinite_counts` | about 8, on demand | 4 a tensor |
 """
 
-from impl.kernels._by_dtype import foreach_slices
+from impl.kernels._by_dtype import foreach_slices, may_share_memory
 from impl.kernels._copies import (
     HostCopy,
     copy_into_,
@@ -98,6 +98,7 @@ __all__ = [
     "layouts_of",
     "list_layout",
     "match_layout",
+    "may_share_memory",
     "no_grad_fast",
     "nonfinite_counts",
     "nonfinite_flag",

@@ -33,7 +33,8 @@ from impl.kernels import (
     is_profiled,
     to_device,
 )
-from impl.optim._list_cache import Bucket, GroupLists, ListCache
+from impl.optim._joined_buckets import JoinedBuckets, Run
+from impl.optim._list_cache import Bucket, ListCache
 from impl.optim._param_norms import UpdateMeter
 from impl.optim._prepared_updates import Prepared, PreparedShards
 from impl.optim._refusals import optimizer_name
@@ -69,10 +70,10 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """Update of the parameters of one group, dtype and device, all of them with states or all without."""
+    """Update of parameters of one dtype and device, with equal settings, all of them with states or all without."""
 
     rule: type[Rule]
-    group: dict[str, Any]
+    group: dict[str, Any]  # the first of their groups
     params: list[Tensor]  # the optimizer's own tensors
     parameters: Parameters
     grads: TensorList  # local tensors
@@ -269,8 +270,9 @@ class _Lists:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._rule = _RULE_OF[type(optimizer)]
-        # A `Prepared` for each bucket is attached to its group.
         self.list_cache = ListCache(optimizer, with_layouts=True)
+        self._joined = JoinedBuckets(self._rule)
+        self._prepared: dict[Bucket, Prepared | PreparedShards] = {}
 
     def collect(self, optimizer: Optimizer, copies: Mapping[int, Tensor]) -> list[Update]:
         groups = self.list_cache.groups()
@@ -279,34 +281,30 @@ class _Lists:
         ]
         if sum(_place_counters(optimizer, bucket) for bucket in new_buckets):
             groups = self.list_cache.groups()
-        self._pack_counters(groups)
-        updates: list[Update] = []
-        for group_lists in groups:
-            for bucket in group_lists.buckets:
-                updates += self._of_bucket(group_lists, bucket, copies)
-        return updates
+        runs = self._joined.runs(groups, copies)
+        self._pack_counters(runs)
+        previous, self._prepared = self._prepared, {}
+        return [update for run in runs for update in self._of_run(run, previous.get(run.bucket), copies)]
 
     def let_go(self) -> None:
         """Drop gradients and local tensors, or they would live through the next forward."""
         self.list_cache.let_go_of_gradients()
-        for group_lists in self.list_cache.kept():
-            for prepared in (group_lists.attached or {}).values():
-                prepared.let_go()
+        self._joined.let_go_of_gradients()
+        for prepared in self._prepared.values():
+            prepared.let_go()
 
-    def _pack_counters(self, groups: Sequence[GroupLists]) -> None:
-        buckets = [bucket for group_lists in groups if group_lists.replays for bucket in group_lists.buckets]
+    def _pack_counters(self, runs: Sequence[Run]) -> None:
+        buckets = [run.bucket for run in runs if run.replays]
         # Join all of them before the check: a counter in two buckets moves from the first buffer to the second.
         if sum(bucket.counters.pack() for bucket in buckets):
             for bucket in buckets:
                 bucket.counters.unpack_if_moved()
 
-    def _of_bucket(
-        self, group_lists: GroupLists, bucket: Bucket, copies: Mapping[int, Tensor]
+    def _of_run(
+        self, run: Run, prepared: Prepared | PreparedShards | None, copies: Mapping[int, Tensor]
     ) -> list[Update]:
-        group, low_precision_params = group_lists.group, _low_precision_params(bucket.params, copies)
-        if group_lists.attached is None:
-            group_lists.attached = {}
-        prepared: Prepared | PreparedShards | None = group_lists.attached.pop(bucket, None)
+        group, bucket = run.group, run.bucket
+        low_precision_params = _low_precision_params(bucket.params, copies)
         current = None if prepared is None else prepared.current(bucket, low_precision_params)
         is_cacheable = True
         if prepared is None or current is None:
@@ -324,7 +322,7 @@ class _Lists:
                 is_cacheable = PLAIN_TYPES.issuperset(map(type, chain(bucket.params, bucket.grads)))
         parameters, grads = current
         if is_cacheable:
-            group_lists.attached[bucket] = prepared
+            self._prepared[bucket] = prepared
         known_grads = TensorList([*grads], prepared.layout)
         return [Update(self._rule, group, bucket.params, parameters, known_grads, bucket)]
 
@@ -354,14 +352,14 @@ _lists_of: WeakKeyDictionary[Optimizer, _Lists] = WeakKeyDictionary()
 
 def _place_counters(optimizer: Optimizer, bucket: Bucket) -> bool:
     """Move step counters to the device and dtype of fused updates. Return whether one was moved."""
-    steps: list[Any] = bucket.counters.steps
+    steps: list[Any] = bucket.steps
     _check_params(
         (param, None if isinstance(step, Tensor) else "its step counter is a number, not a tensor")
         for param, step in zip(bucket.params, steps, strict=False)
     )
     misplaced = [
         param
-        for param, step in zip(bucket.params, bucket.counters.steps, strict=False)
+        for param, step in zip(bucket.params, bucket.steps, strict=False)
         if step.dtype is not torch.float32 or step.device != bucket.device
     ]
     for param in misplaced:

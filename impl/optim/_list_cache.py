@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -81,10 +81,29 @@ class Bucket:
         self.grads: list[Tensor]
         self.params, self.grads = (self._lists[name] for name in names[:2])
         self.device, self.dtype = self.params[0].device, self.params[0].dtype
-        self.counters = Counters(self._lists.get("state_steps", []))
+        self.steps: list[Tensor] = self._lists.get("state_steps", [])
+        self._counters: Counters | None = None
+
+    @classmethod
+    def join(cls, buckets: Sequence[Bucket]) -> Bucket:
+        """Return a bucket with the tensors of several ones of the same optimizer, in their order."""
+        names = tuple(buckets[0]._lists)
+        return cls(
+            names, [[*chain.from_iterable(bucket[name] for bucket in buckets)] for name in names], None
+        )
 
     def __getitem__(self, name: str) -> list[Any]:
         return self._lists[name]
+
+    @property
+    def counters(self) -> Counters:
+        if self._counters is None:
+            self._counters = Counters(self.steps)
+        return self._counters
+
+    def has_moved_counters(self) -> bool:
+        """Return whether a counter got other memory since `counters` was last used."""
+        return self._counters is not None and self._counters.changed_address()
 
     def take(self, grads: list[Tensor]) -> None:
         """Store the gradients of this bucket, out of those of the group."""
@@ -153,7 +172,7 @@ class GroupLists:
         if self._without and not same(map(_gradient, self._without), _NONE):
             return "a parameter that had no gradient has one"
         for bucket in self.buckets:
-            if bucket.counters.changed_address():
+            if bucket.has_moved_counters():
                 return "a step counter has other memory"
         self.grads[:] = grads
         for bucket in self.buckets:
