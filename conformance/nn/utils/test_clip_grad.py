@@ -101,8 +101,10 @@ def test_every_norm_type(compare: Compare, device: str, norm_type: Any, data: st
 @clause("nn.utils.clip_grad.clip_grad_norm_.every_norm_type")
 @pytest.mark.parametrize("norm_type", [-2.0, -math.inf, "nuc", None, [2.0]], ids=repr)
 def test_norm_types_on_the_edge(compare: Compare, device: str, norm_type: Any) -> None:
+    """Include a gradient without elements, which has no norm of a negative order."""
     case = GradientList((Gradient((3,)), Gradient((0,)), Gradient((2, 2), seed=1)))
-    compare(lambda library: clip_of(library, case, device, 1.0, norm_type=norm_type))
+    [outcome] = compare(lambda library: clip_of(library, case, device, 1.0, norm_type=norm_type))
+    assert outcome.raised is not None
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.mixed_dtypes")
@@ -157,7 +159,8 @@ def test_half_precision_by_the_true_norm(
 @clause("nn.utils.clip_grad.clip_grad_norm_.nonfinite_gradients")
 @given(case=gradient_lists(last=NONFINITE, missing=False), norm_type=st.sampled_from([2.0, 1.0, math.inf]))
 def test_nonfinite_gradients(compare: Compare, device: str, case: GradientList, norm_type: float) -> None:
-    compare(lambda library: clip_of(library, case, device, 1.0, norm_type), norm_tolerance(case))
+    [outcome] = compare(lambda library: clip_of(library, case, device, 1.0, norm_type), norm_tolerance(case))
+    assert not outcome.value.values.isfinite()
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.error_if_nonfinite")
@@ -165,10 +168,11 @@ def test_nonfinite_gradients(compare: Compare, device: str, case: GradientList, 
     case=gradient_lists(last=st.one_of(NONFINITE, st.none())), norm_type=st.sampled_from([2.0, 1.0, math.inf])
 )
 def test_error_if_nonfinite(compare: Compare, device: str, case: GradientList, norm_type: float) -> None:
-    compare(
+    [outcome] = compare(
         lambda library: clip_of(library, case, device, 1.0, norm_type, error_if_nonfinite=True),
         norm_tolerance(case),
     )
+    assert (outcome.raised is None) == (case.gradients[-1].last is None)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.no_gradients")
@@ -195,7 +199,8 @@ def test_foreach_matches_torch(
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_foreach_where_the_device_has_none(compare: Compare, foreach: bool | None) -> None:
-    compare(lambda library: norm_on_meta(library, "clip_grad_norm_", foreach))
+    [outcome] = compare(lambda library: norm_on_meta(library, "clip_grad_norm_", foreach))
+    assert ("foreach" in str(outcome.raised)) == bool(foreach)
 
 
 EXTREMES = {
@@ -267,13 +272,15 @@ def test_deprecated_spelling(
     compare: Compare, device: str, keywords: dict[str, Any], last: float | None, max_norm: float
 ) -> None:
     case = GradientList((Gradient((3,)), Gradient((4, 2), seed=1, last=last)))
-    compare(
+    [outcome] = compare(
         lambda library: clip_of(library, case, device, max_norm, function="clip_grad_norm", **keywords),
         norm_tolerance(case),
     )
+    assert [kind for kind, _ in outcome.warned] == ["FutureWarning"]
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm.deprecated_spelling")
 @pytest.mark.parametrize("foreach", [True, False])
 def test_deprecated_spelling_hands_foreach_on(compare: Compare, foreach: bool) -> None:
-    compare(lambda library: norm_on_meta(library, "clip_grad_norm", foreach))
+    [outcome] = compare(lambda library: norm_on_meta(library, "clip_grad_norm", foreach))
+    assert ("foreach" in str(outcome.raised)) == foreach

@@ -229,6 +229,7 @@ def test_issues_no_more_collectives_than_torch(
     clipping.seen_by(clipping.reference, "clip_grad_norm_", gradients, **arguments)
     allowed = [len(trace) for trace in pool.traces]
     clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, **arguments)
+    assert len(pool.traces) == pool.world_size
     for rank, trace in enumerate(pool.traces):
         assert len(trace) <= allowed[rank], f"rank {rank} issued {[str(call) for call in trace]}"
         assert list(trace) == list(pool.traces[0])
@@ -368,7 +369,9 @@ def test_norm_of_dtensors_can_be_formatted(deviation: DeviationJudge, rank_pool:
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_kept")
 @pytest.mark.parametrize("use", ["copied", "pickled", "saved", "compiled"])
-def test_norm_of_dtensors_can_be(reference: Library, subject: Library, rank_pool: RankPool, use: str) -> None:
+def test_norm_of_dtensors_can_be_copied_and_saved(
+    reference: Library, subject: Library, rank_pool: RankPool, use: str
+) -> None:
     expected, actual = (use_norm(rank_pool, library, use) for library in (reference, subject))
     assert_ranks_agree_with(expected, actual, EXACT)
     assert all(outcome.raised is None for outcome in actual)
@@ -404,14 +407,15 @@ def test_gradients_on_several_meshes_have_one_norm(
     def are_clipped(outcomes: list[Outcome] | RankFault) -> bool:
         if isinstance(outcomes, RankFault) or any(outcome.raised is not None for outcome in outcomes):
             return False
-        before, *_ = outcomes[0].value  # rank 0 is in all meshes
+        before, _, _ = outcomes[0].value  # (gradients before, norm, gradients after); rank 0 is in all meshes
         parameters = [torch.nn.Parameter(torch.zeros_like(grad.values)) for grad in before]
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad.values.clone()
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         expected = [norm, *(parameter.grad for parameter in parameters)]
         return all(
-            actual is None or tolerance.excess(value, actual.values) is None
+            actual is None  # the rank is not in the gradient's mesh
+            or tolerance.excess(value, actual.values) is None
             for _, rank_norm, grads in (outcome.value for outcome in outcomes)
             for value, actual in zip(expected, [rank_norm, *grads], strict=True)
         )

@@ -61,4 +61,5 @@ def test_clamping_foreach(compare: Compare, where: str, foreach: bool | None) ->
         watch = [parameter for parameter in parameters if parameter.device.type == "cpu"]
         return observe(library.nn.utils.clip_grad_value_, parameters, 0.5, foreach=foreach, watch=watch)
 
-    compare(outcome)
+    [clamped] = compare(outcome)
+    assert ("foreach" in str(clamped.raised)) == bool("meta" in where and foreach)
