@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from conformance.judge.comparing import Compare
@@ -33,17 +35,30 @@ class OlderScaler:
     def __init__(self, kind: str, subject: Library, reference: Library) -> None:
         self._kind, self._subject, self._reference = kind, subject, reference
 
-    def assert_scales_as_the_newer_one(self, arguments: str, device: str) -> None:
-        Compare(self._reference, self._subject)(lambda library: self._scenario(library, arguments, device))
+    def assert_scales_as_torchs_and_as_newer_class(self, arguments: str, device: str) -> None:
+        def scenario(library: Library) -> Iterator[Outcome]:
+            return _scenario(library, self._of(library), arguments, device)
+
+        outcomes = Compare(self._reference, self._subject)(scenario)
+        newer_class = partial(self._subject.amp.GradScaler, self._kind)
+        newer_outcomes = _scenario(self._subject, newer_class, arguments, device)
+        for older, newer in zip(outcomes, newer_outcomes, strict=True):
+            warned = tuple(warning for warning in older.warned if warning[0] != "FutureWarning")
+            # The older class calls the newer one, so the newer one's warning points at a line of the library.
+            assert_same_outcome(replace(newer, at_the_caller=frozenset()), replace(older, warned=warned))
 
     def assert_takes_no_device(self) -> None:
         # Whether the warning comes before the error does not matter.
-        expected, actual = (observe(self._of(library), device=self._kind).raised for library in self._both())
-        assert expected == actual, f"raised {actual}, expected {expected}"
+        libraries = (self._reference, self._subject)
+        expected, actual = (observe(self._of(library), device=self._kind).raised for library in libraries)
+        assert None is not expected == actual, f"raised {actual}, expected {expected}"
 
     def assert_warns(self) -> None:
-        expected, actual = (observe(self._scale_of_a_new_one, library) for library in self._both())
-        assert_same_outcome(expected, actual)
+        def scale(library: Library) -> Outcome:
+            return observe(lambda: self._of(library)(2.0).get_scale())
+
+        [outcome] = Compare(self._reference, self._subject)(scale)
+        assert "FutureWarning" in dict(outcome.warned)
 
     def assert_is_a_subclass(self, device: str) -> None:
         """Assert that the older class is a subclass of the newer class, and that copies keep their class."""
@@ -58,28 +73,23 @@ class OlderScaler:
             assert type(copied) is type(scaler), f"a copy of a {type(scaler)} is a {type(copied)}"
             assert copied.get_scale() == 4.0, f"a copy's scale is {copied.get_scale()}, expected 4.0"
 
-    def _both(self) -> tuple[Library, Library]:
-        return self._reference, self._subject
-
     def _of(self, library: Library) -> Any:
         return library.find(f"{self._kind}.amp.GradScaler")
 
-    def _scale_of_a_new_one(self, library: Library) -> float:
-        return self._of(library)(2.0).get_scale()
 
-    def _scenario(self, library: Library, arguments: str, device: str) -> Iterator[Outcome]:
-        """Yield the construction with its warnings, then a few iterations."""
-        args, kwargs = ARGUMENTS[arguments]
-        harness = Harness(library, device)
-        scalers: list[Any] = []
+def _scenario(library: Library, scaler_class: Any, arguments: str, device: str) -> Iterator[Outcome]:
+    """Yield the construction with its warnings, then a few iterations."""
+    args, kwargs = ARGUMENTS[arguments]
+    harness = Harness(library, device)
+    scalers: list[Any] = []
 
-        def make() -> Any:
-            scalers.append(self._of(library)(*args, **kwargs))
-            return scalers[0].is_enabled(), scalers[0].state_dict()
+    def make() -> Any:
+        scalers.append(scaler_class(*args, **kwargs))
+        return scalers[0].is_enabled(), scalers[0].state_dict()
 
-        yield observe(make)
-        if scalers:
-            harness.scaler = scalers[0]
-            for last in (None, None, math.inf, None):
-                yield from harness.iteration(last)
-            yield observe(harness.scaler.get_scale)
+    yield observe(make)
+    if scalers:
+        harness.scaler = scalers[0]
+        for last in (None, None, math.inf, None):
+            yield from harness.iteration(last)
+        yield observe(harness.scaler.get_scale)

@@ -18,15 +18,15 @@ def older(subject: Library, reference: Library) -> OlderScaler:
 @clause("cuda.amp.grad_scaler.older_spelling.is_the_scaler")
 @pytest.mark.parametrize("cuda_is_there", [True, False])
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-def test_scales_as_the_newer_one(
+def test_older_spelling_scales_as_torchs(
     older: OlderScaler, monkeypatch: pytest.MonkeyPatch, device: str, arguments: str, cuda_is_there: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_is_there)
-    older.assert_scales_as_the_newer_one(arguments, device)
+    older.assert_scales_as_torchs_and_as_newer_class(arguments, device)
 
 
 @clause("cuda.amp.grad_scaler.older_spelling.is_the_scaler")
-def test_takes_no_device(older: OlderScaler) -> None:
+def test_device_argument_raises(older: OlderScaler) -> None:
     older.assert_takes_no_device()
 
 
