@@ -58,7 +58,7 @@ def test_gradients_match_torch(
     "name", ["cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "ipu", "privateuseone"]
 )
 @pytest.mark.parametrize("enabled", [True, False])
-def test_each_device_type(compare: Compare, name: str, enabled: bool) -> None:
+def test_region_changes_state_of_its_device_type_only(compare: Compare, name: str, enabled: bool) -> None:
     def inside(library: Library) -> Outcome:
         def run() -> Any:
             with library.amp.autocast(name, enabled=enabled):
@@ -73,7 +73,9 @@ def test_each_device_type(compare: Compare, name: str, enabled: bool) -> None:
 @pytest.mark.parametrize("name", ["meta", "tpu", "", "CPU", "cpu:0"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_device_types_without_autocast(compare: Compare, name: str, dtype: torch.dtype | None) -> None:
-    compare(lambda library: observe(lambda: library.amp.autocast(name, dtype).device))
+    """torch accepts a device type with an index."""
+    [outcome] = compare(lambda library: observe(lambda: library.amp.autocast(name, dtype).device))
+    assert (outcome.raised is None) == (name == "cpu:0")
 
 
 _NAME = "theirs"
@@ -115,11 +117,15 @@ def test_backends_that_name_themselves(subject: Library) -> None:
     with RankPool(1) as pool:
         [(expected, actual)] = pool.run(regions, reference="torch", subject=subject.spec)
     assert_same_outcome(expected, actual)
+    enabled = [outcome.value[0] for outcome in actual.value.values() if outcome.raised is None]
+    assert {*enabled} == {True, False}
 
 
 @clause("amp.autocast_mode.autocast.default_dtype")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_default_dtype_is_asked_for(subject: Library, device: str, dtype: torch.dtype) -> None:
+def test_default_dtype_is_read_when_region_is_built(
+    subject: Library, device: str, dtype: torch.dtype
+) -> None:
     before = torch.get_autocast_dtype(device)
     torch.set_autocast_dtype(device, dtype)
     try:
@@ -145,7 +151,8 @@ def test_unsupported_dtype(compare: Compare, device: str, dtype: torch.dtype, en
 
         return observe(run)
 
-    compare(inside)
+    [outcome] = compare(inside)
+    assert bool(outcome.warned) == enabled
 
 
 @clause("amp.autocast_mode.autocast.unsupported_dtype")

@@ -33,24 +33,27 @@ def test_decorated_function_matches_torch(compare: Compare, device: str, dtype: 
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_decorated_method_that_raises_and_recurses(subject: Library, device: str) -> None:
-    region = subject.amp.autocast(device)
+def test_decorated_method_stays_in_region_after_recursion(subject: Library, device: str) -> None:
+    """The innermost call raises."""
 
     class DecoratedModel:
-        @region
+        @subject.amp.autocast(device)
         def forward(self, depth: int) -> list[bool]:
             if depth == 0:
                 raise Planned
-            with contextlib.suppress(Planned), subject.amp.autocast(device, enabled=False):
-                self.forward(depth - 1)
-            return [torch.is_autocast_enabled(device)]
+            inner: list[bool] = []
+            with contextlib.suppress(Planned):
+                inner = self.forward(depth - 1)
+            return [*inner, torch.is_autocast_enabled(device)]
 
     before = state()
-    assert DecoratedModel().forward(1) == [True]
-    with pytest.raises(Planned):
-        DecoratedModel().forward(0)
-    # An instance of torch's class stores one saved state, which recursion overwrites.
-    torch.set_autocast_enabled(device, before["enabled"][device])
+    try:
+        assert DecoratedModel().forward(3) == [True, True, True]
+        with pytest.raises(Planned):
+            DecoratedModel().forward(0)
+    finally:
+        # An instance of torch's class stores one saved state, which recursion overwrites.
+        torch.set_autocast_enabled(device, before["enabled"][device])
 
 
 @clause("amp.autocast_mode.autocast.decorator")
@@ -97,25 +100,11 @@ def test_attributes_of_the_function_are_kept(compare: Compare, device: str) -> N
 
 
 @clause("amp.autocast_mode.autocast.decorator")
-def test_recursive_call_leaves_region_entered(subject: Library, device: str) -> None:
-    @subject.amp.autocast(device)
-    def deeper(depth: int) -> list[bool]:
-        inner = deeper(depth - 1) if depth else []
-        return [*inner, torch.is_autocast_enabled(device)]
-
-    before = state()
-    try:
-        assert deeper(2) == [True, True, True]
-    finally:
-        # An instance of torch's class stores one saved state, which recursion overwrites.
-        torch.set_autocast_enabled(device, before["enabled"][device])
-
-
-@clause("amp.autocast_mode.autocast.decorator")
 @pytest.mark.parametrize("value", [None, 3, "f", torch.ones(2)], ids=repr)
 def test_decorating_what_cannot_be_called(subject: Library, reference: Library, value: Any) -> None:
+    # Whether the result is callable is compared, because the functions of two libraries are never equal.
     expected, actual = (
-        observe(lambda lib=lib: lib.amp.autocast("cpu")(value) and None) for lib in (reference, subject)
+        observe(lambda lib=lib: callable(lib.amp.autocast("cpu")(value))) for lib in (reference, subject)
     )
     if expected.raised is None and actual.raised is not None:
         # torch 2.11 returns a function that fails when it is called. Later versions raise at once, as may the subject.
@@ -155,4 +144,5 @@ def test_scripting_decorated_function_matches_torch(compare: Compare, device: st
 
         return observe(torch.jit.script, inside)
 
-    compare(scripted)
+    [outcome] = compare(scripted)
+    assert outcome.raised is not None

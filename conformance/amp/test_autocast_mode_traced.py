@@ -120,7 +120,9 @@ def test_compiles_into_torchs_graphs(
         before = state()
         return observe(lambda: (run(x), run(x + 1), graphs.seen, state() == before))
 
-    compare(compiled)
+    [outcome] = compare(compiled)
+    assert outcome.raised is None
+    assert all(outcome.value[2:])
 
 
 @PROGRAMS
@@ -147,7 +149,8 @@ def test_compiled_again_when_the_region_around_differs(compare: Compare, device:
         dtypes_of_calls.append(run(x).dtype)
         return observe(lambda: (dtypes_of_calls, len(graphs.seen)))
 
-    compare(dtypes)
+    [outcome] = compare(dtypes)
+    assert outcome.value[0] == [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16, torch.float32]
 
 
 @clause("amp.autocast_mode.autocast.compiled_made_before")
@@ -225,7 +228,9 @@ def test_exports_as_torch_does(compare: Compare, device: str, strict: bool, regi
 
         return observe(export)
 
-    compare(exported)
+    [outcome] = compare(exported)
+    assert outcome.raised is None
+    assert outcome.value[2]
 
 
 @clause("amp.autocast_mode.autocast.exported")
@@ -241,7 +246,9 @@ def test_make_fx(compare: Compare, device: str, pre_dispatch: bool, dtype: torch
 
         return observe(lambda: described(make_fx(run, pre_dispatch=pre_dispatch)(x)))
 
-    compare(traced)
+    [outcome] = compare(traced)
+    low = torch.get_autocast_dtype(device) if dtype is None else dtype
+    assert any(line.endswith(str(low)) for line in outcome.value)
 
 
 @clause("amp.autocast_mode.autocast.jit_traced")
@@ -259,7 +266,8 @@ def test_jit_trace(compare: Compare, device: str, dtype: torch.dtype) -> None:
             graph = torch.jit.trace(run, (x,))
         return observe(lambda: (graph(x), graph(x * 2)))
 
-    compare(traced)
+    [outcome] = compare(traced)
+    assert [product.dtype for product in outcome.value] == [dtype, dtype]
 
 
 @clause("amp.autocast_mode.autocast.jit_scripted")
