@@ -115,26 +115,39 @@ def test_norms_of_modules(subject: Library, device: str, kind: str, norm_type: f
     assert numbers(step.scaler.gradient_norms(step.optimizer, per="module")) == near(expected)
 
 
-@clause("amp.grad_scaler.fused_step.gradient_norms")
-@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
-@pytest.mark.parametrize("case", ["disabled", "unscaled", "skipped", "absent", "halves"])
-def test_norms_in_other_states(subject: Library, device: str, kind: str, case: str) -> None:
-    step = NormedStep(subject, device, OPTIMIZERS[kind], enabled=case != "disabled")
-    expected = step.expected(2.0)
-    more: dict[str, Any] = {}
-    if case == "unscaled":
+STATES = ["disabled", "unscaled", "skipped", "absent gradient", "weights of zeros", "low precision copies"]
+
+
+def in_state(library: Library, device: str, kind: str, state: str) -> tuple[NormedStep, dict[str, Any]]:
+    """Return a step in one of `STATES`, and the arguments of its `fused_step`."""
+    step = NormedStep(library, device, OPTIMIZERS[kind], enabled=state != "disabled")
+    if state == "unscaled":
         step.scaler.unscale_(step.optimizer)
-    elif case == "skipped":
+    elif state == "skipped":
         step.params["2.bias"].grad[1] = math.inf
-        expected["2.bias"] = math.inf
-    elif case == "absent":
+    elif state == "absent gradient":
         step.params["0.weight"].grad = None
-        expected["0.weight"] = 0.0
-    elif case == "halves":
-        more["low_precision_params"] = copies = [param.detach().half() for param in step.params.values()]
+    elif state == "weights of zeros":
+        step.params["2.bias"].data.zero_()
+    elif state == "low precision copies":
+        copies = [param.detach().half() for param in step.params.values()]
         for copy, param in zip(copies, step.params.values(), strict=True):
             copy.grad, param.grad = param.grad.half(), None
-    step.scaler.fused_step(step.optimizer, 0.5, keep_norms=True, **more)
+        return step, {"low_precision_params": copies}
+    return step, {}
+
+
+@clause("amp.grad_scaler.fused_step.gradient_norms")
+@pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
+@pytest.mark.parametrize("state", STATES)
+def test_norms_in_other_states(subject: Library, device: str, kind: str, state: str) -> None:
+    step, arguments = in_state(subject, device, kind, state)
+    expected = step.expected(2.0)
+    if state == "skipped":
+        expected["2.bias"] = math.inf
+    elif state == "absent gradient":
+        expected["0.weight"] = 0.0
+    step.scaler.fused_step(step.optimizer, 0.5, keep_norms=True, **arguments)
     assert numbers(step.scaler.gradient_norms(step.optimizer)) == pytest.approx(expected, rel=1e-3)
 
 
@@ -202,13 +215,14 @@ RATIOS = {"keep_update_norms": True}
 
 
 def expected_ratios(step: NormedStep, before: list[Tensor], owners: list[str]) -> dict[str, float]:
-    """Return the ratios of parameters, joined by their owners, if all parameters were updated."""
+    """Return the ratios of parameters, joined by their owners. The ratio is inf if the weights were zeros."""
     weights: dict[str, list[Tensor]] = {}
     updates: dict[str, list[Tensor]] = {}
     for owner, old, new in zip(owners, before, step.values(), strict=True):
         weights.setdefault(owner, []).append(old)
         updates.setdefault(owner, []).append(new.double() - old.double())
-    return {owner: norm_of(updates[owner], 2.0) / norm_of(weights[owner], 2.0) for owner in weights}
+    norms = {owner: norm_of(tensors, 2.0) for owner, tensors in weights.items()}
+    return {owner: norm_of(updates[owner], 2.0) / norm if norm else math.inf for owner, norm in norms.items()}
 
 
 @clause("amp.grad_scaler.fused_step.update_ratios")
@@ -230,31 +244,15 @@ def test_ratios_of_updates_to_weights(subject: Library, device: str, kind: str, 
 
 @clause("amp.grad_scaler.fused_step.update_ratios")
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
-@pytest.mark.parametrize("case", ["disabled", "unscaled", "skipped", "absent", "zero", "halves"])
-def test_ratios_in_other_states(subject: Library, device: str, kind: str, case: str) -> None:
+@pytest.mark.parametrize("state", STATES)
+def test_ratios_in_other_states(subject: Library, device: str, kind: str, state: str) -> None:
     """A skipped step and parameters without gradients have 0, and weights of zeros have inf."""
-    step = NormedStep(subject, device, OPTIMIZERS[kind], enabled=case != "disabled")
-    more: dict[str, Any] = {}
-    if case == "unscaled":
-        step.scaler.unscale_(step.optimizer)
-    elif case == "skipped":
-        step.params["2.bias"].grad[1] = math.inf
-    elif case == "absent":
-        step.params["0.weight"].grad = None
-    elif case == "zero":
-        step.params["2.bias"].data.zero_()
-    elif case == "halves":
-        more["low_precision_params"] = copies = [param.detach().half() for param in step.params.values()]
-        for copy, param in zip(copies, step.params.values(), strict=True):
-            copy.grad, param.grad = param.grad.half(), None
+    step, arguments = in_state(subject, device, kind, state)
     before = step.values()
-    step.scaler.fused_step(step.optimizer, 0.5, **RATIOS, **more)
+    step.scaler.fused_step(step.optimizer, 0.5, **RATIOS, **arguments)
     ratios = numbers(step.scaler.update_ratios(step.optimizer))
-    if case == "zero":
-        assert ratios.pop("2.bias") == math.inf
-        before[NAMES.index("2.bias")].fill_(1.0)
-    assert ratios == near({name: expected_ratios(step, before, NAMES)[name] for name in ratios})
-    assert case != "skipped" or not any(ratios.values())
+    assert ratios == near(expected_ratios(step, before, NAMES))
+    assert any(ratios.values()) == (state != "skipped")
 
 
 @clause("amp.grad_scaler.fused_step.update_ratios")
