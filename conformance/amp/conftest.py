@@ -11,5 +11,5 @@ from conformance.strategies.fused_steps import FusedStep
 
 @pytest.fixture
 def fused(deviation: DeviationJudge, reference: Library, device: str) -> FusedStep:
-    """Judge of the subject's fused step, for tests that name `ROW`."""
+    """Judge of the subject's fused step, for tests that name `TORCH_HAS_NO_FUSED_STEP`."""
     return FusedStep(deviation, reference, device)

@@ -17,32 +17,16 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
-from conformance.strategies.fused_steps import KINDS, ROW, FusedStep, Take, by_four, by_one
+from conformance.strategies.fused_steps import (
+    KINDS,
+    TORCH_HAS_NO_FUSED_STEP,
+    FusedStep,
+    Take,
+    by_four,
+    by_one,
+)
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness
-
-
-@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
-def test_shortened_parameter_updates_only_its_elements(fused: FusedStep, device: str) -> None:
-    """Shorten the parameter through `.data`, at the same address. Elements that it no longer holds stay unchanged."""
-
-    def reported(library: Library, take: Take) -> list[Any]:
-        harness = Harness(
-            library, device, (Gradient((9,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
-        )
-        whole = harness.parameters[0].data
-        for _ in range(2):
-            harness.zero_grad()
-            harness.backward()
-            take(harness, math.inf)
-        harness.parameters[0].grad = None
-        harness.parameters[0].data = whole[:3]
-        harness.parameters[0].grad = torch.full((3,), 8.0, device=device)
-        take(harness, math.inf)
-        return [whole.clone()]
-
-    fused.judge_reported(reported)
 
 
 def negated(grad: Tensor) -> Tensor:
@@ -74,6 +58,41 @@ def by_a_wrapper(optimizer: Optimizer, change: Callable[[], None]) -> Generator[
         yield
 
 
+def params_after(
+    harness: Harness, take: Take, change: Callable[[], None], *, step: int = 2, by: Any = at_once
+) -> list[Tensor]:
+    """Take four steps, the one with the index `step` after a change. Return the parameters after each."""
+    log: list[Tensor] = []
+    for iteration in range(4):
+        harness.zero_grad()
+        harness.backward()
+        with by(harness.optimizer, change) if iteration == step else nullcontext():
+            take(harness, 1.0)
+        log += [param.detach().clone() for param in harness.parameters]
+    return log
+
+
+@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
+@TORCH_HAS_NO_FUSED_STEP
+def test_shortened_parameter_updates_only_its_elements(fused: FusedStep, device: str) -> None:
+    """Shorten the parameter through `.data`, at the same address. Elements that it no longer holds stay unchanged."""
+
+    def reported(library: Library, take: Take) -> list[Any]:
+        gradients = (Gradient((9,), seed=1), Gradient((4,), seed=2))
+        harness = Harness(library, device, gradients, KINDS["sgd"], init_scale=8.0)
+        param = harness.parameters[0]
+        whole = param.data
+
+        def shorten() -> None:
+            param.grad = None
+            param.data = whole[:3]
+            param.grad = torch.full((3,), 8.0, device=device)
+
+        return [*params_after(harness, take, shorten, step=3), whole.clone()]
+
+    fused.judge_reported(reported)
+
+
 BEFORE_THE_STEP = {"the backward": at_once, "a hook": by_a_hook, "what wraps the step": by_a_wrapper}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda grad: grad.t().contiguous().t(),
@@ -84,7 +103,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("by", BEFORE_THE_STEP)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_laid_out_otherwise_than_before(
@@ -105,26 +124,19 @@ def test_gradients_laid_out_otherwise_than_before(
             lambda groups: AdamW(groups, lr=0.125),  # not fused: torch's fused operators use memory order
             init_scale=8.0,
         )
-        log: list[Any] = []
 
-        def lay() -> None:
+        def change_layout() -> None:
             for param in harness.parameters[::2]:
                 assert param.grad is not None
                 param.grad.data = laid_out(param.grad.data)
 
-        for iteration in range(4):
-            harness.zero_grad()
-            harness.backward()
-            with BEFORE_THE_STEP[by](harness.optimizer, lay) if iteration == 2 else nullcontext():
-                take(harness, 1.0)
-            log += [param.detach().clone() for param in harness.parameters]
-        return log
+        return params_after(harness, take, change_layout, by=BEFORE_THE_STEP[by])
 
     fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("by", BEFORE_THE_STEP)
 @pytest.mark.parametrize("moved_tensor", ["parameter", "exp_avg", "step"])
 def test_moved_tensors_are_updated_at_new_address(
@@ -136,7 +148,6 @@ def test_moved_tensors_are_updated_at_new_address(
         gradients = (Gradient((9, 4), seed=1), Gradient((4,), seed=2))
         harness = Harness(library, device, gradients, lambda groups: AdamW(groups, lr=0.125), init_scale=8.0)
         moved: list[tuple[Tensor, Tensor]] = []
-        log: list[Any] = []
 
         def move() -> None:
             for param in harness.parameters:
@@ -146,19 +157,15 @@ def test_moved_tensors_are_updated_at_new_address(
                 moved.append((tensor.data, tensor.data.clone()))
                 tensor.data = tensor.data.clone()
 
-        for iteration in range(4):
-            harness.zero_grad()
-            harness.backward()
-            with BEFORE_THE_STEP[by](harness.optimizer, move) if iteration == 2 else nullcontext():
-                take(harness, 1.0)
-            log += [param.detach().clone() for param in harness.parameters]
+        log = params_after(harness, take, move, by=BEFORE_THE_STEP[by])
+        assert moved
         return [*log, *(torch.equal(old, copy) for old, copy in moved)]
 
     fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_parameter_with_changed_layout_is_updated(fused: FusedStep, device: str) -> None:
     """Change the parameter's layout through `.data`, while gradients and states keep theirs."""
 
@@ -201,7 +208,7 @@ STATEFUL: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("form", STATES)
 def test_state_with_changed_layout_matches_torch(fused: FusedStep, device: str, form: str, kind: str) -> None:
@@ -231,29 +238,26 @@ def test_state_with_changed_layout_matches_torch(fused: FusedStep, device: str, 
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_swap_for_sparse_parameter_keeps_others_updated(fused: FusedStep, device: str) -> None:
     """Swap a parameter in the fourth step. The new parameter is sparse, without an address, and has no gradient."""
 
     def reported(library: Library, take: Take) -> list[Any]:
-        harness = Harness(
-            library, device, (Gradient((8,), seed=1), Gradient((4,), seed=2)), KINDS["sgd"], init_scale=8.0
-        )
-        unswapped, swapped = harness.parameters
-        for iteration in range(4):
-            harness.zero_grad()
-            harness.backward()
-            if iteration == 3:
-                swapped.grad = None
-                torch.utils.swap_tensors(swapped, Parameter(torch.ones(4, device=device).to_sparse()))
-            take(harness, 1.0)
-        return [unswapped.detach().clone()]
+        gradients = (Gradient((8,), seed=1), Gradient((4,), seed=2))
+        harness = Harness(library, device, gradients, KINDS["sgd"], init_scale=8.0)
+        swapped = harness.parameters[1]
+
+        def swap() -> None:
+            swapped.grad = None
+            torch.utils.swap_tensors(swapped, Parameter(torch.ones(4, device=device).to_sparse()))
+
+        return params_after(harness, take, swap, step=3)
 
     fused.judge_reported(reported)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_step_counter_shared_by_groups_counts_both(fused: FusedStep, device: str) -> None:
     """The shared counter counts the steps of both groups."""
 

@@ -17,7 +17,7 @@ from conformance.judge.tolerances import stored_updates, updates
 from conformance.strategies.fused_steps import (
     FUSED,
     KINDS,
-    ROW,
+    TORCH_HAS_NO_FUSED_STEP,
     FusedStep,
     Iterations,
     assert_same_iterations,
@@ -30,7 +30,7 @@ from conformance.strategies.scaling import Harness
 
 
 @clause("amp.grad_scaler.fused_step.low_precision_params")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adam", "nesterov", "adagrad", "rmsprop"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
@@ -83,7 +83,7 @@ def test_copies_in_lower_precision(
 
 
 @clause("amp.grad_scaler.fused_step.low_precision")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_parameters_of_every_dtype(fused: FusedStep, device: str, kind: str, dtype: torch.dtype) -> None:

@@ -23,8 +23,8 @@ from conformance.strategies.fused_steps import (
     FUSED,
     GRAD_OUTCOMES,
     KINDS,
-    ROW,
     SOME,
+    TORCH_HAS_NO_FUSED_STEP,
     FusedStep,
     Iterations,
     Take,
@@ -37,7 +37,7 @@ from conformance.strategies.scaling import Harness
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 @share_of_examples(0.4)
@@ -49,7 +49,7 @@ def test_iterations_match_four_calls(
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, 0.5, math.inf, 0.0])
 def test_norms_of_every_order(fused: FusedStep, kind: str, norm_type: float) -> None:
@@ -57,7 +57,7 @@ def test_norms_of_every_order(fused: FusedStep, kind: str, norm_type: float) -> 
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("rmsprop", marks=pytest.mark.profile("full"))])
 def test_inside_torch_compile(fused: FusedStep, kind: str) -> None:
     torch._dynamo.reset()
@@ -77,7 +77,7 @@ def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.profile("full"))])
 def test_compiled_optimizer_step_matches_four_calls(fused: FusedStep, kind: str) -> None:
     torch._dynamo.reset()
@@ -88,7 +88,7 @@ def test_compiled_optimizer_step_matches_four_calls(fused: FusedStep, kind: str)
 
 
 @clause("amp.grad_scaler.fused_step.leaves_gradients")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("last", [None, math.inf])
 def test_gradients_stay_as_they_are(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
@@ -110,7 +110,7 @@ def test_gradients_stay_as_they_are(fused: FusedStep, device: str, kind: str, la
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
 def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
@@ -138,7 +138,7 @@ def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float |
 
 
 @clause("amp.grad_scaler.fused_step.several_optimizers")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @given(
     grad_outcomes=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=5),
     kinds=st.tuples(*[st.sampled_from(["adam", "sgd", "adagrad", "rmsprop"])] * 2),
@@ -173,7 +173,7 @@ def test_several_optimizers(
 
 
 @clause("amp.grad_scaler.fused_step.in_order")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_out_of_order(fused: FusedStep, device: str) -> None:
     """A second step before update, a step before any scale, and a step without gradients raise the errors of `step`."""
 
@@ -226,7 +226,7 @@ def test_out_of_order(fused: FusedStep, device: str) -> None:
 
 
 @clause("amp.grad_scaler.fused_step.in_order")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
     """Old state dicts contain such step counts. The error is that of torch's own step."""
 
@@ -255,7 +255,7 @@ def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
 
 
 @clause("amp.grad_scaler.fused_step.in_order")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_refused_fused_optimizer_can_step_later(fused: FusedStep, device: str) -> None:
     """The error is that of torch's own step, and nothing is changed.
 
@@ -295,7 +295,7 @@ def test_refused_fused_optimizer_can_step_later(fused: FusedStep, device: str) -
 
 
 @clause("amp.grad_scaler.fused_step.switched_off")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float) -> None:
@@ -314,7 +314,7 @@ def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float)
 
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_momentum_that_begins_with_a_skipped_step(fused: FusedStep, device: str, dampening: float) -> None:
     """Compare with torch's unfused momentum, whose products are exact.

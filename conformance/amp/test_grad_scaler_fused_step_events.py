@@ -20,12 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.strategies.fused_steps import KINDS, ROW, SOME, FusedStep, Take, by_one, judge, state_of
+from conformance.strategies.fused_steps import (
+    KINDS,
+    SOME,
+    TORCH_HAS_NO_FUSED_STEP,
+    FusedStep,
+    Take,
+    by_one,
+    judge,
+    state_of,
+)
 from conformance.strategies.scaling import Harness
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("comes_to_it", [True, False])
 @pytest.mark.parametrize("on", ["the optimizer", "its class"])
 def test_replaced_optimizer_step_is_called(fused: FusedStep, device: str, on: str, comes_to_it: bool) -> None:
@@ -58,7 +67,7 @@ def test_replaced_optimizer_step_is_called(fused: FusedStep, device: str, on: st
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
 def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
@@ -91,7 +100,7 @@ def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, 
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
 def test_hooks_after_the_step_get_its_arguments(fused: FusedStep, device: str, everywhere: bool) -> None:
     def reported(library: Library, take: Take) -> list[Any]:
@@ -125,7 +134,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 @clause("amp.grad_scaler.fused_step.waits_for_nothing")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_nothing_waits_for_the_device_that_decides(
@@ -149,7 +158,7 @@ def test_nothing_waits_for_the_device_that_decides(
 
 
 @clause("amp.grad_scaler.fused_step.waits_for_nothing")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
 def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float) -> None:
     """Tensors on the meta device have no values, so reading one on the host or copying it there raises."""
@@ -184,7 +193,7 @@ def _clamp_all(params: list[torch.Tensor]) -> None:
 
 
 @clause("amp.grad_scaler.fused_step.seen_as_a_step")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
 @pytest.mark.parametrize("does", [_drop_one, _replace_one, _clamp_all])
 def test_hooks_before_the_step_have_the_last_word(

@@ -20,7 +20,7 @@ from conformance.strategies.missing_kernels import fused_adagrad
 from conformance.strategies.scaling import Harness
 
 LACKING = "no such method"
-ROW = pytest.mark.deviation("grad_scaler.fused_step")
+TORCH_HAS_NO_FUSED_STEP = pytest.mark.deviation("grad_scaler.fused_step")
 # 16500 elements are too many to be joined with other parameters, and are split into pieces.
 SOME = (
     Gradient((5,), seed=1),
@@ -48,7 +48,7 @@ FUSED = [name for name in KINDS if name != "rmsprop"]
 GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, None, math.inf, math.nan]), min_size=2, max_size=5).map(
     lambda grad_outcomes: [None, *grad_outcomes]
 )
-Take = Callable[..., torch.Tensor]
+Take = Callable[..., torch.Tensor]  # a step: `by_four` (torch's calls) or `by_one` (`fused_step`)
 Iterations = list[tuple[Outcome, Any]]  # the norm and the lasting state of each iteration
 
 

@@ -24,7 +24,7 @@ from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import TRAINED
 from conformance.strategies import fused_steps
 from conformance.strategies.dtensor_gradients import PlacedGradient, full_tensor
-from conformance.strategies.fused_steps import ROW
+from conformance.strategies.fused_steps import TORCH_HAS_NO_FUSED_STEP
 
 
 def judge(
@@ -129,7 +129,7 @@ def assert_close_norm(label: str, expected: torch.Tensor, actual: Any) -> None:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def over_meshes(scene: Scene, *, scaler: str, kind: str, grad_outcomes: tuple[in
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.several_meshes")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, scaler: str, kind: str) -> None:
@@ -255,7 +255,7 @@ def offloaded(scene: Scene, *, scaler: str, enabled: bool) -> list[Any]:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 @pytest.mark.world_sizes(fewest=2)
@@ -292,7 +292,7 @@ def one_fails(scene: Scene, *, scaler: str, failure: str) -> tuple[Any, Any, lis
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize(
     ("failure", "why"),
     [("no scale", "_scale is None"), ("max_norm", "max_norm is nan"), ("sparse", "no fused step of this")],
@@ -320,7 +320,7 @@ def no_optimizer(scene: Scene, *, scaler: str) -> list[Any]:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
-@ROW
+@TORCH_HAS_NO_FUSED_STEP
 def test_fused_step_refuses_object_that_is_no_optimizer(cpu_twins: Twins) -> None:
     """The error is raised before any collective, so the next call matches the peers' collectives."""
 
