@@ -407,7 +407,8 @@ def test_gradients_on_several_meshes_have_one_norm(
     def are_clipped(outcomes: list[Outcome] | RankFault) -> bool:
         if isinstance(outcomes, RankFault) or any(outcome.raised is not None for outcome in outcomes):
             return False
-        before, _, _ = outcomes[0].value  # (gradients before, norm, gradients after); rank 0 is in all meshes
+        # A value is (gradients before, norm, gradients after). Rank 0 is in all meshes.
+        before, _, _ = outcomes[0].value
         parameters = [torch.nn.Parameter(torch.zeros_like(grad.values)) for grad in before]
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad.values.clone()
