@@ -393,7 +393,7 @@ class GradScaler(StepReports):
             ahead.end()
             self._updates_ahead = ahead
             norm = self.fused_step(optimizer, max_norm, update=update)
-            ahead.record_casts()
+            ahead.record_cast_params()
         finally:
             self._updates_ahead = None
             ahead.undo()

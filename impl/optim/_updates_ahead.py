@@ -77,6 +77,7 @@ class _Batch:
         self.power = power
         self.grads = TensorList([])
         self._versions: list[int] = []
+        self._writes: list[int] = []  # writes to each parameter before the update
         self._locals = [local_part(param) for param in params]
         self._states, self._steps = states, steps
         self._step_T = torch.zeros(len(steps), dtype=torch.float32, device="cpu")
@@ -102,6 +103,7 @@ class _Batch:
         if self._steps:
             torch.stack(self._steps, out=self._step_T)
             self._step_T += 1
+        self._writes = self._count_writes()
         return self.update.apply(rule, self.grads, factor, self.power)
 
     def gradients_are_unchanged(self) -> bool:
@@ -116,6 +118,15 @@ class _Batch:
             and now._version == version
             for param, grad, version in triples
         )
+
+    def casts_are_current(self) -> bool:
+        """Return whether nothing but the step has written to the parameters, as a hook after it may have done."""
+        # The step counts a write when it keeps the update, and a hook of FSDP after it another one.
+        return self._count_writes() == [count + 2 for count in self._writes]
+
+    def _count_writes(self) -> list[int]:
+        pairs = zip(self.params, self._locals, strict=True)
+        return [param._version + (local._version if local is not param else 0) for param, local in pairs]
 
     def matches(self, parameters: Parameters, indices: Sequence[int]) -> bool:
         """Return whether a step would update the same tensors, with counters of the same values."""
@@ -366,11 +377,12 @@ class UpdatesAhead:
         grads = TensorList([update.grads.tensors[index] for index in rest])
         return kernels.fused_step_(rule, update.parameters.at(*rest), grads, factor, None)
 
-    def record_casts(self) -> None:
+    def record_cast_params(self) -> None:
         """Make the next gathers read the casts of parameters that `finish` has updated. Call it after the step."""
         for (holder, _), batches in self._batches.items():
-            params = {id(param) for batch in batches if batch in self._finished for param in batch.params}
-            if self._casts_params and params:
+            current = [batch for batch in batches if batch in self._finished and batch.casts_are_current()]
+            params = {id(param) for batch in current if batch.casts for param in batch.params}
+            if params:
                 holder.record_cast_shards(params)
 
     def undo(self) -> None:

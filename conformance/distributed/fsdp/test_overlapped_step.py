@@ -40,11 +40,12 @@ SCALERS = ["amp.GradScaler", "distributed.fsdp.ShardedGradScaler"]
 
 
 # Afterwards the program may change parameters.
-HALVED_PARAMS, FROZEN, EVALUATED, LOADED = (
+HALVED_PARAMS, FROZEN, EVALUATED, LOADED, HOOKED = (
     "halved",
     "biases frozen and halved",
     "evaluated with others",
     "loaded",
+    "halved by a hook after each step",
 )
 
 
@@ -120,9 +121,9 @@ class Run:
     def change_params(self, change: str) -> list[float]:
         """Change the parameters, or evaluate with others for a while. Return the outputs of the evaluation."""
         if change == HALVED_PARAMS:
-            with torch.no_grad():
-                for param in self.model.parameters():
-                    param.mul_(0.5)
+            self._halve_params()
+        elif change == HOOKED:
+            self.optimizer.register_step_post_hook(lambda *_: self._halve_params())
         elif change == FROZEN:
             for name, param in self.model.named_parameters():
                 if name.endswith("bias"):
@@ -138,6 +139,11 @@ class Run:
             torch._foreach_mul_(shards, 0.5)
             return outputs.flatten().tolist()
         return []
+
+    def _halve_params(self) -> None:
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(0.5)
 
 
 def train(
@@ -342,6 +348,7 @@ def train_with_casts(scene: Scene, *, layout: str, plan: Sequence[str], changes:
     [
         pytest.param("good", {1: HALVED_PARAMS, 2: HALVED_PARAMS}, id="written"),
         pytest.param("good", {1: FROZEN}, id="frozen"),
+        pytest.param("good", {1: HOOKED}, id="hooked"),
         pytest.param("good", {1: EVALUATED, 2: EVALUATED}, id="evaluated"),
         pytest.param("good", {1: LOADED, 2: LOADED}, id="loaded"),
         *(pytest.param(plan, {}, id=plan) for plan in PLANS if plan != "barely"),
