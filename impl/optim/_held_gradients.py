@@ -84,10 +84,13 @@ class ShardedHolder(GradientHolder, Protocol):
 
     receiver: GradientReceiver | None
 
-    def cast_shards(self) -> Mapping[int, Tensor]:
+    def cast_shards(self, params: Collection[int]) -> Mapping[int, Tensor]:
         """Return memory on the host for shards in the dtype that they are gathered in, by `id` of the parameter.
 
         Shards on a device, and those that are gathered in their own dtype, have none.
+
+        Args:
+            params: ids of the parameters that are updated.
         """
         ...
 

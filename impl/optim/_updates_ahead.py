@@ -274,7 +274,10 @@ class UpdatesAhead:
     def _handle_next(self) -> None:
         key, grads, wait = self._queue.popleft()
         wait()
-        self._batches[key] = self._batches_of(grads, key[0].cast_shards() if self._casts_params else {})
+        casts: Mapping[int, Tensor] = {}
+        if self._casts_params and self._rule is not None:
+            casts = key[0].cast_shards({id(param) for param, _ in grads})
+        self._batches[key] = self._batches_of(grads, casts)
         for batch in self._batches[key]:
             self._handle(batch, may_update=key not in self._read_again)
 

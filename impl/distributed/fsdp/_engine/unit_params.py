@@ -156,8 +156,8 @@ class UnitParams(Generic[Group_co]):
 
     # Casts of shards, as in `ShardedHolder`
 
-    def cast_shards(self) -> dict[int, Tensor]:
-        return {key: cast for group in self.param_groups for key, cast in group.cast_shards().items()}
+    def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
+        return {key: cast for group in self.param_groups for key, cast in group.cast_shards(params).items()}
 
     def record_cast_shards(self, params: Collection[int]) -> None:
         for group in self.param_groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,32 +37,35 @@ class CastShards:
     """
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self._current: set[int] = set()  # shards whose casts were current at `_versions`
-        self._versions = ShardVersions([], [])
+        self.tensors: dict[int, Tensor] = {}
+        # Shards with current casts, with their numbers in `ShardVersions` at that time.
+        self._cast_from: dict[int, tuple[Tensor, Hashable]] = {}
 
-    def allocate(self, shards: Sequence[Tensor], dtypes: Sequence[torch.dtype], *, pins: bool) -> None:
-        """Use memory for these shards and dtypes. It is kept while they stay the same.
+    def memory(self, index: int, shard: Tensor, dtype: torch.dtype, *, pins: bool) -> Tensor:
+        """Return the memory with this index, for a shard in this dtype. It is kept while shape and dtype are the same.
 
         Args:
             pins: pin it, so that it is copied to the device without blocking the host.
         """
-        pairs = list(zip(shards, dtypes, strict=True))
-        if [(tensor.shape, tensor.dtype) for tensor in self.tensors] == [
-            (shard.shape, dtype) for shard, dtype in pairs
-        ]:
-            return
-        self.tensors = [
-            torch.empty_like(shard, dtype=dtype, device="cpu", pin_memory=pins) for shard, dtype in pairs
-        ]
-        self._current.clear()
+        tensor = self.tensors.get(index)
+        if tensor is None or tensor.shape != shard.shape or tensor.dtype is not dtype:
+            self._cast_from.clear()
+            tensor = torch.empty_like(shard, dtype=dtype, device="cpu", pin_memory=pins)
+            self.tensors[index] = tensor
+        return tensor
 
     def record(self, written: Iterable[int], versions: ShardVersions) -> None:
         """Record that the casts of the `written` shards have the values of these versions."""
-        self._current.difference_update(versions.changed_since(self._versions))
-        self._current.update(written)
-        self._versions = versions
+        for index in written:
+            self._cast_from[index] = versions.shards[index], versions.numbers[index]
 
-    def current(self, versions: ShardVersions) -> set[int]:
-        """Return the indices of shards whose casts have their values."""
-        return self._current.difference(versions.changed_since(self._versions)) if self._current else set()
+    def current(self, versions: Callable[[], ShardVersions]) -> Collection[int]:
+        """Return the indices of shards whose casts have the values of these versions. Forget all other casts."""
+        if self._cast_from:
+            shards, numbers = versions()
+            self._cast_from = {
+                index: (shard, number)
+                for index, (shard, number) in self._cast_from.items()
+                if shards[index] is shard and numbers[index] == number
+            }
+        return self._cast_from.keys()

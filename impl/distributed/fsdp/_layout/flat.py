@@ -103,11 +103,12 @@ class FlatParamGroup(FlatParamHandle):
         for groups, grad in zip(groups_of_params, grads, strict=True):
             yield groups, [] if grad is None else [grad]
 
-    def cast_shards(self) -> dict[int, Tensor]:
-        if not self.offloads or self.compute_dtype.itemsize >= self.dtype.itemsize:
+    def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
+        is_narrower = self.compute_dtype.itemsize < self.dtype.itemsize
+        is_stepped = any(id(param) in params for param in self.stepped)
+        if not (self.offloads and is_narrower and is_stepped):
             return {}
-        self._casts.allocate([self.flat_param.data], [self.compute_dtype], pins=self.pins)
-        [flat] = self._casts.tensors
+        flat = self._casts.memory(0, self.flat_param.data, self.compute_dtype, pins=self.pins)
         casts = self.pieces_of(flat) if self.use_orig_params else [flat]
         pairs = zip(self.stepped, casts, strict=True)
         return {id(param): cast for param, cast in pairs if cast is not None}
@@ -122,11 +123,11 @@ class FlatParamGroup(FlatParamHandle):
 
     def _current_cast(self, dtype: torch.dtype) -> Tensor | None:
         """Return the cast of the flat shard if it has this dtype and the values of all parameters."""
-        if not self._casts.tensors or not self.cast_shards() or dtype is not self._casts.tensors[0].dtype:
+        current = self._casts.current(self._shard_versions)
+        if not current or self._casts.tensors[0].dtype is not dtype:
             return None
-        current = self._casts.current(self._shard_versions())
-        needed = {index for index, param in enumerate(self.stepped) if param.numel()}
-        return self._casts.tensors[0] if needed <= current else None
+        is_complete = all(index in current for index, param in enumerate(self.stepped) if param.numel())
+        return self._casts.tensors[0] if is_complete else None
 
     def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         unsharded = self.unsharded(dtype)

@@ -333,34 +333,29 @@ class DTensorGroup:
                 )
         return unsharded
 
-    def cast_shards(self) -> dict[int, Tensor]:
-        params = self._cast_params()
-        shards = [param.local for param in params]
-        self._casts.allocate(shards, [self._dtype_of(param) for param in params], pins=self.pins)
-        pairs = zip(params, self._casts.tensors, strict=True)
-        return {id(param.sharded): cast for param, cast in pairs}
+    def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
+        # The user's extensions get the shards themselves.
+        if not self.offloads or any(self._extends):
+            return {}
+        casts: dict[int, Tensor] = {}
+        for index, param in enumerate(self.params):
+            dtype = self._dtype_of(param)
+            if id(param.sharded) in params and dtype.itemsize < param.dtype.itemsize:
+                casts[id(param.sharded)] = self._casts.memory(index, param.local, dtype, pins=self.pins)
+        return casts
 
     def record_cast_shards(self, params: Collection[int]) -> None:
-        own = self._cast_params()
-        written = [index for index, param in enumerate(own) if id(param.sharded) in params]
-        self._casts.record(written, versions_of(own))
-
-    def _cast_params(self) -> list[ShardedParam]:
-        """Return the parameters whose shards a gather casts."""
-        # The user's extensions get the shards themselves.
-        params = self.params if self.offloads and not any(self._extends) else []
-        return [param for param in params if self._dtype_of(param).itemsize < param.dtype.itemsize]
+        written = [index for index, param in enumerate(self.params) if id(param.sharded) in params]
+        self._casts.record(written, versions_of(self.params))
 
     def _inputs(self, unsharded: UnshardedParams, *, reads_casts: bool) -> list[Tensor]:
         """Return this rank's inputs of a gather of shards, for each run."""
         inputs = unsharded.inputs()
-        if not reads_casts or not self._casts.tensors:
-            return inputs
-        params = self._cast_params()
-        casts = self.cast_shards()
-        current = self._casts.current(versions_of(params))
-        by_param = {params[index]: casts[id(params[index].sharded)] for index in current}
-        return [by_param.get(param, shard) for param, shard in zip(self.params, inputs, strict=True)]
+        for index in self._casts.current(lambda: versions_of(self.params)) if reads_casts else ():
+            cast = self._casts.tensors[index]
+            if cast.dtype is unsharded.dtypes[index]:
+                inputs[index] = cast
+        return inputs
 
     def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         self._check_masters()

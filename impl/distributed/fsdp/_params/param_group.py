@@ -216,7 +216,7 @@ class ParamGroup(Protocol):
         """Return the unsharded parameters in `dtype`, whether their memory is allocated or not."""
         ...
 
-    def cast_shards(self) -> dict[int, Tensor]:
+    def cast_shards(self, params: Collection[int]) -> dict[int, Tensor]:
         """Return the memory for casts of its shards, as `ShardedHolder`."""
         ...
 

@@ -29,6 +29,7 @@ from impl.distributed.fsdp._layout import flat, per_param
 from impl.distributed.fsdp.wrap import ModuleWrapPolicy
 from impl.kernels import UpdateAhead, to_device
 from impl.optim import _updates_ahead
+from impl.optim._held_gradients import holders_of_any
 
 STEPS = 4
 # The first four schedules, of which the second one runs all as late as possible, and two random ones.
@@ -93,9 +94,11 @@ FAULTS = {
 }
 
 
-def model_of(rank: Rank, face: str) -> nn.Module:
+def model_of(rank: Rank, face: str, *, trains_weights: bool = True) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
+    for layer in model:
+        layer.weight.requires_grad_(trains_weights)
     if face == "FSDP1":
         return FullyShardedDataParallel(
             model,
@@ -195,6 +198,29 @@ def test_only_casts_are_copied_to_device_after_step_with_casts(ranks: RankPool, 
         assert set(wide) == {"torch.float32"}
         assert [set(iteration) for iteration in narrow] == [{"torch.bfloat16"}] * 2
         assert [len(iteration) for iteration in narrow] == [len(wide)] * 2
+
+
+def train_biases(rank: Rank, *, face: str) -> tuple[int, int]:
+    """Return the elements of this rank's biases, and those of all casts."""
+    model = model_of(rank, face, trains_weights=False)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), GradScaler("cpu", init_scale=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with scaler.overlapped_step(optimizer, cast_params=True) as result:
+            scaler.scale(model(torch.ones(4, 16)).square().mean()).backward()
+    assert result.early_numel
+    units: list[Any] = [*holders_of_any([*model.parameters()])]
+    casts = [
+        cast for unit in units for group in unit.param_groups for cast in group._casts.tensors.values()
+    ]
+    return result.early_numel, sum(cast.numel() for cast in casts)
+
+
+@pytest.mark.parametrize("face", ["FSDP1", "fully_shard"])
+def test_frozen_parameters_have_no_casts(face: str) -> None:
+    with RankPool(1) as pool:
+        [(numel, cast_numel)] = pool.run(train_biases, face=face)
+    assert cast_numel == numel
 
 
 def train_with_biases_frozen_in_turn(rank: Rank) -> tuple[int, int]:
