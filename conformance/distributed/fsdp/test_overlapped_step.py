@@ -40,12 +40,14 @@ SCALERS = ["amp.GradScaler", "distributed.fsdp.ShardedGradScaler"]
 
 
 # Afterwards the program may change parameters.
-HALVED_PARAMS, FROZEN, EVALUATED, LOADED, HOOKED = (
+HALVED_PARAMS, FROZEN, EVALUATED, LOADED, ROUNDED, HOOKED, ALIASED = (
     "halved",
     "biases frozen and halved",
     "evaluated with others",
     "loaded",
+    "rounded",
     "halved by a hook after each step",
+    "halved through tensors with version counters of their own",
 )
 
 
@@ -88,7 +90,7 @@ class Run:
         enabled: bool = True,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        self.scene, self.model = scene, offloaded(scene, layout, param_dtype)
+        self.scene, self.layout, self.model = scene, layout, offloaded(scene, layout, param_dtype)
         self.optimizer: Optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scaler = scene.library.find(scaler)(
             scene.rank.device.type, init_scale=1024.0, growth_interval=2, enabled=enabled
@@ -124,6 +126,11 @@ class Run:
             self._halve_params()
         elif change == HOOKED:
             self.optimizer.register_step_post_hook(lambda *_: self._halve_params())
+        elif change == ALIASED:
+            self._halve_aliases()
+        elif change == ROUNDED:
+            self.model.to(torch.float16)
+            self.model.to(torch.float32)
         elif change == FROZEN:
             for name, param in self.model.named_parameters():
                 if name.endswith("bias"):
@@ -144,6 +151,15 @@ class Run:
         with torch.no_grad():
             for param in self.model.parameters():
                 param.mul_(0.5)
+
+    def _halve_aliases(self) -> None:
+        if self.layout == "fully_shard":
+            for shard in self.model.state_dict().values():
+                shard.to_local().mul_(0.5)
+            return
+        with self.scene.fsdp.summon_full_params(self.model):
+            for param in self.model.parameters():
+                param.data.mul_(0.5)
 
 
 def train(
@@ -349,6 +365,8 @@ def train_with_casts(scene: Scene, *, layout: str, plan: Sequence[str], changes:
         pytest.param("good", {1: HALVED_PARAMS, 2: HALVED_PARAMS}, id="written"),
         pytest.param("good", {1: FROZEN}, id="frozen"),
         pytest.param("good", {1: HOOKED}, id="hooked"),
+        pytest.param("good", {1: ROUNDED, 2: ROUNDED}, id="rounded"),
+        pytest.param("good", {1: ALIASED, 2: ALIASED}, id="aliased"),
         pytest.param("good", {1: EVALUATED, 2: EVALUATED}, id="evaluated"),
         pytest.param("good", {1: LOADED, 2: LOADED}, id="loaded"),
         *(pytest.param(plan, {}, id=plan) for plan in PLANS if plan != "barely"),

@@ -106,6 +106,9 @@ class ModuleState:
 
     def _before_save(self, *_: object, **__: object) -> None:
         self.reshard()
+        for group in self.unit.param_groups:
+            # The state dict has other local tensors of the same memory, whose versions do not count for the shards.
+            group.forget_casts()
 
     def _before_load(
         self,

@@ -49,7 +49,7 @@ class CastShards:
         """
         tensor = self.tensors.get(index)
         if tensor is None or tensor.shape != shard.shape or tensor.dtype is not dtype:
-            self._cast_from.clear()
+            self.forget()
             tensor = torch.empty_like(shard, dtype=dtype, device="cpu", pin_memory=pins)
             self.tensors[index] = tensor
         return tensor
@@ -69,3 +69,7 @@ class CastShards:
                 if shards[index] is shard and numbers[index] == number
             }
         return self._cast_from.keys()
+
+    def forget(self) -> None:
+        """Make the next gathers read the shards, because they may be written to without a new version."""
+        self._cast_from.clear()

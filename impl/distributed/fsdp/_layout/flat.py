@@ -39,6 +39,7 @@ class FlatParamGroup(FlatParamHandle):
         device: torch.device,
     ) -> None:
         mixed = config.precision
+        self._casts = CastShards()
         super().__init__(
             managed,
             layout,
@@ -55,7 +56,6 @@ class FlatParamGroup(FlatParamHandle):
         self.syncs = True
         self.names = [slot.name for slot in layout.slots]
         self._config = config
-        self._casts = CastShards()
 
     def _sharded_with(self) -> str:
         return ", ".join(describe_dtypes(self))
@@ -116,6 +116,14 @@ class FlatParamGroup(FlatParamHandle):
     def record_cast_shards(self, params: Collection[int]) -> None:
         written = (index for index, param in enumerate(self.stepped) if id(param) in params)
         self._casts.record(written, self._shard_versions())
+
+    def refresh(self) -> None:
+        super().refresh()
+        self.forget_casts()
+
+    def forget_casts(self) -> None:
+        """Make the next gathers read the shard, which may be written to without a new version."""
+        self._casts.forget()
 
     def _shard_versions(self) -> ShardVersions:
         flat, address = self.flat_param._version, self.flat_param.data_ptr()

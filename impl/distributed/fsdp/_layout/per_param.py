@@ -348,6 +348,10 @@ class DTensorGroup:
         written = [index for index, param in enumerate(self.params) if id(param.sharded) in params]
         self._casts.record(written, versions_of(self.params))
 
+    def forget_casts(self) -> None:
+        """Make the next gathers read the shards, which may be written to without a new version."""
+        self._casts.forget()
+
     def _inputs(self, unsharded: UnshardedParams, *, reads_casts: bool) -> list[Tensor]:
         """Return this rank's inputs of a gather of shards, for each run."""
         inputs = unsharded.inputs()
