@@ -14,8 +14,10 @@ The lists of a `GroupLists` are named like the parameters of `_init_group` (`par
 and only hold parameters with a gradient. Hyperparameters are not cached: read them from `lists.group` in each step.
 A `Bucket` has the tensors of one device and dtype. Its `counters` are the step counters. Advance them by
 `counters.advance()` before the update and call `counters.undo_advance(found_inf)` after it. If the group `replays` (its
-guards have held once), call `counters.pack()` first: it moves the counters into one buffer, while `state["step"]` stays
-the same tensor object.
+guards have held once) and `may_pack`, call `counters.pack()` first: it moves the counters into one buffer, while
+`state["step"]` stays the same tensor object.
+
+With `most_spares`, lists that do not fit this step's set of gradients are kept for a later step that they fit again.
 
 Guards cover: the group's parameters and gradients (whether there is one; type, device, dtype, layout); the group's
 values as far as the lists depend on them; the identity of the state's keys, of each parameter's dictionary and of its
@@ -139,6 +141,9 @@ class GroupLists:
         self.attached: Any = None
         self._shape, self._last_values = list_guard_values(group), list(group.values())
         self._all_params: list[Tensor] = list(group["params"])
+        self.absent = absent_gradients(self._all_params)
+        # Whether no spare lists of the group need the counters where they are.
+        self.may_pack = True
         self._without = [param for param in self._all_params if param.grad is None]
         self._places = [place for place, param in enumerate(self._all_params) if param.grad is not None]
         self.states: list[dict[str, Any] | None] = list(map(optimizer.state.get, self.params))
@@ -199,10 +204,10 @@ class GroupLists:
             bucket.grads.clear()
 
     def _objection_to(self, grads: list[Tensor | None]) -> str:
-        names = [f"gradient of parameter {place}" for place in self._places]
-        for name, grad in zip(names, grads, strict=True):
+        for place, grad in zip(self._places, grads, strict=True):
             if grad is None:
-                return f"the {name} is None"
+                return f"the gradient of parameter {place} is None"
+        names = [f"gradient of parameter {place}" for place in self._places]
         known = {
             id(tensor): f"{name}[{place}]"
             for name, tensors in zip(self._list_names, self.lists, strict=True)
@@ -215,13 +220,22 @@ class GroupLists:
 
 
 class ListCache:
-    """Lists of an optimizer, group by group. The module's docstring has the details."""
+    """Lists of an optimizer, group by group. The module's docstring has the details.
+
+    Args:
+        optimizer: held weakly.
+        with_layouts: whether shapes and strides of all tensors are guarded.
+    """
 
     def __init__(self, optimizer: Optimizer, with_layouts: bool = False) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._with_layouts = with_layouts
         self._names = list_names(type(optimizer))
         self._by_group: dict[int, GroupLists] = {}  # keys: ids of the groups, which `GroupLists` keeps alive
+        # Number of further lists of each group that are kept, for other sets of parameters with a gradient.
+        self.most_spares = 0
+        # Spare lists of each group, by `GroupLists.absent`, in the order in which they were put away.
+        self._spares: dict[int, dict[bytes, GroupLists]] = {}
         # Keys and values of `optimizer.state` at the last check in which all groups' states were unchanged.
         self._checked_state: tuple[list[object], list[object]] | None = None
         self._why_none = self._why_empty = "it is the first step"
@@ -240,9 +254,9 @@ class ListCache:
         group_lists = self._by_group.get(id(group))
         if group_lists is None:
             return self._build(optimizer, group, self._why_none)
-        if (reason := group_lists.take_gradients()) is not None:
-            return self._build(optimizer, group, reason)
-        return group_lists
+        if (reason := group_lists.take_gradients()) is None:
+            return group_lists
+        return self._exchange(group, group_lists) or self._build(optimizer, group, reason)
 
     def kept(self) -> list[GroupLists]:
         """Return the cached lists without checking them."""
@@ -255,8 +269,31 @@ class ListCache:
     def forget(self, reason: str) -> None:
         """Drop all lists. The next step builds new ones for this reason."""
         self._by_group.clear()
+        self._spares.clear()
         if self.builds:
             self._why_empty = reason
+
+    def _exchange(self, group: dict[str, Any], group_lists: GroupLists) -> GroupLists | None:
+        """Keep lists that do not fit as spares. Return the spares that fit, up to date, or None."""
+        absent = absent_gradients(group["params"])
+        spares = self._spares.pop(id(group), {})
+        if absent == group_lists.absent or not self.most_spares:
+            return None
+        fitting = spares.pop(absent, None)
+        spares[group_lists.absent] = group_lists
+        if len(spares) > self.most_spares:
+            del spares[next(iter(spares))]
+        self._spares[id(group)] = spares
+        if fitting is None or fitting.take_gradients() is not None:
+            return None
+        self._keep_lists(group, fitting)
+        return fitting
+
+    def _keep_lists(self, group: dict[str, Any], group_lists: GroupLists) -> None:
+        self._by_group[id(group)] = group_lists
+        # Lists with as many counters would move them back in turn.
+        spares = self._spares.get(id(group), {}).values()
+        group_lists.may_pack = all(len(spare.params) < len(group_lists.params) for spare in spares)
 
     def _build(self, optimizer: Optimizer, group: dict[str, Any], reason: str) -> GroupLists:
         previous = self._by_group.pop(id(group), None)
@@ -265,7 +302,7 @@ class ListCache:
         group_lists = GroupLists(optimizer, group, self._names, self._with_layouts)
         if previous is not None:
             group_lists.changes_in_a_row = 1 if previous.replays else previous.changes_in_a_row + 1
-        self._by_group[id(group)] = group_lists
+        self._keep_lists(group, group_lists)
         self.builds += 1
         self.because = reason
         return group_lists
@@ -283,7 +320,10 @@ class ListCache:
         unchanged = {
             key
             for key, group_lists in self._by_group.items()
-            if same(map(state.get, group_lists.params), group_lists.states)
+            if all(
+                same(map(state.get, lists.params), lists.states)
+                for lists in (group_lists, *self._spares.get(key, {}).values())
+            )
         }
         self._keep(unchanged, "a parameter's state was replaced")
         self._checked_state = list(state), list(state.values())
@@ -291,12 +331,18 @@ class ListCache:
     def _keep(self, keys: set[int], reason: str) -> None:
         if keys != self._by_group.keys():
             self._by_group = {key: group_lists for key, group_lists in self._by_group.items() if key in keys}
+            self._spares = {key: spares for key, spares in self._spares.items() if key in keys}
             self._why_none = reason
 
     def _alive(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None, "the optimizer of this list cache no longer exists"
         return optimizer
+
+
+def absent_gradients(params: Iterable[Tensor]) -> bytes:
+    """Return for each parameter whether it has no gradient."""
+    return bytes(map(is_, map(_gradient, params), _NONE))
 
 
 def plain_init_group(optimizer: Optimizer) -> Callable[..., Any]:

@@ -31,6 +31,8 @@ from impl.optim._refusals import check_is_optimizer
 
 # After lists have changed in _RESTLESS consecutive steps, caching does not pay: the next _PAUSE steps are eager.
 _RESTLESS, _PAUSE = 4, 16
+# Lists of a group that are kept for other sets of parameters with a gradient, which may come again.
+_SPARES = 3
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -111,6 +113,8 @@ class _Capture:
         return self._captured(optimizer, group, lists)
 
     def _captured(self, optimizer: Optimizer, group: dict[str, Any], lists: tuple[list[object], ...]) -> Any:
+        # A graph needs counters that stay where they are.
+        self.list_cache.most_spares = 0 if self.wants_graphs else _SPARES
         group_lists = self.list_cache.group(group)
         if group_lists.changes_in_a_row >= _RESTLESS:
             self.pause = _PAUSE
@@ -142,7 +146,7 @@ class _Capture:
             return
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for bucket, step in zip(group_lists.buckets, steps, strict=True):
-            if group_lists.replays:
+            if group_lists.replays and group_lists.may_pack:
                 bucket.counters.pack()
             step(group_lists.group, grad_scale, found_inf)
 
@@ -206,7 +210,8 @@ def capture(
     Results are bit-identical to those of the same optimizer without `capture`. With `graph=True` on an accelerator they
     are those of an optimizer with float32 tensors on the device as learning rates. Every step checks which gradients
     are None, types, dtypes, layouts, the state and the groups. After a change the lists are built again, which takes
-    microseconds for each parameter. Learning rates and other numbers of the groups may change freely.
+    microseconds for each parameter. Lists for the last four sets of parameters with a gradient are kept. Learning rates
+    and other numbers of the groups may change freely.
 
     Adam, AdamW, Adagrad, and SGD without momentum update the local tensors of DTensors. With these optimizers DTensors
     may be on several meshes. They may also be beside plain tensors, which torch's foreach and fused steps refuse.

@@ -61,18 +61,35 @@ def test_explain_names_reason_for_new_lists(name: str) -> None:
     assert because in str(explain(side.optimizer))
 
 
+# Parameters without a gradient: more sets than lists are kept for.
+MISSING = ((0,), (1,), (2,), (0, 1), (1, 2))
+
+
+def test_lists_for_alternating_gradients_are_kept() -> None:
+    """Each of four sets of gradients has lists of its own, whose counters count the steps of all."""
+    twins = CapturedTwins("AdamW fused")
+    play(twins, steps(2))
+    for number in range(25):
+        twins.do(on.iteration, number, ((), *MISSING)[number % 4])
+        reported = explain(twins.captured.optimizer)
+        assert (reported.captured, reported.builds) == (True, min(number + 1, 4))
+    twins.do(on.edit_states, how="replaced")
+    twins.do(on.iteration, 25)
+    assert explain(twins.captured.optimizer).reason == "a parameter has other state"
+
+
 def test_lists_that_never_stay_are_not_kept() -> None:
-    """A gradient that comes and goes; the steps are eager for a while, and captured again when it stays."""
+    """Gradients that come and go; the steps are eager for a while, and captured again when they stay."""
     twins = CapturedTwins("AdamW fused")
     play(twins, steps(2))
     reported = []
     for number in range(25):
-        twins.do(on.iteration, number, (number % 2,))
+        twins.do(on.iteration, number, MISSING[number % 5])
         reported.append(explain(twins.captured.optimizer))
     assert [explained.captured for explained in reported] == [True] * 3 + [False] * 16 + [True] * 5 + [False]
     assert [reported[3].builds, reported[-1].builds] == [5, 10]
     assert (
-        "its lists changed 4 times in succession, the last time because the gradient of parameter 1 is None"
+        "its lists changed 4 times in succession, the last time because the gradient of parameter 0 is None"
         in str(reported[3])
     )
     play(twins, steps(18))
@@ -84,7 +101,7 @@ def test_first_build_is_no_change() -> None:
     side = Side("AdamW fused", captured=True)
     reported = []
     for number in range(5):
-        on.iteration(side, number, (number % 2,))
+        on.iteration(side, number, MISSING[number % 5])
         reported.append((explain(side.optimizer).captured, explain(side.optimizer).builds))
     assert reported == [(True, 1), (True, 2), (True, 3), (True, 4), (False, 5)]
     for number in range(17):
