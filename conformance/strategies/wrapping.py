@@ -14,7 +14,9 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
+from conformance.judge.outcome import observe
 
 
 class Block(nn.Module):
@@ -220,6 +222,11 @@ class StandInWrapper(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.module(*args)
+
+
+def compare_wrap(compare: Compare, question: Callable[[Any], Any]) -> None:
+    """Compare the answers of both libraries' `distributed.fsdp.wrap`."""
+    compare(lambda library: observe(question, library.distributed.fsdp.wrap))
 
 
 def noting(names: dict[nn.Module, str]) -> tuple[type[StandInWrapper], list[tuple[str, dict[str, Any]]]]:

@@ -100,6 +100,7 @@ def unsharded_curve() -> list[float]:
 
 
 def sharded_curve(scene: Scene, *, scaler: str, in_one_call: bool) -> list[float]:
+    """Return the loss over all ranks and the norm of each step, with experts over their own dimension of the mesh."""
     mesh = scene.rank.mesh(2, 2, names=("data", "expert"))
     all_ranks, model = scene.rank.mesh(RANKS), build().to(scene.rank.device)
     for block in [*model][1:]:
@@ -127,6 +128,7 @@ def sharded_curve(scene: Scene, *, scaler: str, in_one_call: bool) -> list[float
 
 
 def step_of(scene: Scene, scaler: Any, optimizer: Any, model: nn.Module, in_one_call: bool) -> Tensor:
+    """Clip and step, by `fused_step` or by unscale_, clip_grad_norm_, step and update. Return the norm."""
     if in_one_call:
         return scaler.fused_step(optimizer, MAX_NORM)
     scaler.unscale_(optimizer)

@@ -48,8 +48,6 @@ from conformance.judge.surface import is_torch_in
 pytestmark = pytest.mark.world_sizes(fewest=2)
 
 TREE = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 3), Leaf("normed"), Leaf("affine", 2))))
-
-
 STEPS, FAILS_IN = 4, 1
 
 

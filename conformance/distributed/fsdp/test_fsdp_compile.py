@@ -31,6 +31,10 @@ DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
     ],
 )
 def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_params: bool) -> None:
+    """Compile the wrapped root ("around") or the parts before they are wrapped ("parts"), with aot_eager.
+
+    Every rank trains like torch's and like one unsharded process.
+    """
     setup = Setup(strategy, wrap="manual", arguments={"use_orig_params": use_orig_params}, compiled=compiled)
     schedule = (Step(), Step(forwards=2, order="no_sync"))
     twins.train(Training(TREE, setup, schedule), deadline_s=OF_A_CASE_S)

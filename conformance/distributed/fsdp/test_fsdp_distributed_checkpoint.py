@@ -106,6 +106,7 @@ def our_planner(**options: Any) -> Any:
 
 
 def read(scene: Scene, *, path: str, way: StateDictMethod, planner: Any = DefaultLoadPlanner) -> Any:
+    """Load a checkpoint into a model with other values. Return its full state."""
     trained = _Trained(scene, way, seed=1)
     state = trained.state()
     dcp.load(state, checkpoint_id=path, planner=planner())
@@ -129,6 +130,7 @@ def unsharded() -> dict[str, Any]:
 
 
 def written(scene: Scene, *, path: str, way: StateDictMethod) -> Any:
+    """Save a checkpoint of a trained model. Return its full state."""
     trained = _Trained(scene, way)
     dcp.save(trained.state(), checkpoint_id=path)
     return trained.unsharded()

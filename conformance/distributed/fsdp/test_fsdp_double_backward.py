@@ -41,9 +41,6 @@ class Penalty:
 ONCE, WITH_A_LOSS = Penalty(), Penalty(adds_loss=True)
 
 
-_STEPS = 2
-
-
 def built(freezes: bool) -> nn.Sequential:
     """Build a model whose inner unit has several layers, so that second derivatives pass through each of them."""
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
@@ -64,7 +61,7 @@ def _wrapped(
 def penalized(scene: Scene, *, penalty: Penalty, **wrapping: Any) -> dict[str, torch.Tensor]:
     """Run steps with a penalty on gradients of inputs. Return the full gradients."""
     model = _wrapped(scene, **wrapping)
-    for _ in range(_STEPS):
+    for _ in range(2):
         scene.mean(lambda rank: penalty.loss(model, rank)).backward()
     return scene.whole_gradients(model)
 

@@ -39,7 +39,9 @@ from conformance.judge.sandbox import seeding
 from conformance.ranks import Rank
 
 
-def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **arguments: Any) -> None:
+def assert_trains_in_group(
+    twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **arguments: Any
+) -> None:
     """Run the program on the ranks of both libraries and compare.
 
     The ranks of each library rendezvous at their own file.
@@ -53,12 +55,7 @@ def assert_same(twins: Twins, program: Any, at: Path, setup: Setup = FLAT, **arg
 
 
 _TIMEOUT = timedelta(seconds=30)
-
-
-_STEPS = 3
-
-
-_THREADS = 2
+_STEPS, _THREADS = 3, 2
 
 
 class InPython(dist.ProcessGroup):
@@ -236,7 +233,7 @@ def test_training_works_with_other_kinds_of_group(
 ) -> None:
     if kind == "of threads" and not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):
         unavailable(f"torch {torch.__version__} cannot end groups of threads")
-    assert_same(cpu_twins, train, tmp_path, setup, kind=kind, has_default=has_default)
+    assert_trains_in_group(cpu_twins, train, tmp_path, setup, kind=kind, has_default=has_default)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.backend_as_group")
@@ -269,4 +266,4 @@ def scale(scene: Scene, *, kind: str, path: str, has_default: bool = True) -> li
 def test_scaler_works_with_other_kinds_of_group(
     twins: Twins, kind: str, has_default: bool, tmp_path: Path
 ) -> None:
-    assert_same(twins, scale, tmp_path, kind=kind, has_default=has_default)
+    assert_trains_in_group(twins, scale, tmp_path, kind=kind, has_default=has_default)

@@ -15,11 +15,10 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from conformance.distributed.fsdp.scenes.fsdp_training import (
     Setup,
     clean,
-    constructor_arguments,
     gathered_gradients,
 )
 from conformance.distributed.fsdp.scenes.module_trees import loss_of, out_of_form
-from conformance.distributed.fsdp.scenes.rank_judging import assert_close_gradients, unsharded_gradients
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close, unsharded_gradients
 from conformance.distributed.fsdp.scenes.scene import TREE, Scene, tried
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
@@ -126,7 +125,7 @@ def _noting(events: list[Any], name: str) -> Any:
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.parameters")
 @each_strategy
 def test_hooks_of_parameters_run_as_with_torch(twins: Twins, strategy: str) -> None:
-    twins.agree(hooks_of_parameters, leaf_by_leaf(strategy))
+    assert all(outcome.value for outcome in twins.agree(hooks_of_parameters, leaf_by_leaf(strategy)))
 
 
 def hooks_on_gradients(scene: Scene, *, no_sync: bool, before: bool = False) -> dict[str, Any]:
@@ -218,13 +217,13 @@ class HookCalls:
     """State of a user-defined communication hook, which records the hook's inputs."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.inputs: list[Any] = []
 
 
-def local_sum(reported: HookCalls, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
+def local_sum(state: HookCalls, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
     """Sum over the ranks without dividing, so that a division by the library would be visible."""
     parts = None if output is None else grad.numel() // output.numel()
-    reported.seen.append([grad.dim(), str(grad.dtype), parts])
+    state.inputs.append([grad.dim(), str(grad.dtype), parts])
     dist.all_reduce(grad)
     if output is not None:
         rank = dist.get_rank()
@@ -245,7 +244,7 @@ def comm_hook(scene: Scene, *, hook: str, backwards: int = 1, no_sync: bool = Fa
             scene.backward(number)
     return {
         "gradients": scene.gradients(),
-        "reported": state.seen if hook == "own" else None,
+        "inputs": state.inputs if hook == "own" else None,
         "whole": gathered_gradients(scene.library, scene.model),
     }
 
@@ -292,17 +291,20 @@ def test_torch_cannot_run_low_precision_hooks_on_a_cpu(torch_cannot: Callable[..
 @each_strategy
 def test_low_precision_hooks_round_and_average(twins: Twins, strategy: str, hook: str) -> None:
     setup = leaf_by_leaf(strategy)
+    # Gradients of about 0.1 may cancel in the sum over the ranks.
     tolerance = Tolerance(
         4, "each gradient, the sum over the ranks and the quotient rounded", LOW[hook], terms=0.1
     )
     for rank, value in enumerate(twins.values(comm_hook, setup, hook=hook)):
-        whole = value["whole"]
-        assert {state.dtype for state in whole.values()} == {torch.float32}
-        assert all(torch.equal(s.values, s.values.to(LOW[hook]).float()) for s in whole.values())
-        assert_close_gradients(unsharded_gradients(setup, twins.world_size, rank), whole, tolerance)
+        for gradient in value["whole"].values():
+            assert gradient.dtype is torch.float32
+            assert torch.equal(gradient.values, gradient.values.to(LOW[hook]).float())
+        expected = unsharded_gradients(setup, twins.world_size, rank)
+        assert_all_close("gradients", expected, value["whole"], tolerance)
 
 
 def comm_hook_refused(scene: Scene, *, why: str) -> Any:
+    """Return the error of registering a communication hook that is refused for the reason `why`."""
     match why:
         case "an inner unit":
             scene.forward()
@@ -321,8 +323,7 @@ def comm_hook_refused(scene: Scene, *, why: str) -> Any:
 
 def _around_replicas(scene: Scene) -> Any:
     """Return a root that is not hybrid, with a hybrid unit inside."""
-    arguments = constructor_arguments(scene.rank, scene.library, scene.model, scene.setup)
-    inner = scene.fsdp(nn.Linear(3, 4), **arguments)
+    inner = scene.wrapped(nn.Linear(3, 4))
     return scene.fsdp(nn.Sequential(inner, nn.Linear(4, 2)), device_id=scene.rank.device)
 
 

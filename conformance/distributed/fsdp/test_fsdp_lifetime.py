@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene, survivors
 from conformance.distributed.fsdp.scenes.twins import Twins, each, each_strategy
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
@@ -66,10 +65,9 @@ def left_behind(scene: Scene, *, use_orig_params: bool, returns_input: bool = Fa
     x = torch.ones(1, 3, requires_grad=returns_input)
     for _ in range(2):
         model(x).sum().backward()
-    held = {name: weakref.ref(item) for name, item in (*model.named_modules(), *model.named_parameters())}
+    refs = {name: weakref.ref(item) for name, item in (*model.named_modules(), *model.named_parameters())}
     del model, inner
-    gc.collect()
-    return [name for name, reference in held.items() if reference() is not None]
+    return survivors(refs)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.freed")

@@ -32,7 +32,11 @@ from conformance.distributed.fsdp.scenes.module_trees import (
     call,
     out_of_form,
 )
-from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
+from conformance.distributed.fsdp.scenes.rank_judging import (
+    assert_ranks_agree,
+    share_of_examples,
+    tolerance_of_policy,
+)
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, tried
 from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
@@ -47,7 +51,7 @@ from conformance.distributed.fsdp.scenes.twins import (
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
-from conformance.judge.tolerances import SAME_BITS, TRAINED, Tolerance
+from conformance.judge.tolerances import SAME_BITS, Tolerance
 from conformance.strategies.modules import CHECKPOINTING, KINDS
 from conformance.strategies.sharding import steps, trainings
 
@@ -101,18 +105,6 @@ policies = st.fixed_dictionaries(
 ).filter(_keeps_what_it_can)
 
 
-def tolerance_of(policy: dict[str, Any]) -> Tolerance:
-    """Return a tolerance for both libraries' results.
-
-    Both round each gradient to the same dtypes, but may sum and divide it in another order before that.
-    """
-    dtypes = [policy.get(name) for name in ("param_dtype", "reduce_dtype")]
-    coarsest = next((dtype for dtype in LOW if dtype in dtypes), None)
-    if coarsest is None:
-        return replace(TRAINED, coarsest=torch.float32)
-    return Tolerance(8, "three steps, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
-
-
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.trains")
 @each_strategy
 @share_of_examples(0.4)
@@ -140,7 +132,7 @@ def test_trains_in_mixed_precision(
     )
     by_library = [twins.trained(library, training) for library in (twins.reference, twins.subject)]
     has_one_order = twins.world_size <= 2 and _adds_in_one_order(training, twins.world_size)
-    assert_ranks_agree(*by_library, SAME_BITS if has_one_order else tolerance_of(policy))
+    assert_ranks_agree(*by_library, SAME_BITS if has_one_order else tolerance_of_policy(policy))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.recomputed")
@@ -205,9 +197,15 @@ def test_gradients_are_rounded_to_the_dtype_they_are_reduced_in(
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
 @each_wrapping
 def test_gradients_are_kept_in_low_precision(twins: Twins, wrapping: Wrapping, name: str) -> None:
+    """Gradients of shards are in float32 if only their reduction has low precision."""
     precision = {name: torch.bfloat16, "keep_low_precision_grads": True}
     setup = leaf_by_leaf(**wrapping, mixed_precision=precision)
-    twins.agree(gradients, setup, tolerance_of({name: torch.bfloat16}), tree=SIMPLE)
+    tolerance = tolerance_of_policy({name: torch.bfloat16})
+    is_sharded = wrapping["strategy"] != "NO_SHARD" and not twins.is_alone
+    kept_dtype = torch.float32 if is_sharded and name == "reduce_dtype" else torch.bfloat16
+    for outcome in twins.agree(gradients, setup, tolerance, tree=SIMPLE):
+        grads = [state["grad"] for state in outcome.value["shards"].values()]
+        assert {grad.dtype for grad in grads if grad is not None} == {kept_dtype}
 
 
 def inside(scene: Scene, *, training: bool) -> dict[str, Any]:
@@ -280,6 +278,7 @@ def test_buffers_that_are_no_floats_keep_their_dtype(
 
 
 def in_sequence(scene: Scene, *, calls: str) -> list[Any]:
+    """Run the calls: summon, backward, or a forward (eval runs without gradients). Return outputs and gradients."""
     results: list[Any] = []
     for number, name in enumerate(calls.split()):
         if name == "summon":

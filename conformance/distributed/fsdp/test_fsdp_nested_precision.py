@@ -26,8 +26,6 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import Tolerance
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-
-
 Precision = Mapping[str, Any]
 
 POLICIES: dict[str, tuple[Precision, Precision]] = {
@@ -41,16 +39,13 @@ POLICIES: dict[str, tuple[Precision, Precision]] = {
 }
 
 
-def tolerance_of(*precisions: Precision) -> Tolerance:
+def tolerance_of_units(*precisions: Precision) -> Tolerance:
     """Return a tolerance for units of these precisions, by the coarsest dtype. Each unit rounds to its own dtypes."""
     dtypes = [
         precision.get(name, SINGLE) for precision in precisions for name in ("param_dtype", "reduce_dtype")
     ]
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return Tolerance(8, "two backwards, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
-
-
-_BACKWARDS = 2
 
 
 @dataclass(frozen=True)
@@ -81,6 +76,8 @@ def built() -> nn.Sequential:
 
 
 def trained_in_parts(scene: Scene, *, nesting: Nesting, use_orig_params: bool) -> dict[str, Any]:
+    """Run backwards of a model whose inner unit has its own mixed precision. Return gradients and outputs."""
+
     def wrap(module: nn.Module, precision: Precision, strategy: str = "FULL_SHARD") -> Any:
         mixed = scene.api.MixedPrecision(**precision) if precision else None
         return scene.wrap(module, strategy=strategy, mixed_precision=mixed, use_orig_params=use_orig_params)
@@ -111,7 +108,7 @@ def trained_unsharded(nesting: Nesting, world_size: int) -> list[dict[str, Any]]
 
 def _run(model: nn.Module, rank: int) -> dict[str, Any]:
     outputs, input_gradients = [], []
-    for number in range(_BACKWARDS):
+    for number in range(2):
         x = (torch.linspace(0, 1 + number, 15).view(5, 3) - rank * 0.25).requires_grad_()
         output = model(x)
         output.float().square().mean().backward()
@@ -127,7 +124,7 @@ def test_each_unit_has_its_own_mixed_precision(
     cpu_twins: Twins, policy: str, inner_strategy: str, use_orig_params: bool
 ) -> None:
     nesting = Nesting(*POLICIES[policy], inner_strategy)
-    both = tolerance_of(nesting.outer, nesting.inner)
+    both = tolerance_of_units(nesting.outer, nesting.inner)
     arguments = {"nesting": nesting, "use_orig_params": use_orig_params}
     actual = cpu_twins.agree(trained_in_parts, tolerance=both, **arguments)
     for unsharded, outcome in zip(trained_unsharded(nesting, len(actual)), actual, strict=True):
@@ -138,7 +135,7 @@ def test_each_unit_has_its_own_mixed_precision(
                 {name: grad for name, grad in gradients.items() if name.startswith("1.") is is_inner}
                 for gradients in (unsharded["whole_gradients"], outcome.value["whole_gradients"])
             )
-            assert_all_close("whole_gradients", expected_gradients, whole, tolerance_of(precision))
+            assert_all_close("whole_gradients", expected_gradients, whole, tolerance_of_units(precision))
 
 
 class Normalised(nn.Module):
@@ -189,7 +186,7 @@ def _noting_dtypes(events: list[Any], name: str) -> Any:
 def test_modules_of_some_classes_are_left_in_full_precision(
     cpu_twins: Twins, kind: str, use_orig_params: bool
 ) -> None:
-    tolerance = tolerance_of({"param_dtype": BRAIN})
+    tolerance = tolerance_of_units({"param_dtype": BRAIN})
     arguments = {"kind": kind, "use_orig_params": use_orig_params}
     outcomes = cpu_twins.agree(without_some_classes, tolerance=tolerance, **arguments)
     assert {weight for _, _, weight, _ in outcomes[0].value["dtypes"]} == {SINGLE, BRAIN}

@@ -57,7 +57,8 @@ def shown(scene: Scene) -> dict[str, Any]:
     return {name: unpadded(state_of(parameter)) for name, parameter in scene.model.named_parameters()}
 
 
-def nothing_else(scene: Scene) -> Iterator[Any]:
+def one_backward(scene: Scene) -> Iterator[Any]:
+    """Run one backward in no_sync and one after it."""
     with scene.model.no_sync():
         scene.backward(0)
     yield shown(scene)
@@ -65,6 +66,7 @@ def nothing_else(scene: Scene) -> Iterator[Any]:
 
 
 def several_backwards(scene: Scene) -> Iterator[Any]:
+    """Run three backwards in two contexts, and one after them."""
     with scene.model.no_sync():
         scene.backward(0)
         scene.backward(1)
@@ -101,6 +103,7 @@ def a_backward_alone(scene: Scene) -> Iterator[Any]:
 
 
 def an_evaluation(scene: Scene) -> Iterator[Any]:
+    """Evaluate inside no_sync, where gradients wait, and after it."""
     with scene.model.no_sync():
         scene.backward(0)
         with torch.no_grad():
@@ -111,6 +114,7 @@ def an_evaluation(scene: Scene) -> Iterator[Any]:
 
 
 def two_forwards(scene: Scene) -> Iterator[Any]:
+    """Run two forwards and one backward of their sum in no_sync."""
     with scene.model.no_sync():
         first, second = (loss_of(scene.forward(number)) for number in range(2))
         (first + second).backward()
@@ -119,6 +123,7 @@ def two_forwards(scene: Scene) -> Iterator[Any]:
 
 
 def cleared_gradients(scene: Scene) -> Iterator[Any]:
+    """Clear the gradients between no_sync and the next backward."""
     with scene.model.no_sync():
         scene.backward(0)
     scene.model.zero_grad()
@@ -127,6 +132,7 @@ def cleared_gradients(scene: Scene) -> Iterator[Any]:
 
 
 def cleared_inside(scene: Scene) -> Iterator[Any]:
+    """Clear the gradients between two backwards in no_sync."""
     with scene.model.no_sync():
         scene.backward(0)
         scene.model.zero_grad()
@@ -156,7 +162,7 @@ def optimizer_steps(scene: Scene) -> Iterator[Any]:
 
 
 DOES = (
-    nothing_else,
+    one_backward,
     several_backwards,
     a_backward_before,
     a_forward_alone,
@@ -263,6 +269,7 @@ def of_an_inner_unit(scene: Scene) -> Any:
 
 
 def in_forward(scene: Scene) -> Any:
+    """Return the errors of entering no_sync in a forward."""
     attempts: list[Any] = []
     scene.model.head.register_forward_pre_hook(
         lambda *_: attempts.append(tried(lambda: scene.model.no_sync().__enter__()))

@@ -228,6 +228,7 @@ def test_submodule_called_module_is_saved(cpu_twins: Twins, setup: Setup) -> Non
 
 
 def loaded_directly(scene: Scene, directly: bool) -> Any:
+    """Return the state of a fresh optimizer after `optim_state_dict_to_load` with or without `load_directly`."""
     optimizer = Optimized().stepped(scene.model)
     saved = FULL.save(scene, optimizer)
     fresh = Optimized().optimizer(scene.model)
@@ -321,6 +322,7 @@ def test_names_and_numbers_are_exchanged(cpu_twins: Twins, setup: Setup) -> None
 
 
 def rekeyed_by_torchs_types(scene: Scene) -> Any:
+    """Return the keys after rekeying by torch's OptimStateKeyType and by the library's own."""
     model, optimizer = unwrapped(scene, Optimized())
     rekey, own = scene.fsdp.rekey_optim_state_dict, scene.api.OptimStateKeyType
     state_dict = optimizer.state_dict()

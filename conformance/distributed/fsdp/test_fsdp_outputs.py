@@ -30,8 +30,6 @@ from conformance.judge.library import Library
 from conformance.judge.tolerances import TRAINED
 
 DEADLINE_S, OF_A_CASE_S = 300, 130  # Dynamo takes seconds on each rank
-
-
 _WIDTH = 4
 
 
@@ -110,8 +108,6 @@ class TensorPair(NamedTuple):
 
 # Pairs of functions: one makes a module's output from its input and result, and one makes a tensor of that output.
 _Makes, _Takes = Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]
-
-
 KINDS: dict[str, tuple[_Makes, _Takes]] = {
     "a named tuple": (lambda _, y: TensorPair(y, y * 2), lambda output: output.first + output.second),
     "an ordered dict": (
@@ -198,7 +194,7 @@ def trained(
         gradients = gathered_gradients(scene.library, whole)
         optimizer.step()
         optimizer.zero_grad()
-    return {"seen": steps, "whole": gradients}
+    return {"steps": steps, "whole": gradients}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.some_outputs")

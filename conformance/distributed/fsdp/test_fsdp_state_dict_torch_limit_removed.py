@@ -362,7 +362,6 @@ def set_on_no_unit(scene: Scene) -> Any:
 def test_settings_without_units(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         set_on_no_unit,
-        FLAT,
         torch_does=each(lambda value: value.startswith("KeyError")),
         we_do=each(lambda value: value == "entered"),
     )

@@ -33,7 +33,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 
 DEEP = pytest.mark.profile("deep")
-FLAT, ORIGINALS = {"use_orig_params": False}, {"use_orig_params": True}
+WITH_FLAT, WITH_ORIGINALS = {"use_orig_params": False}, {"use_orig_params": True}
 _NAMES = ("replicas", "data", "model")
 _PLAN = {"up": ColwiseParallel, "down": RowwiseParallel}
 _WIDTH, _HIDDEN, _ROWS = 6, 8, 2
@@ -167,7 +167,7 @@ def laid_out(tensor: Any) -> dict[str, Any]:
     }
 
 
-_FLAT, _ORIGINALS = Parallel((2, 2), FLAT), Parallel((2, 2), ORIGINALS)
+_FLAT, _ORIGINALS = Parallel((2, 2), WITH_FLAT), Parallel((2, 2), WITH_ORIGINALS)
 _FULLY = Parallel((2, 2), {}, is_fully_shard=True)
 _KINDS = pytest.mark.parametrize(
     ("parallel", "kind"),
@@ -185,15 +185,15 @@ _BOTH = pytest.mark.parametrize(
 _MESHES: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
     (_FLAT, ()),
     (_ORIGINALS, ()),
-    (Parallel((2, 2), FLAT, leaves_last=True), (FULL_PROFILE,)),
-    (Parallel((2, 2), ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL_PROFILE,)),
-    (Parallel((2, 2), FLAT | {"strategy": "NO_SHARD"}), (FULL_PROFILE,)),
-    (Parallel((4, 1), ORIGINALS), (FULL_PROFILE,)),
-    (Parallel((1, 4), FLAT), (FULL_PROFILE,)),
-    (Parallel((1, 2), FLAT), (FULL_PROFILE,)),
-    (Parallel((2, 1), FLAT, leaves_last=True), (FULL_PROFILE,)),
-    (Parallel((2, 2, 2), FLAT | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
-    (Parallel((2, 2, 2), ORIGINALS | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
+    (Parallel((2, 2), WITH_FLAT, leaves_last=True), (FULL_PROFILE,)),
+    (Parallel((2, 2), WITH_ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL_PROFILE,)),
+    (Parallel((2, 2), WITH_FLAT | {"strategy": "NO_SHARD"}), (FULL_PROFILE,)),
+    (Parallel((4, 1), WITH_ORIGINALS), (FULL_PROFILE,)),
+    (Parallel((1, 4), WITH_FLAT), (FULL_PROFILE,)),
+    (Parallel((1, 2), WITH_FLAT), (FULL_PROFILE,)),
+    (Parallel((2, 1), WITH_FLAT, leaves_last=True), (FULL_PROFILE,)),
+    (Parallel((2, 2, 2), WITH_FLAT | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
+    (Parallel((2, 2, 2), WITH_ORIGINALS | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
 ]
 _MESHES_OF_FULLY_SHARD: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
     (_FULLY, ()),
@@ -210,6 +210,7 @@ of_fully_shard = clause("distributed.fsdp.fully_shard.tensor_parallel")
 
 
 def train(scene: Scene, parallel: Parallel, steps: int = 3) -> dict[str, Any]:
+    """Train for some steps. Return shards before and after, losses, layouts and full parameters."""
     training = ParallelTraining(scene, parallel)
     reported: dict[str, Any] = {"shards": training.shards()}
     reported["losses"] = [training.step(step) for step in range(steps)]
@@ -332,6 +333,7 @@ def test_writes_to_summoned_parameters_are_kept(plain_twins_of: TwinsOf, paralle
 
 
 def save(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
+    """Save a model and its optimizer after a step. Return the layout and values of each saved tensor."""
     training = ParallelTraining(scene, parallel)
     training.step(0)
     model = {name: laid_out(value) for name, value in training.state_dict(kind).items()}
@@ -392,7 +394,7 @@ def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor
     trained = ParallelTraining(scene, _FLAT)
     trained.step(0)
     dcp.save({"model": trained.state_dict(kind)}, checkpoint_id=path)
-    other = ParallelTraining(scene, Parallel(sizes, FLAT), seed=1)
+    other = ParallelTraining(scene, Parallel(sizes, WITH_FLAT), seed=1)
     state = {"model": other.state_dict(kind)}
     dcp.load(state, checkpoint_id=path)
     other.load(kind, state["model"])
@@ -455,7 +457,7 @@ def test_norm_counts_each_element_once(plain_twins_of: TwinsOf, parallel: Parall
 @pytest.mark.deviation("fsdp.original_dtensors")
 @pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 4), marks=FULL_PROFILE)])
 def test_originals_that_are_not_sharded_train(plain_twins_of: TwinsOf, sizes: tuple[int, int]) -> None:
-    parallel = Parallel(sizes, ORIGINALS)
+    parallel = Parallel(sizes, WITH_ORIGINALS)
     twins = parallel.twins(plain_twins_of)
     twins.deviate_to_unsharded(train, of="whole", parallel=parallel, torch_does=raise_an_error)
 

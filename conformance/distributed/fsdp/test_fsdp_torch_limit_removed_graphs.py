@@ -11,6 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conformance.distributed.fsdp.scenes.forked_model import (
+    Does,
+    Forked,
+    any_of,
+    backward,
+    loss,
+    output,
+    step,
+    written,
+)
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import (
@@ -20,16 +30,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     each_strategy,
     each_wrapping,
     raises,
-)
-from conformance.distributed.fsdp.test_fsdp_torch_limit_removed_writes import (
-    Does,
-    Forked,
-    any_of,
-    backward,
-    loss,
-    output,
-    step,
-    written,
 )
 from conformance.judge.clauses import clause
 
@@ -184,6 +184,7 @@ def _without_versions_and_types(text: str) -> str:
 
 
 def continued_after_the_error(scene: Scene) -> list[Tensor]:
+    """Catch the error of a backward after a step, clear the gradients and train on."""
     try:
         stepped_after_another_backward(scene)
     except RuntimeError:
@@ -250,22 +251,22 @@ def test_step_of_parameters_unread_by_backward_is_harmless(twins: Twins, strateg
 
 
 def cast_between(scene: Scene) -> list[Tensor]:
-    """Cast the model to another dtype between a forward and its backward."""
+    """Cast the model to another dtype between a forward and its backward. Return the full gradients."""
     graph = loss(scene, 0)
     scene.model.double()
     graph.backward()
-    return []
+    return list(scene.whole_gradients(scene.model).values())
 
 
 def flat_cast_between(scene: Scene) -> list[Tensor]:
-    """Cast the flat parameters by their private name, as accelerate does, between a forward and its backward."""
+    """Cast the flat parameters by their private name, as accelerate does. Return the full gradients."""
     graph = loss(scene, 0)
     model: Any = scene.model
     for unit in type(model).fsdp_modules(model):
         if unit._flat_param is not None:
             unit._flat_param.data = unit._flat_param.data.double()
     graph.backward()
-    return []
+    return list(scene.whole_gradients(scene.model).values())
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.cast_between")

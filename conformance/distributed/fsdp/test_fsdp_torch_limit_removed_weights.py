@@ -10,10 +10,13 @@ from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
-from conformance.distributed.fsdp.scenes.rank_judging import assert_like_unsharded, trains_like_unsharded
+from conformance.distributed.fsdp.scenes.rank_judging import (
+    assert_like_unsharded,
+    tolerance_of_policy,
+    trains_like_unsharded,
+)
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, each, holds, raises
-from conformance.distributed.fsdp.test_fsdp_mixed_precision import tolerance_of
 from conformance.judge.clauses import clause
 
 
@@ -64,7 +67,7 @@ def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
     cpu_twins.judge(
         lambda library: cpu_twins.trained(library, training),
         torch_does=raises(RuntimeError, "attempting to assign a gradient with dtype"),
-        we_do=lambda outcomes: holds(assert_like_unsharded, outcomes, training, tolerance_of(policy)),
+        we_do=lambda outcomes: holds(assert_like_unsharded, outcomes, training, tolerance_of_policy(policy)),
     )
 
 

@@ -16,6 +16,8 @@ from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, b
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, each
 from conformance.judge.clauses import clause
+from conformance.judge.outcome import Outcome, assert_same_outcome
+from conformance.judge.tolerances import EXACT
 
 
 def gathered_for_no_backward(scene: Scene) -> torch.Tensor:
@@ -38,15 +40,12 @@ def gathered_for_no_backward(scene: Scene) -> torch.Tensor:
 @clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
 def test_unit_unused_by_backward_is_gathered_again(plain_twins: PlainTwins) -> None:
     plain_twins.agree(gathered_for_no_backward)
+    plain_twins.agree_with_unsharded(gathered_for_no_backward)
 
 
-def no_sync(scene: Scene) -> list[bool]:
-    """Return, for each backward, whether `no_sync` leaves the same gradients as `set_requires_gradient_sync`."""
-    by_context, by_settings = (_gradients_unsynchronised(scene, by_context) for by_context in (True, False))
-    return [
-        before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-        for before, after in zip(by_settings, by_context, strict=True)
-    ]
+def no_sync(scene: Scene) -> list[list[dict[str, torch.Tensor]]]:
+    """Return the gradients after each backward, by `set_requires_gradient_sync` and by `no_sync`."""
+    return [_gradients_unsynchronised(scene, by_context) for by_context in (False, True)]
 
 
 def _gradients_unsynchronised(scene: Scene, by_context: bool) -> list[dict[str, torch.Tensor]]:
@@ -68,7 +67,10 @@ def _gradients_unsynchronised(scene: Scene, by_context: bool) -> list[dict[str, 
 
 @clause("distributed.fsdp.fully_shard.no_sync")
 def test_no_sync_adds_up_gradients_unreduced(plain_twins: PlainTwins) -> None:
-    assert plain_twins.values(no_sync) == [[True] * 4] * plain_twins.world_size
+    for by_settings, by_context in plain_twins.values(no_sync):
+        # Two units of four parameters synchronise, after two backwards that do not.
+        assert [len(gradients) for gradients in by_context] == [0, 0, 8, 8]
+        assert_same_outcome(Outcome(by_settings), Outcome(by_context), EXACT)
 
 
 def stepped_in_backward(scene: Scene, syncs_first: bool) -> dict[str, Any]:
@@ -99,7 +101,8 @@ def stepped_in_backward(scene: Scene, syncs_first: bool) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.hooks_after_accumulation")
 @pytest.mark.parametrize("syncs_first", [True, False])
 def test_optimizers_step_in_the_backward(plain_twins: PlainTwins, syncs_first: bool) -> None:
-    plain_twins.agree(stepped_in_backward, syncs_first=syncs_first)
+    for outcome in plain_twins.agree(stepped_in_backward, syncs_first=syncs_first):
+        assert {count for _, count in outcome.value["events"]} == {1}
 
 
 def hooks_on_gradients(scene: Scene, before: bool) -> dict[str, Any]:
@@ -228,7 +231,8 @@ def without_a_backward(scene: Scene) -> dict[str, bool]:
 
 @clause("distributed.fsdp.fully_shard.without_a_backward")
 def test_forwards_alone_leave_nothing(plain_twins: PlainTwins) -> None:
-    plain_twins.agree(without_a_backward)
+    for outcome in plain_twins.agree(without_a_backward):
+        assert outcome.value == {"hooks": False, "objects": False}
 
 
 def kept_for_backward(scene: Scene, rows: int) -> dict[str, Any]:
@@ -240,16 +244,16 @@ def kept_for_backward(scene: Scene, rows: int) -> dict[str, Any]:
     nn.init.ones_(model[1].weight)
     scene.shard(layer, reshard_after_forward=2)
     scene.shard(model)
-    shown = []
+    weights = []
     for _ in range(4):
-        _spoil_memory(4 * -(-rows // 4) * 64, scene.rank.device)
+        _fill_freed_memory(4 * -(-rows // 4) * 64, scene.rank.device)
         loss = model(torch.ones(2, 64, device=scene.rank.device)).sum()
-        shown.append(described(layer.weight))
+        weights.append(described(layer.weight))
         loss.backward()
-    return {"shown": shown, "gradient": described(layer.weight.grad)}
+    return {"weights": weights, "gradient": described(layer.weight.grad)}
 
 
-def _spoil_memory(numel: int, device: torch.device) -> None:
+def _fill_freed_memory(numel: int, device: torch.device) -> None:
     """Fill memory with a large value and free it, so that new tensors of `numel` elements contain that value."""
     used = [torch.full((numel,), 1e30, device=device) for _ in range(64)]
     del used
@@ -259,4 +263,4 @@ def _spoil_memory(numel: int, device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [13, 5])
 def test_shards_kept_for_backward_are_padded_with_zeros(plain_twins_of: TwinsOf, rows: int) -> None:
     outcomes = plain_twins_of(4).agree(kept_for_backward, rows=rows)
-    assert outcomes[1].value["shown"][-1]["local"].values[-1].count_nonzero() == 0
+    assert outcomes[1].value["weights"][-1]["local"].values[-1].count_nonzero() == 0

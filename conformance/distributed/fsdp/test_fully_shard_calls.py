@@ -34,7 +34,7 @@ from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS
 from conformance.distributed.fsdp.scenes.traffic import gathers_before_barriers, kind
-from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, PlainTwins, RankOutcomes, values_of
+from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, PlainTwins, each
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.library import Library
@@ -229,7 +229,7 @@ def test_forced_sum_reduction_only_sums(plain_twins: PlainTwins) -> None:
     for trace in assert_plays_like_torch(plain_twins, (*force, *TRAIN), tree=tree)[1]:
         # An all-to-all has no reduce operator, because the receivers add up.
         ops = {call.reduce_op for call in trace if kind(call) == "scatter"}
-        assert ops <= {"SUM", ""}, reported(trace)
+        assert ops in ({"SUM"}, {""}, {"SUM", ""}), reported(trace)
 
 
 _SEPARATE = "set_separate_reduce_scatter_group"
@@ -345,12 +345,12 @@ def test_divide_factor_applies_once_on_single_rank(plain_twins: PlainTwins) -> N
 def test_backward_after_load_raises(plain_twins: PlainTwins) -> None:
     """torch gathers the loaded weights and computes the gradients of the earlier forward with them."""
 
-    def backward(outcomes: RankOutcomes) -> Any:
-        return values_of(outcomes)[0]["seen"][2]["made"]
+    def text_of_backward(value: Any) -> str:
+        return str(value["seen"][2]["made"])
 
     plain_twins.deviate(
         play,
         calls=(FORWARD, LOAD, BACKWARD),
-        torch_does=lambda outcomes: backward(outcomes) == 1,
-        we_do=lambda outcomes: "modified by an inplace operation" in str(backward(outcomes)),
+        torch_does=each(lambda value: text_of_backward(value) == "1"),
+        we_do=each(lambda value: "modified by an inplace operation" in text_of_backward(value)),
     )

@@ -22,7 +22,7 @@ from conformance.judge.outcome import assert_same_outcome, observe
 from conformance.judge.surface import is_torch_in
 
 
-def refused(scene: Scene, way: str) -> Any:
+def shard(scene: Scene, way: str) -> Any:
     result = (WAYS | LATER_WAYS)[way](scene)
     return {"made": type(result).__name__, "registered": registered(scene.model)}
 
@@ -33,8 +33,8 @@ def _parameter(scene: Scene, parameter: nn.Parameter, **arguments: Any) -> Any:
     return scene.leaf_by_leaf(**arguments)
 
 
-def _placed(scene: Scene, where: Any) -> Any:
-    return scene.shard(scene.model.head, shard_placement_fn=lambda parameter: where)
+def _placed(scene: Scene, where: Any, module: Any = None) -> Any:
+    return scene.shard(module or scene.model.head, shard_placement_fn=lambda parameter: where)
 
 
 def _within_first(scene: Scene) -> Any:
@@ -66,6 +66,7 @@ WAYS: dict[str, Callable[[Scene], Any]] = {
         FOUR_UNITS.batch(0, 0).x, ids=FOUR_UNITS.batch(0, 0).ids
     ),
 }
+_ACCEPTED = ("no parameters", "one rank", "a group as the root")  # members of WAYS
 # Cases that need torch 2.12 or later.
 LATER_WAYS: dict[str, Callable[[Scene], Any]] = {
     "a placement that is none": lambda scene: _placed(scene, "a word"),
@@ -87,25 +88,24 @@ LATER_WAYS: dict[str, Callable[[Scene], Any]] = {
 }
 
 
-@clause("distributed.fsdp.fully_shard.refusals")
-@pytest.mark.parametrize("way", WAYS)
-def test_invalid_arguments_are_refused(plain_twins: PlainTwins, way: str) -> None:
-    plain_twins.agree(refused, may_raise=True, way=way)
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(pytest.param(way, marks=clause("distributed.fsdp.fully_shard.refusals")) for way in WAYS),
+        *(
+            pytest.param(way, marks=clause("distributed.fsdp.fully_shard.later_refusals"))
+            for way in LATER_WAYS
+        ),
+    ],
+)
+def test_arguments_are_refused_or_accepted_like_torch(plain_twins: PlainTwins, way: str) -> None:
+    for outcome in plain_twins.agree(shard, may_raise=True, way=way):
+        assert (outcome.raised is None) is (way in _ACCEPTED)
 
 
-@clause("distributed.fsdp.fully_shard.later_refusals")
-@pytest.mark.parametrize("way", LATER_WAYS)
-def test_arguments_that_older_torch_took_are_refused(plain_twins: PlainTwins, way: str) -> None:
-    plain_twins.agree(refused, may_raise=True, way=way)
-
-
-def uneven(scene: Scene) -> Any:
+def uneven(scene: Scene) -> str:
     """Shard three columns over two ranks."""
-    return refused_placement(scene, nn.Linear(3, 2), Shard(1))
-
-
-def refused_placement(scene: Scene, module: nn.Module, where: Any) -> Any:
-    return type(scene.shard(module, shard_placement_fn=lambda parameter: where)).__name__
+    return type(_placed(scene, Shard(1), nn.Linear(3, 2, bias=False))).__name__
 
 
 @clause("distributed.fsdp.fully_shard.refusals")
@@ -116,6 +116,7 @@ def test_refuses_uneven_columns(plain_twins: PlainTwins) -> None:
 
 
 def attributes(scene: Scene) -> dict[str, Any]:
+    """Return what sharding changes about modules: their classes, names and state, and what stays."""
     model = scene.model
     chain = scene.shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
     returned = scene.leaf_by_leaf()
@@ -280,6 +281,7 @@ def test_policies_are_plain_objects(
 
 
 def from_meta(scene: Scene, materialises: str) -> dict[str, Any]:
+    """Shard a model on the meta device, materialise it and train. Without a method, train on the meta device."""
     with torch.device("meta"):
         meta = replace(FOUR_UNITS, dtype=torch.float64)
         scene.model = type(scene.model)(meta).to(torch.float64)
@@ -329,6 +331,7 @@ def test_forward_works_after_refused_forward_on_meta(plain_twins: PlainTwins) ->
 
 
 def clipped(scene: Scene, by: str) -> dict[str, Any]:
+    """Clip with torch's functions, by value or by a norm of order `by`. Return norm and gradients."""
     scene.leaf_by_leaf()
     scene.loss().backward()
     parameters = list(scene.model.parameters())
@@ -380,7 +383,8 @@ def registered_layout(value: Any) -> Any:
 @clause("distributed.fsdp.fully_shard.training_tools")
 @pytest.mark.parametrize("overflows", [False, True])
 def test_steps_are_scaled(plain_twins: PlainTwins, overflows: bool) -> None:
-    plain_twins.agree(scaled, overflows=overflows)
+    for outcome in plain_twins.agree(scaled, overflows=overflows):
+        assert outcome.value["scales"] == ([4.0, 8.0] if overflows else [16.0, 32.0])
 
 
 class _Encoder(nn.Module):
@@ -398,6 +402,7 @@ class _Encoder(nn.Module):
 
 
 def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
+    """Call a method other than forward, which `registers` makes gather like forward."""
     with torch.random.fork_rng([]):
         torch.manual_seed(3)
         encoder: Any = _Encoder()
@@ -424,7 +429,8 @@ def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
 @pytest.mark.parametrize("registers", [True, False])
 def test_other_methods_compute(plain_twins: PlainTwins, registers: bool) -> None:
-    plain_twins.agree(forward_method, may_raise=not registers, registers=registers)
+    for outcome in plain_twins.agree(forward_method, may_raise=not registers, registers=registers):
+        assert (outcome.raised is None) is registers, outcome.raised
 
 
 def shared_context(scene: Scene) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from conformance.distributed.fsdp.scenes.fully_shard_training import held, registered
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, run_on_ranks
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raises
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raise_an_error, raises
 from conformance.judge.clauses import clause
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
@@ -69,8 +69,10 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, nn.Linear):
             weight: Any = module.weight
-            cut = Shard(0 if name == "0" else 1)
-            where = [cut if dimension == parallel else Replicate() for dimension in mesh.mesh_dim_names or ()]
+            shard = Shard(0 if name == "0" else 1)
+            where = [
+                shard if dimension == parallel else Replicate() for dimension in mesh.mesh_dim_names or ()
+            ]
             spread = distribute_tensor(weight.detach(), mesh, where, src_data_rank=None)
             module.register_parameter("weight", nn.Parameter(spread))
 
@@ -89,12 +91,12 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
         ({"replicate": "data"}, (2,), ("data",), None),
         ({"shard": "data"}, (2, 2), ("data", "model"), "model"),
         ({"shard": "data"}, (2, 2), ("model", "data"), "model"),
-        ({"shard": "data", "replicate": "copies"}, (2, 2), ("copies", "data"), None),
+        ({"shard": "data", "replicate": "replicas"}, (2, 2), ("replicas", "data"), None),
         ({"shard": ("a", "b")}, (2, 2), ("a", "b"), None),
         pytest.param(
-            {"shard": "data", "replicate": "copies"},
+            {"shard": "data", "replicate": "replicas"},
             (2, 2, 2),
-            ("copies", "data", "model"),
+            ("replicas", "data", "model"),
             "model",
             marks=pytest.mark.profile("deep"),
         ),
@@ -129,21 +131,19 @@ def test_shards_over_named_dimensions(
     assert actual[0].raised is None, actual[0].raised
 
 
-def placed_copies(scene: Scene) -> Any:
+def place_on_replicas(scene: Scene) -> None:
+    """Pass a placement function on a mesh that only replicates."""
     mesh = scene.mesh(names=("data",))
-    dims = scene.api.DataParallelMeshDims(replicate="data")
-    return scene.shard(
-        _spread(mesh, None)[2], mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda parameter: None
-    )
+    layer, dims = _spread(mesh, None)[2], scene.api.DataParallelMeshDims(replicate="data")
+    scene.shard(layer, mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda parameter: None)
 
 
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
-def test_copies_have_no_placement(plain_twins: PlainTwins) -> None:
-    (actual, *_) = plain_twins.agree(placed_copies, may_raise=True)
-    assert actual.raised is not None
+def test_replicas_refuse_placement_function(plain_twins: PlainTwins) -> None:
+    assert raise_an_error(plain_twins.agree(place_on_replicas, may_raise=True))
 
 
-def settings_of_copies(scene: Scene, method: str) -> None:
+def set_on_replicas(scene: Scene, method: str) -> None:
     """Call `method` on a sharded root around a replicated layer."""
     mesh = scene.mesh(names=("data",))
     model, dims = _spread(mesh, None), scene.api.DataParallelMeshDims
@@ -157,4 +157,4 @@ def settings_of_copies(scene: Scene, method: str) -> None:
 @clause("distributed.fsdp.fully_shard.settings_of_copies")
 @pytest.mark.parametrize("method", ["set_reshard_after_forward", "set_separate_reduce_scatter_group"])
 def test_shard_settings_of_replicas_are_refused(plain_twins: PlainTwins, method: str) -> None:
-    plain_twins.check_both(raises(AssertionError), settings_of_copies, method=method)
+    plain_twins.check_both(raises(AssertionError), set_on_replicas, method=method)

@@ -12,7 +12,7 @@ from torch import nn
 from conformance import simulator
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import PlainTwins
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, each
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
 from conformance.judge.judgement import unavailable
@@ -87,8 +87,8 @@ def test_output_is_unaffected_by_later_writes_to_offloaded_parameters(
         unavailable("an accelerator")
     plain_twins.deviate(
         changed_behind,
-        torch_does=lambda outcomes: not all(outcome.value for outcome in outcomes),
-        we_do=lambda outcomes: all(outcome.value for outcome in outcomes),
+        torch_does=lambda outcomes: not each(bool)(outcomes),
+        we_do=each(bool),
         may_agree=True,  # unless copies end after the host writes
     )
 

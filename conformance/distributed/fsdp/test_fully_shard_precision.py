@@ -21,19 +21,12 @@ from conformance.judge.deviations import does_as
 from conformance.judge.surface import is_torch_in
 
 LOW, HIGH = torch.bfloat16, torch.float32
-
-
 # Dtypes in which a parameter computes, is reduced and is stepped.
 Dtypes = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]
 
-_FULL_PRECISION: Dtypes = (HIGH, None, HIGH)
+_HIGH_PRECISION: Dtypes = (HIGH, None, HIGH)
 _COMPLEX: Mapping[str, Any] = {"dtype": torch.complex64, "has_scale": False, "replicates": False}
-
-
-_LEARNING_RATE = 0.25
-
-
-_STEPS = 2
+_LEARNING_RATE, _STEPS, _BACKWARDS = 0.25, 2, 5
 
 
 class _Waves(nn.Module):
@@ -71,7 +64,7 @@ def of_complex(
         steps.append((loss.detach(), held(model)))
         optimizer.step()
         optimizer.zero_grad()
-    return {"seen": steps, "after": held(model)}
+    return {"steps": steps, "after": held(model)}
 
 
 @clause("distributed.fsdp.fully_shard.complex_parameters")
@@ -112,9 +105,6 @@ def test_real_reduce_dtype_keeps_imaginary_parts(
         may_agree=param_dtype == reduce_dtype and not is_torch_in(">=2.15"),
         **_COMPLEX,
     )
-
-
-_BACKWARDS = 5
 
 
 def accumulated(scene: Scene, policy: Mapping[str, torch.dtype], dtype: torch.dtype) -> dict[str, Any]:
@@ -171,14 +161,14 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.inner, self.router = nn.LayerNorm(4), nn.Linear(4, 5), nn.Linear(5, 3)
-        self.shown: list[str] = []
+        self.weight_dtypes: list[str] = []
         for number, parameter in enumerate(self.parameters()):
             parameter.data = torch.linspace(0.3, 1 - number / 3, parameter.numel()).view(parameter.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (self.norm, self.inner, self.router):
             x = layer(x.to(layer.weight.dtype)).sin()
-            self.shown.append(str(layer.weight.dtype))
+            self.weight_dtypes.append(str(layer.weight.dtype))
         return x.float()
 
 
@@ -267,7 +257,10 @@ def by_policy(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> 
     scene.shard(model, mp_policy=_policy(scene, everywhere, apart))
     trained = _trained(scene, model)
     has = {name: astuple(precisions) for name, precisions in scene.api.param_precisions(model).items()}
-    return trained | {"shown": model.shown, "has": {name: str(has[name]) for name in sorted(has)}}
+    return trained | {
+        "weight dtypes": model.weight_dtypes,
+        "has": {name: str(has[name]) for name in sorted(has)},
+    }
 
 
 def by_policy_by_hand(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtypes]) -> dict[str, Any]:
@@ -296,7 +289,8 @@ def by_policy_by_hand(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtyp
             for step_gradients in gradients
         ],
         "after": {name: master.cpu() for name, master in masters.items()},
-        "shown": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")] * _STEPS,
+        "weight dtypes": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")]
+        * _STEPS,
         "has": {name: str(dtypes[name]) for name in sorted(dtypes)},
     }
 
@@ -326,7 +320,7 @@ def _average(grads: Sequence[Tensor]) -> Tensor:
     [
         ((LOW, HIGH, HIGH), {}),
         ((None, None, HIGH), {}),
-        ((LOW, HIGH, HIGH), {"norm": _FULL_PRECISION, "router": _FULL_PRECISION}),
+        ((LOW, HIGH, HIGH), {"norm": _HIGH_PRECISION, "router": _HIGH_PRECISION}),
         ((None, None, None), {"inner": (LOW, LOW, HIGH), "router": (HIGH, LOW, HIGH)}),
     ],
     ids=["masters", "masters alone", "in full apart", "each otherwise"],
@@ -355,7 +349,7 @@ def overridden(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
     policy = scene.api.MixedPrecisionPolicy(LOW, HIGH, param_dtype_override_fn=override)
     scene.shard(model, mp_policy=policy)
     outcome = _trained(scene, model)
-    return outcome | {"shown": model.shown, "calls": len(calls)}
+    return outcome | {"weight dtypes": model.weight_dtypes, "calls": len(calls)}
 
 
 def overridden_by_hand(scene: Scene, layers: Sequence[str]) -> dict[str, Any]:
@@ -391,6 +385,7 @@ def test_invalid_dtype_override_raises(plain_twins: PlainTwins, returned: object
 
 
 def lost_masters(scene: Scene) -> dict[str, Any]:
+    """Return the errors of forwards after float32 masters were cast, loaded in part, loaded and cast again."""
     model = _model(lambda module: module.to(LOW))
     scene.shard(model, mp_policy=scene.api.PerParamPrecisionPolicy(LOW, master_dtype=HIGH))
     x = _batch(scene.rank.rank, 0)

@@ -26,14 +26,8 @@ from conformance.training.gpt import BYTES, GPT, GPTBlock
 STEPS, DEADLINE_S = 24, 120
 # Two terms have the same sum in either order. Only the loss's mean over the ranks is rounded differently.
 SAME_CURVE = 1e-5
-
-
 CONFIG = small_config("bf16")
-
-
 PARTS = 2  # parts of a batch in the unsharded run
-
-
 WINDOWS = PARTS * CONFIG.batch  # windows in a batch, for any number of ranks
 
 

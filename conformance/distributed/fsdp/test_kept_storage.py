@@ -13,8 +13,6 @@ from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
 from conformance.judge.clauses import clause
 
-_STEPS = 2
-
 
 def kept_storage(scene: Scene, keep: bool, recurse: bool) -> dict[str, Any]:
     """Train two units. Return whether the memory of their weights is allocated after each step.
@@ -31,7 +29,7 @@ def kept_storage(scene: Scene, keep: bool, recurse: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     first = _unsharded(model)
     allocated = []
-    for number in range(_STEPS):
+    for number in range(2):
         batch = torch.full((2, 4), 1.0 + scene.rank.rank + number, device=scene.rank.device)
         model(batch).square().mean().backward()
         optimizer.step()

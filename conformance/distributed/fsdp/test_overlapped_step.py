@@ -37,8 +37,6 @@ PLANS: dict[str, Sequence[str]] = {
     "changed": [GOOD, GOOD, HALVED, GOOD, UNSCALED, GOOD],
 }
 SCALERS = ["amp.GradScaler", "distributed.fsdp.ShardedGradScaler"]
-
-
 # Afterwards the program may change parameters.
 HALVED_PARAMS, FROZEN, EVALUATED, LOADED, ROUNDED, HOOKED, ALIASED = (
     "halved",
@@ -52,6 +50,7 @@ HALVED_PARAMS, FROZEN, EVALUATED, LOADED, ROUNDED, HOOKED, ALIASED = (
 
 
 def offloaded(scene: Scene, layout: str, param_dtype: torch.dtype | None) -> nn.Module:
+    """Return a model with parameters on the host, sharded by `layout`."""
     seeding.seed_all()
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 4))
     if layout == "fully_shard":

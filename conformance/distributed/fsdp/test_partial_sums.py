@@ -18,14 +18,8 @@ from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, TwinsOf
 from conformance.judge.clauses import clause
 
-LAYERS = 3
-
+LAYERS, _WIDTH = 3, 3
 _LAYERS = st.sets(st.integers(0, LAYERS - 1), min_size=1).map(sorted)
-
-
-_WIDTH = 3
-
-
 LayerChoices = Sequence[Sequence[int]]  # layers that each micro-batch uses
 
 

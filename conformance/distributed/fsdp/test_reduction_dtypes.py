@@ -30,14 +30,8 @@ from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import EXACT
 
 _FOLLOWS_PARAM = is_torch_in(">=2.15")
-
-
 LOW, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
-
-
 BACKWARDS = 3
-
-
 _NUMEL = 24
 
 

@@ -17,8 +17,6 @@ from conformance.judge.library import Library, load_library
 from conformance.ranks import Rank, RankPool
 
 STEPS, SAVED_AFTER = 6, 3
-
-
 INF_AT = 1  # skipped step
 
 

@@ -92,9 +92,8 @@ def test_rank_stores_only_its_share(
         }
     elements = UNITS * (WIDTH * WIDTH + WIDTH)
     fair = 2 * elements // size
-    assert sum(storage_bytes.values()) // 4 <= fair + 2 * UNITS, (
-        f"{sum(storage_bytes.values()) // 4} elements, fair are {fair}"
-    )
+    stored = sum(storage_bytes.values()) // 4
+    assert fair <= stored <= fair + 2 * UNITS, f"{stored} elements, fair are {fair}"
 
 
 @clause("distributed.fsdp.scale.memory")
@@ -136,4 +135,4 @@ def test_operators_of_wrapping_are_independent_of_world_size(subject: Library, s
         with world_of(world_size), Counting() as counting:
             wrapped(subject, "FULL_SHARD")
         counts.append(counting.calls.total())
-    assert counts[0] == counts[1]
+    assert counts[0] == counts[1] > 0

@@ -22,8 +22,6 @@ from conformance.judge.surface import is_torch_in
 
 differentiable_or_not = pytest.mark.parametrize("differentiable", [False, True])
 resharded_or_not = pytest.mark.parametrize("reshards", [False, True])
-
-
 Transform = Callable[[Any, Tensor], Tensor]  # function of a model and its inputs [4, 6]
 
 
@@ -98,6 +96,7 @@ def _gradient(param: Tensor) -> Tensor:
 
 
 def through_fully_shard(scene: Scene, name: str, differentiable: bool, reshards: bool) -> dict[str, Any]:
+    """Run backwards through a transform of a fully_shard model. Return outputs and gradients."""
     model = blocks(2).to(scene.rank.device)
     scene.shard_children(model, reshard_after_forward=reshards)
     results = _through(model, (FORWARD | REVERSE)[name], _inputs(scene.rank.device, differentiable))
@@ -131,6 +130,7 @@ def test_backward_after_reverse_transform_reaches_parameters(
 
 
 def through_flat(scene: Scene, *, name: str, strategy: str, use_orig_params: bool) -> dict[str, Any]:
+    """Run backwards through a transform of a wrapped model. Return outputs and gradients."""
     model = blocks(2).to(scene.rank.device)
     wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}
     model = scene.wrap(model, units=[ResidualBlock], **wrapping)

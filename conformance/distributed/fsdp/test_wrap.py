@@ -25,6 +25,7 @@ from conformance.strategies.wrapping import (
     Policy,
     Tree,
     WiderBlock,
+    compare_wrap,
     noting,
     shape,
     trees,
@@ -41,12 +42,7 @@ _MODULES = {
 }
 
 
-def ask(compare: Compare, question: Callable[[Any], Any]) -> None:
-    """Compare the answers of both libraries' `distributed.fsdp.wrap`."""
-    compare(lambda library: observe(question, library.distributed.fsdp.wrap))
-
-
-def ask_policy(compare: Compare, policy: Policy, *numels: int) -> None:
+def compare_policy(compare: Compare, policy: Policy, *numels: int) -> None:
     """Call the policy for each module and size, with both values of `recurse`."""
 
     def answers(library: Library) -> dict[str, Any]:
@@ -67,7 +63,7 @@ def ask_policy(compare: Compare, policy: Policy, *numels: int) -> None:
 @pytest.mark.parametrize("args", [(), (None,), (nn.ReLU(), False, 0)], ids=len)
 @pytest.mark.parametrize("kwargs", [{}, {"recurse": False}, {"anything": 1}], ids=str)
 def test_always_wrap_policy_says_yes(compare: Compare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    ask(compare, lambda wrap: wrap.always_wrap_policy(*args, **kwargs))
+    compare_wrap(compare, lambda wrap: wrap.always_wrap_policy(*args, **kwargs))
 
 
 @clause("distributed.fsdp.wrap.lambda_auto_wrap_policy.asks_the_function")
@@ -84,13 +80,13 @@ def test_lambda_answers(compare: Compare, recurse: Any, answer: Any) -> None:
         policy = wrap.lambda_auto_wrap_policy
         return [policy(module, recurse, 3, answered) for module in _MODULES.values()], names
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider",), ("linear", "list")], ids=str)
 def test_transformer_answers(compare: Compare, classes: tuple[str, ...]) -> None:
-    ask_policy(compare, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
+    compare_policy(compare, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
@@ -100,14 +96,14 @@ def test_transformer_classes_in_any_collection(compare: Compare, container: Call
         policy = wrap.transformer_auto_wrap_policy
         return [policy(module, False, 0, container({Block})) for module in _MODULES.values()]
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
 @pytest.mark.parametrize("numel", [0, 1, 5, 10**8])
 def test_size_at_the_threshold(compare: Compare, numel: int) -> None:
     policy = Policy("size_based_auto_wrap_policy", numel=numel)
-    ask_policy(compare, policy, numel - 1, numel, numel + 1)
+    compare_policy(compare, policy, numel - 1, numel, numel + 1)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
@@ -115,31 +111,30 @@ def test_default_size(compare: Compare) -> None:
     def question(wrap: Any) -> Any:
         return [wrap.size_based_auto_wrap_policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)]
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
-@clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
+_OF_LEAVES = clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
+_OF_EXCLUDED = clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.never_wrapped")
+
+
+@_OF_LEAVES
 @pytest.mark.parametrize("leaves", [None, (), ("linear",), ("attention", "block"), ("list",)], ids=str)
-def test_size_leaves(compare: Compare, leaves: tuple[str, ...] | None) -> None:
-    ask_policy(compare, Policy("size_based_auto_wrap_policy", numel=5, leaves=leaves), 4, 5)
+def test_size_policy_does_not_enter_leaf_classes(compare: Compare, leaves: tuple[str, ...] | None) -> None:
+    compare_policy(compare, Policy("size_based_auto_wrap_policy", numel=5, leaves=leaves), 4, 5)
 
 
-@clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.never_wrapped")
+@_OF_EXCLUDED
 @pytest.mark.parametrize("excluded", [None, (), ("linear",), ("list", "block"), ("attention",)], ids=str)
-def test_size_never_wrapped(compare: Compare, excluded: tuple[str, ...] | None) -> None:
-    ask_policy(compare, Policy("size_based_auto_wrap_policy", numel=5, excluded=excluded), 4, 5)
+def test_size_policy_never_wraps_excluded_classes(compare: Compare, excluded: tuple[str, ...] | None) -> None:
+    compare_policy(compare, Policy("size_based_auto_wrap_policy", numel=5, excluded=excluded), 4, 5)
 
 
 @pytest.mark.parametrize(
     "attribute",
     [
-        pytest.param(
-            "FORCE_LEAF_MODULES", marks=clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
-        ),
-        pytest.param(
-            "EXCLUDE_WRAP_MODULES",
-            marks=clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.never_wrapped"),
-        ),
+        pytest.param("FORCE_LEAF_MODULES", marks=_OF_LEAVES),
+        pytest.param("EXCLUDE_WRAP_MODULES", marks=_OF_EXCLUDED),
     ],
 )
 def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None:
@@ -155,7 +150,7 @@ def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None
             defaults.intersection_update(before)
         return sorted(module_class.__name__ for module_class in before), answers
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_one_by_one")
@@ -300,7 +295,7 @@ def test_bad_arguments(compare: Compare, call: str) -> None:
         answer = _BAD[call](wrap)
         return answer if isinstance(answer, bool) else None
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
@@ -311,7 +306,7 @@ def test_classes_that_change_later(compare: Compare) -> None:
         classes.add(nn.Linear)
         return [policy(module, False) for module in _MODULES.values()]
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
@@ -342,7 +337,7 @@ def test_module_wrap_policy_works_as_function(
             )
         ]
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.shown")
@@ -352,7 +347,7 @@ def test_module_wrap_policy_repr_lists_classes(compare: Compare, classes: set[ty
         shown = repr(wrap.ModuleWrapPolicy(classes))
         return shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.CustomPolicy.answers")
@@ -374,4 +369,6 @@ def test_each_module_is_asked_once(compare: Compare, tree: Tree, answers: list[A
 @clause("distributed.fsdp.wrap.CustomPolicy.other_answers")
 @pytest.mark.parametrize("answer", [None, 1, 0, "yes", [("new", 1)], (), 1.5], ids=repr)
 def test_other_answers(compare: Compare, answer: Any) -> None:
-    ask(compare, lambda wrap: wrap.CustomPolicy(lambda module: answer)._run_policy(nn.ReLU(), set(), {}))
+    compare_wrap(
+        compare, lambda wrap: wrap.CustomPolicy(lambda module: answer)._run_policy(nn.ReLU(), set(), {})
+    )

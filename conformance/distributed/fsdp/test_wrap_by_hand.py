@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from conformance.distributed.fsdp.test_wrap import ask
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.outcome import observe
-from conformance.strategies.wrapping import StandInWrapper
+from conformance.strategies.wrapping import StandInWrapper, compare_wrap
 
 
 def _made(module: nn.Module, **kwargs: Any) -> Any:
@@ -40,7 +39,7 @@ def test_enable_wrap_wraps_with_arguments(
             # Overrides apply to only one module.
             return entered, _reported(first), _reported(nested), _reported(wrap.wrap(nn.Linear(2, 2)))
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.wraps")
@@ -50,7 +49,7 @@ def test_wraps_the_very_module(compare: Compare) -> None:
         with wrap.enable_wrap(wrapper_cls=StandInWrapper):
             return wrap.wrap(module).module is module
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
@@ -71,7 +70,7 @@ def test_enable_wrap_ends_with_context(compare: Compare, error: type[BaseExcepti
         with wrap.enable_wrap(wrapper_cls=_made, b=2):
             return raised, inside, after, _reported(wrap.wrap(nn.ReLU()))
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
@@ -84,7 +83,7 @@ def test_enable_wrap_ends_after_wrapper_raised(compare: Compare) -> None:
             wrap.wrap(nn.ReLU())
         return _reported(wrap.wrap(nn.ReLU()))
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.ends")
@@ -96,7 +95,7 @@ def test_enable_wrap_works_as_decorator(compare: Compare) -> None:
 
         return _reported(build()), _reported(wrap.wrap(nn.ReLU())), _reported(build())
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.not_nested")
@@ -111,7 +110,7 @@ def test_not_nested(compare: Compare) -> None:
             still = _reported(wrap.wrap(nn.ReLU()))
         return refused, still, _reported(wrap.wrap(nn.ReLU()))
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.enable_wrap.in_every_thread")
@@ -124,7 +123,7 @@ def test_enable_wrap_applies_in_every_thread(compare: Compare) -> None:
             thread.join()
         return reports
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 _BAD_WRAPPERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -148,16 +147,16 @@ def test_bad_wrappers(compare: Compare, call: str) -> None:
 
         return observe(inside).raised, _reported(wrap.wrap(nn.ReLU()))
 
-    ask(compare, question)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
 @pytest.mark.parametrize("kwargs", [{}, {"a": 1}, {"wrapper_cls": StandInWrapper}], ids=str)
 def test_wrap_outside_of_enable_wrap_returns_module(compare: Compare, kwargs: dict[str, Any]) -> None:
     module = nn.Linear(2, 2)
-    ask(compare, lambda wrap: wrap.wrap(module, **kwargs) is module)
+    compare_wrap(compare, lambda wrap: wrap.wrap(module, **kwargs) is module)
 
 
 @clause("distributed.fsdp.wrap.wrap.outside")
 def test_outside_without_a_module(compare: Compare) -> None:
-    ask(compare, lambda wrap: wrap.wrap())
+    compare_wrap(compare, lambda wrap: wrap.wrap())

@@ -67,10 +67,16 @@ def unsharded_gradients(setup: Setup, world_size: int, rank: int) -> dict[str, t
     return train_unsharded(Training(TREE, setup, (Step(),)), world_size)[rank]["whole_gradients"]
 
 
-def assert_close_gradients(
-    expected: Mapping[str, torch.Tensor], actual: Mapping[str, Any], tolerance: Tolerance
-) -> None:
-    assert_all_close("gradients", dict(expected), dict(actual), tolerance)
+def tolerance_of_policy(policy: Mapping[str, Any]) -> Tolerance:
+    """Return a tolerance for results of both libraries with this MixedPrecision.
+
+    Both round each gradient to the same dtypes, but may sum and divide it in another order before that.
+    """
+    dtypes = [policy.get(name) for name in ("param_dtype", "reduce_dtype")]
+    coarsest = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), None)
+    if coarsest is None:
+        return replace(TRAINED, coarsest=torch.float32)
+    return Tolerance(8, "three steps, each with a sum over the ranks and a quotient", coarsest, terms=1.0)
 
 
 def without_layout(outcome: Outcome) -> Outcome:
