@@ -73,6 +73,16 @@ def _fused_step_with_new_grads(device: str) -> Call:
     return call
 
 
+def _fused_step_of_two_optimizers(device: str) -> Call:
+    data, scaler = _data(device), scaler_of("impl", device)
+    half = len(data.parameters) // 2
+    optimizers = [
+        torch.optim.SGD(data.parameters[:half], lr=1e-3, momentum=0.9),
+        torch.optim.AdamW(data.parameters[half:]),
+    ]
+    return lambda: scaler.fused_step(optimizers, max_norm=1.0)
+
+
 def _fused_step_with_copies(device: str) -> Call:
     data, scaler = _data(device), scaler_of("impl", device)
     copies = [param.detach().bfloat16().requires_grad_() for param in data.parameters]
@@ -322,6 +332,7 @@ CASES = [
     WaitCase("fused_step, one tensor", _FUSED_STEP, _fused_step_of_short_list),
     WaitCase("fused_step, learning rate changes", _FUSED_STEP, _fused_step_with_changed_lr),
     WaitCase("fused_step, new gradients", _FUSED_STEP, _fused_step_with_new_grads),
+    WaitCase("fused_step, two optimizers", _FUSED_STEP, _fused_step_of_two_optimizers),
     WaitCase(
         "fused_step, bfloat16 copies", (*_FUSED_STEP, *_methods(_SCALER, "update")), _fused_step_with_copies
     ),

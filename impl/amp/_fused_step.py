@@ -80,7 +80,7 @@ class FusedStepOptions:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """Arguments of one call, and the state of the scaler that it needs."""
 
     scaler: Scaler
@@ -145,7 +145,7 @@ def fused_step(
     scale: Tensor | None,
     known_found_inf: Found | None,
 ) -> FusedStepResult:
-    """Step `optimizer` with unscaled and clipped gradients, unless they hold inf or nan. `_Step` has the arguments.
+    """Step `optimizer` with unscaled and clipped gradients, unless they hold inf or nan. `Step` has the arguments.
 
     Raises:
         AssertionError: there are no gradients on any rank. Nothing was changed.
@@ -153,7 +153,7 @@ def fused_step(
     """
     check_closed(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    step = _Step(scaler, optimizer, options, params, scale, known_found_inf)
+    step = Step(scaler, optimizer, options, params, scale, known_found_inf)
     copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
     if options.ahead is not None and known_found_inf is not None:
         options.ahead.undo()  # the updates and squares are those of scaled gradients
@@ -173,7 +173,7 @@ def fused_step(
                     inv_scale = kernels.inverse(scale) if scale is not None and are_scaled else None
                     if inv_scale is not None and options.norm_type != 0:
                         norm = (norm * to_device(inv_scale, norm.device)).to(norm.dtype)
-                    factor = _grad_factor(options, norm, inv_scale)
+                    factor = grad_factor(options, norm, inv_scale)
                     flag = None if scale is None else combine_found_inf(global_found_inf, step.norm_device)
                     found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
                     taken = None
@@ -193,18 +193,22 @@ def fused_step(
                     step.update_norms(),
                 )
         except NoFusedUpdate as error:
-            has_peers = bool(step.shardings) or (scaler._has_peers and scale is not None)
-            if has_peers and error.is_of_this_rank:
-                # Other ranks may take a fused update and wait for this one.
-                raise RuntimeError(
-                    f"no fused step of this optimizer on this rank, since {error}; call unscale_, clip_grad_norm_, "
-                    "step and update instead, on all ranks"
-                ) from None
+            check_peers(step, error)
             served = served_by_optimizer(params, error)
         return _step_by_optimizer(step, served)
 
 
-def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult:
+def check_peers(step: Step, error: NoFusedUpdate) -> None:
+    """Raise RuntimeError if other ranks may take a fused update and wait for this one, which has none."""
+    has_peers = bool(step.shardings) or (step.scaler._has_peers and step.scale is not None)
+    if has_peers and error.is_of_this_rank:
+        raise RuntimeError(
+            f"no fused step of this optimizer on this rank, since {error}; call unscale_, clip_grad_norm_, step and "
+            "update instead, on all ranks"
+        ) from None
+
+
+def _step_by_optimizer(step: Step, served: Sequence[Served]) -> FusedStepResult:
     """Unscale and clip the gradients in place, then call `optimizer.step()`."""
     scaler, optimizer, options = step.scaler, step.optimizer, step.options
     if options.ahead is not None:
@@ -221,7 +225,7 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
             if step.scale is not None:
                 scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = global_found_inf
         else:
-            dense = [(param, _dense_values(grad)) for param, grad in params_and_grads]
+            dense = [(param, dense_values(grad)) for param, grad in params_and_grads]
             norm = get_total_norm([value for _, values in dense for value in values], options.norm_type)
             norms = None
             if step.norms is not None:
@@ -232,7 +236,7 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
         if options.max_norm < math.inf:
             clip_grads_with_norm_(step.params, options.max_norm, norm)
         with step.measuring_updates():
-            taken = _call_step(step)
+            taken = call_step(step)
         if options.low_precision_params and taken is not False:
             copies = [*options.low_precision_params]
             for batch in kernels.foreach_slices(copies):
@@ -245,7 +249,7 @@ def _step_by_optimizer(step: _Step, served: Sequence[Served]) -> FusedStepResult
     return FusedStepResult(norm, norms, local_found_inf, global_found_inf, taken, served, step.update_norms())
 
 
-def _dense_values(grad: Tensor) -> list[Tensor]:
+def dense_values(grad: Tensor) -> list[Tensor]:
     """Return dense tensors with the norm of `grad`: for a sparse one its values, and a zero for all other elements."""
     if not grad.is_sparse:
         return [grad] if grad.numel() else []
@@ -254,7 +258,7 @@ def _dense_values(grad: Tensor) -> list[Tensor]:
     return [values, *zeros] if values.numel() else zeros
 
 
-def _call_step(step: _Step) -> bool | None:
+def call_step(step: Step) -> bool | None:
     """Step the optimizer if no flag is set. Return whether it took the step, or None if the host does not know."""
     scaler, optimizer = step.scaler, step.optimizer
     if step.scale is None:
@@ -291,7 +295,7 @@ class _JointResult(NamedTuple):
 
 
 def _joint_norm_and_found_inf(
-    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]], are_scaled: bool
+    step: Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]], are_scaled: bool
 ) -> _JointResult:
     """Return the norm and the inf/nan flags of all processes' gradients.
 
@@ -299,15 +303,15 @@ def _joint_norm_and_found_inf(
         params_and_grads: lists of parameters, and of this process's local gradients.
         are_scaled: whether the gradients are scaled.
     """
-    grads_by_sharding = _grads_by_sharding(step, params_and_grads)
+    lists = grads_by_sharding(step, params_and_grads)
     local_found_inf: Found = {}
-    numbers = None if step.shardings else _step_numbers(step, grads_by_sharding[UNSHARDED])
+    numbers = None if step.shardings else _step_numbers(step, lists[UNSHARDED])
     if numbers is not None:
         local_found_inf[step.norm_device] = numbers.found_inf
         by_sharding = {UNSHARDED: numbers.scaled_norm}
     else:
         by_sharding = {
-            sharding: _norm(step, grads, local_found_inf) for sharding, grads in grads_by_sharding.items()
+            sharding: local_norm(step, grads, local_found_inf) for sharding, grads in lists.items()
         }
     if step.norms is not None:
         step.norms.assign(params_and_grads)
@@ -332,8 +336,8 @@ def _joint_norm_and_found_inf(
     return _JointResult(norm, norms, local_found_inf, global_found_inf, numbers)
 
 
-def _grads_by_sharding(
-    step: _Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
+def grads_by_sharding(
+    step: Step, params_and_grads: Sequence[tuple[Sequence[Tensor], TensorList]]
 ) -> dict[Sharding, TensorList]:
     """Return the gradients of each sharding. The first one is that over no group."""
     if not step.shardings:
@@ -349,13 +353,13 @@ def _grads_by_sharding(
     return {sharding: TensorList(grads) for sharding, grads in lists.items()}
 
 
-def _unscaled(step: _Step, norms: list[Tensor]) -> list[Tensor]:
+def _unscaled(step: Step, norms: list[Tensor]) -> list[Tensor]:
     if step.scale is None or step.options.norm_type == 0:
         return norms
     return list(torch._foreach_mul(norms, to_device(kernels.inverse(step.scale), step.norm_device)))
 
 
-def _step_numbers(step: _Step, grads: TensorList) -> StepNumbers | None:
+def _step_numbers(step: Step, grads: TensorList) -> StepNumbers | None:
     if step.scale is None or step.known_found_inf is not None or step.scale.device != step.norm_device:
         return None
     options = step.options
@@ -365,7 +369,7 @@ def _step_numbers(step: _Step, grads: TensorList) -> StepNumbers | None:
     )
 
 
-def _norm(step: _Step, grads: TensorList, local_found_inf: Found) -> Tensor:
+def local_norm(step: Step, grads: TensorList, local_found_inf: Found) -> Tensor:
     """Return the joint norm of gradients on one or more devices. Store each device's flag in `local_found_inf`."""
     norm_type, norm_device = step.options.norm_type, step.norm_device
     norms: list[Tensor] = []
@@ -396,7 +400,7 @@ def combine_found_inf(found_inf_per_device: Found, device: torch.device) -> Tens
     return functools.reduce(torch.maximum, flags)
 
 
-def _grad_factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
+def grad_factor(options: FusedStepOptions, norm: Tensor, inv_scale: Tensor | None) -> Tensor:
     """Return the 0-dim factor of the scaled gradients: f64 if the norm is f64, else f32."""
     wide = torch.float64 if norm.dtype is torch.float64 else torch.float32
     factor = (

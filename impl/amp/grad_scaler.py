@@ -17,6 +17,7 @@ from impl import kernels
 from impl.amp import _fused_step, _gradients, _loss_scale
 from impl.amp._availability import amp_definitely_not_available, warn_of_missing_cuda
 from impl.amp._aware_optimizers import amp_attributes, takes_scaler, warn_of_scaler_as_argument
+from impl.amp._joint_step import joint_step
 from impl.amp._loss_scale import SMALLEST_SCALE, SkipMonitor
 from impl.amp._microbatch import Accumulation, Microbatch, run_microbatch
 from impl.amp._opt_state import (
@@ -35,7 +36,7 @@ from impl.amp._overlapped_step import OverlappedStep
 from impl.amp._step_reports import StepReports
 from impl.kernels import to_device
 from impl.optim._fused_updates import rule_of
-from impl.optim._refusals import check_has_param_groups, describe_names
+from impl.optim._refusals import check_has_param_groups, describe_names, optimizers_in
 from impl.optim._shards import Norms, member_groups
 from impl.optim._step_checks import check_step
 from impl.optim._updates_ahead import UpdatesAhead
@@ -252,7 +253,7 @@ class GradScaler(StepReports):
 
     def fused_step(  # noqa: PLR0913  settings of four calls
         self,
-        optimizer: _Optimizer,
+        optimizer: _Optimizer | Sequence[_Optimizer],
         max_norm: float = math.inf,
         norm_type: float = 2.0,
         *,
@@ -270,11 +271,12 @@ class GradScaler(StepReports):
 
         Args:
             optimizer: the norm is taken over all its gradients. Off the CPU, its hooks and schedulers see a step even
-                if it is skipped.
+                if it is skipped. Several optimizers in a list or tuple have one norm and one decision: all are stepped,
+                in this order, or none.
             max_norm: clip the unscaled gradients to this norm; inf does not clip.
             norm_type: any float. 0 counts the gradients (or shards of gradients) that hold a non-zero element.
             low_precision_params: a copy of each parameter of the optimizer, which gets the new values in the same pass.
-                A parameter without a gradient uses the gradient of its copy.
+                A parameter without a gradient uses the gradient of its copy. Only for one optimizer.
             update: if False, the scale stays until `update()` is called after the steps of other optimizers.
             keep_norms: keep the norm of each gradient for `gradient_norms`.
             keep_update_norms: keep the norms of each parameter and its update for `update_ratios`.
@@ -287,7 +289,8 @@ class GradScaler(StepReports):
                 update supports this rank's gradients; or see `update`.
             AssertionError: no scale exists yet; or no parameter of the optimizer has a gradient.
             ValueError: `max_norm` is nan or -inf; `norm_type` is nan; `low_precision_params` do not match the
-                parameters; or a float16 gradient would be unscaled in place.
+                parameters; a float16 gradient would be unscaled in place; or the list of optimizers is empty, or two of
+                them have one parameter.
         Sync: none for the four optimizers, except in the first step of momentum with `dampening`, and none for
             optimizers that read `found_inf` themselves. For others see `docs/fused-step.md`.
         Collectives: one all-gather of a few numbers for each process group that parameters are sharded over (FSDP,
@@ -302,7 +305,7 @@ class GradScaler(StepReports):
         >>> weight.detach()
         tensor([0.7000, 0.6000])
         """
-        check_has_param_groups(optimizer)
+        optimizers = optimizers_in(optimizer)
         options = _fused_step.FusedStepOptions(
             float(max_norm),
             float(norm_type),
@@ -311,6 +314,13 @@ class GradScaler(StepReports):
             keep_update_norms,
             self._updates_ahead,
         )
+        if len(optimizers) != 1:
+            return self._joint_step(optimizers, options, update=update)
+        return self._single_step(optimizers[0], options, update=update)
+
+    def _single_step(
+        self, optimizer: _Optimizer, options: _fused_step.FusedStepOptions, *, update: bool
+    ) -> Tensor:
         if not self._enabled:
             step_result = _fused_step.fused_step(self, optimizer, options, scale=None, known_found_inf=None)
             self._check_results.of(optimizer).record_backends_and_norms(step_result, options.norm_type)
@@ -334,6 +344,23 @@ class GradScaler(StepReports):
         if update:
             self.update()
         return step_result.norm
+
+    def _joint_step(
+        self, optimizers: Sequence[_Optimizer], options: _fused_step.FusedStepOptions, *, update: bool
+    ) -> Tensor:
+        results = joint_step(self, optimizers, options)
+        for optimizer, result in zip(optimizers, results, strict=True):
+            check_results = self._check_results.of(optimizer)
+            if self._enabled:
+                check_results.record_fused_step(result, (), options.norm_type)
+            else:
+                check_results.record_backends_and_norms(result, options.norm_type)
+        if update:
+            self.update()
+        return results[0].norm
+
+    def _expect_joint_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None:
+        """Prepare for `_agree` on the norm of all parameters of these optimizers."""
 
     @contextmanager
     def overlapped_step(

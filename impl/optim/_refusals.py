@@ -1,6 +1,7 @@
 """Checks that an argument is an optimizer, and names in messages."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -19,6 +20,18 @@ def check_has_param_groups(optimizer: object) -> None:
         raise TypeError(
             f"expected an optimizer, which has param_groups, got {_describe(optimizer)}; pass the one to be stepped"
         )
+
+
+def optimizers_in(argument: object) -> list[Any]:
+    """Return the optimizers of a list or tuple, or an optimizer alone in a list.
+
+    Raises:
+        TypeError: an object has no `param_groups`.
+    """
+    optimizers = list(argument) if isinstance(argument, (list, tuple)) else [argument]
+    for optimizer in optimizers:
+        check_has_param_groups(optimizer)
+    return optimizers
 
 
 def optimizer_name(cls: type[Optimizer]) -> str:

@@ -33,17 +33,24 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "rmsprop": RMSprop}
 def joint_norm_and_norms(
     scene: Scene, *, scaler: str, layout: str, kind: str, norm_type: float, enabled: bool
 ) -> Any:
-    """Return the joint norm, and the norm of each parameter that `gradient_norms` returns after two fused steps."""
-    named = named_params(scene, layout)
-    optimizer = OPTIMIZERS[kind](named, lr=0.0)
+    """Return the joint norm, and the norm of each parameter that `gradient_norms` returns after two fused steps.
+
+    Args:
+        kind: an optimizer of all parameters, or several, joined by "+", which share the parameters.
+    """
+    named, kinds = named_params(scene, layout), kind.split("+")
+    optimizers = [OPTIMIZERS[name](named[i :: len(kinds)], lr=0.0) for i, name in enumerate(kinds)]
     its_scaler = scene.library.find(scaler)(scene.rank.device.type, init_scale=SCALE, enabled=enabled)
     its_scaler.scale(torch.ones((), device=scene.rank.device))
     joint: Any = None
     for factor in (1.0, 3.0):  # the second step has cached lists
         for _, param in named:
             param.grad = param.detach() * (factor * SCALE if enabled else factor)
-        joint = its_scaler.fused_step(optimizer, norm_type=norm_type, keep_norms=True)
-    return joint.item(), {name: norm.item() for name, norm in its_scaler.gradient_norms(optimizer).items()}
+        joint = its_scaler.fused_step(
+            optimizers if len(kinds) > 1 else optimizers[0], norm_type=norm_type, keep_norms=True
+        )
+    norms = {name: norm for own in map(its_scaler.gradient_norms, optimizers) for name, norm in own.items()}
+    return joint.item(), {name: norms[name].item() for name, _ in named}
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
@@ -62,6 +69,11 @@ def joint_norm_and_norms(
         ("meshes", "sgd", 2.0),
         ("meshes", "sgd", math.inf),
         ("disjoint meshes", "sgd", 2.0),
+        ("original", "sgd+rmsprop", 2.0),
+        ("hybrid", "rmsprop+rmsprop", 3.0),
+        ("dtensor", "sgd+sgd", math.inf),
+        ("meshes", "sgd+rmsprop", 2.0),
+        ("disjoint meshes", "sgd+sgd", 2.0),
     ],
 )
 def test_norms_on_every_rank_are_those_of_unsharded_model(

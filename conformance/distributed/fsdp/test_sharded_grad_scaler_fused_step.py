@@ -271,24 +271,31 @@ def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, e
     judge(twins, offloaded, judged, scaler, enabled=enabled)
 
 
-def one_fails(scene: Scene, *, scaler: str, failure: str) -> tuple[Any, Any, list[float]]:
-    """Make a fused step fail on rank 0.
+def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[Any, Any, list[float]]:
+    """Make a fused step fail on rank 0, of SGD and perhaps of an optimizer beside it.
 
-    Return its error, the error of the next step after gradients were cleared, and the parameter between the steps.
+    Return its error, the error of the next step after gradients were cleared, and the parameters between the steps.
     """
-    parameter = nn.Parameter(torch.ones(4))
-    optimizer, its_scaler = SGD([parameter], lr=0.125), scene.library.find(scaler)("cpu", **OPTIONS)
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers: Any = SGD(params, lr=0.125)
+    if beside:
+        optimizers = [
+            SGD(params[:1], lr=0.125),
+            {"SGD": SGD, "RMSprop": RMSprop}[beside](params[1:], lr=0.125),
+        ]
+    its_scaler = scene.library.find(scaler)("cpu", **OPTIONS)
     fails = scene.rank.rank == 0
     if not (fails and failure == "no scale"):
-        its_scaler.scale(parameter.sum()).backward()
+        its_scaler.scale(sum(param.sum() for param in params)).backward()
     if fails and failure == "sparse":
-        parameter.grad = parameter.grad.to_sparse()
+        params[0].grad = params[0].grad.to_sparse()
     max_norm = math.nan if fails and failure == "max_norm" else math.inf
-    failed = observe(its_scaler.fused_step, optimizer, max_norm).raised
-    after_failure = parameter.tolist()
-    parameter.grad = None
-    its_scaler.scale(parameter.sum()).backward()
-    return failed, observe(its_scaler.fused_step, optimizer).raised, after_failure
+    failed = observe(its_scaler.fused_step, optimizers, max_norm).raised
+    after_failure = [value for param in params for value in param.tolist()]
+    for param in params:
+        param.grad = None
+    its_scaler.scale(sum(param.sum() for param in params)).backward()
+    return failed, observe(its_scaler.fused_step, optimizers).raised, after_failure
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
@@ -297,8 +304,11 @@ def one_fails(scene: Scene, *, scaler: str, failure: str) -> tuple[Any, Any, lis
     ("failure", "why"),
     [("no scale", "_scale is None"), ("max_norm", "max_norm is nan"), ("sparse", "no fused step of this")],
 )
+@pytest.mark.parametrize("beside", ["", "SGD", "RMSprop"])
 @pytest.mark.world_sizes(fewest=2)
-def test_fused_step_failure_on_one_rank_is_reported(cpu_twins: Twins, failure: str, why: str) -> None:
+def test_fused_step_failure_on_one_rank_is_reported(
+    cpu_twins: Twins, failure: str, why: str, beside: str
+) -> None:
     """The failing rank reports the cause, and its peers report another rank. No rank steps, and all can continue."""
 
     def judged(results: list[Any]) -> None:
@@ -308,7 +318,7 @@ def test_fused_step_failure_on_one_rank_is_reported(cpu_twins: Twins, failure: s
         assert [*parameters] == [[1.0] * 4] * cpu_twins.world_size
         assert [*later] == [None] * cpu_twins.world_size
 
-    judge(cpu_twins, one_fails, judged, failure=failure)
+    judge(cpu_twins, one_fails, judged, failure=failure, beside=beside)
 
 
 def no_optimizer(scene: Scene, *, scaler: str) -> list[Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from impl.amp._opt_state import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
-from impl.optim._refusals import check_has_param_groups
+from impl.optim._refusals import optimizers_in
 from impl.optim._shards import UNSHARDED, Norms, shardings_of
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ class ShardedGradScaler(GradScaler):
     _frames_above = 1
     _has_peers = True
     _unscales_fp16 = True
-    _pending_check: bool = False  # peers wait for this rank's check result
+    # Reports a failure to the peers, while they wait for this rank's check result.
+    _report_failure: Callable[[], None] | None = None
 
     def __init__(  # noqa: PLR0913  torch's seven arguments
         self,
@@ -134,7 +136,7 @@ class ShardedGradScaler(GradScaler):
         Collectives: one all-reduce.
         Source: ShardedGradScaler.unscale_ 2.13; differences: the class's.
         """
-        with self._report_failure_to_peers(optimizer):
+        with self._report_failure_to_peers([optimizer]):
             super().unscale_(optimizer)
 
     def step(self, optimizer: _Optimizer, *args: object, **kwargs: object) -> float | None:
@@ -158,12 +160,12 @@ class ShardedGradScaler(GradScaler):
         Source: GradScaler.step 2.13; differences: theirs; and without gradients the step is taken, as with torch's
             ShardedGradScaler.
         """
-        with self._report_failure_to_peers(optimizer):
+        with self._report_failure_to_peers([optimizer]):
             return super().step(optimizer, *args, **kwargs)
 
     def fused_step(  # noqa: PLR0913  settings of four calls
         self,
-        optimizer: _Optimizer,
+        optimizer: _Optimizer | Sequence[_Optimizer],
         max_norm: float = math.inf,
         norm_type: float = 2.0,
         *,
@@ -175,7 +177,8 @@ class ShardedGradScaler(GradScaler):
         """Unscale and clip the gradients of all ranks, step and update, with the same decision on all ranks.
 
         Args:
-            optimizer: has the same parameters on every rank, unsharded or sharded, which may have no gradients.
+            optimizer: has the same parameters on every rank, unsharded or sharded, which may have no gradients. Or
+                several optimizers, in the same order on every rank.
             max_norm, norm_type, low_precision_params, update, keep_norms, keep_update_norms: as for
                 `GradScaler.fused_step`. `keep_norms` is the same on all ranks.
 
@@ -191,13 +194,13 @@ class ShardedGradScaler(GradScaler):
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
         Sync: as `GradScaler.fused_step`.
         Collectives: one all-gather of a few numbers per rank. One more for each process group of parameters that are
-            sharded over several groups. If the optimizer has no fused update, the all-reduce of `unscale_` comes first.
+            sharded over several groups. The all-reduce of `unscale_` comes first, for each optimizer without a fused
+            update.
             With `keep_norms` there is a number for each parameter.
         """
-        check_has_param_groups(optimizer)
-        with self._report_failure_to_peers(
-            optimizer, combines_norms=has_fused_update(optimizer), keeps_norms=keep_norms
-        ):
+        optimizers = optimizers_in(optimizer)
+        combines_norms = all(map(has_fused_update, optimizers))
+        with self._report_failure_to_peers(optimizers, combines_norms=combines_norms, keeps_norms=keep_norms):
             return super().fused_step(
                 optimizer,
                 max_norm,
@@ -214,7 +217,7 @@ class ShardedGradScaler(GradScaler):
         """Return the norm and the check result of all ranks."""
         if not self._enabled and not norms.are_sharded:
             return norms.replicated, found_inf_per_device
-        self._pending_check = False
+        self._report_failure = None
         device = norms.replicated.device
         norms, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
         # On the CPU this raises if a rank's check failed. Such a rank takes part in the first all-gather only.
@@ -241,7 +244,7 @@ class ShardedGradScaler(GradScaler):
         device = self._collective_device()
         flags = [to_device(flag, device).reshape(()) for flag in found_inf_per_device.values()]
         check_result = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
-        self._pending_check = False
+        self._report_failure = None
         dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
         return self._checked_result(check_result)
 
@@ -273,7 +276,7 @@ class ShardedGradScaler(GradScaler):
 
     @contextlib.contextmanager
     def _report_failure_to_peers(
-        self, optimizer: _Optimizer, *, combines_norms: bool = False, keeps_norms: bool = False
+        self, optimizers: Sequence[_Optimizer], *, combines_norms: bool = False, keeps_norms: bool = False
     ) -> Generator[None]:
         """Context manager that reports to the peers if the check that they wait for fails inside.
 
@@ -285,24 +288,34 @@ class ShardedGradScaler(GradScaler):
             yield
             return
         self._check_group()
-        stage = stage_of(self._per_optimizer_states, optimizer)
-        self._pending_check = stage is OptState.READY or (combines_norms and stage is OptState.UNSCALED)
+        stages = {stage_of(self._per_optimizer_states, optimizer) for optimizer in optimizers}
+        if OptState.READY in stages and not combines_norms:
+            self._report_failure = self._report_in_check
+        elif combines_norms and not stages.isdisjoint({OptState.READY, OptState.UNSCALED}):
+            self._expect_joint_norm(optimizers, keeps_norms)
         try:
             yield
         except Exception:
-            if self._pending_check:
-                self._report_failure(optimizer, combines_norms, keeps_norms)
+            if self._report_failure is not None:
+                self._report_failure()
             raise
         finally:
-            self._pending_check = False
+            self._report_failure = None
 
-    def _report_failure(self, optimizer: _Optimizer, combines_norms: bool, keeps_norms: bool) -> None:
+    def _expect_joint_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None:
+        if self._enabled:
+            self._report_failure = functools.partial(self._report_in_norm, optimizers, keeps_norms)
+
+    def _report_in_check(self) -> None:
+        check_result = torch.full((), _NOT_CHECKED, device=self._collective_device())
+        dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
+
+    def _report_in_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None:
         device = self._collective_device()
         check_result = torch.full((), _NOT_CHECKED, device=device)
-        if not combines_norms:
-            dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [
+            param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+        ]
         shardings = shardings_of(params)
         shape = (len(params),) if keeps_norms and shardings else ()
         zero = torch.zeros(shape, dtype=torch.float64, device=device)

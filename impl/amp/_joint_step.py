@@ -1,0 +1,277 @@
+"""A fused step of several optimizers with one norm: all of them step, or none."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from impl import kernels
+from impl.amp import _fused_step
+from impl.amp._fused_step import FusedStepOptions, Scaler, Step
+from impl.amp._gradients import coalesced
+from impl.amp._opt_state import Found, FusedStepResult, OptState, next_stage, stage_of
+from impl.kernels import TensorList, dtypes_of, to_device
+from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
+from impl.optim._fused_updates import (
+    NoFusedUpdate,
+    Served,
+    Update,
+    served_by_optimizer,
+    step_by,
+    updates_of,
+)
+from impl.optim._param_norms import join_norms
+from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part
+from impl.optim._step_checks import check_step
+from impl.optim._updates_ahead import check_closed
+
+_Optimizer = torch.optim.Optimizer
+
+
+class JointScaler(Scaler, Protocol):
+    """Further methods of a scaler that a joint step uses."""
+
+    _enabled: bool
+
+    def _init_and_get_scale(self, funcname: str, optimizer: _Optimizer) -> tuple[Tensor, Tensor]: ...
+    def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor: ...
+    def _expect_joint_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None: ...
+
+
+@dataclass
+class _Part:
+    """Optimizer of a joint step, with its updates."""
+
+    step: Step
+    # The optimizer itself steps from unscaled gradients if there are none.
+    updates: list[Update] | None = None
+    served: list[Served] = field(default_factory=list)
+    local_found_inf: Found = field(default_factory=dict)
+    taken: bool | None = False
+
+    @property
+    def inv_scale(self) -> Tensor | None:
+        """Inverse of the scale of its gradients, or None if they are not scaled."""
+        step = self.step
+        if step.scale is None or step.known_found_inf is not None or self.updates is None:
+            return None
+        return kernels.inverse(step.scale)
+
+    def found_inf(self) -> Found:
+        """Return the flags of its gradients: of all processes, or of this one if they were not combined yet."""
+        if self.step.scale is None or self.inv_scale is not None:
+            return self.local_found_inf
+        return self.step.scaler._found_inf_per_device(self.step.optimizer)
+
+    def local_flags(self) -> Found:
+        """Return the flags of this process's gradients."""
+        step = self.step
+        if step.scale is None or self.inv_scale is not None:
+            return self.local_found_inf
+        return step.scaler._check_results.of(step.optimizer).local_found_inf or {}
+
+    def local_norms(self, joint: Step) -> dict[Sharding, list[Tensor]]:
+        """Return norms of this rank's gradients by sharding, unscaled. Keep those of single gradients in `joint`."""
+        order = joint.options.norm_type
+        if self.updates is not None:
+            lists = [(update.params, update.grads) for update in self.updates]
+        else:
+            values = {param: _values(param) for param in self.step.params if param.grad is not None}
+            pairs = [(param, value) for param, own in values.items() for value in own]
+            if not joint.shardings:
+                if joint.norms is not None:
+                    for param, own in values.items():
+                        joint.norms.set(param, get_total_norm(own, order))
+                tensors = [value for _, value in pairs]
+                return {UNSHARDED: [get_total_norm(tensors, order)] if tensors else []}
+            lists = [([param for param, _ in pairs], TensorList([value for _, value in pairs]))]
+        by_sharding = {
+            sharding: [_fused_step.local_norm(joint, grads, self.local_found_inf)]
+            for sharding, grads in _fused_step.grads_by_sharding(joint, lists).items()
+        }
+        if joint.norms is not None:
+            joint.norms.assign(lists)
+        inv_scale = self.inv_scale
+        if inv_scale is not None and order != 0:
+            inv_scale = to_device(inv_scale, joint.norm_device)
+            by_sharding = {sharding: [norm * inv_scale] for sharding, [norm] in by_sharding.items()}
+        return by_sharding
+
+    def apply(self, norm: Tensor, found_inf: bool | None, flag: Tensor | None) -> None:
+        """Update from clipped gradients, or leave them to the optimizer. `flag` decides if `found_inf` is unknown."""
+        step, options = self.step, self.step.options
+        self.taken = None if found_inf is None else not found_inf
+        if self.updates is not None and not found_inf:
+            factor = _fused_step.grad_factor(options, norm, self.inv_scale)
+            unknown = flag if found_inf is None else None
+            self.served = step_by(
+                step.optimizer, self.updates, factor, unknown, None, None, step.update_meter
+            )
+        elif not found_inf:
+            if options.max_norm < math.inf:
+                clip_grads_with_norm_(step.params, options.max_norm, norm)
+            with step.measuring_updates():
+                self.taken = _fused_step.call_step(step)
+
+
+def _values(param: Tensor) -> list[Tensor]:
+    """Return this rank's tensors with the norm of a parameter's gradient."""
+    return [local_part(value) for value in _fused_step.dense_values(coalesced(param))]
+
+
+@kernels.dynamo_disable
+@kernels.no_grad_fast
+def joint_step(
+    scaler: JointScaler, optimizers: Sequence[_Optimizer], options: FusedStepOptions
+) -> list[FusedStepResult]:
+    """Step all optimizers with the norm of all their gradients, unless a gradient of any of them holds inf or nan.
+
+    The scaler's states and results of the optimizers are those after a step.
+
+    Raises:
+        As `GradScaler.fused_step`.
+    """
+    _check(optimizers, options)
+    scale = None
+    stages = [OptState.READY] * len(optimizers)
+    if scaler._enabled:
+        scale, _ = scaler._init_and_get_scale("fused_step", optimizers[0])
+        stages = [stage_of(scaler._per_optimizer_states, optimizer) for optimizer in optimizers]
+    stepped = [next_stage(stage, "step") for stage in stages]
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    with ExitStack() as stack:
+        stack.enter_context(kernels.span("GradScaler.fused_step", names))
+        parts = [
+            _new_part(scaler, optimizer, options, scale, stage is OptState.UNSCALED, stack)
+            for optimizer, stage in zip(optimizers, stages, strict=True)
+        ]
+        for part, stage in zip(parts, stages, strict=True):
+            if part.updates is None and stage is OptState.READY and scale is not None:
+                scaler.unscale_(part.step.optimizer)
+        scaler._expect_joint_norm(optimizers, options.keeps_norms)
+        joint = Step(
+            scaler,
+            optimizers[0],
+            options,
+            [param for part in parts for param in part.step.params],
+            scale,
+            None,
+        )
+        norm, norms, global_found_inf = _joint_norm(joint, parts)
+        flag = None if scale is None else _fused_step.combine_found_inf(global_found_inf, joint.norm_device)
+        found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
+        for part, stage in zip(parts, stepped, strict=True):
+            if scale is not None:
+                state = scaler._per_optimizer_states[id(part.step.optimizer)]
+                state["found_inf_per_device"] = global_found_inf
+                part.apply(norm, found_inf, flag)
+                state["stage"] = stage
+            else:
+                part.apply(norm, found_inf, flag)
+    return [
+        FusedStepResult(
+            norm,
+            own_norms,
+            part.local_flags(),
+            global_found_inf,
+            part.taken,
+            part.served,
+            part.step.update_norms(),
+        )
+        for part, own_norms in zip(parts, norms, strict=True)
+    ]
+
+
+def _check(optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> None:
+    if not optimizers:
+        raise ValueError("fused_step() got no optimizer; pass one, or a list of optimizers to step together")
+    if options.low_precision_params:
+        raise ValueError(
+            f"low_precision_params are copies of one optimizer's parameters, and there are {len(optimizers)} "
+            "optimizers; call fused_step(optimizer) for each, without a common norm"
+        )
+    params = [
+        param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+    ]
+    repeated = [tuple(param.shape) for param, count in Counter(params).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"{len(repeated)} parameters, the first of shape {repeated[0]}, belong to several of the optimizers, and "
+            "their gradients would count several times; give each parameter to one of them"
+        )
+    for optimizer in optimizers:
+        check_closed(optimizer)
+
+
+def _new_part(  # noqa: PLR0913  called once
+    scaler: JointScaler,
+    optimizer: _Optimizer,
+    options: FusedStepOptions,
+    scale: Tensor | None,
+    is_unscaled: bool,
+    stack: ExitStack,
+) -> _Part:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = scaler._found_inf_per_device(optimizer) if is_unscaled else None
+    own_scale = None if scale is None else scaler._scale_of_sum(optimizer, scale, "fused_step")
+    part = _Part(Step(scaler, optimizer, options, params, own_scale, known))
+    try:
+        part.updates = stack.enter_context(updates_of(optimizer, {}))
+    except NoFusedUpdate as error:
+        _fused_step.check_peers(part.step, error)
+        part.served = served_by_optimizer(params, error)
+    return part
+
+
+def _joint_norm(joint: Step, parts: Sequence[_Part]) -> tuple[Tensor, list[list[Tensor] | None], Found]:
+    """Return the norm of all gradients, the norms of each part's single gradients if kept, and the joint flags."""
+    order, device, scaler = joint.options.norm_type, joint.norm_device, joint.scaler
+    local: dict[Sharding, list[Tensor]] = {UNSHARDED: []} | {sharding: [] for sharding in joint.shardings}
+    checked: Found = {}
+    for part in parts:
+        for sharding, norms in part.local_norms(joint).items():
+            local[sharding] += [to_device(norm, device, torch.float64) for norm in norms]
+        for flag_device, flag in part.found_inf().items():
+            known = checked.get(flag_device)
+            checked[flag_device] = flag if known is None else torch.maximum(known, flag.reshape(known.shape))
+    none = torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=device)
+    by_sharding = {
+        sharding: join_norms(torch.stack([*norms, none]), order) for sharding, norms in local.items()
+    }
+    inv_scale_P = None
+    if joint.norms is not None:
+        inv_scale_P = torch.cat([_inv_scales(part, device) for part in parts])
+        if joint.shardings:
+            vectors = joint.norms.vectors(by_sharding, joint.shardings)
+            by_sharding = {sharding: norm_P * inv_scale_P for sharding, norm_P in vectors.items()}
+    is_wide = torch.float64 in dtypes_of(joint.params)
+    dtype = torch.float64 if is_wide else torch.float32
+    norm, found_inf = scaler._agree(Norms(order, by_sharding, dtype), checked)
+    for part in parts:
+        found_inf = scaler._found_inf_of_sum(part.step.optimizer, found_inf)
+    if joint.scale is not None and not found_inf:
+        for part in parts:
+            check_step(part.step.optimizer)
+        raise AssertionError("No inf checks were recorded for these optimizers.")
+    if joint.norms is None:
+        return norm.to(dtype), [None] * len(parts), found_inf
+    assert inv_scale_P is not None
+    norm_P = norm if norm.dim() else torch.stack(joint.norms.of_params()) * inv_scale_P
+    split = norm_P.split([len(part.step.params) for part in parts])
+    joint_norm = join_norms(norm, order) if norm.dim() else norm
+    return joint_norm.to(dtype), [[*own_P.unbind()] for own_P in split], found_inf
+
+
+def _inv_scales(part: _Part, device: torch.device) -> Tensor:
+    """Return the factor of the norms of each of the part's parameters: f64."""
+    inv_scale, count = part.inv_scale, len(part.step.params)
+    if inv_scale is None or part.step.options.norm_type == 0:
+        return torch.ones(count, dtype=torch.float64, device=device)
+    return to_device(inv_scale, device, torch.float64).expand(count)
