@@ -101,7 +101,7 @@ REPORTED = {"torch_does": lambda outcome: outcome is TORCHS}
 
 @pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
 def test_deviation_is_not_stale_on_other_device(sides: dict[str, Any]) -> None:
-    with pytest.raises(StaleDeviation):
+    with pytest.raises(StaleDeviation, match="what Tandem does"):
         takes_torchs_side(OURS, OURS, device="cpu", **sides)
     assert not takes_torchs_side(OURS, OURS, device="xpu", **sides)
     with pytest.raises(AssertionError, match="expected what Tandem does"):

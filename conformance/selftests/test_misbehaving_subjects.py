@@ -340,7 +340,7 @@ def test_dead_or_blocked_process_is_reported(tmp_path: Path) -> None:
     report = judged_by_workers("dies_in_many_ways", tmp_path, "-n", "2", "--deadline=6", *LETHAL, others)
     for test, expected in LETHAL.items():
         outcomes = [entry["outcome"] for entry in of(report, test)]
-        assert outcomes.count(expected) == min(2, len(outcomes)), (test, outcomes)
+        assert outcomes.count(expected) == min(2, len(outcomes)) > 0, (test, outcomes)
         assert set(outcomes) <= {expected, "unavailable"}, (test, outcomes)
     assert {entry["outcome"] for entry in of(report, others)} == {"passed"}
     assert all(
