@@ -1,9 +1,11 @@
-"""Reports and tables of results to draw and to compare, of a few tests, faults, benchmarks and training runs."""
+"""Reports of a few tests, faults, benchmarks and training runs, to draw and to compare, and a parser of their pages."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 from conformance.judge.judgement import Judgement
@@ -13,6 +15,37 @@ from conformance.training.compare import Check
 from conformance.training.config import small_config
 from conformance.training.judge import TrainingComparison, as_entry
 from conformance.training.trainer import TrainingRun
+
+# Texts that could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character,
+# terminal codes, control characters, and a character that reverses the text direction.
+HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; $\\frac{ _x \ud800 \x1b[31m \0 \x07 \u202e"
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its styles and scripts."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.code: dict[str, str] = {}
+        self.text = ""
+        self._inside = ""
+        self.source = file.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside in ("style", "script"):
+            self.code[self._inside] = self.code.get(self._inside, "") + data
+        else:
+            self.text += data
+
 
 CLAUSE = {
     "id": "amp.grad_scaler.x",

@@ -1,10 +1,11 @@
-"""Runs of `python -m conformance.simulator` in forks of a process that has imported torch, to save time."""
+"""Runs of Python programs on the simulated accelerator, in processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,20 +13,32 @@ from pathlib import Path
 from conformance.ranks.handle import fork_server
 from conformance.simulator.__main__ import main
 
-_LIMIT_S = 500.0  # the extension is built, if it is not in the cache
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 500.0  # the extension is built, if it is not in the cache
+
+
+def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *(str(word) for word in words)]
+    return subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
 
 
 def simulate(*words: object, cwd: Path) -> tuple[int, str]:
-    """Return the exit status, and the output followed by the errors."""
+    """Run `python -m conformance.simulator` in a fork of a process that has imported torch, to save time.
+
+    Return the exit status, and the output followed by the errors.
+    """
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("output", "errors")]
         arguments = [str(word) for word in words]
         process = fork_server().Process(target=_run_main, args=(arguments, cwd, files))
         process.start()
         try:
-            process.join(_LIMIT_S)
+            process.join(LIMIT_S)
             if process.exitcode is None:
-                raise TimeoutError(f"{arguments} did not end in {_LIMIT_S:g} s: {_text_of(files)}")
+                raise TimeoutError(f"{arguments} did not end in {LIMIT_S:g} s: {_text_of(files)}")
             return process.exitcode, _text_of(files)
         finally:
             # The test's deadline may have ended the wait.

@@ -8,7 +8,6 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import asdict
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.sample_reports import (
     CLAUSE,
+    HOSTILE,
+    Page,
     a_kill,
     a_kill_matrix,
     a_report,
@@ -37,36 +38,6 @@ from conformance.selftests.sample_reports import (
     trained,
 )
 from conformance.strength.results import read_table
-
-# Texts that could end a tag, an attribute, the style or the script; a formula for matplotlib; half a character,
-# terminal codes, control characters, and a character that reverses the text direction.
-HOSTILE = "</style></script><script>alert(1)</script>\"'><b onclick=x> &amp; $\\frac{ _x \ud800 \x1b[31m \0 \x07 \u202e"
-
-
-class Page(HTMLParser):
-    """The elements of a page, and the text of its styles and scripts."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.code: dict[str, str] = {}
-        self.text = ""
-        self._inside = ""
-        self.source = file.read_text(encoding="utf-8")
-        self.feed(self.source)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, {name: value or "" for name, value in attrs}))
-        self._inside = tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._inside in ("style", "script"):
-            self.code[self._inside] = self.code.get(self._inside, "") + data
-        else:
-            self.text += data
 
 
 def draw(report: dict[str, Any], folder: Path) -> Page:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,27 +12,18 @@ import pytest
 from conformance.ranks.fixtures import require_simulator
 from conformance.selftests import simulator_graph_programs  # noqa: F401 - its programs too
 from conformance.selftests.simulator_programs import PROGRAMS
+from conformance.selftests.simulator_runs import LIMIT_S, ROOT, run
 from conformance.simulator.control import in_program
 
-ROOT = Path(__file__).parents[2]
 SEEDS = 10
 EXPECTED = "6000.0"
-_LIMIT_S = 500.0  # the extension is built, if it is not in the cache
 
-pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
+pytestmark = pytest.mark.deadline(LIMIT_S + 60)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     require_simulator()
-
-
-def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, *(str(word) for word in words)]
-    return subprocess.run(
-        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-    )
 
 
 @pytest.fixture(scope="session")

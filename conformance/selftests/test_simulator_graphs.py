@@ -7,7 +7,7 @@ import json
 import pytest
 
 from conformance.ranks.fixtures import require_simulator
-from conformance.selftests.test_simulator import run
+from conformance.selftests.simulator_runs import run
 
 pytestmark = pytest.mark.deadline(560.0)
 

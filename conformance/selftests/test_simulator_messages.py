@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.selftests.simulator_runs import simulate
-from conformance.selftests.test_simulator import ROOT
+from conformance.selftests.simulator_runs import ROOT, simulate
 
 MESSAGES = ROOT / "conformance/selftests/simulator_messages.py"
 PIPELINES = ROOT / "conformance/selftests/simulator_pipelines.py"

@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from conformance.selftests.simulator_runs import simulate
-from conformance.selftests.test_simulator import ROOT, run
+from conformance.selftests.simulator_runs import ROOT, run, simulate
 from conformance.simulator.control import Hazard, Step
 from conformance.simulator.lanes import page
 from conformance.simulator.script import ScheduledRun, differences

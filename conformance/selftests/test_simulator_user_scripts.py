@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from conformance.judge.judgement import unavailable
-from conformance.selftests.simulator_runs import simulate
-from conformance.selftests.test_simulator import ROOT
+from conformance.selftests.simulator_runs import ROOT, simulate
 
 pytestmark = pytest.mark.deadline(560.0)
 

@@ -24,8 +24,7 @@ from conformance.report.badge import badge
 from conformance.report.ctrf import ctrf
 from conformance.report.matrix import SEVERITY
 from conformance.report.side_by_side import side_by_side, write_side_by_side
-from conformance.selftests.sample_reports import CLAUSE, a_report, judged
-from conformance.selftests.test_report import HOSTILE, Page
+from conformance.selftests.sample_reports import CLAUSE, HOSTILE, Page, a_report, judged
 
 FOLDER = Path(__file__).parents[1] / "report"
 OTHER = CLAUSE | {"id": "amp.grad_scaler.y", "says": "It does too."}
