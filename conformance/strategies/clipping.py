@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.judge.tolerances import Tolerance, norm_of
-from conformance.strategies.gradients import Gradient, GradientList
+from conformance.strategies.gradients import GradientList
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
@@ -55,17 +55,6 @@ def clipped(
 def clip_of(library: Library, case: GradientList, device: str, *args: Any, **kwargs: Any) -> Outcome:
     """Clip the fresh parameters of a case. Return the outcome."""
     return clipped(library, case.parameters(device), *args, **kwargs)
-
-
-def norm_on_meta(library: Library, function: str, foreach: bool | None) -> Outcome:
-    """Return the outcome of a norm on the meta device, which has no foreach operators: its device type and shape."""
-    parameter = Gradient((2,)).parameter("meta")
-
-    def call() -> tuple[str, torch.Size]:
-        norm = getattr(library.nn.utils, function)([parameter], 1.0, foreach=foreach)
-        return norm.device.type, norm.shape
-
-    return observe(call)
 
 
 def norm_tolerance(case: GradientList) -> Tolerance:

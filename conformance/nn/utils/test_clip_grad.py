@@ -14,7 +14,7 @@ from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome
+from conformance.judge.outcome import Outcome, observe
 from conformance.judge.tolerances import norm_of
 from conformance.strategies.clipping import (
     DTYPES,
@@ -22,7 +22,6 @@ from conformance.strategies.clipping import (
     clip_of,
     clipped,
     max_norms,
-    norm_on_meta,
     norm_tolerance,
 )
 from conformance.strategies.gradients import Gradient, GradientList, gradient_lists
@@ -194,6 +193,17 @@ def test_foreach_matches_torch(
         lambda library: clip_of(library, case, device, max_norm, foreach=foreach),
         norm_of(case.numel, len(case.gradients), coarsest=torch.float32),
     )
+
+
+def norm_on_meta(library: Library, function: str, foreach: bool | None) -> Outcome:
+    """Return the outcome of a norm on the meta device, which has no foreach operators: its device type and shape."""
+    parameter = Gradient((2,)).parameter("meta")
+
+    def call() -> tuple[str, torch.Size]:
+        norm = getattr(library.nn.utils, function)([parameter], 1.0, foreach=foreach)
+        return norm.device.type, norm.shape
+
+    return observe(call)
 
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
