@@ -107,7 +107,7 @@ def _trained(rank: Rank, accelerator: Accelerator, model: Any, optimizer: Any, f
 
 @accelerate_on_the_cpu()
 def trainer(rank: Rank, *, folder: str, state_dict_type: str) -> dict[str, Any]:
-    """transformers' Trainer in bfloat16, two batches a step; then a new one from its checkpoint."""
+    """Train with transformers' Trainer in bfloat16, two batches a step. Resume from its checkpoint in a new Trainer."""
     rows = tiny.tokens(0, 8).flatten(0, 1)
     data = [{"input_ids": row, "labels": row} for row in rows]
 

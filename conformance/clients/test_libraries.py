@@ -1,4 +1,4 @@
-"""Libraries train over the subject as over torch: see the package's words on ranks."""
+"""Libraries train over the subject as over torch. Each rank is one side's for life, because libraries bind names."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def test_torchtitan_matches_torch(sides: Sides, is_tied: bool, reshards: str, is
 
 @clause("clients.libraries.transformers_trainer")
 @IN_BOTH_KINDS
-def test_transformers_trainer(sides: Sides, tmp_path: Path, state_dict_type: str) -> None:
+def test_transformers_trainer_resumes_from_checkpoint(
+    sides: Sides, tmp_path: Path, state_dict_type: str
+) -> None:
     actual = sides.assert_alike("accelerate_training:trainer", tmp_path, state_dict_type=state_dict_type)
     assert_sharded([outcome["resumed"] for outcome in actual])
 
