@@ -11,11 +11,19 @@ import pytest
 import torch
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import assert_same_outcome
-from conformance.strategies.compiled_steps import CompiledHarness, Script, after, outcome, soon, tracing_of
-from conformance.strategies.optimizers import COMPILED, Make, four_parameters, maker
+from conformance.strategies.compiled_steps import (
+    CompiledHarness,
+    Script,
+    after,
+    compare_compiled,
+    outcome,
+    soon,
+    tracing_of,
+)
+from conformance.strategies.optimizers import COMPILED, four_parameters, maker
 
 SGD = maker("SGD", options=["momentum"])
 ADAM = maker("Adam", options=["weight_decay"])
@@ -27,26 +35,15 @@ def two_groups(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
-def assert_torchs(subject: Library, reference: Library, script: Script, make: Make, **harness: Any) -> None:
-    outcomes = [outcome(library, after(script), make, **harness) for library in (reference, subject)]
-    assert_same_outcome(*outcomes)
-    assert outcomes[0].raised is None, f"the script itself fails on torch: {outcomes[0].raised}"
-
-
 @clause("dynamo.optimizer.graphs.one_for_a_step")
-def test_graphs_of_two_groups_match_torch(subject: Library, reference: Library, device: str) -> None:
-    assert_torchs(subject, reference, lambda harness: harness.train(3), two_groups, device=device)
+def test_graphs_of_two_groups_match_torch(compare: Compare, device: str) -> None:
+    compare_compiled(compare, after(lambda harness: harness.train(3)), two_groups, device=device)
 
 
 @clause("dynamo.optimizer.graphs.one_for_a_step")
 @pytest.mark.parametrize("name", soon(COMPILED, "SGD", "Adam"))
-def test_graphs_of_each_optimizer_match_torch(
-    subject: Library, reference: Library, device: str, name: str
-) -> None:
-    assert_torchs(subject, reference, lambda harness: harness.train(3), maker(name), device=device)
-
-
-# --- numbers in the groups
+def test_graphs_of_each_optimizer_match_torch(compare: Compare, device: str, name: str) -> None:
+    compare_compiled(compare, after(lambda harness: harness.train(3)), maker(name), device=device)
 
 
 def set_number(name: str, values: list[Any], group: int = 0) -> Script:
@@ -101,12 +98,9 @@ NUMBERS = {
 @pytest.mark.parametrize(
     "case", soon(NUMBERS, "lr of the second group", "betas", "tensor lr", "tensor lr of another dtype")
 )
-def test_numbers_that_change(subject: Library, reference: Library, device: str, case: str) -> None:
+def test_numbers_that_change(compare: Compare, device: str, case: str) -> None:
     script, make = NUMBERS[case]
-    assert_torchs(subject, reference, script, make, device=device)
-
-
-# --- gradients
+    compare_compiled(compare, after(script), make, device=device)
 
 
 def gradients_go(*which: int) -> Script:
@@ -147,12 +141,9 @@ GRADIENTS = {
 
 @clause("dynamo.optimizer.guards.gradients")
 @pytest.mark.parametrize("case", soon(GRADIENTS, "the last's", "the second group's"))
-def test_gradients_come_and_go(subject: Library, reference: Library, device: str, case: str) -> None:
+def test_gradients_come_and_go(compare: Compare, device: str, case: str) -> None:
     script, make = GRADIENTS[case]
-    assert_torchs(subject, reference, script, make, device=device)
-
-
-# --- groups
+    compare_compiled(compare, after(script), make, device=device)
 
 
 def add_group(harness: CompiledHarness) -> None:
@@ -175,12 +166,9 @@ GROUPS = {
 
 @clause("dynamo.optimizer.guards.groups")
 @pytest.mark.parametrize("case", soon(GROUPS, "added", "maximize of the second"))
-def test_groups_that_change(subject: Library, reference: Library, device: str, case: str) -> None:
+def test_groups_that_change(compare: Compare, device: str, case: str) -> None:
     script, make = GROUPS[case]
-    assert_torchs(subject, reference, script, make, device=device)
-
-
-# --- state
+    compare_compiled(compare, after(script), make, device=device)
 
 
 def load_own(harness: CompiledHarness) -> None:
@@ -238,12 +226,9 @@ STATES = {
 
 @clause("dynamo.optimizer.guards.state")
 @pytest.mark.parametrize("case", soon(STATES, "loaded", "the last's replaced", "cleared, SGD"))
-def test_state_that_changes(subject: Library, reference: Library, device: str, case: str) -> None:
+def test_state_that_changes(compare: Compare, device: str, case: str) -> None:
     script, make = STATES[case]
-    assert_torchs(subject, reference, script, make, device=device)
-
-
-# --- kinds of tensors
+    compare_compiled(compare, after(script), make, device=device)
 
 
 def made_double(harness: CompiledHarness) -> None:
@@ -303,9 +288,6 @@ def test_values_after_another_kind(subject: Library, device: str, kind: str) -> 
     assert outcome(subject, script, maker("SGD"), device=device).value is True
 
 
-# --- copies and twins
-
-
 def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     file = io.BytesIO()
     torch.save(optimizer, file)
@@ -316,9 +298,7 @@ def pickled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @clause("dynamo.optimizer.optimizer.several")
 @pytest.mark.profile("full")
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copied_optimizer_continues_like_original(
-    subject: Library, reference: Library, device: str, copied: Any
-) -> None:
+def test_copied_optimizer_continues_like_original(compare: Compare, device: str, copied: Any) -> None:
     def script(harness: CompiledHarness) -> Any:
         harness.train(2)
         twin = copied(harness.optimizer)
@@ -330,16 +310,14 @@ def test_copied_optimizer_continues_like_original(
         harness.train(1)
         return first, harness.seen()
 
-    outcomes = [outcome(library, script, ADAM, device=device) for library in (reference, subject)]
-    assert_same_outcome(*outcomes)
-    first, second = outcomes[1].value
+    first, second = compare_compiled(compare, script, ADAM, device=device)
     for original, copied_value in zip(first["parameters"], second["parameters"], strict=True):
         assert torch.equal(original.values, copied_value.values)
 
 
 @clause("dynamo.optimizer.optimizer.several")
 @pytest.mark.parametrize("name", soon(["SGD", "Adam"], "SGD"))
-def test_two_in_turn(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_two_in_turn(compare: Compare, device: str, name: str) -> None:
     make = maker(name)
 
     def script(harness: CompiledHarness) -> Any:
@@ -352,11 +330,11 @@ def test_two_in_turn(subject: Library, reference: Library, device: str, name: st
                 current.compiled_after.append(len(harness.graphs.inputs))
         return harness.seen(), other.seen()
 
-    assert_same_outcome(*(outcome(library, script, make, device=device) for library in (reference, subject)))
+    compare_compiled(compare, script, make, device=device)
 
 
 @clause("dynamo.optimizer.optimizer.hooks")
-def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str) -> None:
+def test_hooks_run_once_a_step(compare: Compare, device: str) -> None:
     def script(harness: CompiledHarness) -> Any:
         ran: list[str] = []
         harness.optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
@@ -364,17 +342,13 @@ def test_hooks_run_once_a_step(subject: Library, reference: Library, device: str
         harness.train(3)
         return ran, harness.seen()
 
-    outcomes = [outcome(library, script, SGD, device=device) for library in (reference, subject)]
-    assert_same_outcome(*outcomes)
-    assert outcomes[1].value[0] == ["before", "after"] * 3
-
-
-# --- functions that step
+    ran, _ = compare_compiled(compare, script, SGD, device=device)
+    assert ran == ["before", "after"] * 3
 
 
 @clause("dynamo.optimizer.graphs.whole_functions")
 @pytest.mark.parametrize("name", soon(["SGD", "Adam", "RAdam"], "Adam"))
-def test_whole_functions(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_whole_functions(compare: Compare, device: str, name: str) -> None:
     """Compile the unwrapped step, because torch breaks the graph on purpose in the wrapper."""
 
     def script(harness: CompiledHarness) -> None:
@@ -387,7 +361,7 @@ def test_whole_functions(subject: Library, reference: Library, device: str, name
         with torch.no_grad():
             harness.train(3)
 
-    assert_torchs(subject, reference, script, maker(name), device=device)
+    compare_compiled(compare, after(script), maker(name), device=device)
 
 
 @clause("dynamo.optimizer.graphs.whole_functions")
@@ -432,7 +406,7 @@ def test_gradients_dropped_in_the_same_function(subject: Library, device: str) -
 
 
 @clause("dynamo.optimizer.graphs.left_alone")
-def test_lbfgs_matches_torch(subject: Library, reference: Library, device: str) -> None:
+def test_lbfgs_matches_torch(compare: Compare, reference: Library, device: str) -> None:
     def script(harness: CompiledHarness) -> Any:
         def closure() -> torch.Tensor:
             harness.optimizer.zero_grad()
@@ -443,10 +417,8 @@ def test_lbfgs_matches_torch(subject: Library, reference: Library, device: str) 
         return [float(harness.take_step(closure)) for _ in range(2)], harness.seen()
 
     # Run once without using the result, because Dynamo remembers skipped frames of the process even after a reset.
-    _, *outcomes = (
-        outcome(library, script, maker("LBFGS"), device=device) for library in (reference, reference, subject)
-    )
-    assert_same_outcome(*outcomes)
+    outcome(reference, script, maker("LBFGS"), device=device)
+    compare_compiled(compare, script, maker("LBFGS"), device=device)
 
 
 def with_sparse_gradients(harness: CompiledHarness) -> None:
@@ -469,5 +441,5 @@ def called_by_what_is_compiled(harness: CompiledHarness) -> None:
 
 @clause("dynamo.optimizer.graphs.left_alone")
 @pytest.mark.parametrize("script", [with_sparse_gradients, called_by_what_is_compiled])
-def test_sparse_adam(subject: Library, reference: Library, device: str, script: Any) -> None:
-    assert_torchs(subject, reference, script, maker("SparseAdam"), device=device)
+def test_sparse_adam(compare: Compare, device: str, script: Any) -> None:
+    compare_compiled(compare, after(script), maker("SparseAdam"), device=device)

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.judge.clauses import clause
+from conformance.judge.comparing import Compare
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.sandbox.global_state import put_back, read
 from conformance.judge.sandbox.process_state import PROCESS
-from conformance.strategies.compiled_steps import CompiledHarness, outcome, soon, tracing_of
+from conformance.strategies.compiled_steps import CompiledHarness, compare_compiled, outcome, soon, tracing_of
 from conformance.strategies.optimizers import (
     COMPILED,
     DECAYING,
@@ -64,35 +65,27 @@ def after_each_step(harness: CompiledHarness) -> list[object]:
     return [harness.train().values() for _ in range(STEPS)]
 
 
-def assert_as_torch_compiles(
-    subject: Library, reference: Library, make: Make, device: str, backend: str = "aot_eager"
-) -> None:
-    outcomes = [
-        outcome(library, after_each_step, make, device=device, backend=backend)
-        for library in (reference, subject)
-    ]
-    assert_same_outcome(*outcomes)
+def assert_as_torch_compiles(compare: Compare, make: Make, device: str, backend: str = "aot_eager") -> None:
+    compare_compiled(compare, after_each_step, make, device=device, backend=backend)
 
 
 @clause("dynamo.optimizer.values.as_torch_compiles")
 @pytest.mark.parametrize("name", soon(COMPILED, *SOONEST))
-def test_steps_with_all_options_match_compiled_torch(
-    subject: Library, reference: Library, device: str, name: str
-) -> None:
+def test_steps_with_all_options_match_compiled_torch(compare: Compare, device: str, name: str) -> None:
     way = "foreach" if has_way(name, "foreach") else "defaults"
-    assert_as_torch_compiles(subject, reference, maker(name, way, options_of(name)), device)
+    assert_as_torch_compiles(compare, maker(name, way, options_of(name)), device)
 
 
 @clause("dynamo.optimizer.values.as_torch_compiles")
 @pytest.mark.profile("full")
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_each_way(subject: Library, reference: Library, device: str, name: str, way: str) -> None:
-    assert_as_torch_compiles(subject, reference, maker(name, way), device)
+def test_each_way(compare: Compare, device: str, name: str, way: str) -> None:
+    assert_as_torch_compiles(compare, maker(name, way), device)
 
 
 @clause("dynamo.optimizer.values.as_torch_compiles")
 @pytest.mark.parametrize("name", soon(["SGD", "Adam"], "Adam"))
-def test_complex_parameters(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_complex_parameters(compare: Compare, device: str, name: str) -> None:
     """Multi-tensor code learns of complex parameters from the result of _init_group."""
 
     def script(harness: CompiledHarness) -> list[object]:
@@ -100,24 +93,19 @@ def test_complex_parameters(subject: Library, reference: Library, device: str, n
             parameter.data = torch.complex(parameter.data, parameter.data.flip(0))
         return after_each_step(harness)
 
-    make = maker(name, "foreach")
-    outcomes = [
-        outcome(library, script, make, device=device, backend="aot_eager") for library in (reference, subject)
-    ]
-    assert_same_outcome(*outcomes)
-    assert outcomes[0].raised is None
+    compare_compiled(compare, script, maker(name, "foreach"), device=device, backend="aot_eager")
 
 
 @clause("dynamo.optimizer.values.as_torch_compiles")
 @pytest.mark.profile("deep")
 @settings(max_examples=100)
 @given(data=st.data())
-def test_any_options(subject: Library, reference: Library, device: str, data: st.DataObject) -> None:
+def test_any_options(compare: Compare, device: str, data: st.DataObject) -> None:
     name, way = data.draw(st.sampled_from(CASES))
     options = data.draw(st.sets(st.sampled_from(options_of(name) or ["weight_decay"])))
     if name == "SGD" and "nesterov" in options:
         options |= {"momentum"}
-    assert_as_torch_compiles(subject, reference, maker(name, way, options & {*options_of(name)}), device)
+    assert_as_torch_compiles(compare, maker(name, way, options & {*options_of(name)}), device)
 
 
 @clause("dynamo.optimizer.values.as_eager")
@@ -132,6 +120,7 @@ def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
         device=device,
         backend="aot_eager",
     )
+    assert compiled.raised is None
     assert_same_outcome(plain, compiled, against_eager(name))
 
 
@@ -216,6 +205,7 @@ def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
         make,
         device=device,
     )
+    assert mixed.raised is None
     assert_same_outcome(plain, mixed, against_eager("Adam"))
 
 
@@ -223,8 +213,8 @@ def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
 @pytest.mark.profile("deep")
 @pytest.mark.deadline(600)
 @pytest.mark.parametrize("name", COMPILED)
-def test_through_inductor(subject: Library, reference: Library, device: str, name: str) -> None:
+def test_through_inductor(compare: Compare, device: str, name: str) -> None:
     if device == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         unavailable("no C++ compiler")
     with inductor_cleared_up():
-        assert_as_torch_compiles(subject, reference, maker(name), device, backend="inductor")
+        assert_as_torch_compiles(compare, maker(name), device, backend="inductor")

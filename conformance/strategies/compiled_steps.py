@@ -15,6 +15,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters, get_static_address_type
 from torch.optim import optimizer
 
+from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.optimizers import Make, draw_gradient, four_parameters
@@ -163,6 +164,13 @@ def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Out
     reported = [(kind, text) for kind, text in outcome.warned if kind != "DeprecationWarning"]
     often = tuple(warning for warning in reported if "Triggered internally" not in warning[1])
     return dataclasses.replace(outcome, warned=often)
+
+
+def compare_compiled(compare: Compare, script: Script, make: Make, **harness: Any) -> Any:
+    """Compare the script on both libraries, which must not raise. Return the subject's result."""
+    [result] = compare(lambda library: outcome(library, script, make, **harness))
+    assert result.raised is None, result.raised
+    return result.value
 
 
 def after(script: Callable[[CompiledHarness], Any]) -> Script:
