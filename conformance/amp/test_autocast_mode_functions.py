@@ -220,6 +220,8 @@ def test_device_types_without_autocast(compare: Compare, device_type: str, cast_
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
 @pytest.mark.parametrize("cast_inputs", ["float16", 3, float, torch.int32], ids=str)
 def test_casting_to_no_floating_dtype(compare: Compare, cast_inputs: Any) -> None:
+    """`Tensor.to` accepts Python's float and integer dtypes. The state is as before."""
+
     def run(library: Library) -> Outcome:
         forward = library.amp.custom_fwd(lambda ctx, x: x.dtype, device_type="cpu", cast_inputs=cast_inputs)
 
@@ -231,7 +233,9 @@ def test_casting_to_no_floating_dtype(compare: Compare, cast_inputs: Any) -> Non
         outcome = observe(inside)
         return replace(outcome, value=(outcome.value, state() == before))
 
-    compare(run)
+    [outcome] = compare(run)
+    assert (outcome.raised is None) == (cast_inputs in (float, torch.int32))
+    assert outcome.value[1]
 
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")

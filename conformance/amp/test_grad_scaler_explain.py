@@ -133,8 +133,8 @@ def test_explanation_of_parameter_without_gradient(subject: Library, device: str
 
 @clause("amp.grad_scaler.fused_step.explained")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_explanation_raises_before_first_fused_step(subject: Library, device: str, enabled: bool) -> None:
-    """A skipped step does not replace the explanation of the one before."""
+def test_explanation_is_that_of_last_taken_step(subject: Library, device: str, enabled: bool) -> None:
+    """`explain` raises before the first fused step. A skipped step does not replace the explanation."""
     step = ExplainedStep(subject, device, _adamw)
     step.scaler = subject.amp.GradScaler(device, enabled=enabled)
     step.scaler.scale(torch.ones((), device=device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,26 @@ import torch
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
+from conformance.judge.outcome import observe
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Harness, pickled
 
 LACKING = "no such method"
+
+
+def judge(
+    deviation: DeviationJudge, probe: Callable[[Library], Any], method: str, we_do: Callable[[Any], bool]
+) -> None:
+    """Judge a deviation: torch's scaler has no such method."""
+
+    def outcome_of(library: Library) -> Any:
+        return probe(library) if hasattr(library.amp.GradScaler, method) else LACKING
+
+    deviation.judge(
+        outcome_of,
+        torch_does=lambda outcome: outcome is LACKING,
+        we_do=lambda outcome: outcome is not LACKING and we_do(outcome),
+    )
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -30,8 +47,6 @@ def test_whether_the_step_was_taken(
     def probe(library: Library) -> Any:
         harness, other = Harness(library, device, FOUR, optimizer), Harness(library, device, FOUR)
         other.scaler = harness.scaler
-        if not hasattr(harness.scaler, "step_was_taken") and not hasattr(harness.scaler, "found_inf"):
-            return LACKING
         answers = []
         for last in grad_outcomes:
             for current in (harness, other):
@@ -51,9 +66,7 @@ def test_whether_the_step_was_taken(
         return answers
 
     expected = [(last is None, last is None, float(last is not None)) for last in grad_outcomes]
-    deviation.judge(
-        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == expected
-    )
+    judge(deviation, probe, "step_was_taken", lambda outcome: outcome == expected)
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -64,8 +77,6 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, enabled=enabled)
-        if not hasattr(harness.scaler, "step_was_taken"):
-            return LACKING
         scalers = [harness.scaler]
         if enabled:
             harness.backward()
@@ -82,9 +93,7 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
         return answers
 
     expected = ["RuntimeError"] * 4 if enabled else [1.0, 0.0]
-    deviation.judge(
-        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == expected
-    )
+    judge(deviation, probe, "step_was_taken", lambda outcome: outcome == expected)
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -94,8 +103,6 @@ def test_step_that_raises_keeps_last_found_inf(deviation: DeviationJudge, device
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, FOUR)
-        if not hasattr(harness.scaler, "found_inf"):
-            return LACKING
         harness.backward(math.inf)
         harness.scaler.step(harness.optimizer)
         harness.scaler.update()
@@ -106,9 +113,7 @@ def test_step_that_raises_keeps_last_found_inf(deviation: DeviationJudge, device
             harness.optimizer
         )
 
-    deviation.judge(
-        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == (1.0, False)
-    )
+    judge(deviation, probe, "found_inf", lambda outcome: outcome == (1.0, False))
 
 
 @clause("amp.grad_scaler.step.which_parameter")
@@ -128,8 +133,6 @@ def test_nonfinite_parameters_names_them(
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device, gradients).used()
-        if not hasattr(harness.scaler, "nonfinite_parameters"):
-            return LACKING
         if named:
             layers = [
                 (f"layer.{index}.weight", parameter) for index, parameter in enumerate(harness.parameters)
@@ -147,28 +150,26 @@ def test_nonfinite_parameters_names_them(
             for index, (name, rank, elements) in zip(bad, outcome, strict=True)
         )
 
-    deviation.judge(probe, torch_does=lambda outcome: outcome == LACKING, we_do=names_them)
+    judge(deviation, probe, "nonfinite_parameters", names_them)
 
 
 @clause("amp.grad_scaler.step.which_parameter")
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
-def test_gradients_that_are_gone(deviation: DeviationJudge, device: str) -> None:
+def test_nonfinite_parameters_raises_without_gradients(deviation: DeviationJudge, device: str) -> None:
     """The method raises after zero_grad, instead of returning an empty list."""
 
     def probe(library: Library) -> Any:
         harness = Harness(library, device)
-        if not hasattr(harness.scaler, "nonfinite_parameters"):
-            return LACKING
         harness.backward(math.inf)
         harness.scaler.step(harness.optimizer)
         harness.zero_grad()
-        try:
-            return harness.scaler.nonfinite_parameters(harness.optimizer)
-        except RuntimeError:
-            return "RuntimeError"
+        return observe(harness.scaler.nonfinite_parameters, harness.optimizer).raised
 
-    deviation.judge(
-        probe, torch_does=lambda outcome: outcome == LACKING, we_do=lambda outcome: outcome == "RuntimeError"
+    judge(
+        deviation,
+        probe,
+        "nonfinite_parameters",
+        lambda raised: raised is not None and raised.kind is RuntimeError,
     )
 
 

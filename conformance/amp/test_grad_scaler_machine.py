@@ -59,7 +59,7 @@ class ScalerTwins(RuleBasedStateMachine):
         having = (
             Gradient((3,), first, seed=1),
             Gradient((2, 3), last, seed=2, layout="transposed"),
-            Gradient((4,), None),
+            Gradient((4,), None),  # no gradient
             Gradient((5,), last, seed=3),
         )
         for library in self.libraries:

@@ -45,8 +45,7 @@ GRAD_OUTCOMES = st.lists(st.sampled_from([None, None, None, math.inf]), max_size
 def lived(library: Library, device: str, grad_outcomes: list[float | None], **options: Any) -> Harness:
     harness = Harness(library, device, FOUR[2:], **options)
     for last in grad_outcomes:
-        for _ in harness.iteration(last):
-            pass
+        list(harness.iteration(last))
     return harness
 
 
@@ -110,8 +109,7 @@ def test_resumes_where_another_left_off(
         harness.scaler.load_state_dict(straight.scaler.state_dict())
     for last in [*after, None, None, None]:
         for harness in (straight, fresh, used):
-            for _ in harness.iteration(last):
-                pass
+            list(harness.iteration(last))
         assert straight.scaler.state_dict() == fresh.scaler.state_dict() == used.scaler.state_dict()
 
 
@@ -140,8 +138,7 @@ def test_loads_the_other_librarys(
         read.scaler.load_state_dict(written.scaler.state_dict())
         for last in (None, None, math.inf, None, None, None):
             for harness in (stays, read):
-                for _ in harness.iteration(last):
-                    pass
+                list(harness.iteration(last))
             assert read.scaler.state_dict() == stays.scaler.state_dict()
 
 

@@ -18,8 +18,9 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
+from conformance.judge.sandbox.global_state import default_dtype
 from conformance.strategies.gradients import LAYOUTS, Gradient, GradientList, gradient_lists, laid_out
-from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Scenario
+from conformance.strategies.scaling import FOUR, MEASURED_DTYPES, Harness, Recording, Scenario
 
 NONFINITE = st.sampled_from([math.inf, -math.inf, math.nan])
 SCALES = st.sampled_from([1.0, 3.0, 2.0**16, 1e5 / 3, 2.0**-10, 0.1, 7.0])
@@ -51,6 +52,38 @@ def test_divides_in_place(
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,)))
     compare(unscaling(case, device, init_scale=init_scale))
+
+
+def three_groups(groups: list[dict[str, Any]]) -> Any:
+    """Return an optimizer whose first and last parameters have groups of their own."""
+    params = [param for group in groups for param in group["params"]]
+    return Recording([{"params": params[:1]}, {"params": params[1:-1]}, {"params": params[-1:]}])
+
+
+@clause("amp.grad_scaler.unscale_.divides")
+def test_divides_in_every_group(compare: Compare, device: str) -> None:
+    """Every group is divided by the current scale, also after the scale has moved."""
+
+    def scenario(library: Library) -> Iterator[Outcome]:
+        gradients = tuple(Gradient((3,), seed=seed) for seed in range(4))
+        harness = Harness(library, device, gradients, three_groups, init_scale=8.0, growth_interval=1)
+        for last in (None, math.inf, None, None):
+            yield from harness.iteration(last, unscale=True)
+
+    compare(scenario)
+
+
+@clause("amp.grad_scaler.unscale_.divides")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_under_another_default_dtype(compare: Compare, device: str, dtype: torch.dtype) -> None:
+    def scenario(library: Library) -> Iterator[Outcome]:
+        harness = Harness(library, device, init_scale=8.0, growth_interval=1)
+        for last in (None, math.inf, None):
+            yield from harness.iteration(last)
+        yield harness.did(harness.scaler.load_state_dict, harness.scaler.state_dict())
+
+    with default_dtype(dtype):
+        compare(scenario)
 
 
 @clause("amp.grad_scaler.unscale_.divides")
@@ -140,7 +173,7 @@ def test_finds_it_wherever_it_lies(
         Gradient((), torch.bfloat16, seed=5),
     ]
     gradients[where] = dataclasses.replace(gradients[where], last=value)
-    harness = Harness(subject, device, tuple(gradients), optimizer="recording", init_scale=8.0).used()
+    harness = Harness(subject, device, tuple(gradients), three_groups, init_scale=8.0).used()
     assert [outcome.raised for outcome in harness.calls("step", "update")] == [None, None]
     assert harness.optimizer.calls == [], "the optimizer stepped although a gradient is not finite"
     assert harness.scaler.get_scale() == 4.0

@@ -376,39 +376,36 @@ def test_factors_that_are_no_numbers(
         assert harness.scaler.get_scale() == 8.0
 
 
-def ruinous() -> dict[str, Callable[[Library, str], Any]]:
-    """Return calls that torch silently accepts, with the values that they set."""
-    calls: dict[str, Callable[[Library, str], Any]] = {}
-    for value in (math.nan, math.inf, -1.0, 0.0):
-        calls[f"init_scale {value}"] = lambda library, device, value=value: library.amp.GradScaler(
-            device, init_scale=value
-        )
-        if value:
-            calls[f"new_scale {value}"] = lambda library, device, value=value: (
-                Harness(library, device, SMALL, init_scale=8.0).used().scaler.update(value)
-            )
-            calls[f"new_scale tensor {value}"] = lambda library, device, value=value: (
-                Harness(library, device, SMALL, init_scale=8.0).used().scaler.update(tensor(value, device))
-            )
-    for name, values in {
-        "growth_factor": (math.nan, 0.5, 0.0, -2.0),
-        "backoff_factor": (math.nan, 0.0, -0.5, 1.5),
-    }.items():
-        for value in values:
-            calls[f"set_{name} {value}"] = lambda library, device, name=name, value=value: getattr(
-                library.amp.GradScaler(device), f"set_{name}"
-            )(value)
-    calls["growth_factor nan"] = lambda library, device: library.amp.GradScaler(
-        device, growth_factor=math.nan
+def make(**options: float) -> Callable[[Library, str], Any]:
+    return lambda library, device: library.amp.GradScaler(device, **options)
+
+
+def set_factor(name: str, value: float) -> Callable[[Library, str], Any]:
+    return lambda library, device: getattr(library.amp.GradScaler(device), f"set_{name}")(value)
+
+
+def update(value: float, as_tensor: bool) -> Callable[[Library, str], Any]:
+    return lambda library, device: (
+        Harness(library, device, SMALL).used().scaler.update(tensor(value, device) if as_tensor else value)
     )
-    for value in (math.nan, 0.0, -1.0):
-        calls[f"backoff_factor {value}"] = lambda library, device, value=value: library.amp.GradScaler(
-            device, backoff_factor=value
-        )
-    return calls
 
 
-RUINOUS = ruinous()
+# Calls that torch silently accepts, with the values that they set.
+RUINOUS: dict[str, Callable[[Library, str], Any]] = {
+    **{f"init_scale {value}": make(init_scale=value) for value in (math.nan, math.inf, -1.0, 0.0)},
+    **{f"new_scale {value}": update(value, False) for value in (math.nan, math.inf, -1.0)},
+    **{f"new_scale tensor {value}": update(value, True) for value in (math.nan, math.inf, -1.0)},
+    **{
+        f"set_growth_factor {value}": set_factor("growth_factor", value)
+        for value in (math.nan, 0.5, 0.0, -2.0)
+    },
+    **{
+        f"set_backoff_factor {value}": set_factor("backoff_factor", value)
+        for value in (math.nan, 0.0, -0.5, 1.5)
+    },
+    "growth_factor nan": make(growth_factor=math.nan),
+    **{f"backoff_factor {value}": make(backoff_factor=value) for value in (math.nan, 0.0, -1.0)},
+}
 
 
 @clause("amp.grad_scaler.numbers.ruinous")
