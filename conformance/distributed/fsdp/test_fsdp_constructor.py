@@ -316,13 +316,13 @@ def test_host_waits_once_for_all_units(twins: Twins, device: str, use_orig_param
         assert outcome.value == [1, 1]
 
 
-_UNSHARDED = ("NO_SHARD", True)  # test_trains_with_whole_parameters_offloaded
+_UNSHARDED = ("NO_SHARD", True)  # a deviation, with a test of its own
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.cpu_offload")
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"),
-    [kind for kind in itertools.product(STRATEGIES, (False, True)) if kind != _UNSHARDED],
+    [pair for pair in itertools.product(STRATEGIES, (False, True)) if pair != _UNSHARDED],
 )
 def test_trains_with_parameters_offloaded(
     twins: Twins, device: str, strategy: str, use_orig_params: bool

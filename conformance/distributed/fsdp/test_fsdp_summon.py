@@ -332,7 +332,7 @@ def of_plain_modules(scene: Scene) -> dict[str, torch.Tensor]:
     ids=lambda asks: asks.__name__,
 )
 @each_strategy
-def test_leaves_shards_behind(twins: Twins, strategy: str, asks: Any) -> None:
+def test_summon_restores_shards(twins: Twins, strategy: str, asks: Any) -> None:
     twins.agree(asks, leaf_by_leaf(strategy, use_orig_params=True))
 
 
