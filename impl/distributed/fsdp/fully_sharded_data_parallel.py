@@ -159,9 +159,10 @@ class FullyShardedDataParallel(PrivateNames, StateDicts, OptimStateDicts):
             device_mesh=device_mesh,
         )
         self._ignored = ignored_by(module, ignored_modules, ignored_states, FullyShardedDataParallel)
-        check_dtensors(module, self._ignored, device_mesh)
+        named_params = list(module.named_parameters())
+        check_dtensors(named_params, self._ignored, device_mesh)
         if not use_orig_params:
-            check_hooks(module, self._ignored)
+            check_hooks(named_params, self._ignored)
         device_type = device_type_for(module, self._ignored, device_id)
         groups = groups_for(
             process_group, sharding_strategy, auto_wrap_policy is not None, device_mesh, device_type

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from impl.distributed.fsdp._flat_param import FlatParameter
 from impl.distributed.fsdp._params.param_registration import ManagedParam, ParamInfo, ParamLocation
@@ -89,7 +90,8 @@ def ignored_by(
     ignored_params.update(p for p in parameters if not is_managed(p))
     ignored_params.update(*(wrapped._ignored.parameters for wrapped in inner))
     buffers = {buffer for module in modules for buffer in module.buffers()}
-    names = {clean_name(name) for name, buffer in root.named_buffers() if buffer in buffers}
+    named_buffers = root.named_buffers() if buffers else ()
+    names = {clean_name(name) for name, buffer in named_buffers if buffer in buffers}
     names.update(*(wrapped._ignored.buffer_names for wrapped in inner))
     return Ignored(frozenset(modules), frozenset(ignored_params), frozenset(names))
 
@@ -119,17 +121,19 @@ def _types_of(values: Iterable[object]) -> list[type]:
     return sorted({type(value) for value in values}, key=repr)
 
 
-def check_dtensors(root: nn.Module, ignored: Ignored, mesh: DeviceMesh | None) -> None:
+def check_dtensors(
+    named_params: Iterable[tuple[str, nn.Parameter]], ignored: Ignored, mesh: DeviceMesh | None
+) -> None:
     """Check that tensor parallelism and data parallelism use dimensions of the same mesh.
 
     Raises:
         NotImplementedError: a parameter is a DTensor over a mesh that does not share a root with `mesh`.
     """
-    named = root.named_parameters()
+    named = ((name, param) for name, param in named_params if isinstance(param, DTensor))
     check_mesh_of_dtensors(((clean_name(name), p) for name, p in named if p not in ignored.parameters), mesh)
 
 
-def check_hooks(root: nn.Module, ignored: Ignored) -> None:
+def check_hooks(named_params: Iterable[tuple[str, nn.Parameter]], ignored: Ignored) -> None:
     """Check that no hook after accumulation gets lost in a flat parameter.
 
     Raises:
@@ -137,9 +141,9 @@ def check_hooks(root: nn.Module, ignored: Ignored) -> None:
     """
     names = [
         clean_name(name)
-        for name, param in root.named_parameters()
-        if param.requires_grad and param not in ignored.parameters and not is_managed(param)
+        for name, param in named_params
         if param._post_accumulate_grad_hooks or hasattr(param, IN_BACKWARD_OPTIMIZERS)
+        if param.requires_grad and param not in ignored.parameters and not is_managed(param)
     ]
     if names:
         raise RuntimeError(

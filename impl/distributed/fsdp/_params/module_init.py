@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,16 @@ _materialized: Any = WeakIdKeyDictionary()
 
 def managed_below(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
     return (p for p in root.parameters() if p not in ignored.parameters and not is_managed(p))
+
+
+def _buffers_below(root: nn.Module, ignored: Ignored) -> Iterator[Tensor]:
+    modules = (module for module in root.modules() if module not in ignored.modules)
+    return (buffer for module in modules for buffer in _own_tensors(module._buffers))
+
+
+def _own_tensors(*named: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
+    """Yield a module's own parameters or buffers, in a third of the time of `parameters(recurse=False)`."""
+    return (tensor for tensors in named for tensor in tensors.values() if tensor is not None)
 
 
 def device_type_for(
@@ -69,12 +79,15 @@ def materialize_and_move(  # noqa: PLR0913  arguments of torch's constructor
         RuntimeError: parameters are on several devices, and `device_id` is None.
         ValueError: `param_init_fn` is not callable, or `device_id` is not the parameters' device.
     """
-    _check_on_one_device(module, ignored, device_id)
+    params = list(managed_below(module, ignored))
+    _check_on_one_device(params, device_id)
     requested = _indexed(device_id, device_type, rank)
-    _materialize(module, ignored, requested or _current(device_type), param_init_fn, wrapper)
-    if requested is not None:
+    if any(tensor.is_meta for tensor in itertools.chain(params, _buffers_below(module, ignored))):
+        _materialize(module, ignored, requested or _current(device_type), param_init_fn, wrapper)
+        params = list(managed_below(module, ignored))
+    if requested is not None and requested.type != "cpu":
         _move(module, ignored, requested, wrapper)
-    first = next(managed_below(module, ignored), None)
+    first = params[0] if params else None
     if requested is None and first is not None and first.device.type == "cpu" != device_type.type:
         warnings.warn(
             "The passed-in `module` is on CPU and will thus have FSDP's sharding initialization run on CPU, which may "
@@ -91,8 +104,8 @@ def materialize_and_move(  # noqa: PLR0913  arguments of torch's constructor
     return device
 
 
-def _check_on_one_device(module: nn.Module, ignored: Ignored, device_id: int | torch.device | None) -> None:
-    devices = {p.device for p in managed_below(module, ignored)}
+def _check_on_one_device(params: Iterable[Tensor], device_id: int | torch.device | None) -> None:
+    devices = {param.device for param in params}
     if len(devices) == 2 and torch.device("cpu") in devices:
         if device_id is None:
             raise RuntimeError(
@@ -136,14 +149,6 @@ def _materialize(
 ) -> None:
     """Allocate and initialize a module that was created on the meta device."""
     own = list(_modules_of_unit(module, ignored, wrapper))
-    buffers = (
-        b
-        for submodule in module.modules()
-        if submodule not in ignored.modules
-        for b in submodule.buffers(recurse=False)
-    )
-    if not any(t.is_meta for t in itertools.chain(managed_below(module, ignored), buffers)):
-        return
     if param_init_fn is not None:
         if not callable(param_init_fn):
             raise ValueError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
@@ -152,10 +157,7 @@ def _materialize(
                 param_init_fn(submodule)
         return
     for submodule in own:
-        if not any(
-            True
-            for _ in itertools.chain(submodule.parameters(recurse=False), submodule.buffers(recurse=False))
-        ):
+        if not any(True for _ in _own_tensors(submodule._parameters, submodule._buffers)):
             continue
         try:
             with torch.no_grad():
@@ -213,12 +215,12 @@ def _move(module: nn.Module, ignored: Ignored, device: torch.device, wrapper: ty
     ignored_buffers = {b for ignored_module in ignored.modules for b in ignored_module.buffers()}
     cpu = torch.device("cpu")
     for submodule in _modules_of_unit(module, Ignored(frozenset(), frozenset(), frozenset()), wrapper):
-        for parameter in submodule.parameters(recurse=False):
+        for parameter in _own_tensors(submodule._parameters):
             if parameter.device == cpu and parameter not in ignored.parameters:
                 parameter.data = parameter.to(device)
                 if parameter.grad is not None:
                     parameter.grad.data = parameter.grad.to(device)
-        for buffer in submodule.buffers(recurse=False):
+        for buffer in _own_tensors(submodule._buffers):
             if buffer.device == cpu and buffer not in ignored_buffers:
                 buffer.data = buffer.to(device)
 
