@@ -56,18 +56,6 @@ def test_norms_of_every_order(fused: FusedStep, kind: str, norm_type: float) -> 
     fused.judge_scenario(kind, [None, math.nan, None], 0.5, norm_type)
 
 
-@clause("amp.grad_scaler.fused_step.does_what_the_four_do")
-@TORCH_HAS_NO_FUSED_STEP
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("rmsprop", marks=pytest.mark.profile("full"))])
-def test_inside_torch_compile(fused: FusedStep, kind: str) -> None:
-    torch._dynamo.reset()
-    try:
-        compiled = torch.compile(by_one, backend="eager")
-        fused.judge_scenario(kind, [None, None, math.inf, None], 0.5, take=compiled)
-    finally:
-        torch._dynamo.reset()
-
-
 def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     if "step" not in vars(harness.optimizer):
         harness.optimizer.step = torch.compile(harness.optimizer.step, backend="eager")
@@ -78,11 +66,20 @@ def by_a_compiled_step(harness: Harness, max_norm: float, norm_type: float = 2.0
 
 @clause("amp.grad_scaler.fused_step.does_what_the_four_do")
 @TORCH_HAS_NO_FUSED_STEP
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.profile("full"))])
-def test_compiled_optimizer_step_matches_four_calls(fused: FusedStep, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "kind"),
+    [
+        ("fused_step", "adamw"),
+        ("optimizer.step", "adamw"),
+        pytest.param("fused_step", "rmsprop", marks=pytest.mark.profile("full")),
+        pytest.param("optimizer.step", "sgd", marks=pytest.mark.profile("full")),
+    ],
+)
+def test_compiled_steps_match_four_calls(fused: FusedStep, compiled: str, kind: str) -> None:
     torch._dynamo.reset()
     try:
-        fused.judge_scenario(kind, [None, None, math.inf, None], 0.5, take=by_a_compiled_step)
+        take = torch.compile(by_one, backend="eager") if compiled == "fused_step" else by_a_compiled_step
+        fused.judge_scenario(kind, [None, None, math.inf, None], 0.5, take=take)
     finally:
         torch._dynamo.reset()
 

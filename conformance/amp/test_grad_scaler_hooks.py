@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,7 +159,6 @@ def test_changed_found_inf_decides_step_and_update(compare: Compare, device: str
 @clause("amp.grad_scaler.hooks.per_optimizer_states")
 def test_states_thrown_away_by_hand(compare: Compare, device: str) -> None:
     """composer discards a failed iteration by assigning fresh states."""
-    from collections import defaultdict  # noqa: PLC0415 as their code does it
 
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0)
