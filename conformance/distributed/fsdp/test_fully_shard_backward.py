@@ -34,7 +34,7 @@ def gathered_for_no_backward(scene: Scene) -> torch.Tensor:
     with torch.no_grad():
         for parameter in first:
             parameter.zero_()
-        return model(batch_of(scene, 0))
+        return model(batch_of(scene, 0)).cpu()
 
 
 @clause("distributed.fsdp.fully_shard.gathered_for_no_backward")
