@@ -74,6 +74,9 @@ class Optimizers:
     def values(self) -> list[Tensor]:
         return [param.detach().cpu().clone() for param in self.all_params]
 
+    def gradients(self) -> list[Tensor]:
+        return [param.grad.cpu().clone() for param in self.all_params if param.grad is not None]
+
     def were_taken(self) -> list[bool]:
         return [self.scaler.step_was_taken(optimizer) for optimizer in self.optimizers]
 
@@ -196,6 +199,40 @@ def test_accumulated_microbatches_are_averaged_for_each_optimizer(subject: Libra
 
 
 @clause("amp.grad_scaler.fused_step.joint")
+def test_results_of_steps_before_failed_one_are_recorded(subject: Library, device: str) -> None:
+    """The step that raised can be repeated alone: its gradients are unscaled, and the scaler knows it."""
+    joint = Optimizers(subject, device, "adamw+rmsprop")
+    first, last = joint.optimizers
+    joint.backward(0, bad=0)
+    joint.scaler.fused_step(joint.optimizers)
+    joint.scaler.update(SCALE)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the hook failed")
+
+    grads = joint.backward(1)
+    handle = last.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="the hook failed"):
+        joint.scaler.fused_step(joint.optimizers)
+    handle.remove()
+    assert joint.scaler.step_was_taken(first)
+    joint.scaler.step(last)
+    assert joint.scaler.step_was_taken(last)
+    assert joint.gradients()[3:] == near(grads[3:])
+
+
+@clause("amp.grad_scaler.fused_step.joint")
+@pytest.mark.parametrize("kinds", KINDS)
+def test_step_after_refusal_without_gradients_unscales_all(subject: Library, device: str, kinds: str) -> None:
+    joint = Optimizers(subject, device, kinds)
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        joint.scaler.fused_step(joint.optimizers)
+    grads = joint.backward(0)
+    expected = math.hypot(*(grad.norm().item() for grad in grads))
+    assert joint.scaler.fused_step(joint.optimizers).item() == pytest.approx(expected, rel=1e-5)
+
+
+@clause("amp.grad_scaler.fused_step.joint")
 @pytest.mark.parametrize(
     ("case", "error", "text"),
     [
@@ -206,14 +243,17 @@ def test_accumulated_microbatches_are_averaged_for_each_optimizer(subject: Libra
         ("stepped", RuntimeError, "step"),
         ("no gradients", AssertionError, "No inf checks were recorded"),
         ("nan", ValueError, "max_norm is nan"),
+        ("overlap", RuntimeError, "refers to a single memory location"),
     ],
 )
 def test_refused_list_changes_nothing(
     subject: Library, device: str, case: str, error: type[Exception], text: str
 ) -> None:
-    joint = Optimizers(subject, device, "adamw+momentum")
+    joint = Optimizers(subject, device, "rmsprop+muon" if case == "overlap" else "adamw+momentum")
     first, last = joint.optimizers
     joint.backward(0)
+    if case == "overlap":
+        joint.params[1][0].grad = torch.ones((), device=device).expand(3, 4)
     if case == "stepped":
         joint.scaler.fused_step(last, update=False)
     if case == "no gradients":
@@ -223,9 +263,10 @@ def test_refused_list_changes_nothing(
     options: dict[str, Any] = {}
     if case == "copies":
         options["low_precision_params"] = [param.detach().half() for param in joint.all_params]
-    before = joint.values()
+    before, grads = joint.values(), joint.gradients()
     with pytest.raises(error, match=text):
         joint.scaler.fused_step(
             optimizers.get(case, joint.optimizers), math.nan if case == "nan" else 1.0, **options
         )
     assert all(map(torch.equal, joint.values(), before))
+    assert joint.gradients() == near(grads)

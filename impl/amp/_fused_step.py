@@ -317,9 +317,7 @@ def _joint_norm_and_found_inf(
         step.norms.assign(params_and_grads)
         if step.shardings:
             by_sharding = step.norms.vectors(by_sharding, step.shardings)
-    # All ranks must agree on the dtype, also if a rank has no element of a float64 parameter.
-    is_wide = torch.float64 in dtypes_of(step.params)
-    dtype = torch.float64 if is_wide else torch.float32
+    dtype = joint_norm_dtype(step.params)
     checked = local_found_inf if step.known_found_inf is None else step.known_found_inf
     norm, global_found_inf = step.scaler._agree(Norms(step.options.norm_type, by_sharding, dtype), checked)
     global_found_inf = step.scaler._found_inf_of_sum(step.optimizer, global_found_inf)
@@ -334,6 +332,12 @@ def _joint_norm_and_found_inf(
     if numbers is not None and (norm is not numbers.scaled_norm or global_found_inf is not local_found_inf):
         numbers = None
     return _JointResult(norm, norms, local_found_inf, global_found_inf, numbers)
+
+
+def joint_norm_dtype(params: Sequence[Tensor]) -> torch.dtype:
+    """Return the same dtype on all ranks, also if a rank has no element of a parameter in double precision."""
+    is_wide = torch.float64 in dtypes_of(params)
+    return torch.float64 if is_wide else torch.float32
 
 
 def grads_by_sharding(

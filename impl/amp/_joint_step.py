@@ -15,9 +15,9 @@ from torch import Tensor
 from impl import kernels
 from impl.amp import _fused_step
 from impl.amp._fused_step import FusedStepOptions, Scaler, Step
-from impl.amp._gradients import coalesced
+from impl.amp._gradients import coalesced, sorted_gradients
 from impl.amp._opt_state import Found, FusedStepResult, OptState, next_stage, stage_of
-from impl.kernels import TensorList, dtypes_of, to_device
+from impl.kernels import TensorList, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import (
     NoFusedUpdate,
@@ -39,10 +39,11 @@ class JointScaler(Scaler, Protocol):
     """Further methods of a scaler that a joint step uses."""
 
     _enabled: bool
+    _unscales_fp16: bool
 
     def _init_and_get_scale(self, funcname: str, optimizer: _Optimizer) -> tuple[Tensor, Tensor]: ...
     def _scale_of_sum(self, optimizer: _Optimizer, scale: Tensor, call: str) -> Tensor: ...
-    def _expect_joint_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None: ...
+    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> Found: ...
 
 
 @dataclass
@@ -66,14 +67,13 @@ class _Part:
 
     def found_inf(self) -> Found:
         """Return the flags of its gradients: of all processes, or of this one if they were not combined yet."""
-        if self.step.scale is None or self.inv_scale is not None:
-            return self.local_found_inf
-        return self.step.scaler._found_inf_per_device(self.step.optimizer)
+        known = self.step.known_found_inf
+        return self.local_found_inf if known is None else known
 
     def local_flags(self) -> Found:
         """Return the flags of this process's gradients."""
         step = self.step
-        if step.scale is None or self.inv_scale is not None:
+        if step.known_found_inf is None:
             return self.local_found_inf
         return step.scaler._check_results.of(step.optimizer).local_found_inf or {}
 
@@ -128,15 +128,15 @@ def _values(param: Tensor) -> list[Tensor]:
 
 @kernels.dynamo_disable
 @kernels.no_grad_fast
-def joint_step(
-    scaler: JointScaler, optimizers: Sequence[_Optimizer], options: FusedStepOptions
-) -> list[FusedStepResult]:
+def joint_step(scaler: JointScaler, optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> Tensor:
     """Step all optimizers with the norm of all their gradients, unless a gradient of any of them holds inf or nan.
 
     The scaler's states and results of the optimizers are those after a step.
 
+    Returns:
+        The norm.
     Raises:
-        As `GradScaler.fused_step`.
+        As `GradScaler.fused_step`. If a step raises, the results of the optimizers before it are recorded.
     """
     _check(optimizers, options)
     scale = None
@@ -152,41 +152,60 @@ def joint_step(
             _new_part(scaler, optimizer, options, scale, stage is OptState.UNSCALED, stack)
             for optimizer, stage in zip(optimizers, stages, strict=True)
         ]
-        for part, stage in zip(parts, stages, strict=True):
-            if part.updates is None and stage is OptState.READY and scale is not None:
-                scaler.unscale_(part.step.optimizer)
-        scaler._expect_joint_norm(optimizers, options.keeps_norms)
-        joint = Step(
-            scaler,
-            optimizers[0],
-            options,
-            [param for part in parts for param in part.step.params],
-            scale,
-            None,
-        )
+        _unscale(scaler, parts)
+        params = [param for part in parts for param in part.step.params]
+        joint = Step(scaler, optimizers[0], options, params, scale, None)
         norm, norms, global_found_inf = _joint_norm(joint, parts)
         flag = None if scale is None else _fused_step.combine_found_inf(global_found_inf, joint.norm_device)
         found_inf = False if flag is None else kernels.flag_if_free_to_read(flag)
-        for part, stage in zip(parts, stepped, strict=True):
-            if scale is not None:
-                state = scaler._per_optimizer_states[id(part.step.optimizer)]
-                state["found_inf_per_device"] = global_found_inf
-                part.apply(norm, found_inf, flag)
-                state["stage"] = stage
-            else:
-                part.apply(norm, found_inf, flag)
-    return [
-        FusedStepResult(
-            norm,
-            own_norms,
-            part.local_flags(),
-            global_found_inf,
-            part.taken,
-            part.served,
-            part.step.update_norms(),
-        )
-        for part, own_norms in zip(parts, norms, strict=True)
+        if scale is not None:
+            _record_checks(scaler, parts, global_found_inf)
+        for part, own_norms, stage in zip(parts, norms, stepped, strict=True):
+            local_found_inf = part.local_flags()
+            part.apply(norm, found_inf, flag)
+            result = FusedStepResult(
+                norm,
+                own_norms,
+                local_found_inf,
+                global_found_inf,
+                part.taken,
+                part.served,
+                part.step.update_norms(),
+            )
+            check_results = scaler._check_results.of(part.step.optimizer)
+            if scale is None:
+                check_results.record_backends_and_norms(result, options.norm_type)
+                continue
+            scaler._per_optimizer_states[id(part.step.optimizer)].update(
+                stage=stage, found_inf_per_device=global_found_inf
+            )
+            check_results.record_fused_step(result, (), options.norm_type)
+    return norm
+
+
+def _unscale(scaler: JointScaler, parts: Sequence[_Part]) -> None:
+    """Unscale the scaled gradients of optimizers that step themselves. If one optimizer's are invalid, change none."""
+    scaled = [
+        (part, part.step.scale)
+        for part in parts
+        if part.updates is None and part.step.scale is not None and part.step.known_found_inf is None
     ]
+    for part, _ in scaled[1:]:
+        sorted_gradients(part.step.optimizer, scaler._unscales_fp16)
+    for part, scale in scaled:
+        part.local_found_inf = scaler._unscale_locally_(part.step.optimizer, scale)
+
+
+def _record_checks(scaler: JointScaler, parts: Sequence[_Part], global_found_inf: Found) -> None:
+    """Record that gradients are unscaled, for the steps of these optimizers, and in case one of them raises."""
+    for part in parts:
+        if part.updates is None:
+            optimizer = part.step.optimizer
+            check_results = scaler._check_results.of(optimizer)
+            check_results.local_found_inf, check_results.checked = part.local_flags(), global_found_inf
+            scaler._per_optimizer_states[id(optimizer)].update(
+                stage=OptState.UNSCALED, found_inf_per_device=global_found_inf
+            )
 
 
 def _check(optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> None:
@@ -251,8 +270,7 @@ def _joint_norm(joint: Step, parts: Sequence[_Part]) -> tuple[Tensor, list[list[
         if joint.shardings:
             vectors = joint.norms.vectors(by_sharding, joint.shardings)
             by_sharding = {sharding: norm_P * inv_scale_P for sharding, norm_P in vectors.items()}
-    is_wide = torch.float64 in dtypes_of(joint.params)
-    dtype = torch.float64 if is_wide else torch.float32
+    dtype = _fused_step.joint_norm_dtype(joint.params)
     norm, found_inf = scaler._agree(Norms(order, by_sharding, dtype), checked)
     for part in parts:
         found_inf = scaler._found_inf_of_sum(part.step.optimizer, found_inf)

@@ -202,11 +202,7 @@ class GradScaler(StepReports):
         scale, _ = self._init_and_get_scale("unscale_", optimizer)
         unscaled = next_stage(stage_of(self._per_optimizer_states, optimizer), "unscale_")
         scale = self._scale_of_sum(optimizer, scale, "unscale_")
-        if getattr(self._unscale_grads_, "__func__", None) is _UNSCALE_GRADS:
-            state = self._record_check(optimizer, self._unscale_grads_by_(optimizer, scale))
-        else:
-            state = self._check_grads_(optimizer, kernels.inverse(scale), self._unscales_fp16)
-        state["stage"] = unscaled
+        self._record_check(optimizer, self._unscale_locally_(optimizer, scale))["stage"] = unscaled
 
     def step(self, optimizer: _Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Call `optimizer.step(*args, **kwargs)` with unscaled gradients, unless one of them holds inf or nan.
@@ -282,7 +278,7 @@ class GradScaler(StepReports):
             keep_update_norms: keep the norms of each parameter and its update for `update_ratios`.
         Returns:
             0-dim norm of the unscaled gradients before clipping, like `clip_grad_norm_`. It may be inf or nan if the
-            step is skipped. Float32 or float64 if the parameters are sharded.
+            step is skipped. Float32 or float64 if the parameters are sharded, or for several optimizers.
         Raises:
             TypeError: `optimizer` has no `param_groups`.
             RuntimeError: the optimizer has stepped since the last `update`; the parameters are sharded and no fused
@@ -315,7 +311,10 @@ class GradScaler(StepReports):
             self._updates_ahead,
         )
         if len(optimizers) != 1:
-            return self._joint_step(optimizers, options, update=update)
+            norm = joint_step(self, optimizers, options)
+            if update:
+                self.update()
+            return norm
         return self._single_step(optimizers[0], options, update=update)
 
     def _single_step(
@@ -344,23 +343,6 @@ class GradScaler(StepReports):
         if update:
             self.update()
         return step_result.norm
-
-    def _joint_step(
-        self, optimizers: Sequence[_Optimizer], options: _fused_step.FusedStepOptions, *, update: bool
-    ) -> Tensor:
-        results = joint_step(self, optimizers, options)
-        for optimizer, result in zip(optimizers, results, strict=True):
-            check_results = self._check_results.of(optimizer)
-            if self._enabled:
-                check_results.record_fused_step(result, (), options.norm_type)
-            else:
-                check_results.record_backends_and_norms(result, options.norm_type)
-        if update:
-            self.update()
-        return results[0].norm
-
-    def _expect_joint_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None:
-        """Prepare for `_agree` on the norm of all parameters of these optimizers."""
 
     @contextmanager
     def overlapped_step(
@@ -670,7 +652,10 @@ class GradScaler(StepReports):
         """Check the gradients, including float16 ones, and leave them scaled."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inv_scale = torch.ones((), dtype=torch.float32, device=scale.device)
-        return self._check_grads_(optimizer, inv_scale, allow_fp16=True)["found_inf_per_device"]
+        local_found_inf = self._unscale_grads_(
+            optimizer, inv_scale, torch.zeros_like(inv_scale), allow_fp16=True
+        )
+        return self._record_check(optimizer, local_found_inf)["found_inf_per_device"]
 
     def _found_inf_per_device(self, optimizer: _Optimizer) -> Found:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -760,12 +745,12 @@ class GradScaler(StepReports):
             return "No gradient of this rank holds inf or nan now"
         return f"This rank's gradients with inf or nan are {describe_names(list(names))}"
 
-    def _check_grads_(self, optimizer: _Optimizer, inv_scale: Tensor, allow_fp16: bool) -> OptimizerState:
-        """Multiply the gradients by `inv_scale`, check them and record the result."""
-        found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
-        return self._record_check(
-            optimizer, self._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        )
+    def _unscale_locally_(self, optimizer: _Optimizer, scale: Tensor) -> Found:
+        """Divide the gradients by `scale` in place and check them. Return the flags of this process."""
+        if getattr(self._unscale_grads_, "__func__", None) is _UNSCALE_GRADS:
+            return self._unscale_grads_by_(optimizer, scale)
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        return self._unscale_grads_(optimizer, kernels.inverse(scale), found_inf, self._unscales_fp16)
 
     def _record_check(self, optimizer: _Optimizer, local_found_inf: Found) -> OptimizerState:
         """Combine this process's flags with those of other processes, and record both."""

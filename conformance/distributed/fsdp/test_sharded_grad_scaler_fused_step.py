@@ -281,7 +281,7 @@ def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[
     if beside:
         optimizers = [
             SGD(params[:1], lr=0.125),
-            {"SGD": SGD, "RMSprop": RMSprop}[beside](params[1:], lr=0.125),
+            {"SGD": SGD, "RMSprop": RMSprop}[beside.rsplit(maxsplit=1)[-1]](params[1:], lr=0.125),
         ]
     its_scaler = scene.library.find(scaler)("cpu", **OPTIONS)
     fails = scene.rank.rank == 0
@@ -289,11 +289,17 @@ def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[
         its_scaler.scale(sum(param.sum() for param in params)).backward()
     if fails and failure == "sparse":
         params[0].grad = params[0].grad.to_sparse()
+    if fails and failure == "overlap":
+        params[1].grad = torch.ones(1).expand(2)
+    if beside.startswith("unscaled"):
+        its_scaler.unscale_(optimizers[1])
     max_norm = math.nan if fails and failure == "max_norm" else math.inf
     failed = observe(its_scaler.fused_step, optimizers, max_norm).raised
     after_failure = [value for param in params for value in param.tolist()]
     for param in params:
         param.grad = None
+    if beside.startswith("unscaled"):
+        its_scaler.update()
     its_scaler.scale(sum(param.sum() for param in params)).backward()
     return failed, observe(its_scaler.fused_step, optimizers).raised, after_failure
 
@@ -301,10 +307,22 @@ def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize(
-    ("failure", "why"),
-    [("no scale", "_scale is None"), ("max_norm", "max_norm is nan"), ("sparse", "no fused step of this")],
+    ("failure", "why", "beside"),
+    [
+        ("no scale", "_scale is None", ""),
+        ("no scale", "_scale is None", "SGD"),
+        ("no scale", "_scale is None", "RMSprop"),
+        ("max_norm", "max_norm is nan", ""),
+        ("max_norm", "max_norm is nan", "SGD"),
+        ("max_norm", "max_norm is nan", "RMSprop"),
+        ("max_norm", "max_norm is nan", "unscaled RMSprop"),
+        ("sparse", "no fused step of this", ""),
+        ("sparse", "no fused step of this", "SGD"),
+        ("sparse", "no fused step of this", "RMSprop"),
+        ("sparse", "no fused step of this", "unscaled RMSprop"),
+        ("overlap", "refers to a single memory location", "RMSprop"),
+    ],
 )
-@pytest.mark.parametrize("beside", ["", "SGD", "RMSprop"])
 @pytest.mark.world_sizes(fewest=2)
 def test_fused_step_failure_on_one_rank_is_reported(
     cpu_twins: Twins, failure: str, why: str, beside: str

@@ -194,12 +194,11 @@ class ShardedGradScaler(GradScaler):
             ValueError: as `GradScaler.fused_step`; no process group is up; this rank is not in it.
         Sync: as `GradScaler.fused_step`.
         Collectives: one all-gather of a few numbers per rank. One more for each process group of parameters that are
-            sharded over several groups. The all-reduce of `unscale_` comes first, for each optimizer without a fused
-            update.
-            With `keep_norms` there is a number for each parameter.
+            sharded over several groups. The all-reduce of `unscale_` comes first, for a single optimizer without a
+            fused update. With `keep_norms` there is a number for each parameter.
         """
         optimizers = optimizers_in(optimizer)
-        combines_norms = all(map(has_fused_update, optimizers))
+        combines_norms = len(optimizers) != 1 or has_fused_update(optimizers[0])
         with self._report_failure_to_peers(optimizers, combines_norms=combines_norms, keeps_norms=keep_norms):
             return super().fused_step(
                 optimizer,
@@ -292,7 +291,7 @@ class ShardedGradScaler(GradScaler):
         if OptState.READY in stages and not combines_norms:
             self._report_failure = self._report_in_check
         elif combines_norms and not stages.isdisjoint({OptState.READY, OptState.UNSCALED}):
-            self._expect_joint_norm(optimizers, keeps_norms)
+            self._report_failure = functools.partial(self._report_in_norm, optimizers, keeps_norms)
         try:
             yield
         except Exception:
@@ -301,10 +300,6 @@ class ShardedGradScaler(GradScaler):
             raise
         finally:
             self._report_failure = None
-
-    def _expect_joint_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None:
-        if self._enabled:
-            self._report_failure = functools.partial(self._report_in_norm, optimizers, keeps_norms)
 
     def _report_in_check(self) -> None:
         check_result = torch.full((), _NOT_CHECKED, device=self._collective_device())
