@@ -222,6 +222,16 @@ def test_results_of_steps_before_failed_one_are_recorded(subject: Library, devic
 
 
 @clause("amp.grad_scaler.fused_step.joint")
+def test_norm_of_double_complex_gradients_does_not_overflow(subject: Library) -> None:
+    params = [nn.Parameter(torch.ones(2, dtype=torch.complex128)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.full_like(param, 3e100j)
+    optimizers: Any = [RMSprop([param]) for param in params]
+    scaler = subject.amp.GradScaler("cpu", enabled=False)
+    assert scaler.fused_step(optimizers, 1.0).item() == pytest.approx(6e100)
+
+
+@clause("amp.grad_scaler.fused_step.joint")
 @pytest.mark.parametrize("kinds", KINDS)
 def test_step_after_refusal_without_gradients_unscales_all(subject: Library, device: str, kinds: str) -> None:
     joint = Optimizers(subject, device, kinds)

@@ -336,7 +336,7 @@ def _joint_norm_and_found_inf(
 
 def joint_norm_dtype(params: Sequence[Tensor]) -> torch.dtype:
     """Return the same dtype on all ranks, also if a rank has no element of a parameter in double precision."""
-    is_wide = torch.float64 in dtypes_of(params)
+    is_wide = not dtypes_of(params).isdisjoint((torch.float64, torch.complex128))
     return torch.float64 if is_wide else torch.float32
 
 
