@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from impl.kernels import no_grad_fast, to_device
+from impl.optim._param_groups import params_of
 
 # The mappings of an optimizer: its attributes, its groups and its states.
 _Mapping = MutableMapping[Any, Any]
@@ -44,7 +45,7 @@ def step_unless_found_inf(optimizer: Optimizer, found_inf: Tensor) -> bool | Non
                 _stateless.add(optimizer)
         return taken
     saved_mappings = [_SavedMapping(mapping) for mapping in _mappings(optimizer)]
-    params = [param for param in _params(optimizer) if param.requires_grad or param.grad is not None]
+    params = [param for param in params_of(optimizer) if param.requires_grad or param.grad is not None]
     old_params = [param.clone() for param in params]
     optimizer.step()
     for param, old in zip(params, old_params, strict=True):
@@ -59,12 +60,8 @@ def step_unless_found_inf(optimizer: Optimizer, found_inf: Tensor) -> bool | Non
     return taken
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
 def _params_with_grad(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (param for param in _params(optimizer) if param.grad is not None)
+    return (param for param in params_of(optimizer) if param.grad is not None)
 
 
 def _step_is_replaced(optimizer: Optimizer) -> bool:

@@ -32,6 +32,7 @@ from impl.kernels import StepNumbers, TensorList, concat, dtypes_of, to_device
 from impl.nn.utils.clip_grad import clip_grads_with_norm_, get_total_norm
 from impl.optim._fused_updates import NoFusedUpdate, Served, served_by_optimizer, step_by, updates_of
 from impl.optim._list_cache import same
+from impl.optim._param_groups import params_of
 from impl.optim._param_norms import ParamNorms, UpdateMeter, UpdateNorms
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part, local_parts, shardings_of
 from impl.optim._step_checks import check_step
@@ -152,7 +153,7 @@ def fused_step(
         RuntimeError: `overlapped_step` of the optimizer has not ended.
     """
     check_closed(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     step = Step(scaler, optimizer, options, params, scale, known_found_inf)
     copies = dict(zip(map(id, params), options.low_precision_params, strict=False))
     if options.ahead is not None and known_found_inf is not None:

@@ -28,6 +28,7 @@ from impl.kernels import (
     overlaps_itself,
     recognize_layout,
 )
+from impl.optim._param_groups import params_of
 
 
 class NonfiniteGradient(NamedTuple):
@@ -65,7 +66,7 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
         RuntimeError: elements of a gradient share memory.
     Sync: coalescing, like torch.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     for param_type in set(map(type, params)) - PLAIN_TYPES:
         if not issubclass(param_type, Tensor):
             raise AssertionError(f"expected param to be torch.Tensor, got {param_type.__name__}")
@@ -183,7 +184,7 @@ def _report_of_rank(
     local_found_inf: dict[torch.device, Tensor],
     rank: int,
 ) -> _Report:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     with grads_from_copies(params, low_precision_params):
         nonfinite = _nonfinite_gradients(optimizer, rank)
     return _Report(nonfinite, not nonfinite and any(flag.item() for flag in local_found_inf.values()))
@@ -209,7 +210,7 @@ def _nonfinite_gradients(optimizer: torch.optim.Optimizer, rank: int) -> list[tu
 
 
 def first_gradient(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = params_of(optimizer)
     return next((grad for param in params if (grad := getattr(param, "grad", None)) is not None), None)
 
 

@@ -27,6 +27,7 @@ from impl.optim._fused_updates import (
     step_by,
     updates_of,
 )
+from impl.optim._param_groups import params_of
 from impl.optim._param_norms import join_norms
 from impl.optim._shards import UNSHARDED, Norms, Sharding, local_part
 from impl.optim._step_checks import check_step
@@ -216,9 +217,7 @@ def _check(optimizers: Sequence[_Optimizer], options: FusedStepOptions) -> None:
             f"low_precision_params are copies of one optimizer's parameters, and there are {len(optimizers)} "
             "optimizers; call fused_step(optimizer) for each, without a common norm"
         )
-    params = [
-        param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
-    ]
+    params = params_of(*optimizers)
     repeated = [tuple(param.shape) for param, count in Counter(params).items() if count > 1]
     if repeated:
         raise ValueError(
@@ -237,7 +236,7 @@ def _new_part(  # noqa: PLR0913  called once
     is_unscaled: bool,
     stack: ExitStack,
 ) -> _Part:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     known = scaler._found_inf_per_device(optimizer) if is_unscaled else None
     own_scale = None if scale is None else scaler._scale_of_sum(optimizer, scale, "fused_step")
     part = _Part(Step(scaler, optimizer, options, params, own_scale, known))

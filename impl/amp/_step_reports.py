@@ -16,6 +16,7 @@ from impl.amp._microbatch import SkippedMicrobatch
 from impl.amp._named_norms import named_norms, named_ratios
 from impl.amp._opt_state import KeptResults
 from impl.kernels import to_device
+from impl.optim._param_groups import params_of
 from impl.optim._refusals import check_has_param_groups
 
 _Optimizer = torch.optim.Optimizer
@@ -43,7 +44,7 @@ class StepReports:
         Sync: none, so that metrics and captured graphs can use it.
         """
         if not self._enabled:
-            params = (param for group in optimizer.param_groups for param in group["params"])
+            params = params_of(optimizer)
             return torch.zeros((), device=next((param.device for param in params), None))
         found_inf_per_device = self._check_results.of(optimizer).last_check()
         scale, _ = self._check_scale_growth_tracker("found_inf")
@@ -127,7 +128,7 @@ class StepReports:
             optimizer,
             check_results.low_precision_params,
             check_results.local_found_inf or {},
-            self._reporting_groups([param for group in optimizer.param_groups for param in group["params"]]),
+            self._reporting_groups(params_of(optimizer)),
         )
 
     def gradient_norms(
@@ -237,6 +238,4 @@ class StepReports:
                 "this scaler has run no microbatch of this optimizer; call skipped_microbatches(optimizer) after "
                 "microbatch(optimizer)"
             )
-        return accumulation.skipped(
-            self._reporting_groups([param for group in optimizer.param_groups for param in group["params"]])
-        )
+        return accumulation.skipped(self._reporting_groups(params_of(optimizer)))

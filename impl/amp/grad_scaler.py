@@ -36,6 +36,7 @@ from impl.amp._overlapped_step import OverlappedStep
 from impl.amp._step_reports import StepReports
 from impl.kernels import to_device
 from impl.optim._fused_updates import rule_of
+from impl.optim._param_groups import params_of
 from impl.optim._refusals import check_has_param_groups, describe_names, optimizers_in
 from impl.optim._shards import Norms, member_groups
 from impl.optim._step_checks import check_step
@@ -514,7 +515,7 @@ class GradScaler(StepReports):
             raise RuntimeError(
                 "microbatch() is being called after unscale_() or step(); call update() first."
             )
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         groups = self._reporting_groups(params)
         accumulation = self._accumulation_of(optimizer) or Accumulation()
         accumulation.check_closed("microbatch")

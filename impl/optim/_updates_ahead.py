@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from impl import kernels
 from impl.kernels import ChunkSquares, HostCopy, Parameters, Rule, TensorList, UpdateAhead, UpdateBackend
 from impl.optim._held_gradients import ShardedHolder, holders_of_any
+from impl.optim._param_groups import params_of
 from impl.optim._shards import UNSHARDED, Sharding, local_part, shardings_of
 from impl.optim._step_checks import register_step_check
 
@@ -209,7 +210,7 @@ class UpdatesAhead:
             RuntimeError: the gradients of a parameter are received by another object.
             NotImplementedError, ValueError: as `shardings_of`.
         """
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        params = params_of(self._optimizer)
         holders = holders_of_any(params)
         if self._optimizer in _open or any(holder.receiver is not None for holder in holders):
             raise RuntimeError(

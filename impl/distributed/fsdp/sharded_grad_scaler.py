@@ -23,6 +23,7 @@ from impl.amp._opt_state import stage_of
 from impl.amp.grad_scaler import GradScaler, OptState
 from impl.kernels import to_device
 from impl.optim._fused_updates import has_fused_update
+from impl.optim._param_groups import params_of
 from impl.optim._refusals import optimizers_in
 from impl.optim._shards import UNSHARDED, Norms, shardings_of
 
@@ -308,9 +309,7 @@ class ShardedGradScaler(GradScaler):
     def _report_in_norm(self, optimizers: Sequence[_Optimizer], keeps_norms: bool) -> None:
         device = self._collective_device()
         check_result = torch.full((), _NOT_CHECKED, device=device)
-        params = [
-            param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
-        ]
+        params = params_of(*optimizers)
         shardings = shardings_of(params)
         shape = (len(params),) if keeps_norms and shardings else ()
         zero = torch.zeros(shape, dtype=torch.float64, device=device)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from impl.distributed.fsdp._params.user_warnings import warn_user
+from impl.optim._param_groups import params_of
 from impl.optim._refusals import describe_names
 from impl.optim._step_checks import register_step_check
 
@@ -85,7 +86,7 @@ def check_gradients(units: Sequence[_Unit]) -> None:
 
 def _check_step(optimizer: Optimizer) -> None:
     idle = [(root, had_backward) for root, had_backward in _roots.items() if root.is_idle()]
-    params = [param for group in optimizer.param_groups for param in group["params"]] if idle else []
+    params = params_of(optimizer) if idle else []
     stepped = {id(param) for param in params}
     for root, had_backward in idle:
         units = [unit for unit in root.units if any(id(param) in stepped for param in unit.stepped)]

@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 
 from impl.distributed.fsdp._layout.sharded_param import name_of_sharded
 from impl.distributed.fsdp._params.param_registration import owner_of_replaced
+from impl.optim._param_groups import params_of
 from impl.optim._refusals import describe_names
 from impl.optim._step_checks import register_step_check
 
@@ -30,7 +31,7 @@ def _check_params(optimizer: Optimizer) -> None:
     """
     if optimizer in _checked:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    params = [param for param in params_of(optimizer) if param.requires_grad]
     replaced = [(param, owned[0]) for param in params if (owned := owner_of_replaced(param)) is not None]
     if replaced and all(param.grad is None for param, _ in replaced):
         raise RuntimeError(

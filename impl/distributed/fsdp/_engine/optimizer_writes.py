@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from impl.optim._param_groups import params_of
 from impl.optim._step_checks import register_after_step
 
 _tracked: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # tracked parameters by id
@@ -45,7 +46,7 @@ def _hook_steps() -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = params_of(optimizer)
     tracked = [parameter for parameter in stepped if _tracked.get(id(parameter)) is parameter]
     # No gradient is left if a hook of the optimizer has cleared all of them.
     written = [parameter for parameter in tracked if _is_written(parameter)] or tracked

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from impl.distributed.fsdp._params.param_group import ParamGroup
 from impl.kernels import dynamo_disable
+from impl.optim._param_groups import params_of
 from impl.optim._refusals import describe_names
 from impl.optim._step_checks import CheckingHook
 
@@ -72,7 +73,7 @@ class _Detection:
     def _check_synchronized(self, optimizer: Optimizer) -> None:
         if not self.is_on:
             return
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = set(map(id, params_of(optimizer)))
         if names := _stepped_names(self._open, _trained, stepped):
             raise RuntimeError(
                 f"the gradients of {names} are not finalized, since set_manual_backward_finalization(True) leaves that "

@@ -16,6 +16,7 @@ from impl.distributed.fsdp._fsdp1.wrapper import Wrapper
 from impl.distributed.fsdp._layout.flat import FlatParamGroup
 from impl.distributed.fsdp._params.managed import clean_name
 from impl.distributed.fsdp._state_dict.redistribution import Redistribution
+from impl.optim._param_groups import params_of
 
 Key = int | str
 StateDict = dict[str, Any]
@@ -156,7 +157,7 @@ class Source:
             TypeError, ValueError: `optim_input` is not a valid argument of an optimizer.
         """
         if self.optim_input is None and self.optim is not None:
-            return [parameter for group in self.optim.param_groups for parameter in group["params"]]
+            return params_of(self.optim)
         if self.optim_input is None:
             return list(model.parameters())
         return _parameters_of_input(self.optim_input)
