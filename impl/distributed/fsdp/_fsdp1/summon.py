@@ -244,7 +244,7 @@ class _SummonedHandle:
     @torch.no_grad()
     def _write_back(self) -> None:
         handle = self._handle
-        handle.forget_casts()  # writes to `.data`
+        handle.shard_casts.forget()  # writes to `.data`
         if not handle.is_sharded and self._shown_buffer.device == handle.flat_param.device:
             return  # the shard has the same memory
         first = handle.rank * handle.layout.shard_numel if handle.is_sharded else 0

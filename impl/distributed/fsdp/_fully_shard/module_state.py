@@ -108,7 +108,7 @@ class ModuleState:
         self.reshard()
         for group in self.unit.param_groups:
             # The state dict has other local tensors of the same memory, whose versions do not count for the shards.
-            group.forget_casts()
+            group.shard_casts.forget()
 
     def _before_load(
         self,

@@ -39,7 +39,7 @@ class FlatParamGroup(FlatParamHandle):
         device: torch.device,
     ) -> None:
         mixed = config.precision
-        self._casts = CastShards()
+        self.shard_casts = CastShards()
         super().__init__(
             managed,
             layout,
@@ -108,22 +108,18 @@ class FlatParamGroup(FlatParamHandle):
         is_stepped = any(id(param) in params for param in self.stepped)
         if not (self.offloads and is_narrower and is_stepped):
             return {}
-        flat = self._casts.memory(0, self.flat_param.data, self.compute_dtype, pins=self.pins)
+        flat = self.shard_casts.memory(0, self.flat_param.data, self.compute_dtype, pins=self.pins)
         casts = self.pieces_of(flat) if self.use_orig_params else [flat]
         pairs = zip(self.stepped, casts, strict=True)
         return {id(param): cast for param, cast in pairs if cast is not None}
 
     def record_cast_shards(self, params: Collection[int]) -> None:
         written = (index for index, param in enumerate(self.stepped) if id(param) in params)
-        self._casts.record(written, self._shard_versions())
+        self.shard_casts.record(written, self._shard_versions())
 
     def refresh(self) -> None:
         super().refresh()
-        self.forget_casts()
-
-    def forget_casts(self) -> None:
-        """Make the next gathers read the shard, which may be written to without a new version."""
-        self._casts.forget()
+        self.shard_casts.forget()
 
     def _shard_versions(self) -> ShardVersions:
         flat, address = self.flat_param._version, self.flat_param.data_ptr()
@@ -131,11 +127,11 @@ class FlatParamGroup(FlatParamHandle):
 
     def _current_cast(self, dtype: torch.dtype) -> Tensor | None:
         """Return the cast of the flat shard if it has this dtype and the values of all parameters."""
-        current = self._casts.current(self._shard_versions)
-        if not current or self._casts.tensors[0].dtype is not dtype:
+        current = self.shard_casts.current(self._shard_versions)
+        if not current or self.shard_casts.tensors[0].dtype is not dtype:
             return None
         is_complete = all(index in current for index, param in enumerate(self.stepped) if param.numel())
-        return self._casts.tensors[0] if is_complete else None
+        return self.shard_casts.tensors[0] if is_complete else None
 
     def begin_gather(self, dtype: torch.dtype, *, reads_casts: bool) -> AllGatherRequest | None:
         unsharded = self.unsharded(dtype)

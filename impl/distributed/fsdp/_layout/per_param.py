@@ -71,7 +71,7 @@ class DTensorGroup:
         self._registration = ParamRegistration(self.param_infos, as_parameters=True)
         self._extends = [has_extension(param) for param in params]
         self.unsharded_params: UnshardedParams | None = None
-        self._casts = CastShards()
+        self.shard_casts = CastShards()
         self._backward_mesh = backward_mesh
         # Shards of unsharded parameters that this rank keeps for a backward.
         self._post_forward_shards: list[Tensor] = []
@@ -341,22 +341,18 @@ class DTensorGroup:
         for index, param in enumerate(self.params):
             dtype = self._dtype_of(param)
             if id(param.sharded) in params and dtype.itemsize < param.dtype.itemsize:
-                casts[id(param.sharded)] = self._casts.memory(index, param.local, dtype, pins=self.pins)
+                casts[id(param.sharded)] = self.shard_casts.memory(index, param.local, dtype, pins=self.pins)
         return casts
 
     def record_cast_shards(self, params: Collection[int]) -> None:
         written = [index for index, param in enumerate(self.params) if id(param.sharded) in params]
-        self._casts.record(written, versions_of(self.params))
-
-    def forget_casts(self) -> None:
-        """Make the next gathers read the shards, which may be written to without a new version."""
-        self._casts.forget()
+        self.shard_casts.record(written, versions_of(self.params))
 
     def _inputs(self, unsharded: UnshardedParams, *, reads_casts: bool) -> list[Tensor]:
         """Return this rank's inputs of a gather of shards, for each run."""
         inputs = unsharded.inputs()
-        for index in self._casts.current(lambda: versions_of(self.params)) if reads_casts else ():
-            cast = self._casts.tensors[index]
+        for index in self.shard_casts.current(lambda: versions_of(self.params)) if reads_casts else ():
+            cast = self.shard_casts.tensors[index]
             if cast.dtype is unsharded.dtypes[index]:
                 inputs[index] = cast
         return inputs

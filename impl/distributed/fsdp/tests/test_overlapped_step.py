@@ -210,7 +210,9 @@ def train_biases(rank: Rank, *, face: str) -> tuple[int, int]:
             scaler.scale(model(torch.ones(4, 16)).square().mean()).backward()
     assert result.early_numel
     units: list[Any] = [*holders_of_any([*model.parameters()])]
-    casts = [cast for unit in units for group in unit.param_groups for cast in group._casts.tensors.values()]
+    casts = [
+        cast for unit in units for group in unit.param_groups for cast in group.shard_casts.tensors.values()
+    ]
     return result.early_numel, sum(cast.numel() for cast in casts)
 
 
