@@ -33,7 +33,7 @@ from impl.kernels import (
     is_profiled,
     to_device,
 )
-from impl.optim._joined_buckets import JoinedBuckets, Run
+from impl.optim._joined_buckets import JoinedBucket, JoinedBuckets
 from impl.optim._list_cache import Bucket, ListCache
 from impl.optim._param_norms import UpdateMeter
 from impl.optim._prepared_updates import Prepared, PreparedShards
@@ -281,7 +281,7 @@ class _Lists:
         ]
         if sum(_place_counters(optimizer, bucket) for bucket in new_buckets):
             groups = self.list_cache.groups()
-        runs = self._joined.runs(groups, copies)
+        runs = self._joined.collect(groups, copies)
         self._pack_counters(runs)
         previous, self._prepared = self._prepared, {}
         return [update for run in runs for update in self._of_run(run, previous.get(run.bucket), copies)]
@@ -293,7 +293,7 @@ class _Lists:
         for prepared in self._prepared.values():
             prepared.let_go()
 
-    def _pack_counters(self, runs: Sequence[Run]) -> None:
+    def _pack_counters(self, runs: Sequence[JoinedBucket]) -> None:
         buckets = [run.bucket for run in runs if run.replays]
         # Join all of them before the check: a counter in two buckets moves from the first buffer to the second.
         if sum(bucket.counters.pack() for bucket in buckets):
@@ -301,7 +301,10 @@ class _Lists:
                 bucket.counters.unpack_if_moved()
 
     def _of_run(
-        self, run: Run, prepared: Prepared | PreparedShards | None, copies: Mapping[int, Tensor]
+        self,
+        run: JoinedBucket,
+        prepared: Prepared | PreparedShards | None,
+        copies: Mapping[int, Tensor],
     ) -> list[Update]:
         group, bucket = run.group, run.bucket
         low_precision_params = _low_precision_params(bucket.params, copies)

@@ -21,7 +21,7 @@ _NUMBERS = frozenset((bool, int, float))
 _Member = tuple[GroupLists, Bucket]
 
 
-class Run(NamedTuple):
+class JoinedBucket(NamedTuple):
     """Bucket of one group, or of several groups with equal settings."""
 
     group: dict[str, Any]  # the first of the groups
@@ -52,7 +52,7 @@ class JoinedBuckets:
         self._by_member: dict[Bucket, _Entry] = {}
         self._previous: dict[Bucket, _Entry] = {}
 
-    def runs(self, groups: Iterable[GroupLists], copies: Mapping[int, Tensor]) -> list[Run]:
+    def collect(self, groups: Iterable[GroupLists], copies: Mapping[int, Tensor]) -> list[JoinedBucket]:
         """Return the buckets of all groups, joined, with the gradients of this step.
 
         Args:
@@ -62,7 +62,7 @@ class JoinedBuckets:
         self._previous, self._by_member = self._by_member, {}
         members = [(group_lists, bucket) for group_lists in groups for bucket in group_lists.buckets]
         if len(members) == 1:
-            return [Run(members[0][0].group, members[0][1], members[0][0].replays)]
+            return [JoinedBucket(members[0][0].group, members[0][1], members[0][0].replays)]
         alike = [[*run] for _, run in groupby(members, lambda member: self._key(*member, copies))]
         runs = list(chain.from_iterable(map(self._join, alike)))
         self._previous = {}
@@ -92,17 +92,20 @@ class JoinedBuckets:
             ]
         return bucket
 
-    def _join(self, members: Sequence[_Member]) -> list[Run]:
+    def _join(self, members: Sequence[_Member]) -> list[JoinedBucket]:
         entry = self._previous.get(members[0][1])
         if len(members) > 1 and (entry is None or not entry.fits(members)):
             entry = self._entry_of([bucket for _, bucket in members])
         if len(members) == 1 or entry is None:
             self._by_member.update((bucket, _Entry(bucket, None)) for _, bucket in members)
-            return [Run(group_lists.group, bucket, group_lists.replays) for group_lists, bucket in members]
+            return [
+                JoinedBucket(group_lists.group, bucket, group_lists.replays)
+                for group_lists, bucket in members
+            ]
         self._by_member.update((bucket, entry) for _, bucket in members)
         entry.bucket.grads[:] = chain.from_iterable(bucket.grads for _, bucket in members)
         replays = all(group_lists.replays for group_lists, _ in members)
-        return [Run(members[0][0].group, entry.bucket, replays)]
+        return [JoinedBucket(members[0][0].group, entry.bucket, replays)]
 
     def _entry_of(self, buckets: Sequence[Bucket]) -> _Entry | None:
         """Return the joined bucket, or None if two tensors may share memory, like a counter of several parameters."""
