@@ -78,7 +78,7 @@ class _Part:
             return self.local_found_inf
         return step.scaler._check_results.of(step.optimizer).local_found_inf or {}
 
-    def local_norms(self, joint: Step) -> dict[Sharding, list[Tensor]]:
+    def local_norms(self, joint: Step) -> dict[Sharding, Tensor]:
         """Return norms of this rank's gradients by sharding, unscaled. Keep those of single gradients in `joint`."""
         order = joint.options.norm_type
         if self.updates is not None:
@@ -91,10 +91,10 @@ class _Part:
                     for param, own in values.items():
                         joint.norms.set(param, get_total_norm(own, order))
                 tensors = [value for _, value in pairs]
-                return {UNSHARDED: [get_total_norm(tensors, order)] if tensors else []}
+                return {UNSHARDED: get_total_norm(tensors, order)} if tensors else {}
             lists = [([param for param, _ in pairs], TensorList([value for _, value in pairs]))]
         by_sharding = {
-            sharding: [_fused_step.local_norm(joint, grads, self.local_found_inf)]
+            sharding: _fused_step.local_norm(joint, grads, self.local_found_inf)
             for sharding, grads in _fused_step.grads_by_sharding(joint, lists).items()
         }
         if joint.norms is not None:
@@ -102,7 +102,7 @@ class _Part:
         inv_scale = self.inv_scale
         if inv_scale is not None and order != 0:
             inv_scale = to_device(inv_scale, joint.norm_device)
-            by_sharding = {sharding: [norm * inv_scale] for sharding, [norm] in by_sharding.items()}
+            by_sharding = {sharding: norm * inv_scale for sharding, norm in by_sharding.items()}
         return by_sharding
 
     def apply(self, norm: Tensor, found_inf: bool | None, flag: Tensor | None) -> None:
@@ -254,8 +254,8 @@ def _joint_norm(joint: Step, parts: Sequence[_Part]) -> tuple[Tensor, list[list[
     local: dict[Sharding, list[Tensor]] = {UNSHARDED: []} | {sharding: [] for sharding in joint.shardings}
     checked: Found = {}
     for part in parts:
-        for sharding, norms in part.local_norms(joint).items():
-            local[sharding] += [to_device(norm, device, torch.float64) for norm in norms]
+        for sharding, norm in part.local_norms(joint).items():
+            local[sharding].append(to_device(norm, device, torch.float64))
         for flag_device, flag in part.found_inf().items():
             known = checked.get(flag_device)
             checked[flag_device] = flag if known is None else torch.maximum(known, flag.reshape(known.shape))
