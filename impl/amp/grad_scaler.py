@@ -369,10 +369,10 @@ class GradScaler(StepReports):
 
         Args:
             optimizer, max_norm, update: as for `fused_step`.
-            cast_params: store the new values of parameters that were updated early also in the dtype that FSDP gathers
-                them in. Until the next step, trainings copy these casts to the device, with half the bytes of a float32
-                shard. They do not notice writes to shards that leave the version counters of their tensors unchanged
-                (`.data`, foreach operators on DTensors).
+            cast_params: also store parameters that are updated early in the dtype that FSDP gathers them in. The next
+                iteration copies these casts to the device instead of the shards, half the bytes for bfloat16 instead of
+                float32. It misses writes to shards that change no version counter (`.data`, foreach operators on
+                DTensors).
         Returns:
             An object that has the norm, and the numbers of elements that were updated early, after the region.
         Raises:

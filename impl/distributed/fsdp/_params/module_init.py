@@ -37,7 +37,7 @@ def _buffers_below(root: nn.Module, ignored: Ignored) -> Iterator[Tensor]:
 
 
 def _own_tensors(*named: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
-    """Yield a module's own parameters or buffers, in a third of the time of `parameters(recurse=False)`."""
+    """Yield a module's own parameters or buffers, also repeated ones, unlike `parameters(recurse=False)`."""
     return (tensor for tensors in named for tensor in tensors.values() if tensor is not None)
 
 
