@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -58,14 +60,32 @@ class Selection:
         deselected: list[pytest.Item] = []
         for item in items:
             (selected if self._is_selected(item) else deselected).append(item)
-        selected, others = self._split(selected)
-        deselected += others
+        for select in (self._thin_out, self._split):
+            selected, others = select(selected)
+            deselected += others
         self._config.hook.pytest_deselected(items=deselected)
         first = set(first_tests(item.nodeid for item in selected))
         items[:] = sorted(selected, key=lambda item: item.nodeid not in first)
         for clause_id in map(clause_of, selected):
             self._not_run.pop(clause_id, None)
         self._notes.keep("not-run", [asdict(result) for result in self._not_run.values()])
+
+    def _thin_out(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """Split the items into those of the profile and the others.
+
+        In the profile `quick`, each pair of a function's parameters occurs, but not each combination. The repository's
+        own tests, which have no clause, run in all combinations.
+        """
+        if self._config.option.profile != "quick":
+            return items, []
+        by_function: dict[str, list[pytest.Item]] = {}
+        for item in filter(clause_of, items):
+            by_function.setdefault(function_of(item.nodeid), []).append(item)
+        others: set[pytest.Item] = set()
+        for tests in by_function.values():
+            chosen = cover_pairs([_parameters_of(test) for test in tests])
+            others.update(test for number, test in enumerate(tests) if number not in chosen)
+        return [item for item in items if item not in others], [*others]
 
     def _split(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Split the items into those of `--shard` and the others."""
@@ -132,8 +152,27 @@ def folder_of(item: pytest.Item) -> str:
     return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
 
 
+def _parameters_of(item: pytest.Item) -> Mapping[str, object]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 def _device_of(item: pytest.Item) -> str:
-    return str(getattr(getattr(item, "callspec", None), "params", {}).get("device", ""))
+    return str(_parameters_of(item).get("device", ""))
+
+
+def cover_pairs(cases: Sequence[Mapping[str, object]]) -> set[int]:
+    """Return the numbers of a few cases that have each pair of values of two parameters that occurs in any case.
+
+    Values are compared by identity.
+    """
+    values = [[(name, id(value)) for name, value in case.items()] for case in cases]
+    pairs = [set(itertools.combinations(named, min(2, len(named)))) for named in values]
+    missing, chosen = set().union(*pairs), set[int]()
+    while missing:
+        number = max(range(len(cases)), key=lambda number: len(pairs[number] & missing))
+        chosen.add(number)
+        missing -= pairs[number]
+    return chosen
 
 
 def applies_to(item: pytest.Item, package: str) -> bool:

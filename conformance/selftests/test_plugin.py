@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conformance.judge.clauses import HERE
 from conformance.plugin import scattered, usable_world_sizes
-from conformance.selection import applies_to
+from conformance.selection import applies_to, cover_pairs
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
@@ -46,3 +52,47 @@ def test_few_tests_of_a_function_ask_torch() -> None:
     assert scattered(4, 4) == {0, 1, 2, 3}
     # Odd and even positions in both halves, so that most parameters differ.
     assert scattered(96, 4) == {0, 59, 22, 81}
+
+
+PAIRS = st.lists(st.fixed_dictionaries(dict.fromkeys("abc", st.integers(0, 3))), max_size=20)
+
+
+@given(PAIRS)
+def test_each_pair_of_parameters_is_covered(cases: list[dict[str, int]]) -> None:
+    def pairs(numbers: Iterable[int]) -> set[Any]:
+        return {pair for n in numbers for pair in itertools.combinations(cases[n].items(), 2)}
+
+    chosen = cover_pairs(cases)
+    assert pairs(chosen) == pairs(range(len(cases)))
+
+
+def test_half_of_three_parameters_covers_pairs() -> None:
+    cases = [dict(zip("abc", values, strict=True)) for values in itertools.product([1, 2], repeat=3)]
+    assert len(cover_pairs(cases)) == 4
+    assert cover_pairs(cases[:1] * 3) == {0}
+    assert cover_pairs([{}]) == {0}
+    assert cover_pairs([{"a": 1, "b": value} for value in range(9)]) == set(range(9))
+
+
+def test_only_quick_profile_omits_combinations() -> None:
+    file = "conformance/distributed/fsdp/test_fsdp_methods.py"
+
+    def combinations(profile: str) -> int:
+        words = [
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "--collect-only",
+            "--device=cpu",
+            f"--profile={profile}",
+        ]
+        command = [sys.executable, "-m", "pytest", *words, file]
+        ended = subprocess.run(
+            command, cwd=HERE.parent, capture_output=True, text=True, timeout=120, check=True
+        )
+        return ended.stdout.count("::test_wrapped_model_can_be_converted[")
+
+    # 24 pairs of six wrappings and four conversions, on one or two ranks.
+    assert (combinations("quick"), combinations("full")) == (24, 48)
