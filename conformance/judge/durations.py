@@ -2,8 +2,9 @@
 
     python -m conformance.judge.durations report/report.json    records the tests of a complete run on the CPU
 
-`durations.json` has a row for each clause and function of tests, with the number of tests and their seconds. Only
-proportions matter, so another machine needs no other file.
+`durations.json` has rows of a clause, a function of tests, the number of tests and their seconds: for the fastest
+function of each core clause, and for functions that take long. Only proportions matter, so another machine needs no
+other file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from conformance.judge.clauses import HERE, all_clauses
 
 FILE = HERE / "durations.json"
 _HELD = ("passed", "known")
-_UNKNOWN_S = 0.2  # assumed of a test that is not recorded
+_UNKNOWN_S = 0.05  # mean of the tests that are not recorded
 _OVERHEAD_S = 0.03  # setup and teardown of a test
+_LONG_S = 2.0  # functions whose tests take longer together are recorded
 # Limit for the tests of `smoke`, in seconds of one process.
 SMOKE_S = 60.0
 
@@ -46,16 +48,30 @@ def recorded() -> tuple[Duration, ...]:
 
 
 def record(report: Mapping[str, Any]) -> list[Duration]:
-    """Return the rows of the file for a report. Only tests that hold are recorded."""
+    """Return the rows of the file for a report. Only tests that hold are recorded.
+
+    Clauses that need an accelerator have a row too if they were tested on the CPU. A selftest rejects such rows.
+    """
     seconds: dict[tuple[str, str], list[float]] = {}
     for test in report["tests"]:
         if test["outcome"] in _HELD:
             seconds.setdefault((test["clause"], function_of(test["nodeid"])), []).append(test["seconds"])
-    return [Duration(*names, len(tests), round(sum(tests), 3)) for names, tests in sorted(seconds.items())]
+    rows = [Duration(*names, len(tests), round(sum(tests), 3)) for names, tests in sorted(seconds.items())]
+    clauses = [clause for clause in all_clauses().values() if clause.level == "core" or clause.mark == "accelerator"]
+    fastest = _fastest(rows, {clause.id for clause in clauses})
+    return [row for row in rows if row.seconds > _LONG_S or fastest.get(row.clause) is row]
 
 
 def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0]
+
+
+def _fastest(rows: Iterable[Duration], clauses: Collection[str]) -> dict[str, Duration]:
+    fastest: dict[str, Duration] = {}
+    for row in rows:
+        if row.clause in clauses and row.each_s < getattr(fastest.get(row.clause), "each_s", float("inf")):
+            fastest[row.clause] = row
+    return fastest
 
 
 def smoke_functions(durations: Sequence[Duration], limit_s: float = SMOKE_S) -> dict[str, str]:
@@ -64,10 +80,7 @@ def smoke_functions(durations: Sequence[Duration], limit_s: float = SMOKE_S) -> 
     The fastest come first. A clause without recorded tests has none.
     """
     core = {clause.id for clause in all_clauses().values() if clause.level == "core"}
-    fastest: dict[str, Duration] = {}
-    for row in durations:
-        if row.clause in core and row.each_s < getattr(fastest.get(row.clause), "each_s", float("inf")):
-            fastest[row.clause] = row
+    fastest = _fastest(durations, core)
     chosen: dict[str, str] = {}
     total_s = 0.0
     for row in sorted(fastest.values(), key=lambda row: (row.each_s, row.clause)):

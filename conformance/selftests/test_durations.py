@@ -99,13 +99,12 @@ def test_first_tests_are_one_for_each_function_of_smoke() -> None:
     assert first_tests(nodeids) == [f"{second}[1]", f"{first}[1]"]
 
 
-def test_functions_of_smoke_exist() -> None:
-    chosen = smoke_functions(durations.recorded())
-    assert len(chosen) > 200
-    for clause, function in chosen.items():
-        file, _, name = function.partition("::")
+def test_recorded_functions_exist() -> None:
+    assert len(smoke_functions(durations.recorded())) > 200
+    for row in durations.recorded():
+        file, _, name = row.function.partition("::")
         assert f"def {name.rpartition('::')[2]}(" in (HERE.parent / file).read_text(), (
-            f"{function} of {clause} is gone: rename it in {durations.FILE.name}, or record a run again"
+            f"{row.function} is gone: rename it in {durations.FILE.name}, or record a run again"
         )
 
 
@@ -123,6 +122,17 @@ def test_only_tests_that_hold_are_recorded() -> None:
     )
     clause = tests[0]["clause"]
     assert durations.record(report) == [Duration(clause, "t.py::test_a", 2, 3.0)]
+
+
+def test_only_fastest_and_long_functions_are_recorded() -> None:
+    tests = [
+        judged("passed", clause=CORE[0], nodeid=f"t.py::test_{name}", seconds=seconds)
+        for name, seconds in (("a", 1.0), ("b", 0.5), ("c", 3.0))
+    ]
+    report = a_report(*tests, judged("passed", clause="", nodeid="t.py::test_d", seconds=0.1))
+    recorded = durations.record(report)
+    assert [row.function for row in recorded] == ["t.py::test_b", "t.py::test_c"]
+    assert smoke_functions(recorded) == {CORE[0]: "t.py::test_b"}
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/2/3", ""])
