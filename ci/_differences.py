@@ -91,7 +91,7 @@ def _entry(name: str, deviation: Mapping[str, Any]) -> list[str]:
     versions = ""
     if "torch" in deviation:
         versions = f"torch {deviation['torch']}, recorded {deviation['recorded']}, "
-    where = f"{versions}devices: {', '.join(deviation['devices'])}"
+    where = f"{versions}devices: {', '.join(deviation.get('devices', ['any']))}"
     return [
         f"**{name}** ({where})",
         "",

@@ -57,7 +57,9 @@ def record(report: Mapping[str, Any]) -> list[Duration]:
         if test["outcome"] in _HELD:
             seconds.setdefault((test["clause"], function_of(test["nodeid"])), []).append(test["seconds"])
     rows = [Duration(*names, len(tests), round(sum(tests), 3)) for names, tests in sorted(seconds.items())]
-    clauses = [clause for clause in all_clauses().values() if clause.level == "core" or clause.mark == "accelerator"]
+    clauses = [
+        clause for clause in all_clauses().values() if clause.level == "core" or clause.mark == "accelerator"
+    ]
     fastest = _fastest(rows, {clause.id for clause in clauses})
     return [row for row in rows if row.seconds > _LONG_S or fastest.get(row.clause) is row]
 

@@ -120,7 +120,7 @@ def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict
 
 
 def test_deviation_without_devices_holds_on_all() -> None:
-    row = replace(ROW, devices=("any",))
+    row = replace(ROW, devices=())
     assert all(row.holds_on(device) for device in ("cpu", "cuda", "sim", None))
 
 
@@ -240,31 +240,18 @@ def test_ended_deviation_has_date() -> None:
 
 
 def test_deviation_lists_its_devices() -> None:
-    assert devices_of("area.row", {"devices": ["cpu", "xpu"]}) == ("cpu", "xpu")
-    assert devices_of("area.row", {"devices": ["any"]}, may_be_any=True) == ("any",)
+    assert devices_of("area.row", ["cpu", "xpu"]) == ("cpu", "xpu")
 
 
-@pytest.mark.parametrize("may_be_any", [True, False])
 @pytest.mark.parametrize(
-    ("keys", "got"),
-    [
-        ({}, "missing"),
-        ({"devices": []}, r"\[\]"),
-        ({"devices": "cpu"}, "'cpu'"),
-        ({"devices": ["any", "cpu"]}, r"\['any', 'cpu'\]"),
-        ({"devices": ["cpu", "cdua"]}, r"\['cpu', 'cdua'\]"),
-    ],
-    ids=["missing", "empty", "no list", "any beside others", "unknown"],
+    ("devices", "got"),
+    [(None, "missing"), ([], r"\[\]"), ("cpu", "'cpu'"), (["cpu", "cdua"], r"\['cpu', 'cdua'\]")],
+    ids=["missing", "empty", "no list", "unknown"],
 )
-def test_deviation_with_unknown_device_raises(keys: dict[str, Any], got: str, may_be_any: bool) -> None:
+def test_unknown_devices_of_row_raise(devices: Any, got: str) -> None:
+    """A limit of torch names its devices, because a limit on any device would leave nothing to judge."""
     with pytest.raises(ValueError, match=f"row area.row: devices is {got}, expected a list of cpu, cuda"):
-        devices_of("area.row", keys, may_be_any=may_be_any)
-
-
-def test_limit_holds_on_its_devices() -> None:
-    """A limit that held on any device would leave nothing to judge."""
-    with pytest.raises(ValueError, match=r"devices is \['any'\]"):
-        devices_of("area.limit", {"devices": ["any"]})
+        devices_of("area.row", devices)
 
 
 @pytest.mark.parametrize("name", ["sim", "acme"])

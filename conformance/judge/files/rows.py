@@ -15,7 +15,6 @@ import torch
 from conformance.judge.surface import is_torch_in, torch_bounds
 
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
-ANY = "any"  # device of a deviation that is the same on all
 # Harm that torch does to the user, worst first: silently wrong numbers or weights; a hang, an ended process or lost
 # work; a wrong or misleading error; more memory or time, or missing information; none, because Tandem lacks something.
 HARMS = ("silent", "hang", "error", "cost", "limit")
@@ -63,7 +62,7 @@ class Deviation(Row):
     why: str
     thread: str
     harm: str  # member of HARMS
-    devices: tuple[str, ...]  # device types on which torch is known to do so, or ANY
+    devices: tuple[str, ...] = ()  # device types on which torch is known to do so, if not on all
     also: tuple[str, ...] = ()  # further clauses in which the same fault of torch shows
 
     @property
@@ -77,7 +76,7 @@ class Deviation(Row):
 
     def holds_on(self, device: str | None) -> bool:
         """Return whether torch is known to do so on `device`. None means that the test names no device."""
-        return device is None or self.devices == (ANY,) or device in self.devices
+        return device is None or not self.devices or device in self.devices
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,8 @@ def limited_clauses() -> frozenset[str]:
 def all_reference_limits() -> Mapping[str, ReferenceLimit]:
     return {
         row_id: ReferenceLimit(
-            id=row_id, **row | {"clauses": tuple(row["clauses"]), "devices": devices_of(row_id, row)}
+            id=row_id,
+            **row | {"clauses": tuple(row["clauses"]), "devices": devices_of(row_id, row.get("devices"))},
         )
         for row_id, row in _read_rows("reference_limits.toml").items()
     }
@@ -121,7 +121,11 @@ def all_deviations() -> Mapping[str, Deviation]:
     return {
         row_id: Deviation(
             id=row_id,
-            **row | {"also": tuple(row.get("also", ())), "devices": devices_of(row_id, row, may_be_any=True)},
+            **row
+            | {
+                "also": tuple(row.get("also", ())),
+                "devices": devices_of(row_id, row["devices"]) if "devices" in row else (),
+            },
         )
         for row_id, row in _read_rows("deviations.toml").items()
     }
@@ -131,14 +135,10 @@ def _read_rows(file: str) -> Mapping[str, Any]:
     return tomllib.loads((Path(__file__).parents[2] / file).read_text())
 
 
-def devices_of(row_id: str, row: Mapping[str, Any], *, may_be_any: bool = False) -> tuple[str, ...]:
-    devices = row.get("devices")
-    if may_be_any and devices == [ANY]:
-        return (ANY,)
+def devices_of(row_id: str, devices: Any) -> tuple[str, ...]:
     if isinstance(devices, list) and devices and _DEVICE_TYPES.issuperset(devices):
         return tuple(devices)
-    alternative = f', or ["{ANY}"] if torch does so on every device' if may_be_any else ""
     raise ValueError(
         f"row {row_id}: devices is {'missing' if devices is None else repr(devices)}, expected a list of "
-        f"{', '.join(sorted(_DEVICE_TYPES))}{alternative}. Name each device type on which torch is known to do so."
+        f"{', '.join(sorted(_DEVICE_TYPES))}. Name each device type on which torch is known to do so."
     )
