@@ -85,10 +85,10 @@ def test_predictions_are_listed_with_measurements() -> None:
     }
     page = first_page(report(steps=[STEP], bandwidth=[copy, norm]))
     assert (
-        "| fused_step ÷ torch's fused, GPT-2 float32 | 0.58 to 0.62 | ≤ 0.62 | 0.6 | goal met, as expected |"
+        "| fused_step gpt2 float32: time ÷ torch's | 0.58 to 0.62 | ≤ 0.62 | 0.6 | goal met, as expected |"
         in page
     )
-    assert "| fused_step, GPT-2 float32 ms | 1.33 to 1.5 |  | 1.4 | as expected |" in page
+    assert "| fused_step gpt2 float32: time ms | 1.33 to 1.5 |  | 1.4 | as expected |" in page
     assert "| 0.75 to 1 | ≥ 0.75 | 0.5 | GOAL MISSED, lower |" in page
     assert "not measured" in page
     assert "| copy | 3.00 TB/s |" in page
@@ -113,15 +113,15 @@ def test_launches_are_measured_by_their_own_phase() -> None:
         counted("fused AMP step", "gpt2", "impl", 6, 0),
     ]
     page = first_page(report(launches=counts))
-    assert "| launches of unscale_ | 2 at d2211600 | ≤ 2 | 2 | goal met, as expected |" in page
-    assert "| launches of clip_grad_norm_ | 3 at d2211600 | ≤ 3 | 3 | goal met, as expected |" in page
-    assert "| launches of fused_step | 5 at d2211600 | ≤ 5 | 6 | GOAL MISSED, higher |" in page
-    assert "| launches of torch's four calls, 1000 tensors | 109 at d2211600 |  | 109 | as expected |" in page
-    assert "| launches of torch's four calls, GPT-2 | 50 at d2211600 |  | 50 | as expected |" in page
-    assert "| launches of the four calls with torch's step | 18 at d2211600 |  | 18 | as expected |" in page
+    assert "| unscale_ gpt2 impl: launches | 2 at d2211600 | ≤ 2 | 2 | goal met, as expected |" in page
+    assert "| clip_grad_norm_ gpt2 impl: launches | 3 at d2211600 | ≤ 3 | 3 | goal met, as expected |" in page
+    assert "| fused AMP step gpt2 impl: launches | 5 at d2211600 | ≤ 5 | 6 | GOAL MISSED, higher |" in page
+    assert "| whole AMP step 1000x1k torch: launches | 109 at d2211600 |  | 109 | as expected |" in page
+    assert "| whole AMP step gpt2 torch: launches | 50 at d2211600 |  | 50 | as expected |" in page
+    assert "| whole AMP step gpt2 impl: launches | 18 at d2211600 |  | 18 | as expected |" in page
     on_cpu = counted("unscale_", "gpt2", "impl", 2, 0)
     on_cpu["counts"] |= {"copies": None}
-    assert "| launches of unscale_ | 2 at d2211600 | ≤ 2 | not measured |" in first_page(
+    assert "| unscale_ gpt2 impl: launches | 2 at d2211600 | ≤ 2 | not measured |" in first_page(
         report(launches=[on_cpu])
     )
 
@@ -138,7 +138,7 @@ def test_launches_are_measured_by_their_own_phase() -> None:
 def test_measured_value_is_looked_up_divided_and_scaled(
     values: dict[str, Any], expected: float | None
 ) -> None:
-    prediction = Prediction("", "p", "r", "a.b", [0.0, 1.0], over="c", scale=1e3)
+    prediction = Prediction("p", "r", "", "a.b", [0.0, 1.0], over="c", scale=1e3)
     assert prediction.measured([{"name": "r", **values}]) == expected
 
 

@@ -108,9 +108,8 @@ def _predictions(rows: dict[str, Any]) -> str:
         verdict = "" if measured is None else prediction.verdict(measured)
         expected = " to ".join(f"{bound:g}" for bound in dict.fromkeys(prediction.expected))
         expected += f" at {prediction.commit}" if prediction.commit else ""
-        lines.append(
-            [f"{prediction.says} {prediction.unit}".strip(), expected, prediction.goal, shown, verdict]
-        )
+        says = f"{prediction.row}: {prediction.says} {prediction.unit}".strip()
+        lines.append([says, expected, prediction.goal, shown, verdict])
     return "## Expected and measured\n\n" + table(["", "expected", "goal", "measured", ""], lines)
 
 

@@ -13,9 +13,9 @@ FILE = Path(__file__).with_name("predictions.toml")
 
 @dataclass(frozen=True)
 class Prediction:
-    says: str
     phase: str
     row: str
+    says: str  # measured quantity
     value: str | Sequence[str]  # a key, or several whose values are added
     expected: Sequence[float]  # the lowest and the highest value
     commit: str = ""  # commit of a measured `expected`; empty: a prediction
@@ -52,7 +52,12 @@ class Prediction:
 
 def load() -> list[Prediction]:
     with FILE.open("rb") as file:
-        return [Prediction(**entry) for entry in tomllib.load(file)["prediction"]]
+        groups = tomllib.load(file)["group"]
+    return [
+        Prediction(row=row, **group, **entry)
+        for group in groups
+        for row, entry in group.pop("rows").items()
+    ]
 
 
 def _value(row: Mapping[str, Any], path: str) -> float | None:
