@@ -5,9 +5,11 @@ On CUDA the bandwidth is that of the time in which the device works. The host ma
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import shapes_of, training
 from benchmarks.timing import CudaStopwatch, HostStopwatch, Workload
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from impl import kernels
 from impl.kernels import TensorList
 
@@ -64,14 +66,13 @@ def torchs_unscale(tensors: list[Tensor]) -> Callable[[], object]:
 
 def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
-    lists = [(shapes, dtype) for shapes in _SHAPES[task.device] for dtype in _DTYPES]
-    names = list(calls_on([torch.zeros(1)]))
-    planned = [["copy", *(f"{name} {owner}" for name in names for owner in _BACKENDS)] for _ in lists]
-    rows.plan(f"{name} {' '.join(of)}" for of, group in zip(lists, planned, strict=True) for name in group)
-    for shapes, dtype in lists:
-        if rows.left_s <= 0:
-            return
-        _measure_list(shapes, dtype, task.device, rows)
+    measures: dict[str, Callable[[], Result]] = {}
+    for shapes, dtype in itertools.product(_SHAPES[task.device], _DTYPES):
+        tensors = shapes, dtype, task.device
+        measures[f"copy {shapes} {dtype}"] = partial(copied, *tensors)
+        for call, owner in itertools.product(calls_on([torch.zeros(1)]), _BACKENDS):
+            measures[f"{call} {owner} {shapes} {dtype}"] = partial(_measured, call, owner, *tensors)
+    rows.run(measures)
 
 
 def limit_threads(device: str) -> None:
@@ -80,50 +81,47 @@ def limit_threads(device: str) -> None:
         torch.set_num_threads(1)
 
 
-def _measure_list(shapes: str, dtype: str, device: str, rows: Rows) -> None:
+def _measured(name: str, owner: str, shapes: str, dtype: str, device: str) -> Result:
+    times, call = _calls_of(owner, shapes, dtype, device)[name]
+    moved_bytes, copy_s = times * _bytes_of(shapes, dtype), _copy_seconds(shapes, dtype, device)
+    with kernels.backend(_BACKENDS[owner]):
+        call_s = seconds(call, device)
+        took_s = device_seconds(call, device)
+    share = times * copy_s / (2 * took_s)
+    says = f"{bandwidth_in_words(moved_bytes, took_s)}, {share:.0%} of a copy's, {call_s * 1e6:.0f} µs a call"
+    about = {"call": name, "whose": owner, "shapes": shapes, "dtype": dtype, "bytes": moved_bytes}
+    return "measured", says, {**about, "seconds": took_s, "call_seconds": call_s, "share": share}
+
+
+@lru_cache(maxsize=len(_BACKENDS))
+def _calls_of(
+    owner: str, shapes: str, dtype: str, device: str
+) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Return the calls on tensors of `training`, which are kept until the next list needs the memory."""
     parameters = training(shapes, dtype, device).parameters
     tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    once = _bytes_of(shapes, dtype)
-    of = {"shapes": shapes, "dtype": dtype}
-    copy_s = add_copy(rows, shapes, dtype, device)
     calls = calls_on(tensors)
-    torchs_calls = calls | {"unscale_": (calls["unscale_"][0], torchs_unscale(tensors))}
-    for name in calls:
-        for owner, backend in _BACKENDS.items():
-            if rows.left_s <= 0:
-                return
-            times, call = (torchs_calls if owner == "torch" else calls)[name]
-            about = of | {"call": name, "whose": owner, "bytes": times * once}
-            try:
-                with kernels.backend(backend):
-                    call_s = seconds(call, device)
-                    took_s = device_seconds(call, device)
-            except NotImplementedError as missing:
-                rows.add(f"{name} {owner} {shapes} {dtype}", "not available", str(missing), **about)
-                continue
-            except Exception as error:  # the others are still worth measuring
-                rows.add(f"{name} {owner} {shapes} {dtype}", "failed", in_words(error), **about)
-                continue
-            share = (times * once / took_s) / (2 * once / copy_s)
-            says = f"{bandwidth_in_words(times * once, took_s)}, {share:.0%} of a copy's"
-            says += f", {call_s * 1e6:.0f} µs a call"
-            measured = {"seconds": took_s, "call_seconds": call_s, "share": share}
-            rows.add(f"{name} {owner} {shapes} {dtype}", "measured", says, **measured, **about)
+    if owner == "torch":
+        calls["unscale_"] = calls["unscale_"][0], torchs_unscale(tensors)
+    return calls
 
 
 def _bytes_of(shapes: str, dtype: str) -> int:
     return sum(map(math.prod, shapes_of(shapes))) * getattr(torch, dtype).itemsize
 
 
-def add_copy(rows: Rows, shapes: str, dtype: str, device: str) -> float:
-    """Write the row of a plain copy of as many bytes as the tensors have. Return its time in seconds."""
-    once = _bytes_of(shapes, dtype)
-    source = torch.zeros(once, dtype=torch.uint8, device=device)
+def copied(shapes: str, dtype: str, device: str) -> Result:
+    """Return the row of a plain copy of as many bytes as the tensors have."""
+    moved_bytes, copy_s = 2 * _bytes_of(shapes, dtype), _copy_seconds(shapes, dtype, device)
+    about = {"call": "copy", "shapes": shapes, "dtype": dtype, "bytes": moved_bytes}
+    return "measured", bandwidth_in_words(moved_bytes, copy_s), {**about, "seconds": copy_s}
+
+
+@cache
+def _copy_seconds(shapes: str, dtype: str, device: str) -> float:
+    source = torch.zeros(_bytes_of(shapes, dtype), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = device_seconds(lambda: target.copy_(source), device)
-    about = {"call": "copy", "shapes": shapes, "dtype": dtype, "bytes": 2 * once, "seconds": copy_s}
-    rows.add(f"copy {shapes} {dtype}", "measured", bandwidth_in_words(2 * once, copy_s), **about)
-    return copy_s
+    return device_seconds(lambda: target.copy_(source), device)
 
 
 def seconds(call: Callable[[], object], device: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from benchmarks.timing import Effort, Workload, paired
 from conformance.gpu.bandwidth import limit_threads
 from conformance.gpu.fake_group import WORLD_SIZE, fake_group
 from conformance.gpu.launches import counted
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from conformance.gpu.steps import host_seconds
 
 _EFFORT = {"cuda": Effort(pairs=20, least_pairs=5, budget_s=2.0), "cpu": Effort(pairs=3)}
@@ -53,19 +54,13 @@ class Sharded:
 
 def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
-    rows.plan(APIS)
-    for api in APIS:
-        if rows.left_s <= 0:
-            return
-        try:
-            with fake_group():
-                values = compared(api, task.subject, task.device)
-        except NotImplementedError as missing:
-            rows.add(api, "not available", str(missing))
-        except Exception as error:  # the other API is still worth measuring
-            rows.add(api, "failed", in_words(error))
-        else:
-            rows.add(api, "measured", _in_words(values), world_size=WORLD_SIZE, **values)
+    rows.run({api: partial(_measured, api, task) for api in APIS})
+
+
+def _measured(api: str, task: PhaseTask) -> Result:
+    with fake_group():
+        values = compared(api, task.subject, task.device)
+    return "measured", _in_words(values), {"world_size": WORLD_SIZE, **values}
 
 
 def compared(api: str, subject: str, device: str) -> dict[str, Any]:

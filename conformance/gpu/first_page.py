@@ -30,8 +30,8 @@ def first_page(report: dict[str, Any]) -> str:
     if causes := causes_of(rows.get("judge", [])):
         parts.append(_red_tests(causes))
     if report["device"] == "cuda":
-        parts += [_predictions(rows), _launches(rows), _bandwidth(rows)]
-    return "\n\n".join(filter(None, parts))
+        parts.append(_predictions(rows))
+    return "\n\n".join(parts)
 
 
 def _missing(rows: dict[str, Any]) -> list[str]:
@@ -111,38 +111,3 @@ def _predictions(rows: dict[str, Any]) -> str:
         says = f"{prediction.row}: {prediction.says} {prediction.unit}".strip()
         lines.append([says, expected, prediction.goal, shown, verdict])
     return "## Expected and measured\n\n" + table(["", "expected", "goal", "measured", ""], lines)
-
-
-def _launches(rows: dict[str, Any]) -> str:
-    counted = [row for row in rows.get("launches", []) if row["outcome"] == "counted"]
-    by_call: dict[tuple[str, str], list[str]] = {}
-    for row in counted:
-        counts = row["counts"]
-        text = f"{row['subject']} {(counts['kernels'] or 0) + (counts['copies'] or 0)}"
-        waits = counts["synchronisations"]
-        by_call.setdefault((row["call"], row["shapes"]), []).append(
-            text + (f" and {waits} waits" if waits else "")
-        )
-    lines = [[call, shapes, ", ".join(texts)] for (call, shapes), texts in by_call.items()]
-    return (
-        "## Launches and waits of one call\n\n" + table(["call", "tensors", "kernels and copies"], lines)
-        if lines
-        else ""
-    )
-
-
-def _bandwidth(rows: dict[str, Any]) -> str:
-    """Return a table of the subject's bandwidth as a share of a copy's on the same card, by call and list."""
-    shares: dict[str, dict[str, str]] = {}
-    copies: dict[str, str] = {}
-    for row in rows.get("bandwidth", []):
-        of = f"{row.get('shapes')} {row.get('dtype')}"
-        if row.get("call") == "copy" and "seconds" in row:
-            copies[of] = f"{row['bytes'] / row['seconds'] / 1e12:.2f} TB/s"
-        elif row.get("whose") == "impl":
-            shares.setdefault(row["call"], {})[of] = (
-                f"{row['share']:.0%}" if "share" in row else row["outcome"]
-            )
-    lines = [["copy", *copies.values()]]
-    lines += [[call, *(by_list.get(of, "") for of in copies)] for call, by_list in shares.items()]
-    return "## Bandwidth, of a copy's on this card\n\n" + table(["", *copies], lines) if copies else ""

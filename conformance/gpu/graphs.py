@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.common import SEED, member
 from conformance.gpu.bandwidth import seconds
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from conformance.gpu.values import BOUNDS, METHODS, Trained, give_grads, relative_distance
 
 Call = Callable[[], object]
@@ -22,29 +23,21 @@ _BOUND = BOUNDS[torch.float32]
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
-    todo: dict[str, Callable[[], dict[str, Any]]] = {
-        f"user's graph of {name}": lambda method=method: replayed_beside_eager(
-            task.subject, method, task.device, in_users_graph
+    compares: dict[str, Callable[[], dict[str, Any]]] = {
+        f"user's graph of {name}": partial(
+            replayed_beside_eager, task.subject, method, task.device, in_users_graph
         )
         for name, method in METHODS.items()
     }
-    todo["capture(graph=True)"] = lambda: captured_beside_eager(task.subject, task.device)
-    rows.plan(todo)
-    for name, compare in todo.items():
-        if rows.left_s <= 0:
-            return
-        if task.device != "cuda":
-            rows.add(name, "not available", "there are CUDA graphs on CUDA only")
-            continue
-        try:
-            outcome = compare()
-        except NotImplementedError as missing:
-            rows.add(name, "not available", str(missing))
-        except Exception as error:  # the others are still worth capturing
-            rows.add(name, "failed", in_words(error))
-        else:
-            fault, about = outcome["fault"], outcome["about"]
-            rows.add(name, "failed" if fault else "agrees", fault or about, **outcome)
+    compares["capture(graph=True)"] = partial(captured_beside_eager, task.subject, task.device)
+    rows.run({name: partial(_judged, compare, task.device) for name, compare in compares.items()})
+
+
+def _judged(compare: Callable[[], dict[str, Any]], device: str) -> Result:
+    if device != "cuda":
+        raise NotImplementedError("there are CUDA graphs on CUDA only")
+    values = compare()
+    return "failed" if values["fault"] else "agrees", values["fault"] or values["about"], values
 
 
 def in_users_graph(call: Call) -> Call:

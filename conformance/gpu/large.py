@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 from benchmarks.timing import Effort
-from conformance.gpu.bandwidth import add_copy, limit_threads
-from conformance.gpu.phase_rows import PhaseTask, Rows, serve
-from conformance.gpu.steps import CALLS, add_compared
+from conformance.gpu.bandwidth import copied, limit_threads
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
+from conformance.gpu.steps import CALLS, measured
 
 _SHAPES = {"cuda": "64x16m", "cpu": "100x1k"}
 _DTYPES = ("float32", "bfloat16")
@@ -17,16 +19,17 @@ _EFFORT = Effort(pairs=9, least_pairs=5, budget_s=1.0)
 def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
     shapes = _SHAPES[task.device]
-    rows.plan(f"{name} {shapes} {dtype}" for dtype in _DTYPES for name in ("copy", *CALLS))
+    measures: dict[str, Callable[[], Result]] = {}
     for dtype in _DTYPES:
-        if rows.left_s <= 0:
-            return
-        gc.collect()  # an optimizer may hold the previous tensors in a cycle
-        add_copy(rows, shapes, dtype, task.device)
+        measures[f"copy {shapes} {dtype}"] = partial(_copied, shapes, dtype, task.device)
         for call in CALLS:
-            if rows.left_s <= 0:
-                return
-            add_compared(rows, call, shapes, dtype, task, _EFFORT)
+            measures[f"{call} {shapes} {dtype}"] = partial(measured, call, shapes, dtype, task, _EFFORT)
+    rows.run(measures)
+
+
+def _copied(shapes: str, dtype: str, device: str) -> Result:
+    gc.collect()  # an optimizer may hold the previous tensors in a cycle
+    return copied(shapes, dtype, device)
 
 
 if __name__ == "__main__":

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 
 from benchmarks.timing import Workload
 from conformance.gpu.bandwidth import seconds
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from conformance.gpu.steps import host_seconds
 
 _LAUNCHES = 100
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
-    rows.plan(COSTS)
-    for name, cost in COSTS.items():
-        if rows.left_s <= 0:
-            return
-        if task.device != "cuda" or find_spec("triton") is None:
-            rows.add(name, "not available", "needs CUDA and Triton")
-            continue
-        try:
-            cost_s = cost()
-        except Exception as error:  # the others are still worth measuring
-            rows.add(name, "failed", in_words(error))
-        else:
-            rows.add(name, "measured", f"{cost_s * 1e6:.1f} µs", seconds=cost_s)
+    rows.run({name: partial(_measured, cost, task.device) for name, cost in COSTS.items()})
+
+
+def _measured(cost: Callable[[], float], device: str) -> Result:
+    if device != "cuda" or find_spec("triton") is None:
+        raise NotImplementedError("needs CUDA and Triton")
+    cost_s = cost()
+    return "measured", f"{cost_s * 1e6:.1f} µs", {"seconds": cost_s}
 
 
 def _host_s_of_operator() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
 from benchmarks.common import member, training
 from benchmarks.timing import Workload
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 
 _MARK = "tandem measured"
 _SHAPES = {"cuda": ("1000x1k", "gpt2"), "cpu": ("100x1k",)}
@@ -48,28 +49,21 @@ WORKLOADS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
-    todo = [
-        (name, shapes, subject)
-        for shapes in _SHAPES[task.device]
-        for name in WORKLOADS
-        for subject in (task.subject, "torch")
-    ]
-    todo = list(dict.fromkeys(todo))  # the subject may be torch
-    rows.plan(f"{name} {shapes} {subject}" for name, shapes, subject in todo)
-    for name, shapes, subject in todo:
-        if rows.left_s <= 0:
-            return
-        about = {"call": name, "shapes": shapes, "subject": subject}
-        try:
-            make, words = WORKLOADS[name]
-            counts = counted(make(subject, shapes, *words, task.device), task.device)
-        except NotImplementedError as missing:
-            rows.add(f"{name} {shapes} {subject}", "not available", str(missing), **about)
-        except Exception as error:  # the others are still worth counting
-            rows.add(f"{name} {shapes} {subject}", "failed", in_words(error), **about)
-        else:
-            says = ", ".join(f"{count} {counter}" for counter, count in counts.items() if count is not None)
-            rows.add(f"{name} {shapes} {subject}", "counted", says, counts=counts, **about)
+    rows.run(
+        {
+            f"{call} {shapes} {subject}": partial(_counted, call, shapes, subject, task.device)
+            for shapes in _SHAPES[task.device]
+            for call in WORKLOADS
+            for subject in (task.subject, "torch")
+        }
+    )
+
+
+def _counted(call: str, shapes: str, subject: str, device: str) -> Result:
+    make, words = WORKLOADS[call]
+    counts = counted(make(subject, shapes, *words, device), device)
+    says = ", ".join(f"{count} {counter}" for counter, count in counts.items() if count is not None)
+    return "counted", says, {"counts": counts}
 
 
 def counted(work: Workload, device: str) -> dict[str, int | None]:

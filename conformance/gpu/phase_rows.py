@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ class PhaseTask:
         return cls(**json.loads(word))
 
 
+# Outcome of a row, a text about it, and further entries.
+Result = tuple[str, str, dict[str, Any]]
+
+
 class Rows:
     """Writer of a phase's file."""
 
@@ -57,6 +61,24 @@ class Rows:
     def plan(self, names: Iterable[str]) -> None:
         """Write the names of the rows to come. A planned name without a row did not run."""
         self._write({"planned": list(names)})
+
+    def run(self, measures: Mapping[str, Callable[[], Result]]) -> None:
+        """Plan a row for each name, then measure one after the other while time is left."""
+        self.plan(measures)
+        for name, measure in measures.items():
+            if self.left_s <= 0:
+                return
+            self.measure(name, measure)
+
+    def measure(self, name: str, measure: Callable[[], Result]) -> None:
+        """Write the row of a measurement, which raises NotImplementedError if it cannot run here."""
+        try:
+            outcome, says, entries = measure()
+        except NotImplementedError as missing:
+            outcome, says, entries = "not available", str(missing), {}
+        except Exception as error:  # the others are still worth measuring
+            outcome, says, entries = "failed", in_words(error), {}
+        self.add(name, outcome, says, **entries)
 
     def add(self, name: str, outcome: str, says: str = "", **entries: Any) -> None:
         """Write a row and show it."""

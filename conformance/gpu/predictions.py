@@ -54,9 +54,7 @@ def load() -> list[Prediction]:
     with FILE.open("rb") as file:
         groups = tomllib.load(file)["group"]
     return [
-        Prediction(row=row, **group, **entry)
-        for group in groups
-        for row, entry in group.pop("rows").items()
+        Prediction(row=row, **group, **entry) for group in groups for row, entry in group.pop("rows").items()
     ]
 
 

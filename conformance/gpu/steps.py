@@ -1,13 +1,13 @@
 """The calls of a mixed-precision step beside torch's, by turns, on lists from one tensor to GPT-2's.
 
-The phase `speed` times many more cases, one ratio each. These rows also say what the host spends and what is launched.
+The phase `speed` times many more cases, one ratio each. These rows also say what the host spends.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +15,13 @@ import torch
 from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
 from benchmarks.timing import Effort, HostStopwatch, Workload, by_turns
 from conformance.gpu.bandwidth import limit_threads
-from conformance.gpu.launches import counted
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 
 _SHAPES = {"cuda": ("1x1k", "4x1k", "16x1k", "100x1k", "1000x1k"), "cpu": ("1x1k", "16x1k")}
 _OF_MODEL = [("gpt2", "float32"), ("gpt2", "bfloat16")]
 _EFFORT = Effort(pairs=30, least_pairs=9, budget_s=0.3)
 _HOST_CALLS = 10
-_FOREACH = functools.partial(bench_fused_amp_step.fused_amp_step, implementation="foreach")
+_FOREACH = partial(bench_fused_amp_step.fused_amp_step, implementation="foreach")
 
 # Arguments: a subject, a name of shapes and a dtype, then these words, then a device.
 CALLS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
@@ -37,26 +36,18 @@ def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
     lists = [(shapes, "float32") for shapes in _SHAPES[task.device]]
     lists += _OF_MODEL if task.device == "cuda" else []
-    todo = [(call, *tensors) for tensors in lists for call in CALLS]
-    rows.plan(map(" ".join, todo))
-    for call, shapes, dtype in todo:
-        if rows.left_s <= 0:
-            return
-        add_compared(rows, call, shapes, dtype, task, _EFFORT)
+    rows.run(
+        {
+            f"{call} {shapes} {dtype}": partial(measured, call, shapes, dtype, task, _EFFORT)
+            for shapes, dtype in lists
+            for call in CALLS
+        }
+    )
 
 
-def add_compared(rows: Rows, call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> None:
-    """Write the row of one call on one list of tensors."""
-    about: dict[str, Any] = {"call": call, "shapes": shapes, "dtype": dtype}
-    name = " ".join(about.values())
-    try:
-        values = compared(call, shapes, dtype, task, effort)
-    except NotImplementedError as missing:
-        rows.add(name, "not available", str(missing), **about)
-    except Exception as error:  # the others are still worth timing
-        rows.add(name, "failed", in_words(error), **about)
-    else:
-        rows.add(name, "measured", _in_words(values), **about, **values)
+def measured(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> Result:
+    values = compared(call, shapes, dtype, task, effort)
+    return "measured", _in_words(values), {"call": call, "shapes": shapes, "dtype": dtype, **values}
 
 
 def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort) -> dict[str, Any]:
@@ -79,8 +70,6 @@ def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort
         "torch_seconds": paired[0].reference_s,
         "host_seconds": host_seconds(subject, task.device),
         "torch_host_seconds": host_seconds(torchs, task.device),
-        "launches": _launches(subject, task.device),
-        "torch_launches": _launches(torchs, task.device),
     }
 
 
@@ -96,12 +85,6 @@ def host_seconds(work: Workload, device: str) -> float:
     return HostStopwatch().per_call(replace(work, prepare=prepare), _HOST_CALLS)
 
 
-def _launches(work: Workload, device: str) -> int | None:
-    counts = counted(work, device)
-    kernels, copies = counts["kernels"], counts["copies"]
-    return None if kernels is None or copies is None else kernels + copies
-
-
 def _in_words(values: dict[str, Any]) -> str:
     text = (
         f"{values['ratio']:.3f} × torch ({values['seconds'] * 1e6:.0f} and {values['torch_seconds'] * 1e6:.0f} µs), "
@@ -109,8 +92,6 @@ def _in_words(values: dict[str, Any]) -> str:
     )
     if values["ratio_to_foreach"] is not None:
         text += f", {values['ratio_to_foreach']:.3f} × foreach"
-    if values["launches"] is not None:
-        text += f", {values['launches']} and {values['torch_launches']} launches"
     return text
 
 

@@ -97,25 +97,6 @@ def _probed(row: dict[str, Any] | None) -> str:
     return "" if row is None else " ".join(filter(None, [row["outcome"], first_line(row["says"])]))
 
 
-def _launches(rows: Sequence[dict[str, Any]]) -> str:
-    counted = [row for row in rows if row["outcome"] == "counted"]
-    keys = list(counted[0]["counts"]) if counted else []
-    lines = [
-        [row["call"], row["shapes"], row["subject"], *(_number(row["counts"][key]) for key in keys)]
-        if row["outcome"] == "counted"
-        else [row["call"], row["shapes"], row["subject"], first_line(row["says"])]
-        for row in rows
-    ]
-    return "## What one call launches\n\n" + table(["call", "tensors", "by", *keys], lines)
-
-
-def _bandwidth(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        [row["call"], row["shapes"], row["dtype"], row.get("whose", ""), cell(row["says"])] for row in rows
-    ]
-    return "## Bandwidth\n\n" + table(["call", "tensors", "dtype", "by", ""], lines)
-
-
 def _speed(rows: Sequence[dict[str, Any]]) -> str:
     ratios = [row for row in rows if "ratio" in row]
     lines = [
@@ -173,9 +154,9 @@ _SECTIONS = {
     "values": _plain("Values of ten steps beside torch's"),
     "graphs": _plain("CUDA graphs"),
     "training": _plain("Training"),
-    "launches": _launches,
+    "launches": _plain("What one call launches"),
     "launch": _plain("One launch"),
-    "bandwidth": _bandwidth,
+    "bandwidth": _plain("Bandwidth"),
     "fake": _plain("Sharded steps without communication"),
     "steps": _plain("Steps beside torch's"),
     "large": _plain("Large steps beside torch's"),
@@ -183,7 +164,3 @@ _SECTIONS = {
     "sweep": _sweep,
     "probe": _probe,
 }
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common import SEED, member
 from conformance.gpu.bandwidth import limit_threads
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from conformance.judge.library import load_library
 from conformance.judge.tolerances import norm_of
 from conformance.strategies.missing_kernels import refusal_of_bfloat16, replaced_for
@@ -72,26 +73,21 @@ def _drawn(numel: int, draw: torch.Generator) -> Tensor:
 
 def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
-    todo = {
-        f"{name} {str(dtype).removeprefix('torch.')}": (method, dtype)
-        for dtype in BOUNDS
-        for name, method in METHODS.items()
-    }
-    rows.plan(todo)
-    for name, (method, dtype) in todo.items():
-        if rows.left_s <= 0:
-            return
-        try:
-            values = compared(task.subject, method, dtype, task.device)
-        except NotImplementedError as missing:
-            rows.add(name, "not available", str(missing))
-        except Exception as error:  # the others are still worth comparing
-            rows.add(name, "failed", in_words(error))
-        else:
-            says = "; ".join(values["faults"]) or f"parameters apart by {values['parameters_apart']:.1e}"
-            if dtype is torch.bfloat16 and refusal_of_bfloat16(task.device):
-                says += " from torch's, which is unscaled on the CPU"
-            rows.add(name, "failed" if values["faults"] else "agrees", says, **values)
+    rows.run(
+        {
+            f"{name} {str(dtype).removeprefix('torch.')}": partial(_judged, task, method, dtype)
+            for dtype in BOUNDS
+            for name, method in METHODS.items()
+        }
+    )
+
+
+def _judged(task: PhaseTask, method: Callable[[Trained], Tensor], dtype: torch.dtype) -> Result:
+    values = compared(task.subject, method, dtype, task.device)
+    says = "; ".join(values["faults"]) or f"parameters apart by {values['parameters_apart']:.1e}"
+    if dtype is torch.bfloat16 and refusal_of_bfloat16(task.device):
+        says += " from torch's, which is unscaled on the CPU"
+    return "failed" if values["faults"] else "agrees", says, values
 
 
 def compared(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from benchmarks.timing import Workload
 from conformance.gpu.bandwidth import limit_threads
 from conformance.gpu.fake_group import fake_group
 from conformance.gpu.launches import counted
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, in_words, serve
 from conformance.gpu.sync_free_calls import CASES, WaitCase
 
 _WARM_UPS, _CALLS = 5, 3  # a graph captures a step once its tensors do not move
@@ -25,12 +26,11 @@ _FRAMES = 8
 
 def work(task: PhaseTask, rows: Rows) -> None:
     limit_threads(task.device)
-    rows.plan(case.name for case in CASES)
-    for case in CASES:
-        if rows.left_s <= 0:
-            return
-        outcome, says = outcome_of(case, task.device)
-        rows.add(case.name, outcome, says, covers=case.covers)
+    rows.run({case.name: partial(_judged, case, task.device) for case in CASES})
+
+
+def _judged(case: WaitCase, device: str) -> Result:
+    return *outcome_of(case, device), {"covers": case.covers}
 
 
 def outcome_of(case: WaitCase, device: str) -> tuple[str, str]:
