@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance.judge.errors import describe
 
-# Texts: the result of the package and that of torch.
-Sides = tuple[str, str]
-Proof = Callable[[], Sides]
+# A function that calls the package's function or class, or torch's, and returns what differs.
+Proof = Callable[[Any], object]
 
 
 class Proofs:
     """The proofs of a subject. Its claims file links each expected failure to one of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, package_object: Any, torch_object: Any) -> None:
+        self._sides = package_object, torch_object
         self._kept: list[Proof] = []
 
     def keep(self, proof: Proof) -> Proof:
@@ -34,16 +34,13 @@ class Proofs:
         """Print both sides of each proof. Return the number of proofs whose sides no longer differ."""
         same = 0
         for proof in self._kept:
-            package_result, torch_result = proof()
+            package_result, torch_result = (
+                reported(lambda side=side, proof=proof: proof(side)) for side in self._sides
+            )
             same += package_result == torch_result
             print(f"{'SAME' if package_result == torch_result else 'differs'}: {proof.__doc__}")  # noqa: T201 its output
             print(f"    package: {package_result}\n    torch:   {torch_result}")  # noqa: T201 its output
         return same
-
-
-def beside(package_object: Any, torch_object: Any) -> Callable[[Callable[[Any], Any]], Sides]:
-    """Return a function that applies a call to the package's function or class and to torch's, and reports both."""
-    return lambda call: (reported(lambda: call(package_object)), reported(lambda: call(torch_object)))
 
 
 def parameter(gradient: torch.Tensor) -> torch.nn.Parameter:
