@@ -72,6 +72,13 @@ def iteration(
     )
 
 
+def iterations(
+    *grad_outcomes: tuple[float | None, ...] | None, unscale: bool = False
+) -> tuple[ScalerCall, ...]:
+    """Return the calls of one iteration for each of `grad_outcomes`."""
+    return tuple(call for outcomes in grad_outcomes for call in iteration(outcomes, unscale=unscale))
+
+
 @st.composite
 def _gradients(draw: st.DrawFn) -> tuple[Gradient, ...]:
     return tuple(

@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import TwinsOf, each
 from conformance.judge.clauses import clause
 from conformance.judge.sandbox import seeding
 
-each_scaler = pytest.mark.parametrize(
-    "scaler", ["amp.GradScaler", "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"]
-)
 EXPERTS, WIDTH, TOKENS, STEPS, RANKS, MAX_NORM = 4, 8, 6, 4, 4, 0.3
 
 
@@ -140,7 +138,7 @@ def step_of(scene: Scene, scaler: Any, optimizer: Any, model: nn.Module, in_one_
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.mixed_meshes")
 @pytest.mark.deviation("clip_grad.mixed_meshes")
-@each_scaler
+@EACH_SCALER
 def test_experts_train_like_unsharded(plain_twins_of: TwinsOf, device: str, scaler: str) -> None:
     expected = pytest.approx(unsharded_curve(), rel=1e-4)
     plain_twins_of(RANKS, device).deviate(
@@ -153,7 +151,7 @@ def test_experts_train_like_unsharded(plain_twins_of: TwinsOf, device: str, scal
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.several_meshes")
-@each_scaler
+@EACH_SCALER
 def test_experts_train_by_fused_steps_like_unsharded(
     plain_twins_of: TwinsOf, device: str, scaler: str
 ) -> None:

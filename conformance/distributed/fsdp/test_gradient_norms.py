@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer, RMSprop
 
-from conformance.distributed.fsdp.scenes.scaler_layouts import named_params, on_meshes, plain_model
-from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scaler_layouts import (
+    begun_scaler,
+    named_params,
+    on_meshes,
+    plain_model,
+)
+from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
@@ -40,8 +45,7 @@ def joint_norm_and_norms(
     """
     named, kinds = named_params(scene, layout), kind.split("+")
     optimizers = [OPTIMIZERS[name](named[i :: len(kinds)], lr=0.0) for i, name in enumerate(kinds)]
-    its_scaler = scene.library.find(scaler)(scene.rank.device.type, init_scale=SCALE, enabled=enabled)
-    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    its_scaler = begun_scaler(scene, scaler, init_scale=SCALE, enabled=enabled)
     joint: Any = None
     for factor in (1.0, 3.0):  # the second step has cached lists
         for _, param in named:
@@ -54,7 +58,7 @@ def joint_norm_and_norms(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@EACH_SCALER
 @pytest.mark.parametrize(
     ("layout", "kind", "norm_type"),
     [
@@ -91,7 +95,7 @@ def test_norms_on_every_rank_are_those_of_unsharded_model(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.gradient_norms")
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@EACH_SCALER
 def test_norms_of_disabled_scaler(twins_of: TwinsOf, device: str, scaler: str) -> None:
     arguments: dict[str, Any] = {"layout": "dtensor", "kind": "sgd", "norm_type": 2.0, "enabled": False}
     expected = [grad.double().norm().item() for grad in unsharded("dtensor")]
@@ -103,8 +107,7 @@ def ratios(scene: Scene, *, scaler: str, layout: str, kind: str) -> dict[str, fl
     """Return `update_ratios` after the second of two fused steps."""
     named = named_params(scene, layout)
     optimizer = OPTIMIZERS[kind](named, lr=0.0)
-    its_scaler = scene.library.find(scaler)(scene.rank.device.type, init_scale=SCALE)
-    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    its_scaler = begun_scaler(scene, scaler, init_scale=SCALE)
     for lr in (0.0, 0.25):  # the second step has cached lists
         for _, param in named:
             param.grad = param.detach() * param.detach() * SCALE
@@ -127,7 +130,7 @@ def unsharded_ratios(layout: str, kind: str) -> list[float]:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.update_ratios")
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@EACH_SCALER
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
@@ -152,8 +155,7 @@ def test_ratios_on_every_rank_are_those_of_unsharded_model(
 def ratios_of_rank_without_gradient(scene: Scene, *, scaler: str) -> list[float]:
     """Return ratios by parameter and module, and the expected ones, if a parameter has no gradient on rank 0."""
     named = named_params(scene, "dtensor")[:2]
-    optimizer, its_scaler = SGD(named, lr=0.25), scene.library.find(scaler)("cpu", init_scale=SCALE)
-    its_scaler.scale(torch.ones(()))
+    optimizer, its_scaler = SGD(named, lr=0.25), begun_scaler(scene, scaler, init_scale=SCALE)
     for _, param in named:
         param.grad = param.detach() * SCALE
     name, param = named[0]
@@ -175,7 +177,7 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.update_ratios")
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@EACH_SCALER
 @pytest.mark.world_sizes(fewest=2)
 def test_ratios_count_weights_of_ranks_without_gradient(cpu_twins: Twins, scaler: str) -> None:
     for numbers in cpu_twins.values(ratios_of_rank_without_gradient, scaler=scaler):
@@ -186,8 +188,7 @@ def test_ratios_count_weights_of_ranks_without_gradient(cpu_twins: Twins, scaler
 def one_fails(scene: Scene, *, scaler: str) -> tuple[Any, Any]:
     """Return the error of a fused step that keeps norms and fails on rank 0, and the result of the next one."""
     named = named_params(scene, "dtensor")
-    optimizer, its_scaler = SGD(named, lr=0.0), scene.library.find(scaler)(scene.rank.device.type)
-    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    optimizer, its_scaler = SGD(named, lr=0.0), begun_scaler(scene, scaler)
     results: list[Any] = []
     for max_norm in (math.nan if scene.rank.rank == 0 else math.inf, math.inf):
         for _, param in named:

@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from conformance.distributed.fsdp.scenes.scaler_layouts import named_params
-from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scaler_layouts import begun_scaler, named_params
+from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
 from conformance.judge.clauses import clause
 
-SCALERS = pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 Entry = tuple[str, int, int]  # name, rank, number of elements
 
 
@@ -52,8 +51,7 @@ def entries(
     named = named_params(scene, layout)
     optimizer = SGD(named, lr=0.125)
     more = {"process_group": scene.rank.group_of_device()} if has_group else {}
-    its_scaler = scene.library.find(scaler)(scene.rank.device.type, init_scale=2.0, **more)
-    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    its_scaler = begun_scaler(scene, scaler, init_scale=2.0, **more)
     own: list[tuple[int, Entry]] = []
     for number, (name, param) in enumerate(named):
         param.grad = torch.ones_like(param)
@@ -71,7 +69,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.nonfinite_parameters.every_rank")
-@SCALERS
+@EACH_SCALER
 @pytest.mark.parametrize(
     ("layout", "how"),
     [*((layout, "unscale_") for layout in LAYOUTS), ("dtensor", "step"), ("meshes", "fused_step")],
@@ -101,8 +99,7 @@ def test_plain_parameters_are_named_for_all_ranks_of_sharded_scaler(twins: Twins
 def after_clearing(scene: Scene, *, scaler: str) -> Any:
     """Return the result of `nonfinite_parameters` after rank 0, which found inf, has cleared its gradients."""
     named = named_params(scene, "dtensor")
-    optimizer, its_scaler = SGD(named, lr=0.125), scene.library.find(scaler)(scene.rank.device.type)
-    its_scaler.scale(torch.ones((), device=scene.rank.device))
+    optimizer, its_scaler = SGD(named, lr=0.125), begun_scaler(scene, scaler)
     for _, param in named:
         param.grad = torch.ones_like(param)
         _local(param.grad)[:1].fill_(math.inf if scene.rank.rank == 0 else 1.0)
@@ -113,7 +110,7 @@ def after_clearing(scene: Scene, *, scaler: str) -> Any:
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.nonfinite_parameters.error_on_every_rank")
-@SCALERS
+@EACH_SCALER
 @pytest.mark.world_sizes(fewest=2)
 def test_cleared_gradients_raise_on_every_rank(twins: Twins, scaler: str) -> None:
     reports = twins.values(after_clearing, scaler=scaler)

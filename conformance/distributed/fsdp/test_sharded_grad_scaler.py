@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
+from conformance.distributed.fsdp.scenes.fsdp_training import state_of
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scaler_programs import (
     INIT_SCALE_8,
@@ -18,23 +20,23 @@ from conformance.distributed.fsdp.scenes.scaler_programs import (
     ScalerCall,
     ScalerProgram,
     assert_calls_match_torch,
-    assert_outcomes_match_torch,
-    issued,
+    errors_steps_and_scales,
     played,
     scales,
     stepped,
 )
+from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library, load_library
-from conformance.judge.outcome import Outcome, observe
+from conformance.judge.library import Library
 from conformance.judge.sandbox import seeding
-from conformance.ranks import Rank
+from conformance.judge.tolerances import EXACT
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import PLAIN, TakesScaler, entries
 from conformance.strategies.sharded_scaling import (
     SKIPPING_FOR_THEMSELVES,
     iteration,
+    iterations,
     one_bad,
     parts,
     plans,
@@ -67,10 +69,8 @@ def test_inf_on_one_rank_skips_step_on_all(
     twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool
 ) -> None:
     """Each rank in turn finds inf, between clean steps."""
-    calls = iteration(unscale=unscale)
-    for bad in range(more_ranks):
-        calls += iteration(one_bad(bad, more_ranks, BAD[bad % 3]), unscale=unscale)
-        calls += iteration(unscale=unscale)
+    bad_and_clean = [(one_bad(bad, more_ranks, BAD[bad % 3]), None) for bad in range(more_ranks)]
+    calls = iterations(None, *itertools.chain(*bad_and_clean), unscale=unscale)
     plan = ScalerProgram(parts(more_ranks), calls, (optimizer,), options=INIT_SCALE_8)
     outcomes = assert_calls_match_torch(twins_of(more_ranks), plan)
     assert stepped(outcomes, plan) == [[True] + [False, True] * more_ranks] * more_ranks
@@ -144,23 +144,15 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
 
     With torch, only that rank does.
     """
-    calls = iteration() + iteration(one_bad(bad, cpu_twins.world_size)) + iteration()
-    plan = ScalerProgram(parts(cpu_twins.world_size), calls, (optimizer,), options=INIT_SCALE_8)
-
-    def probe(library: Library) -> Any:
-        outcomes = played(cpu_twins, plan, library)
-        return stepped(outcomes, plan), scales(outcomes)
-
-    alone = (
-        [[True, rank != bad, True] for rank in range(cpu_twins.world_size)],
-        [4.0 if rank == bad else 8.0 for rank in range(cpu_twins.world_size)],
-    )
+    ranks = range(cpu_twins.world_size)
+    calls = iterations(None, one_bad(bad, len(ranks)), None)
+    plan = ScalerProgram(parts(len(ranks)), calls, (optimizer,), options=INIT_SCALE_8)
+    alone = [[True, rank != bad, True] for rank in ranks], [4.0 if rank == bad else 8.0 for rank in ranks]
+    together = [[True, False, True] for _ in ranks], [4.0 for _ in ranks]
     cpu_twins.judge(
-        probe,
-        torch_does=lambda results: results == alone,
-        we_do=lambda results: (
-            results == ([[True, False, True]] * cpu_twins.world_size, [4.0] * cpu_twins.world_size)
-        ),
+        lambda library: errors_steps_and_scales(cpu_twins, plan, library),
+        torch_does=lambda results: results == (set(), *alone),
+        we_do=lambda results: results == (set(), *together),
     )
 
 
@@ -169,9 +161,7 @@ def test_optimizers_that_skip_for_themselves(cpu_twins: Twins, optimizer: str, b
 @pytest.mark.parametrize("optimizer", ["fused adam", "fused adamw"])
 def test_fused_optimizers_after_unscaling(twins: Twins, optimizer: str) -> None:
     world_size = twins.world_size
-    calls: tuple[ScalerCall, ...] = ()
-    for grad_outcomes in (None, one_bad(world_size - 1, world_size), None):
-        calls += iteration(grad_outcomes, unscale=True)
+    calls = iterations(None, one_bad(world_size - 1, world_size), None, unscale=True)
     plan = ScalerProgram(parts(world_size), calls, (optimizer,), options=INIT_SCALE_8)
     judge_shapes(twins, plan, [True, False, True], 4.0)
 
@@ -193,15 +183,9 @@ def test_fused_and_plain_optimizers_share_scaler(twins: Twins) -> None:
 
 def judge_shapes(twins: Twins, plan: ScalerProgram, expected: list[bool], scale: float) -> None:
     """Judge a deviation: steps are taken or skipped as `expected` without an error. torch may fail to broadcast."""
-
-    def probe(library: Library) -> Any:
-        outcomes = played(twins, plan, library)
-        raised = {str(outcome.raised) for rank in outcomes for outcome in rank if outcome.raised is not None}
-        return raised, stepped(outcomes, plan), scales(outcomes)
-
     ranks = twins.world_size
     twins.judge(
-        probe,
+        lambda library: errors_steps_and_scales(twins, plan, library),
         torch_does=lambda results: any(
             "doesn't match the broadcast shape [1]" in text for text in results[0]
         ),
@@ -242,7 +226,7 @@ def test_found_inf_of_several_ranks_is_one(twins_of: TwinsOf, more_ranks: int, o
 @WITH_AND_WITHOUT_UNSCALE
 def test_ranks_without_gradients(twins_of: TwinsOf, more_ranks: int, optimizer: str, unscale: bool) -> None:
     """Run once with gradients only on rank 0, then without gradients on any rank."""
-    calls = iteration(unscale=unscale) + iteration(unscale=unscale) + iteration(unscale=unscale)
+    calls = iterations(None, None, None, unscale=unscale)
     for bare in (tuple(range(1, more_ranks)), tuple(range(more_ranks))):
         plan = ScalerProgram(
             parts(more_ranks, bare=bare), calls, (optimizer,), options=INIT_SCALE_8 | {"growth_interval": 2}
@@ -258,7 +242,7 @@ def test_ranks_without_gradients_skip_with_their_peers(
     twins_of: TwinsOf, more_ranks: int, unscale: bool
 ) -> None:
     last = more_ranks - 1
-    calls = iteration(one_bad(last, more_ranks), unscale=unscale) + iteration(unscale=unscale)
+    calls = iterations(one_bad(last, more_ranks), None, unscale=unscale)
     plan = ScalerProgram(
         parts(more_ranks, bare=tuple(range(last))), calls, ("recording",), options=INIT_SCALE_8
     )
@@ -297,7 +281,7 @@ def test_check_is_one_all_reduce(
     plan = ScalerProgram(mixed, (*calls, ScalerCall("update", argument=4.0)), (optimizer, "sgd"))
     twins = twins_of(more_ranks)
     played(twins, plan)
-    for trace in issued(twins):
+    for trace in twins.pool.traces:
         assert {(call.name, sum(numel for _, numel in call.tensors)) for call in trace} == {("allreduce_", 1)}
         assert len(trace) <= 6
 
@@ -307,9 +291,8 @@ def test_check_is_one_all_reduce(
 @WITH_AND_WITHOUT_UNSCALE
 def test_groups_decide_for_themselves(twins_of: TwinsOf, optimizer: str, unscale: bool) -> None:
     """Four ranks form two groups. An inf on rank 3 stops the second group, and one on rank 0 the first group."""
-    calls: tuple[ScalerCall, ...] = ()
-    for grad_outcomes in (None, one_bad(3, 4), None, one_bad(0, 4), one_bad(0, 4)):
-        calls += iteration(grad_outcomes, unscale=unscale)
+    of_second, of_first = one_bad(3, 4), one_bad(0, 4)
+    calls = iterations(None, of_second, None, of_first, of_first, unscale=unscale)
     plan = ScalerProgram(parts(4), calls, (optimizer,), options=INIT_SCALE_8, groups=2)
     outcomes = assert_calls_match_torch(twins_of(4), plan)
     first, second = [True, True, True, False, False], [True, False, True, True, True]
@@ -360,52 +343,49 @@ def test_queries_answer_for_all_ranks(cpu_twins: Twins, optimizer: str) -> None:
     )
 
 
-def older_protocol(rank: Rank, *, library: str) -> list[Outcome]:
-    """Return the outcome of a step by an optimizer that takes the scaler, and whether it got the scaler."""
-    scaler = load_library(library).find(SCALER)(rank.device.type)
-    parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
+def older_protocol(scene: Scene) -> dict[str, Any]:
+    """Step an optimizer that takes the scaler. Return the result, whether it got the scaler, and the parameter."""
+    scaler = scene.library.find(SCALER)(scene.rank.device.type)
+    parameter = torch.nn.Parameter(torch.ones(1, device=scene.rank.device))
     scaler.scale(parameter.sum()).backward()
     optimizer = TakesScaler([parameter])
-    outcome = observe(scaler.step, optimizer, watch=[parameter])
-    return [outcome, Outcome([taken is scaler for taken in optimizer.scalers])]
+    result = scaler.step(optimizer)
+    gets_scaler = [taken is scaler for taken in optimizer.scalers]
+    return {"result": result, "gets scaler": gets_scaler, "parameter": state_of(parameter)}
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.older_protocol")
 def test_optimizer_that_takes_scaler_gets_it(twins: Twins) -> None:
-    _, gets_scaler = assert_outcomes_match_torch(twins, older_protocol)
-    assert gets_scaler.value == [True]
+    for outcome in twins.agree(older_protocol, tolerance=EXACT):
+        assert outcome.value["gets scaler"] == [True]
 
 
 def train(
-    rank: Rank,
-    *,
-    library: str,
-    low_precision: bool,
-    grad_outcomes: tuple[tuple[float | None, ...], ...],
-    **options: Any,
-) -> list[Outcome]:
+    scene: Scene, *, low_precision: bool, grad_outcomes: tuple[tuple[float | None, ...], ...]
+) -> list[Any]:
     """Train torch's FSDP with a step for each of `grad_outcomes`, in which each rank scales its inputs by a factor."""
-    seeding.seed_all()
+    device, rank = scene.rank.device, scene.rank.rank
     half = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
     model = FullyShardedDataParallel(
         torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)),
-        device_id=rank.device,
+        device_id=device,
         use_orig_params=True,
         mixed_precision=half if low_precision else None,
     )
-    scaler = load_library(library).find(SCALER)(rank.device.type, **options)
+    scaler = scene.library.find(SCALER)(device.type, init_scale=1024.0, growth_interval=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    outcomes: list[Outcome] = []
+    steps: list[Any] = []
     for step, factors in enumerate(grad_outcomes):
-        inputs = torch.randn(4, 5, generator=seeding.generator(100 * step + rank.rank)).to(rank.device)
-        factor = factors[rank.rank]
+        inputs = torch.randn(4, 5, generator=seeding.generator(100 * step + rank)).to(device)
+        factor = factors[rank]
         optimizer.zero_grad()
         loss = model(inputs if factor is None else inputs * factor).mean()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        outcomes.append(observe(scaler.step, optimizer, watch=list(model.parameters())))
-        outcomes.append(observe(lambda: (scaler.update(), entries(scaler))))
-    return outcomes
+        result = scaler.step(optimizer)
+        scaler.update()
+        steps.append((result, [state_of(parameter) for parameter in model.parameters()], entries(scaler)))
+    return steps
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.training.fsdp")
@@ -415,6 +395,6 @@ def test_torchs_fsdp_trains_under_it(twins: Twins, low_precision: bool) -> None:
     world_size = twins.world_size
     grad_outcomes = ((None,) * world_size, one_bad(world_size - 1, world_size), *[(None,) * world_size] * 3)
     arguments = {"low_precision": low_precision, "grad_outcomes": grad_outcomes}
-    options = {"init_scale": 1024.0, "growth_interval": 2}
-    final = assert_outcomes_match_torch(twins, train, **arguments, **options)[-1].value[1]
-    assert (final["scale"], final["_growth_tracker"]) == (1024.0, 1)
+    for outcome in twins.agree(train, tolerance=EXACT, **arguments):
+        *_, final = outcome.value[-1]
+        assert (final["scale"], final["_growth_tracker"]) == (1024.0, 1)

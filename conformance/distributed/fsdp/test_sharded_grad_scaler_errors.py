@@ -15,16 +15,16 @@ from conformance.distributed.fsdp.scenes.scaler_programs import (
     ScalerCall,
     ScalerProgram,
     assert_calls_match_torch,
-    on_ranks,
+    errors_steps_and_scales,
     played,
     scales,
     stepped,
 )
-from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
+from conformance.distributed.fsdp.scenes.scene import Scene, tried
+from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
-from conformance.judge.library import Library, load_library
-from conformance.judge.outcome import Raised, observe
-from conformance.ranks import Rank, RankFault
+from conformance.judge.library import Library
+from conformance.ranks import RankFault
 from conformance.strategies.sharded_scaling import iteration, one_bad, parts
 
 PEERS_WAIT = "peers wait"
@@ -107,23 +107,22 @@ def test_all_ranks_fail_alike(twins: Twins) -> None:
         assert [number for number, outcome in enumerate(outcomes) if outcome.raised] == raising
 
 
-def in_anothers_group(rank: Rank, *, library: str) -> Raised | None:
+def in_anothers_group(scene: Scene) -> str | None:
     """Give every rank but the last a group that only has the last rank. Return the error of unscale_."""
-    alone = dist.new_group([rank.world_size - 1])
-    scaler = load_library(library).find(SCALER)(rank.device.type, process_group=alone)
-    parameter = torch.nn.Parameter(torch.ones(1, device=rank.device))
+    alone = dist.new_group([scene.rank.world_size - 1])
+    scaler = scene.library.find(SCALER)(scene.rank.device.type, process_group=alone)
+    parameter = torch.nn.Parameter(torch.ones(1, device=scene.rank.device))
     scaler.scale(parameter.sum()).backward()
-    raised = observe(scaler.unscale_, torch.optim.SGD([parameter])).raised
+    error = tried(lambda: scaler.unscale_(torch.optim.SGD([parameter])))
     if alone is not dist.GroupMember.NON_GROUP_MEMBER:
         dist.destroy_process_group(alone)
-    return raised
+    return error
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.constructor.anothers_group")
 def test_group_without_this_rank_is_refused(twins_of: TwinsOf) -> None:
-    twins = twins_of(2)
-    for library in (twins.reference, twins.subject):
-        assert [error is not None for error in on_ranks(twins, library, in_anothers_group)] == [True, False]
+    for outcomes in twins_of(2).of_both(in_anothers_group):
+        assert [error is not None for error in values_of(outcomes)] == [True, False]
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.pickle.without_group")
@@ -137,20 +136,11 @@ def test_pickles_of_the_default_group(cpu_twins: Twins, way: str) -> None:
         (*skipped, ScalerCall("hold_world"), ScalerCall(way), *skipped),
         options=INIT_SCALE_8,
     )
-
-    def probe(library: Library) -> Any:
-        outcomes = played(cpu_twins, plan, library)
-        return (
-            {str(outcome.raised) for rank in outcomes for outcome in rank},
-            stepped(outcomes, plan),
-            scales(outcomes),
-        )
-
     cpu_twins.judge(
-        probe,
+        lambda library: errors_steps_and_scales(cpu_twins, plan, library),
         torch_does=lambda result: any("ProcessGroup" in text for text in result[0]),
         we_do=lambda result: (
-            result == ({"None"}, [[False, False]] * cpu_twins.world_size, [2.0] * cpu_twins.world_size)
+            result == (set(), [[False, False]] * cpu_twins.world_size, [2.0] * cpu_twins.world_size)
         ),
     )
 

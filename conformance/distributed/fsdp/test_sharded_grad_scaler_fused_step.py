@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from conformance.distributed.fsdp.scenes.fsdp_training import gathered_parameters
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
-from conformance.distributed.fsdp.scenes.scaler_layouts import on_meshes, plain_model
-from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
+from conformance.distributed.fsdp.scenes.scaler_layouts import begun_scaler, on_meshes, plain_model
+from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
@@ -55,13 +55,20 @@ def inputs_of(number: int, ranks: int) -> torch.Tensor:
     return torch.randn(SIZE * ranks, 5, generator=seeding.generator(number))
 
 
-def unsharded(kind: str, grad_outcomes: Sequence[int | None], norm_type: float, ranks: int) -> list[Any]:
+def unsharded(
+    grad_outcomes: Sequence[int | None],
+    ranks: int,
+    kind: str = "adamw",
+    norm_type: float = 2.0,
+    enabled: bool = True,
+) -> list[Any]:
     """Train with torch's four calls. Return norm, scale and parameters after each iteration.
 
     In an iteration whose outcome is not None, one gradient element is inf.
     """
     model = plain_model()
-    optimizer, scaler = OPTIMIZERS[kind](model.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled, **OPTIONS)
     results: list[Any] = []
     for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
@@ -81,13 +88,23 @@ def sharded(
     *,
     scaler: str,
     sharding: str,
-    kind: str,
     grad_outcomes: tuple[int | None, ...],
-    norm_type: float,
+    kind: str = "adamw",
+    norm_type: float = 2.0,
+    enabled: bool = True,
 ) -> list[Any]:
-    """Train a sharded model with `fused_step`. An outcome is the rank whose gradients contain inf, or None."""
+    """Train a sharded model with `fused_step`. An outcome is the rank whose gradients contain inf, or None.
+
+    Args:
+        sharding: "dtensor", "flat", "original" or "offloaded". Offloaded parameters are on the host, and their group
+            has no backend for the host.
+    """
     model = _in_parts(scene, sharding)
-    optimizer, its_scaler = OPTIMIZERS[kind](model.parameters()), scene.library.find(scaler)("cpu", **OPTIONS)
+    options: dict[str, Any] = {**OPTIONS, "enabled": enabled}
+    if sharding == "offloaded" and scaler == SCALER:
+        options["process_group"] = scene.rank.group_of_device()
+    its_scaler = scene.library.find(scaler)(scene.rank.device.type, **options)
+    optimizer = OPTIMIZERS[kind](model.parameters())
     results: list[Any] = []
     for number, grad_outcome in enumerate(grad_outcomes):
         optimizer.zero_grad()
@@ -95,7 +112,7 @@ def sharded(
         its_scaler.scale(model(own).square().mean()).backward()
         if grad_outcome == scene.rank.rank:
             _spoil(model)
-        norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type)
+        norm = its_scaler.fused_step(optimizer, MAX_NORM, norm_type).cpu()
         results.append((norm, its_scaler.get_scale(), _unsharded(scene, model, sharding)))
     return results
 
@@ -103,14 +120,19 @@ def sharded(
 def _in_parts(scene: Scene, sharding: str) -> nn.Module:
     if sharding == "dtensor":
         return fully_shard(plain_model(), mesh=scene.rank.mesh(scene.rank.world_size))
+    if sharding == "offloaded":
+        more = {
+            "process_group": scene.rank.group_of_device(),
+            "cpu_offload": scene.api.CPUOffload(offload_params=True),
+        }
+        return scene.wrap(plain_model(), use_orig_params=True, **more)
     return scene.wrap(plain_model(), use_orig_params=sharding == "original")
 
 
 def _unsharded(scene: Scene, model: nn.Module, sharding: str) -> list[torch.Tensor]:
     if sharding == "dtensor":
-        parameters: Any = model.parameters()
-        return [parameter.full_tensor().detach().clone() for parameter in parameters]
-    return [*gathered_parameters(scene.library, model).values()]
+        return [full_value(parameter) for parameter in model.parameters()]
+    return [parameter.cpu() for parameter in scene.whole_parameters(model).values()]
 
 
 def _spoil(model: nn.Module) -> None:
@@ -128,25 +150,11 @@ def assert_close_norm(label: str, expected: torch.Tensor, actual: Any) -> None:
     )
 
 
-@clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
-@TORCH_HAS_NO_FUSED_STEP
-@pytest.mark.parametrize("kind", list(OPTIMIZERS))
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
-@pytest.mark.parametrize(
-    ("sharding", "some_ranks"),
-    [
-        ("flat", 2),
-        ("original", 2),
-        ("dtensor", 2),
-        *(pytest.param(sharding, n, marks=FULL_PROFILE) for sharding in ("flat", "original") for n in (1, 3)),
-    ],
-)
-def test_fused_step_matches_unsharded_with_inf_on_each_rank(
-    twins_of: TwinsOf, sharding: str, some_ranks: int, scaler: str, kind: str
+def judge_training(
+    twins: Twins, scaler: str, sharding: str, *, grad_outcomes: Sequence[int | None], **how: Any
 ) -> None:
-    """The norm, the decision and the scale are those of the unsharded model."""
-    grad_outcomes, norm_type = (None, *range(some_ranks), None), 1.0 if kind == "nesterov" else 2.0
-    expected = unsharded(kind, grad_outcomes, norm_type, some_ranks)
+    """Judge the norm, the decision and the scale of each step by the unsharded model's."""
+    expected = unsharded(grad_outcomes, twins.world_size, **how)
 
     def judged(results: list[Any]) -> None:
         for rank, iterations in enumerate(results):
@@ -160,8 +168,37 @@ def test_fused_step_matches_unsharded_with_inf_on_each_rank(
                     assert_close_norm(label, norm, own_norm)
                 assert_all_close(f"{label}parameters", whole, own_whole, TRAINED)
 
-    arguments = {"sharding": sharding, "kind": kind, "grad_outcomes": grad_outcomes, "norm_type": norm_type}
-    judge(twins_of(some_ranks), sharded, judged, scaler, **arguments)
+    judge(twins, sharded, judged, scaler, sharding=sharding, grad_outcomes=grad_outcomes, **how)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.as_unsharded")
+@TORCH_HAS_NO_FUSED_STEP
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+@EACH_SCALER
+@pytest.mark.parametrize(
+    ("sharding", "some_ranks"),
+    [
+        ("flat", 2),
+        ("original", 2),
+        ("dtensor", 2),
+        *(pytest.param(sharding, n, marks=FULL_PROFILE) for sharding in ("flat", "original") for n in (1, 3)),
+    ],
+)
+def test_fused_step_matches_unsharded_with_inf_on_each_rank(
+    twins_of: TwinsOf, sharding: str, some_ranks: int, scaler: str, kind: str
+) -> None:
+    how = {"kind": kind, "norm_type": 1.0 if kind == "nesterov" else 2.0}
+    grad_outcomes = (None, *range(some_ranks), None)
+    judge_training(twins_of(some_ranks), scaler, sharding, grad_outcomes=grad_outcomes, **how)
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
+@TORCH_HAS_NO_FUSED_STEP
+@pytest.mark.parametrize("enabled", [True, False])
+@EACH_SCALER
+@pytest.mark.world_sizes(fewest=2)
+def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, enabled: bool) -> None:
+    judge_training(twins, scaler, "offloaded", grad_outcomes=(None, None), enabled=enabled)
 
 
 def unsharded_of_meshes(kind: str, grad_outcomes: Sequence[int | None]) -> list[Any]:
@@ -195,8 +232,7 @@ def over_meshes(scene: Scene, *, scaler: str, kind: str, grad_outcomes: tuple[in
 
     parameters = [nn.Parameter(value) for value in distribute(on_meshes(0))]
     optimizer = OPTIMIZERS[kind](parameters)
-    its_scaler = scene.library.find(scaler)("cpu", **OPTIONS)
-    its_scaler.scale(torch.ones(()))
+    its_scaler = begun_scaler(scene, scaler, **OPTIONS)
     results: list[Any] = []
     for number, bad in enumerate(grad_outcomes):
         grads = distribute(gradients_on_meshes(number, bad, its_scaler.get_scale()))
@@ -210,7 +246,7 @@ def over_meshes(scene: Scene, *, scaler: str, kind: str, grad_outcomes: tuple[in
 @clause("distributed.fsdp.sharded_grad_scaler.fused_step.several_meshes")
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
+@EACH_SCALER
 def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, scaler: str, kind: str) -> None:
     """Each gradient in turn has inf, which only some ranks hold."""
     grad_outcomes = (None, 0, 1, 2, 3, 4, None)
@@ -228,47 +264,6 @@ def test_fused_step_over_several_meshes_matches_unsharded(twins_of: TwinsOf, sca
                 assert_all_close(f"{label}parameters", *map(list, zip(*pairs, strict=True)), TRAINED)
 
     judge(twins_of(4), over_meshes, judged, scaler, kind=kind, grad_outcomes=grad_outcomes)
-
-
-def offloaded(scene: Scene, *, scaler: str, enabled: bool) -> list[Any]:
-    """Train with parameters on the host and a group without a backend for the host. Return norms and parameters."""
-    group = scene.rank.group_of_device()
-    model = scene.wrap(
-        plain_model(),
-        use_orig_params=True,
-        process_group=group,
-        cpu_offload=scene.api.CPUOffload(offload_params=True),
-    )
-    more = {"process_group": group} if "Sharded" in scaler else {}
-    its_scaler = scene.library.find(scaler)(scene.rank.device.type, enabled=enabled, **more, **OPTIONS)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    results: list[Any] = []
-    for number in range(2):
-        optimizer.zero_grad()
-        own = inputs_of(number, scene.rank.world_size).split(SIZE)[scene.rank.rank]
-        its_scaler.scale(model(own).square().mean()).backward()
-        norm = its_scaler.fused_step(optimizer, MAX_NORM).cpu()
-        results.append(
-            (norm, [parameter.cpu() for parameter in gathered_parameters(scene.library, model).values()])
-        )
-    return results
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.fused_step.group_of_the_device")
-@TORCH_HAS_NO_FUSED_STEP
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
-@pytest.mark.world_sizes(fewest=2)
-def test_fused_step_works_over_group_of_device_only(twins: Twins, scaler: str, enabled: bool) -> None:
-    expected = unsharded("adamw", (None, None), 2.0, twins.world_size)
-
-    def judged(results: list[Any]) -> None:
-        for rank, iterations in enumerate(results):
-            for (norm, _, whole), (own_norm, own_whole) in zip(expected, iterations, strict=True):
-                assert_close_norm(f"on rank {rank}: ", norm, own_norm)
-                assert_all_close(f"on rank {rank} parameters", whole, own_whole, TRAINED)
-
-    judge(twins, offloaded, judged, scaler, enabled=enabled)
 
 
 def one_fails(scene: Scene, *, scaler: str, failure: str, beside: str) -> tuple[Any, Any, list[float]]:

@@ -18,6 +18,13 @@ from conformance.judge.sandbox import seeding
 from conformance.strategies.dtensor_gradients import PlacedGradient
 
 
+def begun_scaler(scene: Scene, scaler: str, **options: Any) -> Any:
+    """Return a scaler of the scene's library and device that has a scale, as after a first backward."""
+    begun = scene.library.find(scaler)(scene.rank.device.type, **options)
+    begun.scale(torch.ones((), device=scene.rank.device))
+    return begun
+
+
 def plain_model() -> nn.Module:
     seeding.seed_all()
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

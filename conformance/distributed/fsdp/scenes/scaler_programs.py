@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
@@ -17,11 +18,11 @@ from conformance.distributed.fsdp.scenes.twins import Twins
 from conformance.judge.library import Library, load_library
 from conformance.judge.outcome import Outcome, assert_same_outcome
 from conformance.ranks import Rank
-from conformance.ranks.collective_traces import Collective
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.scaling import Harness, pickled
 
 SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+EACH_SCALER = pytest.mark.parametrize("scaler", ["amp.GradScaler", SCALER])
 INIT_SCALE_8 = {"init_scale": 8.0}
 
 
@@ -189,16 +190,21 @@ def _group_of(rank: Rank, groups: int) -> Iterator[dist.ProcessGroup | None]:
 ScalerOutcomes = Sequence[Sequence[Outcome]]
 
 
-def on_ranks(twins: Twins, library: Library, case: Callable[..., Any], **arguments: Any) -> list[Any]:
-    """Run a case on every rank. Return one result per rank."""
-    # A missing scaler is detected here, so that it is reported as not provided.
-    library.find(SCALER)
-    return twins.pool.run(case, library=library.spec, **arguments)
-
-
 def played(twins: Twins, plan: ScalerProgram, library: Library | None = None) -> ScalerOutcomes:
     """Run the plan on the ranks of `library`, by default the subject."""
-    return on_ranks(twins, library or twins.subject, play, plan=plan)
+    library = library or twins.subject
+    # A missing scaler is detected here, so that it is reported as not provided.
+    library.find(SCALER)
+    return twins.pool.run(play, library=library.spec, plan=plan)
+
+
+def errors_steps_and_scales(
+    twins: Twins, plan: ScalerProgram, library: Library
+) -> tuple[set[str], list[list[bool]], list[float]]:
+    """Run the plan. Return the errors of all calls, and the results of `stepped` and `scales`."""
+    outcomes = played(twins, plan, library)
+    errors = {str(outcome.raised) for rank in outcomes for outcome in rank if outcome.raised is not None}
+    return errors, stepped(outcomes, plan), scales(outcomes)
 
 
 def assert_calls_match_torch(twins: Twins, plan: ScalerProgram) -> ScalerOutcomes:
@@ -218,17 +224,6 @@ def assert_calls_match_torch(twins: Twins, plan: ScalerProgram) -> ScalerOutcome
                 error.add_note(f"on rank {rank} of {len(actual)}, at {call}")
                 raise
     return actual
-
-
-def assert_outcomes_match_torch(twins: Twins, case: Callable[..., Any], **arguments: Any) -> list[Outcome]:
-    """Compare the outcomes that a case returns on the ranks of both libraries. Return those of the last rank."""
-    expected, actual = (
-        on_ranks(twins, library, case, **arguments) for library in (twins.reference, twins.subject)
-    )
-    for expected_outcomes, actual_outcomes in zip(expected, actual, strict=True):
-        for pair in zip(expected_outcomes, actual_outcomes, strict=True):
-            assert_same_outcome(*pair)
-    return actual[-1]
 
 
 def scales(outcomes: ScalerOutcomes) -> list[float]:
@@ -257,8 +252,3 @@ def stepped(outcomes: ScalerOutcomes, plan: ScalerProgram) -> list[list[bool]]:
 def _weights(outcome: Outcome) -> list[torch.Tensor]:
     states = [state["data"] if isinstance(state, dict) else state for state in outcome.watched["parameters"]]
     return [state.values for state in states]
-
-
-def issued(twins: Twins) -> list[list[Collective]]:
-    """Return the collectives of the last case, for each rank."""
-    return [list(trace) for trace in twins.pool.traces]
