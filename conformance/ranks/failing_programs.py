@@ -21,10 +21,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from conformance.judge.rank_errors import RankDied, RankFault, RankHung, RankRaised, RanksDiverged
 from conformance.ranks.channel import Channel
 from conformance.ranks.process import MOST_GROUPS, Rank
 
 _FOREVER_S = 3600.0
+
+# The exception that each case must cause, or None if it must succeed.
+EXPECTED: dict[str, type[RankFault] | None] = {
+    "raises": RankRaised,
+    "raises_everywhere": RankRaised,
+    "raises_what_has_no_text": RankRaised,
+    "asks_to_exit": RankRaised,
+    "returns_unpicklable": RankRaised,
+    "talks_and_raises": RankRaised,
+    "leaves_a_process": RankRaised,
+    "runs_out_of_memory": RankRaised,
+    "exits": RankDied,
+    "is_killed": RankDied,
+    "segfaults": RankDied,
+    "sleeps": RankHung,
+    "holds_pythons_lock": RankHung,
+    "is_stopped": RankHung,
+    "receives_without_sender": RankHung,
+    "skips_a_collective": RanksDiverged,
+    "mismatched_size": RanksDiverged,
+    "mismatched_collective": RanksDiverged,
+    "talks": None,
+    "returns_much": None,
+    "leaves_torch_changed": None,
+    "leaves_groups": None,
+    "dies_later": None,
+}
+
+
+def deadline_s(fault: str) -> float:
+    return 0.5 if EXPECTED[fault] is RankHung else 30.0
 
 
 def healthy(rank: Rank) -> float:
