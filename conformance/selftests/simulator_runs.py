@@ -1,28 +1,17 @@
-"""Runs of Python programs on the simulated accelerator, in processes of their own."""
+"""Runs of scripts on the simulated accelerator."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from conformance.ranks.handle import fork_server
+from conformance.selftests.processes import LIMIT_S
 from conformance.simulator.__main__ import main
-
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 500.0  # the extension is built, if it is not in the cache
-
-
-def run(*words: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, *(str(word) for word in words)]
-    return subprocess.run(
-        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
 
 
 def simulate(*words: object, cwd: Path) -> tuple[int, str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,16 @@ from conformance.judge.accounting import NotRun, account, clauses_of_file, known
 from conformance.judge.clauses import HERE, all_clauses
 from conformance.judge.sandbox.trial import SubjectInfo
 from conformance.report.verdict import parts
+from conformance.selftests.processes import run_pytest
 
-ROOT = HERE.parent
 CLIP = "nn.utils.clip_grad_norm_"
 OVERLAP = "nn.utils.clip_grad.clip_grad_norm_.extreme_gradients_survive"
 VALUE, VALUE_CLAUSE = (
     "conformance/nn/utils/test_clip_grad_value.py",
     "nn.utils.clip_grad.clip_grad_value_.clamps",
 )
-_LIMIT_S = 200.0
 
-pytestmark = pytest.mark.deadline(_LIMIT_S + 20)
+pytestmark = pytest.mark.deadline(220)
 
 
 def judge(folder: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
@@ -40,12 +36,8 @@ def judge(folder: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]
         "def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):\n"
         "    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--profile=quick"]
-    command += ["--subject=onlyclip", f"--report={folder}", *words]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-    )
+    words = ["--profile=quick", "--subject=onlyclip", f"--report={folder}", *words]
+    ended = run_pytest(*words, packages=folder)
     file = folder / "report.json"
     assert file.is_file(), ended.stdout + ended.stderr
     return ended.returncode, json.loads(file.read_text())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import pytest
 from conformance.cli.options import MARKS
 from conformance.judge import catalogue, clauses, surface
 from conformance.judge.files.rows import all_deviations
-
-ROOT = Path(__file__).parents[2]
+from conformance.selftests.processes import ROOT, run_python
 
 
 @pytest.mark.parametrize("key", ["says", "covers", "area", "thread", "torch"])
@@ -87,10 +84,7 @@ def test_clause_of_other_torch_versions_is_not_run(tmp_path: Path, monkeypatch: 
 
 def test_catalogue_is_printed_as_json_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws pages")
-    command = [sys.executable, "-m", "conformance.catalogue"]
-    printed = subprocess.run(
-        [*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-    )
+    printed = run_python("-m", "conformance.catalogue", "--json")
     assert json.loads(printed.stdout) == json.loads(json.dumps(catalogue.as_dict()))
     from conformance.report.catalogue_page import write_catalogue  # noqa: PLC0415 (needs jinja2)
 

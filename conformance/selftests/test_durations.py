@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from conformance.judge.durations import (
     shard_of,
     smoke_functions,
 )
+from conformance.selftests.processes import run_pytest
 from conformance.selftests.sample_reports import a_report, judged
 from conformance.selftests.test_accounting import judge
 
@@ -144,9 +143,7 @@ def test_wrong_shard_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("word", ["--shard=3/2", "--marks=generic,none"])
 def test_wrong_option_of_pytest_is_refused(word: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--collect-only"]
-    command += [word, "conformance/nn"]
-    ended = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_pytest("--collect-only", word, "conformance/nn")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout
     assert word.partition("=")[0] in ended.stderr
 

@@ -35,9 +35,9 @@ from conformance.judge.judgement import Judgement
 from conformance.judge.results import verdict
 from conformance.judge.sandbox.marked_processes import marked_processes
 from conformance.report.verdict import parts, reasons
+from conformance.selftests.processes import ROOT, left_processes
 from conformance.selftests.sample_reports import CLAUSE, a_report, judged, trained
 
-ROOT = Path(__file__).parents[2]
 # Collect few tests for a gate that is stopped, because importing them takes longer than running twenty.
 _COLLECTED = " ".join(f"--ignore=conformance/{folder}" for folder in ("distributed", "dynamo"))
 
@@ -212,10 +212,7 @@ def test_stopped_gate_reports_results_and_starts_nothing(tmp_path: Path, blow: s
     assert report["speed"] == report["training"] == {}
     assert "stopped by the user" in (tmp_path / "index.html").read_text()
     assert not (tmp_path / "timing.log").exists()
-    end = time.monotonic() + 20
-    while (left := marked_processes(f"TANDEM_MARK={mark}")) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert left == []
+    assert left_processes(f"TANDEM_MARK={mark}") == []
 
 
 def _judged_tests(folder: Path) -> int:

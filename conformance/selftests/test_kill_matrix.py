@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from conformance.judge import surface
 from conformance.judge.clauses import all_clauses
 from conformance.judge.library import Library
 from conformance.judge.sandbox import environment
-from conformance.judge.sandbox.marked_processes import marked_processes
+from conformance.selftests.processes import left_processes
 from conformance.selftests.sample_reports import a_kill, a_survivor, a_table, an_idle_clause
 from conformance.strength.__main__ import AS_EXPECTED, NOT_JUDGED, STOPPED, main
 from conformance.strength.faults import measure
@@ -162,10 +161,7 @@ def test_stopped_it_ends_at_once_and_writes_what_is_known(
         os.kill(command.pid, blow)
         reported, _ = command.communicate(timeout=60)
         assert (command.returncode, reported.splitlines()[-1]) == (STOPPED, "stopped")
-    end = time.monotonic() + 10
-    while (left := marked_processes(f"TANDEM_MARK={os.environ['TANDEM_MARK']}")) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert left == []
+    assert left_processes(f"TANDEM_MARK={os.environ['TANDEM_MARK']}") == []
     table = read_table(out, "faults")
     assert not table.complete
     assert table.rows[0].outcome == KILLED

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +11,15 @@ import pytest
 pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 
 from conformance.judge.accounting import OTHER_SHARD
-from conformance.judge.clauses import HERE, all_clauses
+from conformance.judge.clauses import all_clauses
 from conformance.report import __main__ as command
 from conformance.report import conclude
 from conformance.report.merging import mark_flaky, merge_shards
 from conformance.report.verdict import reasons
+from conformance.selftests.processes import run_python
 from conformance.selftests.sample_reports import a_report, judged
 from conformance.selftests.test_accounting import judge
 
-ROOT = HERE.parent
 FIRST, SECOND = list(all_clauses())[:2]
 VALUE = "conformance/nn/utils/test_clip_grad_value.py"
 pytestmark = pytest.mark.deadline(280.0)
@@ -178,15 +175,7 @@ def test_rerun_reports_test_that_fails_once(tmp_path: Path) -> None:
     (package / "utils.py").write_text(WRONG_ONCE)
     test = f"{VALUE}::test_clamps_values"
     words = ["wrong_once", test, "-n", "1", "--rerun", "1", "--out", str(tmp_path / "report")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "conformance", *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
+    ended = run_python("-m", "conformance", *words, cwd=tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     outcomes = [test["outcome"] for test in report["tests"]]

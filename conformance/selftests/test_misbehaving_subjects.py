@@ -18,8 +18,8 @@ from conformance.judge.results import BAD_INPUT
 from conformance.judge.sandbox import trial
 from conformance.judge.sandbox.notes import Notes
 from conformance.selftests.misbehaving import written
+from conformance.selftests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 VALUE = "conformance/nn/utils/test_clip_grad_value.py"
 NORM = "conformance/nn/utils/test_clip_grad.py"
 TOTAL = "conformance/nn/utils/test_clip_grad_total_norm.py"

@@ -24,6 +24,7 @@ from conformance.ranks import PoolBroken, RankFault, RankHung, RankPool, RankRai
 from conformance.ranks.collective_traces import Collective
 from conformance.ranks.failing_programs import EXPECTED, deadline_s
 from conformance.ranks.pool import _Pace
+from conformance.selftests.processes import left_processes, run_python
 from conformance.selftests.rank_leaks import CASES, WORLD_SIZES, wait_for_death
 
 
@@ -297,10 +298,7 @@ def test_no_rank_outlives_its_parent(blow: signal.Signals) -> None:
         assert len(marked_processes(f"TANDEM_MARK={mark}")) >= 4  # parent, fork server, two ranks
         os.killpg(parent.pid, blow)
         parent.wait(90)
-    end = time.monotonic() + 20
-    while (left := marked_processes(f"TANDEM_MARK={mark}")) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert left == []
+    assert left_processes(f"TANDEM_MARK={mark}") == []
 
 
 def test_interrupted_case_leaves_usable_pool(pair: RankPool) -> None:
@@ -328,18 +326,7 @@ def test_interrupted_case_leaves_usable_pool(pair: RankPool) -> None:
 def test_many_faults_leave_nothing_behind() -> None:
     # A short path: sockets lie in it, whose names have room for about a hundred characters.
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            "TMPDIR": folder,
-            "TANDEM_MARK": uuid.uuid4().hex,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "conformance.selftests.rank_leaks", "30"],
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-            env=os.environ | environment,
-        )
+        environment = {"TMPDIR": folder, "TANDEM_MARK": uuid.uuid4().hex}
+        done = run_python("-W", "ignore", "-m", "conformance.selftests.rank_leaks", 30, **environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {"between cases": {}, "at the end": {}}

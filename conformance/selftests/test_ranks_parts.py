@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ from conformance.ranks.collective_traces import Collective, CollectiveTraces
 from conformance.ranks.handle import RankHandle
 from conformance.ranks.pool import _Progress
 from conformance.ranks.slots import cpu_slots
-
-ROOT = Path(__file__).parents[2]
+from conformance.selftests.processes import run_python
 
 
 def a_call(
@@ -240,7 +238,5 @@ print([name for name in sys.modules if name.split(".")[0] == "impl"])
 
 
 def test_cases_bring_no_subject_to_where_ranks_come_from() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", BROUGHT], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert ended.stdout == "[]\n"
+    ended = run_python("-c", BROUGHT)
+    assert ended.stdout == "[]\n", ended.stderr

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +16,8 @@ from conformance.judge.library import NotProvided, load_library
 from conformance.judge.outcome import observe
 from conformance.judge.results import BAD_INPUT, Recorder, broken_clauses
 from conformance.ranks import RankPool
+from conformance.selftests.processes import run_pytest
 
-ROOT = Path(__file__).parents[2]
 FIRST, SECOND = (clause["id"] for clause in clauses.for_report()[:2])
 
 
@@ -127,18 +124,8 @@ def test_unjudgeable_subject_ends_in_error(tmp_path: Path, name: str) -> None:
     source, code, reported = SUBJECTS[name]
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
-    command += ["--profile", "quick", "--subject", name, "conformance/nn/utils/test_clip_grad_value.py"]
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = ("--profile", "quick", "--subject", name, "conformance/nn/utils/test_clip_grad_value.py")
+    ended = run_pytest(*words, packages=tmp_path)
     assert ended.returncode == code, ended.stdout
     assert reported in ended.stdout + ended.stderr
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cli.running import STOPPED, Stop, run
-from conformance.judge.sandbox.marked_processes import marked_processes
+from conformance.selftests.processes import left_processes
 
 pytestmark = pytest.mark.deadline(60)
 
@@ -47,23 +47,16 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"TANDEM_MARK={os.environ['TANDEM_MARK']}"
 
 
-def others(mark: str) -> list[int]:
-    end = time.monotonic() + 10
-    while (left := marked_processes(mark)) and time.monotonic() < end:
-        time.sleep(0.02)
-    return left
-
-
 def test_finished_command_leaves_no_process(tmp_path: Path, mark: str) -> None:
     log = tmp_path / "log"
     assert run([sys.executable, "-c", LEAVES_A_PROCESS], log, 30.0, Stop()) == ("", 0)
-    assert (log.read_text(), others(mark)) == ("up\n", [])
+    assert (log.read_text(), left_processes(mark)) == ("up\n", [])
 
 
 def test_timed_out_command_leaves_no_process(tmp_path: Path, mark: str) -> None:
     why, code = run([sys.executable, "-c", LEAVES_A_PROCESS, "wait"], tmp_path / "log", 1.0, Stop())
     assert "did not end within 1 s" in why
-    assert (code, others(mark)) == (-1, [])
+    assert (code, left_processes(mark)) == (-1, [])
 
 
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM])
@@ -86,7 +79,7 @@ def test_stopped_command_may_report_results(
         assert run([sys.executable, "-c", source], log, 50.0, stop) == (STOPPED, -1)
     striking.join()
     assert log.read_text().endswith(last)
-    assert others(mark) == []
+    assert left_processes(mark) == []
 
 
 def test_second_interrupt_ends_command_at_once() -> None:

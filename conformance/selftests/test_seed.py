@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +10,13 @@ from typing import Any
 import pytest
 
 from conformance.judge.sandbox import environment, seeding
+from conformance.selftests.processes import run_pytest
 from conformance.selftests.sample_reports import judged
 from conformance.strategies.gradients import Gradient
 from conformance.strength import false_positives
 from conformance.strength.__main__ import main
 from conformance.strength.results import Row, read_table, write_table
 
-ROOT = Path(__file__).parents[2]
 # Drawn values are written to a file. Each test has the same words as a test of the suite.
 DRAWING = """
 import json, random
@@ -46,13 +43,9 @@ def test_the_rest(ranks):
 
 def draw(folder: Path, *seed: str) -> dict[str, Any]:
     (folder / "test_drawing.py").write_text(DRAWING)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["-p", "conformance.plugin", "-p", "conformance.ranks.fixtures", "--subject", "torch"]
-    command += ["--profile", "quick", *seed, str(folder / "test_drawing.py")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    plugins = ("-p", "conformance.plugin", "-p", "conformance.ranks.fixtures")
+    words = ("--subject", "torch", "--profile", "quick", *seed, folder / "test_drawing.py")
+    ended = run_pytest(*plugins, *words, cwd=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads((folder / "drawn.json").read_text())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import pytest
 
 from conformance.ranks.fixtures import require_simulator
 from conformance.selftests import simulator_graph_programs  # noqa: F401 - its programs too
+from conformance.selftests.processes import LIMIT_S, run_pytest, run_python
 from conformance.selftests.simulator_programs import PROGRAMS
-from conformance.selftests.simulator_runs import LIMIT_S, ROOT, run
 from conformance.simulator.control import in_program
 
 SEEDS = 10
@@ -28,7 +27,7 @@ def _built() -> None:
 
 @pytest.fixture(scope="session")
 def outcomes() -> list[dict[str, object]]:
-    ended = run("-m", "conformance.selftests.simulator_graph_programs", SEEDS)
+    ended = run_python("-m", "conformance.selftests.simulator_graph_programs", SEEDS)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -94,14 +93,14 @@ SAMPLE = (
 @pytest.mark.parametrize("tests", SAMPLE)
 def test_impl_is_green_there(tests: str) -> None:
     options = ("--subject", "impl", "--device", "sim", "--world-sizes", 2, "--profile", "quick")
-    ended = run("-m", "pytest", "-n", 0, "-q", f"conformance/{tests}", *options)
+    ended = run_pytest(f"conformance/{tests}", *options)
     assert ended.returncode == 0, ended.stdout
 
 
 def test_backward_on_the_cpu_leaves_backwards_on_the_device_possible() -> None:
     test = "conformance/amp/test_grad_scaler_microbatch.py::test_scale_falls_after_nonfinite_microbatch"
     options = ("--subject", "impl", "--device", "cpu,sim", "--profile", "quick")
-    ended = run("-m", "pytest", "-n", 0, "-q", test, *options)
+    ended = run_pytest(test, *options)
     assert ended.returncode == 0, ended.stdout
 
 
@@ -121,13 +120,13 @@ def test_device_of_another_package_is_judged_through_its_claims_file(tmp_path: P
     claims.write_text('[device]\ntype = "elsewhere"\nimport = "elsewhere_npu"\n')
     options = ("--claims", claims, "--world-sizes", 2, "--profile", "quick")
     tests = [f"conformance/{test}" for test in FOREIGN]
-    ended = run("-m", "pytest", "-n", 0, "-q", *tests, *options, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    ended = run_pytest(*tests, *options, packages=tmp_path)
     assert ended.returncode == 0, ended.stdout
     assert "reference cannot run here: 5" in ended.stdout
 
 
 def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
-    ended = run("-m", "conformance.selftests.simulator_training", 7)
+    ended = run_python("-m", "conformance.selftests.simulator_training", 7)
     assert ended.returncode == 0, ended.stderr
     for name, outcome in json.loads(ended.stdout).items():
         assert outcome == {"equal": [True] * 7, "hazards": []}, name
@@ -162,7 +161,7 @@ print(*(len(torch.arange(0.5, end, 0.25, device="sim")) for end in (0.5, 1.0)))
 
 
 def test_refusal_is_raised_at_its_call() -> None:
-    ended = run("-c", REFUSED)
+    ended = run_python("-c", REFUSED)
     assert ended.returncode == 0, ended.stderr
     *lines, drawn = ended.stdout.splitlines()
     assert len(lines) == 16
@@ -204,7 +203,7 @@ report(lambda: torch.ones(2, device="sim").tolist())
 
 def test_error_on_device_ends_its_stream_and_is_raised_by_every_wait() -> None:
     """An error that no wait has raised is raised when the next schedule is set."""
-    ended = run("-c", FAILED)
+    ended = run_python("-c", FAILED)
     assert ended.returncode == 0, ended.stderr
     error = "sim: division failed on the device: ZeroDivisionError: division by zero"
     after = ["[1.0, 1.0]", error, "None", "[1.0, 1.0]"]
@@ -246,7 +245,7 @@ for support, examples in calls.items():
 
 
 def test_coverage_reports_how_operators_run() -> None:
-    ended = run("-c", COVERED)
+    ended = run_python("-c", COVERED)
     assert ended.returncode == 0, ended.stderr
     refused = "NO_KERNEL sim runs aten::{} by its kernel for the CPU, which it does not have"
     assert ended.stdout.splitlines() == [
@@ -258,7 +257,7 @@ def test_coverage_reports_how_operators_run() -> None:
 
 
 def test_coverage_command_lists_what_cannot_be_queued() -> None:
-    ended = run("-m", "conformance.simulator.coverage")
+    ended = run_python("-m", "conformance.simulator.coverage")
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"\d+ run while the host waits: .*\n(?: .*\n)* .*\bnonzero,", ended.stdout), ended.stdout
     assert re.search(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from conformance.ranks.fixtures import require_simulator
+from conformance.selftests.processes import LIMIT_S, run_python
 from conformance.simulator.cost.durations import bytes_of, flops_of, hardware
 from conformance.simulator.cost.timeline import merged, schedule, step_cost
 from conformance.simulator.cost.trace import MARK, Entry
 
-ROOT = Path(__file__).parents[2]
-_LIMIT_S = 500.0  # the extension is built, if it is not in the cache
 SECONDS = {"a": 2.0, "b": 3.0, "all_gather": 5.0, "c": 1.0}
 
-pytestmark = pytest.mark.deadline(_LIMIT_S + 60)
+pytestmark = pytest.mark.deadline(LIMIT_S + 60)
 
 
 def run(name: str, stream: int = 0) -> Entry:
@@ -129,8 +125,7 @@ def test_unknown_accelerator_raises() -> None:
 @pytest.fixture(scope="module")
 def costs() -> dict[str, dict[str, float]]:
     require_simulator()
-    command = [sys.executable, "-m", "conformance.selftests.simulator_costs"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    ended = run_python("-m", "conformance.selftests.simulator_costs")
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from conformance.ranks.fixtures import require_simulator
-from conformance.selftests.simulator_runs import run
+from conformance.selftests.processes import LIMIT_S, run_python
 
-pytestmark = pytest.mark.deadline(560.0)
+pytestmark = pytest.mark.deadline(LIMIT_S + 60)
 
 LOST = "the capture is lost: "
 # By call: its error, and the error at the end of the capture.
@@ -43,7 +43,7 @@ def reported_by(case: str) -> dict:
         "import json; from conformance import simulator; from conformance.selftests import simulator_graph_programs;"
         f"simulator.enable(); print(json.dumps(simulator_graph_programs.{case}()))"
     )
-    ended = run("-c", code)
+    ended = run_python("-c", code)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

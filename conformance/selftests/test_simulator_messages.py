@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conformance.selftests.simulator_runs import ROOT, simulate
+from conformance.selftests.processes import ROOT, run_python
+from conformance.selftests.simulator_runs import simulate
 
 MESSAGES = ROOT / "conformance/selftests/simulator_messages.py"
 PIPELINES = ROOT / "conformance/selftests/simulator_pipelines.py"
@@ -258,11 +256,7 @@ print(len({tuple(course.digests) for course in run(script, [0] * 12, jobs=4)}), 
 @pytest.mark.profile("full")
 def test_pipeline_takes_one_course_for_one_seed(tmp_path: Path) -> None:
     """The thread of a backward frees tensors late. The more processes share the cores, the later it does so."""
-    words = (sys.executable, "-c", _SAME_SCHEDULE, str(PIPELINES))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        words, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False, timeout=480
-    )
+    ended = run_python("-c", _SAME_SCHEDULE, PIPELINES, cwd=tmp_path)
     assert ended.stdout == "1 courses\n", ended.stdout + ended.stderr
 
 

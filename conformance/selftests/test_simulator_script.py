@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from conformance.selftests.simulator_runs import ROOT, run, simulate
+from conformance.selftests.processes import ROOT, run_python
+from conformance.selftests.simulator_runs import simulate
 from conformance.simulator.control import Hazard, Step
 from conformance.simulator.lanes import page
 from conformance.simulator.script import ScheduledRun, differences
@@ -28,7 +29,7 @@ def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
     program, *words = shlex.split(command_line, comments=True)
     assert program == "tandem-race"
     (tmp_path / "race.py").write_text(script)
-    ended = run("-m", "conformance.simulator", *words, cwd=tmp_path)
+    ended = run_python("-m", "conformance.simulator", *words, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (1, reported)
 
 
@@ -92,7 +93,7 @@ def test_documented_gate_of_a_backend_is_green(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     [command] = re.findall(r"```bash run\nPYTHONPATH=\. tandem-judge (.*)\n```", page)
     paths = os.pathsep.join((str(ROOT), "."))
-    ended = run("-m", "conformance", *shlex.split(command), cwd=tmp_path, PYTHONPATH=paths)
+    ended = run_python("-m", "conformance", *shlex.split(command), cwd=tmp_path, PYTHONPATH=paths)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert report["devices"] == ["acme"]
@@ -163,7 +164,7 @@ def test_unrunnable_script_gives_no_verdict(tmp_path: Path) -> None:
 def test_missing_compiler_is_reported_as_unavailable(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
-    ended = run("-m", "conformance.simulator", "script.py", cwd=tmp_path, **environment)
+    ended = run_python("-m", "conformance.simulator", "script.py", cwd=tmp_path, **environment)
     assert (ended.returncode, ended.stdout) == (2, "")
     # A torch that was built for CUDA may log before it that it finds no runtime.
     *logged, sentence = ended.stderr.splitlines()
@@ -220,7 +221,7 @@ def test_dynamo_is_imported_once_unless_script_configures_it(tmp_path: Path, dis
         "import torch._dynamo.config\n"
         "print(torch._dynamo.config.disable)\n"
     )
-    ended = run("-m", "conformance.simulator", "dynamo.py", "--seed", 1, cwd=tmp_path)
+    ended = run_python("-m", "conformance.simulator", "dynamo.py", "--seed", 1, cwd=tmp_path)
     assert ended.stdout.splitlines()[:2] == [str(not disabled), str(disabled)]
 
 
@@ -341,7 +342,7 @@ for name, call in calls.items():
 def test_error_of_cpu_is_raised_at_its_call(tmp_path: Path) -> None:
     (tmp_path / "refused.py").write_text(_REFUSED)
     _, on_sim = simulate("refused.py", "--seed", 1, "--", "sim", cwd=tmp_path)
-    on_cpu = run("refused.py", "cpu", cwd=tmp_path).stdout
+    on_cpu = run_python("refused.py", "cpu", cwd=tmp_path).stdout
     assert "is taken" not in on_cpu
     assert on_sim.partition("\nseed 1:")[0] == on_cpu
 

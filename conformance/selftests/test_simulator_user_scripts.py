@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from conformance.judge.judgement import unavailable
-from conformance.selftests.simulator_runs import ROOT, simulate
+from conformance.selftests.processes import ROOT
+from conformance.selftests.simulator_runs import simulate
 
 pytestmark = pytest.mark.deadline(560.0)
 
