@@ -55,28 +55,45 @@ def test_clause_has_thread_of_its_deviation() -> None:
     assert required == f"torch>={oldest},<{major}.{minor + 1}"
 
 
+def read_clause(folder: Path, keys: str) -> clauses.Clause:
+    file = folder / "x.toml"
+    file.write_text(f'[x]\nsays = "step returns None."\n{keys}')
+    [clause] = clauses._read("amp", file)
+    return clause
+
+
 @pytest.mark.parametrize(
-    ("table", "reported"),
+    ("keys", "reported"),
     [
-        ('[x]\nsays = "It does."\nlevels = "core"', "has the unknown keys ['levels']"),
-        ('[x]\nsays = "step returns None."\nneeds = "cuda"', "has needs = 'cuda'; expected accelerator"),
-        ('[x]\nsays = "step returns None."\ntorch = "<1.0"', "holds for torch <1.0, which is none of"),
-        (
-            '[x]\nsays = "step returns None."\ntorch = "~=2.12"',
-            "'~=2.12'; expected >=MAJOR.MINOR or <MAJOR.MINOR",
-        ),
+        ('levels = "core"', "has the unknown keys ['levels']"),
+        ('level = "core"', "has the level 'core'; only extension is written"),
+        ('needs = "cuda"', "has needs = 'cuda'; expected accelerator"),
+        ('torch = "<1.0"', "holds for torch <1.0, which is none of"),
+        ('torch = "~=2.12"', "'~=2.12'; expected >=MAJOR.MINOR or <MAJOR.MINOR"),
+        ('until = "2.15"', "has until = '2.15'; expected one of 2.11, "),
+        ('level = "extension"\nuntil = "2.1"', "has until = '2.1'; expected one of 2.11, "),
     ],
 )
-def test_mistake_in_clause_is_reported(tmp_path: Path, table: str, reported: str) -> None:
-    (tmp_path / "x.toml").write_text(table)
+def test_mistake_in_clause_is_reported(tmp_path: Path, keys: str, reported: str) -> None:
     with pytest.raises(ValueError, match=r"x\.toml: ") as caught:
-        list(clauses._read("amp", tmp_path / "x.toml"))
+        read_clause(tmp_path, keys)
     assert reported in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("keys", "level"),
+    [
+        ("", "core"),
+        ('level = "extension"', "extension"),
+        ('level = "extension"\nuntil = "2.11"', "core"),
+    ],
+)
+def test_clause_level(tmp_path: Path, keys: str, level: str) -> None:
+    assert read_clause(tmp_path, keys).level == level
+
+
 def test_clause_of_other_torch_versions_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x.toml").write_text('[x]\nsays = "step returns None."\ntorch = ">=2.11,<2.13"')
-    [clause] = clauses._read("amp", tmp_path / "x.toml")
+    clause = read_clause(tmp_path, 'torch = ">=2.11,<2.13"')
     for version, holds in {"2.9.0": False, "2.11.1": True, "2.12.0a0+git": True, "2.13.0+cpu": False}.items():
         monkeypatch.setattr(surface.torch, "__version__", version)
         assert clause.holds_here == holds

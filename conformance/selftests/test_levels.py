@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from conformance.judge.clauses import Clause, _read, all_clauses
+from conformance.judge.clauses import all_clauses
 from conformance.judge.files import claims_file
 from conformance.judge.files.claims import claimed_extensions, claims
 from conformance.judge.files.rows import limited_clauses
@@ -78,36 +77,6 @@ def test_extensions_are_claimed_by_name() -> None:
     assert EXTENSIONS
     assert claimed_extensions("torch") == frozenset()
     assert claims("impl") == frozenset(names())
-
-
-def read_clause(folder: Path, written: str) -> Clause:
-    file = folder / "area.toml"
-    file.write_text(f'[scaler.scales]\n{written}\nsays = "The scaler multiplies."')
-    (clause,) = _read("area", file)
-    return clause
-
-
-@pytest.mark.parametrize(
-    ("written", "level"),
-    [
-        ("", "core"),
-        ('level = "extension"', "extension"),
-        ('level = "extension"\nuntil = "2.11"', "core"),
-        ('level = "core"', None),
-    ],
-)
-def test_clause_level(tmp_path: Path, written: str, level: str | None) -> None:
-    if level is None:
-        with pytest.raises(ValueError, match="only extension is written"):
-            read_clause(tmp_path, written)
-    else:
-        assert read_clause(tmp_path, written).level == level
-
-
-@pytest.mark.parametrize("written", ['until = "2.15"', 'level = "extension"\nuntil = "2.1"'])
-def test_until_without_extension_or_supported_torch_is_refused(tmp_path: Path, written: str) -> None:
-    with pytest.raises(ValueError, match=r"expected one of 2\.11, .* beside level = 'extension'"):
-        read_clause(tmp_path, written)
 
 
 def test_clause_with_deviation_has_its_level() -> None:
