@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,25 +86,29 @@ def runs(out: Path, subject: str, *words: str) -> tuple[int, list[Row]]:
 
 @pytest.mark.deadline(200)
 def test_each_run_is_a_row(tmp_path: Path) -> None:
-    code, (first, second) = runs(tmp_path / "table.json", "torch", "--twice")
-    assert code == 0
-    assert (first.name, second.name, first.outcome) == ("seed 9, run 1", "seed 9, run 2", "green")
-    assert first.says == second.says
-    assert first.says.endswith(" passed")
-    assert first.text == f"green, {first.says}"
-    assert first.nodeid == second.nodeid == ""
+    code, (row,) = runs(tmp_path / "table.json", "torch")
+    assert (code, row.name, row.outcome) == (0, "seed 9", "green")
+    assert row.says.endswith(" passed")
+    assert row.text == f"green, {row.says}"
+    assert row.nodeid == ""
 
 
-def test_resumed_seed_has_each_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_seed_is_not_judged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "commit", lambda: "abc")
-    tests = [judged("passed")]
-    monkeypatch.setattr(false_positives, "run_pytest", lambda *_: {"verdict": "green", "tests": tests})
+    judged_seeds: list[str] = []
+
+    def run_pytest(spec: str, folder: Path, jobs: int, words: Sequence[str]) -> dict[str, Any]:
+        judged_seeds.append(words[1])
+        return {"verdict": "green", "tests": [judged("passed")]}
+
+    monkeypatch.setattr(false_positives, "run_pytest", run_pytest)
     out = tmp_path / "table.json"
-    runs(out, "torch", "--twice")
+    runs(out, "torch", "--seeds=2")
     table = read_table(out, "false-positives")
     write_table(out, replace(table, rows=table.rows[:1], complete=False))
-    code, rows = runs(out, "torch", "--twice", "--resume")
-    assert (code, [row.name for row in rows]) == (0, ["seed 9, run 1", "seed 9, run 2"])
+    code, rows = runs(out, "torch", "--seeds=2", "--resume")
+    assert (code, [row.name for row in rows]) == (0, ["seed 9", "seed 10"])
+    assert judged_seeds == ["--seed=9", "--seed=10", "--seed=10"]
 
 
 @pytest.mark.deadline(200)
@@ -112,14 +117,3 @@ def test_fault_is_found_at_every_seed(tmp_path: Path) -> None:
     assert (code, only.outcome) == (1, "red")
     assert only.nodeid
     assert "--seed 9" in only.says
-
-
-def test_flaky_test_is_reported() -> None:
-    assert false_positives.different_outcomes(
-        {"a": "passed", "b": "passed"}, {"a": "failed", "c": "passed"}
-    ) == [
-        "a",
-        "b",
-        "c",
-    ]
-    assert false_positives.different_outcomes({}, {"a": "passed"}) == []
