@@ -153,27 +153,6 @@ def checkpoint() -> object:
     return loaded
 
 
-def ema() -> object:
-    """Average the weights on a side stream.
-
-    With `early`, the average does not wait for the optimizer. With `late`, the optimizer does not wait for the average.
-    """
-    weights = list(model.parameters())
-    averages = [weight.detach().clone() for weight in weights]
-    side.wait_stream(main)
-    for _ in range(3):
-        model(torch.randn(4, 8).to(device)).square().mean().backward()
-        if mistake != "late":
-            main.wait_stream(side)
-        step()
-        if mistake != "early":
-            side.wait_stream(main)
-        with side, torch.no_grad():
-            torch._foreach_lerp_(averages, weights, 0.1)
-    main.wait_stream(side)
-    return {"weights": weights, "averages": averages}
-
-
 def zero() -> object:
     """Shard an optimizer like ZeRO.
 

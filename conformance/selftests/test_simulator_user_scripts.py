@@ -40,10 +40,6 @@ TRAININGS = {
             ("reduce_scatter reads", "dist.reduce_scatter"),
         ),
     },
-    ("ema", 1): {
-        "early": (("aten::lerp reads", "torch._foreach_lerp_("), ("aten::addcdiv writes", "optimizer.step(")),
-        "late": (("aten::addcdiv writes", "optimizer.step("), ("aten::lerp reads", "torch._foreach_lerp_(")),
-    },
 }
 # By script: the distribution whose source it runs, and for each mistake the first hazard.
 PACKAGES = {
