@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from conformance.ranks.handle import fork_server
@@ -37,6 +38,12 @@ def simulate(*words: object, cwd: Path) -> tuple[int, str]:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
+
+
+def simulate_source(source: str, *words: object, cwd: Path) -> tuple[int, str]:
+    """Write `script.py` and simulate it."""
+    (cwd / "script.py").write_text(textwrap.dedent(source))
+    return simulate("script.py", *words, cwd=cwd)
 
 
 def _text_of(files: list[Path]) -> str:

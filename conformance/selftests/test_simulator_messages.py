@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance.selftests.processes import ROOT, run_python
-from conformance.selftests.simulator_runs import simulate
+from conformance.selftests.simulator_runs import simulate, simulate_source
 
 MESSAGES = ROOT / "conformance/selftests/simulator_messages.py"
 PIPELINES = ROOT / "conformance/selftests/simulator_pipelines.py"
@@ -198,8 +198,8 @@ else:
 
 
 def test_thread_goes_on_while_its_rank_waits_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "thread.py").write_text(_THREAD)
-    status, report = simulate("thread.py", "--ranks", 2, "--seed", 1, "--timeout", LIMIT_S, cwd=tmp_path)
+    words = ("--ranks", 2, "--seed", 1, "--timeout", LIMIT_S)
+    status, report = simulate_source(_THREAD, *words, cwd=tmp_path)
     assert status == 0, report
 
 
@@ -215,8 +215,8 @@ raise SystemExit(0)
 
 
 def test_script_that_exits_with_0_is_checked_to_its_end(tmp_path: Path) -> None:
-    (tmp_path / "exit.py").write_text(_EXIT)
-    status, report = simulate("exit.py", "--ranks", 2, "--seed", 1, "--timeout", LIMIT_S, cwd=tmp_path)
+    words = ("--ranks", 2, "--seed", 1, "--timeout", LIMIT_S)
+    status, report = simulate_source(_EXIT, *words, cwd=tmp_path)
     assert status == 1
     assert "waits in send to rank 1, which is not received" in report, report
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conformance.selftests.processes import ROOT, run_python
-from conformance.selftests.simulator_runs import simulate
+from conformance.selftests.simulator_runs import simulate, simulate_source
 from conformance.simulator.control import Hazard, Step
 from conformance.simulator.lanes import page
 from conformance.simulator.script import ScheduledRun, differences
@@ -34,16 +34,16 @@ def test_documented_race_is_found_as_shown(tmp_path: Path) -> None:
 
 
 def test_page_draws_streams_of_a_hazard_with_the_missing_wait(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text(
-        "import torch\n"
-        "main, side, other = torch.accelerator.current_stream(), torch.Stream('sim'), torch.Stream('sim')\n"
-        "x = torch.ones(3, device='sim')\n"
-        "other.wait_stream(main)\n"
-        "with other: y = x * 2\n"
-        "with side: z = x * 3\n"
-        "torch.accelerator.synchronize()\n"
-    )
-    status, report = simulate("waits.py", "--seed", 1, "--html", "lanes.html", cwd=tmp_path)
+    source = """\
+        import torch
+        main, side, other = torch.accelerator.current_stream(), torch.Stream("sim"), torch.Stream("sim")
+        x = torch.ones(3, device="sim")
+        other.wait_stream(main)
+        with other: y = x * 2
+        with side: z = x * 3
+        torch.accelerator.synchronize()
+    """
+    status, report = simulate_source(source, "--seed", 1, "--html", "lanes.html", cwd=tmp_path)
     assert status == 1, report
     assert "pictures: lanes.html" in report
     page = (tmp_path / "lanes.html").read_text()
@@ -55,12 +55,12 @@ def test_page_draws_streams_of_a_hazard_with_the_missing_wait(tmp_path: Path) ->
         "sim:0 stream 1",
         "sim:0 stream 2",
         "aten::fill_ writes",
-        "waits.py:3 <module>",
-        "waits, waits.py:4 <module>",
+        "script.py:3 <module>",
+        "waits, script.py:4 <module>",
         "aten::mul",
-        "waits.py:5 <module>",
+        "script.py:5 <module>",
         "aten::mul reads",
-        "waits.py:6 <module>",
+        "script.py:6 <module>",
         "no wait",
     ]
     lines = {path.get("class"): path.get("d") for path in drawn.iter("{http://www.w3.org/2000/svg}path")}
@@ -71,8 +71,8 @@ def test_page_draws_streams_of_a_hazard_with_the_missing_wait(tmp_path: Path) ->
 
 
 def test_page_without_hazard_has_no_picture(tmp_path: Path) -> None:
-    (tmp_path / "right.py").write_text("import torch\ntorch.ones(3, device='sim').sum().item()\n")
-    status, _ = simulate("right.py", "--seeds", 2, "--html", "lanes.html", cwd=tmp_path)
+    source = "import torch\ntorch.ones(3, device='sim').sum().item()\n"
+    status, _ = simulate_source(source, "--seeds", 2, "--html", "lanes.html", cwd=tmp_path)
     assert status == 0
     page = (tmp_path / "lanes.html").read_text()
     assert "No hazard: " in page
@@ -102,54 +102,48 @@ def test_documented_gate_of_a_backend_is_green(tmp_path: Path) -> None:
 
 
 def test_replay_has_output_status_and_waits_of_script(tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text(
-        "import torch\nprint(torch.ones(2, device='sim').sum().item())\nraise SystemExit(3)\n"
-    )
-    status, output = simulate("ends.py", "--seed", 5, cwd=tmp_path)
+    source = "import torch\nprint(torch.ones(2, device='sim').sum().item())\nraise SystemExit(3)\n"
+    status, output = simulate_source(source, "--seed", 5, cwd=tmp_path)
     assert status == 3
     assert output.startswith("2.0\n")
-    assert "the host waits: item at ends.py:2 <module>, 1 times" in output
+    assert "the host waits: item at script.py:2 <module>, 1 times" in output
 
 
 def test_script_that_ends_its_process_has_no_verdict(tmp_path: Path) -> None:
-    (tmp_path / "exits.py").write_text("import os, torch\ntorch.ones(2, device='sim')\nos._exit(0)\n")
-    status, output = simulate("exits.py", "--seeds", 2, cwd=tmp_path)
+    source = "import os, torch\ntorch.ones(2, device='sim')\nos._exit(0)\n"
+    status, output = simulate_source(source, "--seeds", 2, cwd=tmp_path)
     assert (status, "ended without a report of its hazards" in output) == (1, True), output
     assert "no other schedule was compared with it" in output
-    (tmp_path / "exits.py").write_text(
-        "import os\nif os.environ['RANK'] == '1': os._exit(0)\nraise SystemExit(3)\n"
-    )
-    status, output = simulate("exits.py", "--seed", 0, "--ranks", 2, cwd=tmp_path)
+    source = "import os\nif os.environ['RANK'] == '1': os._exit(0)\nraise SystemExit(3)\n"
+    status, output = simulate_source(source, "--seed", 0, "--ranks", 2, cwd=tmp_path)
     assert (status, "rank 1: ended without a report of its hazards" in output) == (3, True), output
 
 
 def test_saved_files_are_kept_for_one_run(tmp_path: Path) -> None:
-    (tmp_path / "resumes.py").write_text(
-        "import torch\n"
-        "try: begun = torch.load('x.pt')['x']\n"
-        "except FileNotFoundError: begun = torch.zeros(1, device='sim')\n"
-        "torch.save({'x': begun + 1}, 'x.pt')\n"
-        "print(torch.load('x.pt')['x'].item())\n"
-    )
-    status, output = simulate("resumes.py", "--seeds", 3, cwd=tmp_path)
+    source = """
+        import torch
+        try: begun = torch.load("x.pt")["x"]
+        except FileNotFoundError: begun = torch.zeros(1, device="sim")
+        torch.save({"x": begun + 1}, "x.pt")
+        print(torch.load("x.pt")["x"].item())
+    """
+    status, output = simulate_source(source, "--seeds", 3, cwd=tmp_path)
     assert (status, "0 of 2 schedules change the result" in output) == (0, True), output
-    assert simulate("resumes.py", "--seed", 2, cwd=tmp_path)[1].startswith("1.0\n")
+    assert simulate("script.py", "--seed", 2, cwd=tmp_path)[1].startswith("1.0\n")
 
 
 def test_peer_is_ended_after_failure_with_reason(tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text("import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(100)\n")
-    status, output = simulate("parts.py", "--seed", 0, "--ranks", 2, cwd=tmp_path)
+    source = "import os, time\nassert os.environ['RANK'] == '0'\ntime.sleep(100)\n"
+    status, output = simulate_source(source, "--seed", 0, "--ranks", 2, cwd=tmp_path)
     assert status != 0
     assert "rank 0: ended, because it went on for 10 s after rank 1 had failed" in output
 
 
 def test_late_rank_is_ended_with_its_stack(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text(
-        "import threading\ndef wait_for_ever():\n    threading.Event().wait()\nwait_for_ever()\n"
-    )
-    status, output = simulate("late.py", "--seed", 0, "--timeout", 5, cwd=tmp_path)
+    source = "import threading\ndef wait_for_ever():\n    threading.Event().wait()\nwait_for_ever()\n"
+    status, output = simulate_source(source, "--seed", 0, "--timeout", 5, cwd=tmp_path)
     assert status != 0
-    assert re.search(r'File ".*late\.py", line 3 in wait_for_ever\n', output), output
+    assert re.search(r'File ".*script\.py", line 3 in wait_for_ever\n', output), output
     assert "ended after 5 s" in output
 
 
@@ -204,10 +198,8 @@ print(simulator.course())
 
 
 def test_slow_peer_does_not_change_schedule(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(_SLOW_PEER)
-    fast, slow = (
-        simulate("slow.py", "--ranks", 2, "--seed", 4, "--", seconds, cwd=tmp_path)[1] for seconds in (0, 4)
-    )
+    words = ("--ranks", 2, "--seed", 4, "--")
+    fast, slow = (simulate_source(_SLOW_PEER, *words, seconds, cwd=tmp_path)[1] for seconds in (0, 4))
     assert "not replayable" not in slow, slow
     assert re.findall(r"rank \d: \w{16}", slow) == re.findall(r"rank \d: \w{16}", fast) != []
 
@@ -226,8 +218,7 @@ def test_dynamo_is_imported_once_unless_script_configures_it(tmp_path: Path, dis
 
 
 def test_failed_script_is_reported_as_failure(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text("raise ValueError('it fails')\n")
-    status, output = simulate("fails.py", "--seeds", 3, cwd=tmp_path)
+    status, output = simulate_source("raise ValueError('it fails')", "--seeds", 3, cwd=tmp_path)
     assert status == 1
     assert "failed in its own order, so no other schedule was compared" in output
     assert "ValueError: it fails" in output
@@ -340,45 +331,42 @@ for name, call in calls.items():
 
 
 def test_error_of_cpu_is_raised_at_its_call(tmp_path: Path) -> None:
-    (tmp_path / "refused.py").write_text(_REFUSED)
-    _, on_sim = simulate("refused.py", "--seed", 1, "--", "sim", cwd=tmp_path)
-    on_cpu = run_python("refused.py", "cpu", cwd=tmp_path).stdout
+    _, on_sim = simulate_source(_REFUSED, "--seed", 1, "--", "sim", cwd=tmp_path)
+    on_cpu = run_python("script.py", "cpu", cwd=tmp_path).stdout
     assert "is taken" not in on_cpu
     assert on_sim.partition("\nseed 1:")[0] == on_cpu
 
 
 def test_device_failure_names_calling_line(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text(
-        "import torch\nx = torch.arange(3, device='sim')\ny = x[x + 1]\nprint('on')\nprint(y.cpu())\n"
-    )
-    status, output = simulate("late.py", "--seed", 1, cwd=tmp_path)
+    source = "import torch\nx = torch.arange(3, device='sim')\ny = x[x + 1]\nprint('on')\nprint(y.cpu())\n"
+    status, output = simulate_source(source, "--seed", 1, cwd=tmp_path)
     assert status == 1
     assert output.startswith("on\n")
     assert re.search(
-        r"failed on the device: index 3 is out of bounds.*\n +it was called at \S*late.py:3", output
+        r"failed on the device: index 3 is out of bounds.*\n +it was called at \S*script.py:3", output
     ), output
 
 
 def test_memory_is_split_counted_and_refused(tmp_path: Path) -> None:
-    (tmp_path / "memory.py").write_text(
-        "import torch\n"
-        "from conformance import simulator\n"
-        "a, b = (torch.empty(n, dtype=torch.uint8, device='sim') for n in (4000, 100))\n"
-        "def told(): return [f(0) for f in (torch.sim.memory_allocated, torch.sim.max_memory_allocated,\n"
-        "                                   torch.sim.memory_reserved, torch.accelerator.memory_allocated)]\n"
-        "print(told(), b.data_ptr() - a.data_ptr())\n"
-        "del a\n"
-        "print(told())\n"
-        "torch.sim.reset_peak_memory_stats()\n"
-        "del b\n"
-        "torch.sim.empty_cache()\n"
-        "print(told())\n"
-        "simulator.fail_allocation(2)\n"
-        "torch.empty(1, device='sim')\n"
-        "try: torch.empty(1, device='sim')\n"
-        "except torch.OutOfMemoryError: print('refused')\n"
-    )
-    _, output = simulate("memory.py", "--seed", 1, cwd=tmp_path)
+    source = """
+        import torch
+        from conformance import simulator
+        a, b = (torch.empty(n, dtype=torch.uint8, device="sim") for n in (4000, 100))
+        def reported(): return [f(0) for f in (torch.sim.memory_allocated, torch.sim.max_memory_allocated,
+                                               torch.sim.memory_reserved, torch.accelerator.memory_allocated)]
+        print(reported(), b.data_ptr() - a.data_ptr())
+        del a
+        print(reported())
+        torch.sim.reset_peak_memory_stats()
+        del b
+        torch.sim.empty_cache()
+        print(reported())
+        simulator.fail_allocation(2)
+        torch.empty(1, device="sim")
+        try: torch.empty(1, device="sim")
+        except torch.OutOfMemoryError: print("refused")
+    """
+    _, output = simulate_source(source, "--seed", 1, cwd=tmp_path)
     assert output.splitlines()[:4] == [
         "[4608, 4608, 2097152, 4608] 4096",
         "[512, 4608, 2097152, 512]",
