@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from conformance import simulator
 from conformance.ranks import Rank
@@ -53,54 +53,53 @@ class ShardedProgram:
     between: Callable[[ModuleType, nn.Module], None] = lambda library, model: None
 
 
-def flat(**options: Any) -> Callable[[ModuleType, nn.Sequential, Rank], nn.Module]:
+def flat(
+    mesh_of: Callable[[Rank], DeviceMesh | None] = lambda rank: None, **options: Any
+) -> Callable[[ModuleType, nn.Sequential, Rank], nn.Module]:
+    """Return a function that wraps a model with FSDP. An option that is a function gets the library."""
+
     def shard(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-        chosen = {name: value(library) if callable(value) else value for name, value in options.items()}
+        chosen = {"use_orig_params": True, "device_mesh": mesh_of(rank), **options}
         return library.FullyShardedDataParallel(
             model,
             device_id=rank.device,
             auto_wrap_policy=library.wrap.ModuleWrapPolicy({nn.Sequential}),
-            **{"use_orig_params": True, **chosen},
+            **of_library(library, chosen),
         )
 
     return shard
 
 
-def per_parameter(**options: Any) -> Callable[[ModuleType, nn.Sequential, Rank], nn.Module]:
-    def shard(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-        chosen = {name: value(library) if callable(value) else value for name, value in options.items()}
-        mesh = init_device_mesh(rank.device.type, (rank.world_size,))
-        for layer in model:
-            library.fully_shard(layer, mesh=mesh, **chosen)
-        return library.fully_shard(model, mesh=mesh, **chosen)
-
-    return shard
+def all_shards(rank: Rank) -> DeviceMesh:
+    return init_device_mesh(rank.device.type, (rank.world_size,))
 
 
-def hybrid_mesh(rank: Rank) -> Any:
-    """Two replicas, each of which the other ranks shard."""
+def two_replicas(rank: Rank) -> DeviceMesh:
     replicas = min(2, rank.world_size)
     return rank.mesh(replicas, rank.world_size // replicas, names=("replicas", "shards"))
 
 
-def flat_hybrid(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-    strategy = library.ShardingStrategy.HYBRID_SHARD
-    return flat(sharding_strategy=strategy, device_mesh=hybrid_mesh(rank))(library, model, rank)
+def replicas_only(rank: Rank) -> DeviceMesh:
+    """Return a mesh on which no parameter is sharded, so that memory of the computation is reduced."""
+    return rank.mesh(rank.world_size, 1, names=("replicas", "shards"))
 
 
-def per_parameter_hybrid(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-    mesh = hybrid_mesh(rank)
-    for layer in model:
-        library.fully_shard(layer, mesh=mesh)
-    return library.fully_shard(model, mesh=mesh)
+def per_parameter(
+    mesh_of: Callable[[Rank], DeviceMesh] = all_shards, **options: Any
+) -> Callable[[ModuleType, nn.Sequential, Rank], nn.Module]:
+    """Return a function that applies fully_shard to a model and its layers."""
+
+    def shard(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
+        chosen = {"mesh": mesh_of(rank), **of_library(library, options)}
+        for layer in model:
+            library.fully_shard(layer, **chosen)
+        return library.fully_shard(model, **chosen)
+
+    return shard
 
 
-def in_replicas(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
-    """Each rank has the whole: what is reduced is memory of the computation."""
-    mesh = rank.mesh(rank.world_size, 1, names=("replicas", "shards"))
-    for layer in model:
-        library.fully_shard(layer, mesh=mesh)
-    return library.fully_shard(model, mesh=mesh)
+def of_library(library: ModuleType, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value(library) if callable(value) else value for name, value in options.items()}
 
 
 def replicated(library: ModuleType, model: nn.Sequential, rank: Rank) -> nn.Module:
@@ -114,7 +113,7 @@ def gathered_before_training(library: ModuleType, model: nn.Sequential, rank: Ra
     """
     model.append(nn.Linear(WIDTH, 1))
     options = {"offload_policy": library.CPUOffloadPolicy(), "reshard_after_forward": False}
-    mesh = init_device_mesh(rank.device.type, (rank.world_size,))
+    mesh = all_shards(rank)
     for layer in model:
         library.fully_shard(layer, mesh=mesh, **options).unshard(async_op=True)
     return library.fully_shard(model, mesh=mesh, **options)
@@ -302,6 +301,7 @@ FLAT_WAYS = {
     "FSDP, written to before the backward": ShardedProgram(flat(), backward=write_before_backward),
 }
 OFFLOADED = per_parameter(offload_policy=lambda library: library.CPUOffloadPolicy())
+REPLICATED, HYBRID = per_parameter(replicas_only), per_parameter(two_replicas)
 PER_PARAMETER_WAYS = {
     "fully_shard": ShardedProgram(per_parameter()),
     "fully_shard, kept for backward": ShardedProgram(per_parameter(reshard_after_forward=False)),
@@ -329,9 +329,9 @@ PER_PARAMETER_WAYS = {
     "fully_shard, prefetched": ShardedProgram(prefetching),
     "fully_shard, accumulated": ShardedProgram(per_parameter(), accumulate=without_syncing),
     "fully_shard, a backward that is not the last": ShardedProgram(per_parameter(), accumulate=not_the_last),
-    "fully_shard, replicas that add up": ShardedProgram(in_replicas, accumulate=without_all_reduce),
+    "fully_shard, replicas that add up": ShardedProgram(REPLICATED, accumulate=without_all_reduce),
     "fully_shard, replicas, a backward that is not the last": ShardedProgram(
-        in_replicas, accumulate=not_the_last
+        REPLICATED, accumulate=not_the_last
     ),
     "fully_shard, gathered ahead": ShardedProgram(per_parameter(), between=gather_ahead),
     "fully_shard, an optimizer on a stream of its own": ShardedProgram(
@@ -341,14 +341,12 @@ PER_PARAMETER_WAYS = {
     "fully_shard, gathered for nothing": ShardedProgram(per_parameter(), between=gather_for_nothing),
 }
 HYBRID_WAYS = {
-    "FSDP, hybrid": ShardedProgram(flat_hybrid),
-    "fully_shard, hybrid": ShardedProgram(per_parameter_hybrid),
-    "fully_shard, hybrid, a backward that is not the last": ShardedProgram(
-        per_parameter_hybrid, accumulate=not_the_last
+    "FSDP, hybrid": ShardedProgram(
+        flat(two_replicas, sharding_strategy=lambda library: library.ShardingStrategy.HYBRID_SHARD)
     ),
-    "fully_shard, hybrid, replicas that add up": ShardedProgram(
-        per_parameter_hybrid, accumulate=without_all_reduce
-    ),
+    "fully_shard, hybrid": ShardedProgram(HYBRID),
+    "fully_shard, hybrid, a backward that is not the last": ShardedProgram(HYBRID, accumulate=not_the_last),
+    "fully_shard, hybrid, replicas that add up": ShardedProgram(HYBRID, accumulate=without_all_reduce),
 }
 WAYS = {
     **FLAT_WAYS,
