@@ -65,9 +65,12 @@ def test_missing_wait_is_hazard_under_every_schedule(outcomes: list, name: str) 
 
 
 def test_record_stream_hint_is_equal_under_every_schedule(outcomes: list) -> None:
-    for course in of(outcomes, "record_stream", right=False):
-        for hazard in course["hazards"]:
-            assert "record_stream on that stream before it is freed" in hazard["missing"], course
+    hazards = [
+        hazard for course in of(outcomes, "record_stream", right=False) for hazard in course["hazards"]
+    ]
+    assert hazards
+    for hazard in hazards:
+        assert "record_stream on that stream before it is freed" in hazard["missing"], hazard
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
