@@ -58,6 +58,16 @@ CLAUSE = {
 }
 
 
+DEVIATION = {
+    "id": "a.row",
+    "clause": CLAUSE["id"],
+    "torch_does": "This.",
+    "we_do": "That.",
+    "why": "So.",
+    "thread": "pytorch/pytorch#1",
+}
+
+
 def judged(outcome: str, **more: Any) -> dict[str, Any]:
     words = {
         "nodeid": f"test_{outcome}",

@@ -25,6 +25,7 @@ from conformance.report.simulation import FILE, read_simulation
 from conformance.report.text import legible
 from conformance.selftests.sample_reports import (
     CLAUSE,
+    DEVIATION,
     HOSTILE,
     Page,
     a_kill,
@@ -57,7 +58,10 @@ def a_full_report(text: str) -> dict[str, Any]:
         judged("unavailable", nodeid="u", reason=text),
         subject=text,
         clauses=[CLAUSE, CLAUSE | {"id": "amp.grad_scaler.y", "says": text, "covers": [text]}],
-        deviations=[{"id": "a.row", "clause": CLAUSE["id"], "torch_does": text, "we_do": text, "why": text}],
+        deviations=[
+            DEVIATION
+            | {"torch_does": text, "we_do": text, "why": text, "thread": f"pytorch/pytorch#1, {text}"}
+        ],
         ended_early=[f"{text}\n{text}"],
         speed={
             "rows": [
@@ -74,7 +78,6 @@ def a_full_report(text: str) -> dict[str, Any]:
             a_survivor(text, says=text, thread="own", why=text),
         ),
     )
-    report["deviations"][0]["thread"] = "pytorch/pytorch#1, " + text
     report["environment"] = report["environment"] | {"processor": text}
     earlier = a_report(judged("failed", nodeid=text, clause=text), subject=text, began=text)
     earlier["speed"] = {"rows": [timed(text, 0.1, 0.2)]}
@@ -276,7 +279,7 @@ def test_clauses_are_counted_by_mark(tmp_path: Path) -> None:
 
 def test_area_without_tests_is_one_line(tmp_path: Path) -> None:
     other = CLAUSE | {"id": "nn.x", "area": "nn"}
-    row = {"id": "a", "clause": "nn.x", "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
+    row = DEVIATION | {"clause": "nn.x"}
     page = draw(a_report(judged("passed"), clauses=[CLAUSE, other], deviations=[row]), tmp_path)
     assert "1 accounted, not run" in page.text
     assert "tests-nn.x" not in page.source
@@ -292,10 +295,9 @@ def test_area_without_tests_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_deviation_shows_side_of_subject(outcome: str, reported: str, tmp_path: Path) -> None:
-    row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
-    test = judged(outcome, deviation="a.row")
-    assert reported in draw(a_report(test, deviations=[row]), tmp_path).text
-    unasked = draw(a_report(judged(outcome), deviations=[row]), tmp_path).text
+    test = judged(outcome, deviation=DEVIATION["id"])
+    assert reported in draw(a_report(test, deviations=[DEVIATION]), tmp_path).text
+    unasked = draw(a_report(judged(outcome), deviations=[DEVIATION]), tmp_path).text
     assert "not tested" in unasked
     assert "1 deviation that this run did not test with impl" in unasked
 
@@ -304,8 +306,7 @@ def test_deviation_shows_side_of_subject(outcome: str, reported: str, tmp_path: 
     ("version", "side"), [("2.13.0+cpu", "does what impl does"), ("2.14.1+cpu", "does what torch does now")]
 )
 def test_fixed_deviation_names_torch_version(version: str, side: str, tmp_path: Path) -> None:
-    row = {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "t", "we_do": "w", "why": "y", "thread": "z"}
-    row |= {"torch": "<2.14", "fixed_in": "2.14", "recorded": "2026-11-22"}
+    row = DEVIATION | {"torch": "<2.14", "fixed_in": "2.14", "recorded": "2026-11-22"}
     report = a_report(judged("passed", deviation="a.row"), deviations=[row]) | {"torch": version}
     page = draw(report, tmp_path).text
     assert "fixed in torch 2.14; recorded on 2026-11-22" in page

@@ -232,15 +232,6 @@ def test_gate_checks_baseline_before_running(
     assert not (tmp_path / "out").exists()
 
 
-def test_written_report_is_valid_baseline(tmp_path: Path) -> None:
-    report = a_report(
-        judged("passed"), speed={"rows": [timed("a", 1, 2)]}, training={"runs": [trained(True)]}
-    )
-    again = read_report(file_of(report, tmp_path))
-    assert reported(compare(again, report)) == {}
-    assert compare(again, report).differs == []
-
-
 def test_gate_compares_and_finds_adjacent_kill_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from conformance.report.matrix import matrix
 from conformance.selftests.browser import CONTRAST, Browser, start
 from conformance.selftests.sample_reports import (
     CLAUSE,
+    DEVIATION,
     a_kill,
     a_kill_matrix,
     a_report,
@@ -67,10 +68,7 @@ def a_red_report() -> dict[str, Any]:
         judged("passed", nodeid="fifth", clause=OTHER["id"], world_size="2"),
         judged("unavailable", nodeid="sixth", clause=OTHER["id"], device="cuda", reason="no device"),
         clauses=[CLAUSE, OTHER],
-        deviations=[
-            {"id": "a.row", "clause": CLAUSE["id"], "torch_does": "This.", "we_do": "That.", "why": "So."}
-            | {"thread": "pytorch/pytorch#1"}
-        ],
+        deviations=[DEVIATION],
         speed={
             "rows": [
                 timed("A", 0.5, 0.6) | {"elsewhere": {"lab": 0.4, "another-machine": 0.7}},
