@@ -54,9 +54,11 @@ def takes_torchs_side(
     return judge.subject_takes_torchs_side
 
 
-@pytest.mark.parametrize(
-    "sides", [{}, {"torch_does": lambda outcome: outcome is TORCHS}], ids=["seen", "reported"]
-)
+REPORTED = {"torch_does": lambda outcome: outcome is TORCHS}
+either_side = pytest.mark.parametrize("sides", [{}, REPORTED], ids=["other than Tandem", "as reported"])
+
+
+@either_side
 def test_outcome_of_one_side_is_accepted(sides: dict[str, Any]) -> None:
     assert takes_torchs_side(TORCHS, TORCHS, **sides)
     assert not takes_torchs_side(TORCHS, OURS, **sides)
@@ -93,13 +95,10 @@ def test_torch_runs_only_if_needed(subject: str, result: Any, expected_runs: lis
 
 def test_deviation_is_stale_if_torch_does_neither() -> None:
     with pytest.raises(StaleDeviation, match="something else"):
-        takes_torchs_side(THIRD, OURS, torch_does=lambda outcome: outcome is TORCHS)
+        takes_torchs_side(THIRD, OURS, **REPORTED)
 
 
-REPORTED = {"torch_does": lambda outcome: outcome is TORCHS}
-
-
-@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+@either_side
 def test_deviation_is_not_stale_on_other_device(sides: dict[str, Any]) -> None:
     with pytest.raises(StaleDeviation, match="what Tandem does"):
         takes_torchs_side(OURS, OURS, device="cpu", **sides)
@@ -108,7 +107,7 @@ def test_deviation_is_not_stale_on_other_device(sides: dict[str, Any]) -> None:
         takes_torchs_side(OURS, TORCHS, device="xpu", **sides)
 
 
-@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+@either_side
 def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict[str, Any]) -> None:
     for torchs in (TORCHS, THIRD):
         assert not takes_torchs_side(torchs, OURS, device="xpu", **sides)
@@ -143,7 +142,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda version: monkeypatch.setattr(surface.torch, "__version__", version)
 
 
-@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+@either_side
 def test_subjects_follow_tandem_on_fixed_torch(
     torch_is: Callable[[str], None], sides: dict[str, Any]
 ) -> None:
@@ -157,7 +156,7 @@ def test_subjects_follow_tandem_on_fixed_torch(
         takes_torchs_side(OURS, OURS, row=FIXED, **sides)
 
 
-@pytest.mark.parametrize("sides", [{}, REPORTED], ids=["seen", "reported"])
+@either_side
 @pytest.mark.parametrize("subjects", [OURS, TORCHS], ids=["ours", "torch's"])
 def test_deviation_that_ends_too_early_is_stale(
     torch_is: Callable[[str], None], subjects: Any, sides: dict[str, Any]
