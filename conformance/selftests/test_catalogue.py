@@ -11,6 +11,7 @@ import pytest
 from conformance.cli.options import MARKS
 from conformance.judge import catalogue, clauses, surface
 from conformance.judge.files.rows import all_deviations
+from conformance.report.catalogue_page import write_catalogue
 from conformance.selftests.processes import ROOT, run_python
 
 
@@ -100,11 +101,8 @@ def test_clause_of_other_torch_versions_is_not_run(tmp_path: Path, monkeypatch: 
 
 
 def test_catalogue_is_printed_as_json_and_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what draws pages")
     printed = run_python("-m", "conformance.catalogue", "--json")
     assert json.loads(printed.stdout) == json.loads(json.dumps(catalogue.as_dict()))
-    from conformance.report.catalogue_page import write_catalogue  # noqa: PLC0415 (needs jinja2)
-
     write_catalogue(catalogue.as_dict(), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     for row in catalogue.as_dict()["clauses"]:

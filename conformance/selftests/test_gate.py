@@ -18,10 +18,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
-pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
-
 from rich.console import Console
 from rich.progress import Progress
 

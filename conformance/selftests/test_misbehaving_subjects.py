@@ -361,7 +361,6 @@ def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: P
 
 @pytest.mark.usefixtures("on_the_path")
 def test_gate_starts_nothing_without_importable_subject(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
     command = [sys.executable, "-m", "conformance.cli.gate", "--subject=dies_on_import", f"--out={tmp_path}"]
     ended = subprocess.run(command, cwd=ROOT, timeout=_LIMIT_S, check=False)
     report = json.loads((tmp_path / "report.json").read_text())

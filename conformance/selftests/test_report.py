@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
 from conformance.report import speed, write_page

@@ -11,9 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("rich", reason="the extra `conformance` of pyproject.toml brings what the gate needs")
-pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
-
 from conformance.cli import gate
 from conformance.judge.judgement import RED
 from conformance.report import write_page

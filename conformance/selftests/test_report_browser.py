@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
 pytest.importorskip("matplotlib", reason="the extra `report` of pyproject.toml brings what the report needs")
 
 from conformance.report import write_page

@@ -10,8 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
-
 from conformance import __main__ as judge
 from conformance.cli import judging
 from conformance.cli.judging import chosen_tests
