@@ -13,6 +13,7 @@ from conformance.judge.accounting import NotRun, account, clauses_of_file, known
 from conformance.judge.clauses import HERE, all_clauses
 from conformance.judge.sandbox.trial import SubjectInfo
 from conformance.report.verdict import parts
+from conformance.selftests.misbehaving import write_files
 from conformance.selftests.processes import run_pytest
 
 CLIP = "nn.utils.clip_grad_norm_"
@@ -25,17 +26,17 @@ VALUE, VALUE_CLAUSE = (
 pytestmark = pytest.mark.deadline(220)
 
 
+ONLY_CLIP = """
+import torch
+
+def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+"""
+
+
 def judge(folder: Path, words: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Judge a package that has only `clip_grad_norm_`, in one process, and return the exit code and the report."""
-    package = folder / "onlyclip" / "nn"
-    package.mkdir(parents=True, exist_ok=True)
-    for file in (package.parent / "__init__.py", package / "__init__.py"):
-        file.touch()
-    (package / "utils.py").write_text(
-        "import torch\n\n\n"
-        "def clip_grad_norm_(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):\n"
-        "    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)\n"
-    )
+    write_files(folder / "onlyclip", {"__init__.py": "", "nn/__init__.py": "", "nn/utils.py": ONLY_CLIP})
     words = ["--profile=quick", "--subject=onlyclip", f"--report={folder}", *words]
     ended = run_pytest(*words, packages=folder)
     file = folder / "report.json"

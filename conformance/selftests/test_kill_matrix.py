@@ -22,6 +22,7 @@ from conformance.judge import surface
 from conformance.judge.clauses import all_clauses
 from conformance.judge.library import Library
 from conformance.judge.sandbox import environment
+from conformance.selftests.misbehaving import write_files
 from conformance.selftests.processes import left_processes
 from conformance.selftests.sample_reports import a_kill, a_survivor, a_table, an_idle_clause
 from conformance.strength.__main__ import AS_EXPECTED, NOT_JUDGED, STOPPED, main
@@ -120,11 +121,8 @@ def test_suite_is_green_without_fault(worker: Worker, subject: Library, of: str)
 
 @pytest.mark.deadline(120)
 def test_process_exit_is_reported_with_clause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "deadly" / "nn" / "utils"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "import os\ndef clip_grad_value_(*args, **kwargs):\n    os._exit(0)\n"
-    )
+    source = "import os\ndef clip_grad_value_(*args, **kwargs):\n    os._exit(0)\n"
+    write_files(tmp_path, {"deadly/nn/utils/__init__.py": source})
     monkeypatch.syspath_prepend(tmp_path)
     clause = "nn.utils.clip_grad.clip_grad_value_.clamps"
     with Worker("deadly", clauses={clause}) as worker:

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.selftests.processes import ROOT
 from conformance.strength.mutation.groups import source_files
 from impl.tests.rewritten import ALLOWED, REWRITTEN, is_within
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conformance.judge.library import Library, NotProvided
+from conformance.selftests.misbehaving import write_files
 
 
 def test_names_are_torchs_own() -> None:
@@ -38,9 +39,7 @@ def test_fsdp_arguments_are_torchs_if_subject_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Library("json").distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.ShardingStrategy
-    package = tmp_path / "has_one_enum" / "distributed" / "fsdp"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("class ShardingStrategy: ...\n")
+    write_files(tmp_path, {"has_one_enum/distributed/fsdp/__init__.py": "class ShardingStrategy: ...\n"})
     monkeypatch.syspath_prepend(tmp_path)
     library = Library("has_one_enum")
     assert library.distributed.fsdp.ShardingStrategy.__module__ == "has_one_enum.distributed.fsdp"

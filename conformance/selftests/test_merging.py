@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jinja2", reason="the extra `conformance` of pyproject.toml brings what the report needs")
-
 from conformance.judge.accounting import OTHER_SHARD
 from conformance.judge.clauses import all_clauses
 from conformance.report import __main__ as command
 from conformance.report import conclude
 from conformance.report.merging import mark_flaky, merge_shards
 from conformance.report.verdict import reasons
+from conformance.selftests.misbehaving import write_files
 from conformance.selftests.processes import run_python
 from conformance.selftests.sample_reports import a_report, judged
 from conformance.selftests.test_accounting import judge
@@ -168,11 +167,7 @@ def test_failure_of_a_clause_that_an_earlier_run_did_not_test_is_red() -> None:
 
 
 def test_rerun_reports_test_that_fails_once(tmp_path: Path) -> None:
-    package = tmp_path / "wrong_once" / "nn"
-    package.mkdir(parents=True)
-    for file in (package.parent / "__init__.py", package / "__init__.py"):
-        file.touch()
-    (package / "utils.py").write_text(WRONG_ONCE)
+    write_files(tmp_path / "wrong_once", {"__init__.py": "", "nn/__init__.py": "", "nn/utils.py": WRONG_ONCE})
     test = f"{VALUE}::test_clamps_values"
     words = ["wrong_once", test, "-n", "1", "--rerun", "1", "--out", str(tmp_path / "report")]
     ended = run_python("-m", "conformance", *words, cwd=tmp_path)

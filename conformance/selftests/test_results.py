@@ -16,6 +16,7 @@ from conformance.judge.library import NotProvided, load_library
 from conformance.judge.outcome import observe
 from conformance.judge.results import BAD_INPUT, Recorder, broken_clauses
 from conformance.ranks import RankPool
+from conformance.selftests.misbehaving import write_files
 from conformance.selftests.processes import run_pytest
 
 FIRST, SECOND, THIRD = (clause["id"] for clause in clauses.for_report()[:3])
@@ -120,8 +121,7 @@ SUBJECTS = {
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_unjudgeable_subject_ends_in_error(tmp_path: Path, name: str) -> None:
     source, code, reported = SUBJECTS[name]
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").write_text(source)
+    write_files(tmp_path, {f"{name}/__init__.py": source})
     words = ("--profile", "quick", "--subject", name, "conformance/nn/utils/test_clip_grad_value.py")
     ended = run_pytest(*words, packages=tmp_path)
     assert ended.returncode == code, ended.stdout

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from conformance.ranks import RankPool
 from conformance.ranks.fixtures import require_simulator
+from conformance.selftests.processes import ROOT
 from conformance.selftests.simulator_sharded import (
     FLAT_WAYS,
     HYBRID_WAYS,
@@ -21,7 +21,6 @@ from conformance.selftests.simulator_sharded import (
 )
 from conformance.simulator import NAME
 
-ROOT = Path(__file__).parents[2]
 SHARDING = ROOT / "impl/distributed/fsdp"
 CASE = "conformance.selftests.simulator_sharded:course"
 SEEDS = {"quick": 5, "full": 20, "deep": 100}

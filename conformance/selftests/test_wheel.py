@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from conformance.selftests.misbehaving import write_files
+from conformance.selftests.processes import ROOT
+
 _LIMIT_S = 200.0
 _FOLDERS, _FILES = ("impl", "conformance", "benchmarks"), ("pyproject.toml", "README.md", "LICENSE")
 # Clipping of torch's, but for one function, which does nothing.
@@ -82,13 +84,14 @@ def programs(wheel: Path) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a user's folder with a package to be judged, and a folder that has the name of one of ours."""
     home = tmp_path_factory.mktemp("theirs")
-    for name, source in {"their/__init__.py": "", "their/scaling/nn/utils.py": _SUBJECT}.items():
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text(source)
+    sources = {
+        "their/__init__.py": "",
+        "their/scaling/nn/utils.py": _SUBJECT,
+        "conformance/__init__.py": "raise ImportError('of another project')",
+    }
+    write_files(home, sources)
     (home / "plain").mkdir()
     (home / "plain" / "their").symlink_to(home / "their")
-    (home / "conformance").mkdir()
-    (home / "conformance" / "__init__.py").write_text("raise ImportError('of another project')")
     return home
 
 
