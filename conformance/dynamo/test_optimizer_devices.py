@@ -22,6 +22,7 @@ from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library
 from conformance.strategies.compiled_steps import (
     CompiledHarness,
+    GraphCounter,
     Script,
     compare_compiled,
     outcome,
@@ -235,8 +236,9 @@ def test_tensors_besides_the_state_leave_them_too(subject: Library, device: str)
 
 @clause("dynamo.optimizer.lifetime.freed")
 def test_new_optimizer_at_old_address_steps_its_own_parameters(subject: Library, device: str) -> None:
+    graphs = GraphCounter("eager")
     with tracing_of(subject):
-        step = torch.compile(lambda optimizer: optimizer.step(), backend="eager")
+        step = torch.compile(lambda optimizer: optimizer.step(), backend=graphs)
         for _ in range(6):
             harness = CompiledHarness(SGD, device)
             harness.set_gradients()
@@ -244,3 +246,4 @@ def test_new_optimizer_at_old_address_steps_its_own_parameters(subject: Library,
             step(harness.optimizer)
             torch.testing.assert_close([p.detach() for p in harness.parameters], expected)
             del harness
+    assert graphs.inputs, "nothing was compiled"

@@ -418,7 +418,7 @@ def test_lbfgs_matches_torch(compare: Compare, reference: Library, device: str) 
 
     # Run once without using the result, because Dynamo remembers skipped frames of the process even after a reset.
     outcome(reference, script, maker("LBFGS"), device=device)
-    compare_compiled(compare, script, maker("LBFGS"), device=device)
+    compare_compiled(compare, script, maker("LBFGS"), must_compile=False, device=device)
 
 
 def with_sparse_gradients(harness: CompiledHarness) -> None:
@@ -442,4 +442,4 @@ def called_by_what_is_compiled(harness: CompiledHarness) -> None:
 @clause("dynamo.optimizer.graphs.left_alone")
 @pytest.mark.parametrize("script", [with_sparse_gradients, called_by_what_is_compiled])
 def test_sparse_adam(compare: Compare, device: str, script: Any) -> None:
-    compare_compiled(compare, after(script), maker("SparseAdam"), device=device)
+    compare_compiled(compare, after(script), maker("SparseAdam"), must_compile=False, device=device)

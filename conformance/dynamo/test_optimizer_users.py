@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,15 +12,13 @@ from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.surface import is_torch_in
-from conformance.judge.tolerances import Tolerance
 from conformance.strategies.compiled_steps import (
-    SET_BY_TORCH,
     CompiledHarness,
-    Script,
     after,
     compare_compiled,
+    is_right,
+    judge_values,
     outcome,
     soon,
 )
@@ -49,64 +47,10 @@ class ToldWhatIsComputed(Collecting):
 
 STEPS = 4
 KINDS = (Collecting, ToldWhatIsComputed, KeepingElsewhere, Plain)
-# A changing number is a symbol of the graph, which multiplies like a float64 tensor.
-ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
-
-
-def parameters_after(harness: CompiledHarness) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in harness.parameters]
 
 
 def trained(harness: CompiledHarness) -> list[torch.Tensor]:
-    return parameters_after(harness.train(STEPS))
-
-
-def plainly(script: Script, make: Make, device: str) -> Outcome:
-    """Run the script with the optimizer's own step instead of the compiled one."""
-
-    def run() -> Any:
-        harness = CompiledHarness(make, device)
-        harness.step = harness.optimizer.step
-        return script(harness)
-
-    return observe(run)
-
-
-def is_right(
-    script: Script, make: Make, device: str, library: Library, tolerance: Tolerance = ROUNDED
-) -> Any:
-    """Return whether compiled and plain results agree, or the name of the error that compilation raised."""
-    expected, actual = plainly(script, make, device), outcome(library, script, make, device=device)
-    if actual.raised is not None:
-        return actual.raised.kind.__name__
-    try:
-        assert_same_outcome(expected, actual, tolerance)
-    except AssertionError:
-        return False
-    return True
-
-
-def judge_values(
-    deviation: DeviationJudge,
-    script: Script,
-    make: Make,
-    device: str,
-    torch_does: Sequence[Any] = (False,),
-    *,
-    may_agree: bool = False,
-    tolerance: Tolerance = ROUNDED,
-) -> None:
-    """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch.
-
-    Args:
-        may_agree: torch's values may be right, and then every subject's must be.
-    """
-    deviation.judge(
-        lambda library: is_right(script, make, device, library, tolerance),
-        torch_does=lambda value: value in torch_does,
-        we_do=lambda value: value is True,
-        may_agree=may_agree,
-    )
+    return harness.train(STEPS).weights()
 
 
 @clause("dynamo.optimizer.init_group.users")
@@ -135,7 +79,7 @@ def test_optimizer_made_in_compiled_function_matches_torch(compare: Compare, dev
             torch.optim.SGD(harness.parameters, lr=0.1, momentum=0.9).step()
 
         harness.step = torch.compile(run, backend=harness.graphs)
-        return harness.train(2).values()["parameters"]
+        return harness.train(2).weights()
 
     compare_compiled(compare, script, Plain, device=device)
 
@@ -175,7 +119,7 @@ def test_init_group_fills_list_of_optimizer(deviation: DeviationJudge, device: s
             harness.train()
             updated.append([parameter.detach().clone() for parameter in harness.optimizer.updated])
             harness.optimizer.updated.clear()
-        return updated, parameters_after(harness)
+        return updated, harness.weights()
 
     judge_values(deviation, script, IntoItsOwn, device, torch_does=("AssertionError",))
 
@@ -206,7 +150,7 @@ class IntoItsGroup(Collecting):
 def test_init_group_fills_list_of_group(deviation: DeviationJudge, device: str) -> None:
     def script(harness: CompiledHarness) -> Any:
         places = harness.train().optimizer.param_groups[0]["places"]
-        return list(places), parameters_after(harness)
+        return list(places), harness.weights()
 
     judge_values(
         deviation, script, IntoItsGroup, device, torch_does=("IndexError", "InternalTorchDynamoError")
@@ -355,54 +299,6 @@ def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, device: str)
     judge_values(deviation, trained, CountingSteps, device, torch_does=("InternalTorchDynamoError",))
 
 
-class OddlyNamed(Plain):
-    """The attributes are named after parts of the name `_init_group`."""
-
-    group = init = 0.5
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad * self.group * self.init)
-
-
-@clause("dynamo.optimizer.optimizer.attributes")
-@pytest.mark.deviation("optimizer_variable.names_compared_whole")
-def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, device: str) -> None:
-    def graphs(harness: CompiledHarness) -> list[int]:
-        return harness.train(2).compiled_after
-
-    deviation.judge(
-        lambda library: outcome(library, graphs, OddlyNamed, device=device).value,
-        torch_does=lambda value: value == [0, 0],
-        we_do=lambda value: value == [1, 1],
-    )
-
-
-class KeepingCount(Plain):
-    """Counts steps in an attribute that changes the result."""
-
-    taken = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.taken += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad * (group["lr"] / self.taken))
-
-
-@clause("dynamo.optimizer.optimizer.attributes")
-@pytest.mark.deviation("optimizer_variable.attributes_are_written")
-def test_attributes_that_a_step_writes(deviation: DeviationJudge, device: str) -> None:
-    def script(harness: CompiledHarness) -> Any:
-        return trained(harness), harness.optimizer.taken
-
-    # torch 2.11 raises an AssertionError without a text.
-    judge_values(deviation, script, KeepingCount, device, torch_does=(False, "AssertionError"))
-
-
 @clause("dynamo.optimizer.init_group.errors")
 def test_errors_of_init_group(subject: Library, reference: Library, device: str) -> None:
     """The error is Adam's for sparse gradients, whose type Dynamo may wrap."""
@@ -432,7 +328,7 @@ def test_gradients_of_closures(deviation: DeviationJudge, device: str, name: str
             return torch.tensor(7.0)
 
         results = [float(harness.take_step(closure)) for _ in range(3)]
-        return results, parameters_after(harness), [parameter.grad for parameter in harness.parameters]
+        return results, harness.weights(), [parameter.grad for parameter in harness.parameters]
 
     judge_values(
         deviation,
@@ -443,94 +339,3 @@ def test_gradients_of_closures(deviation: DeviationJudge, device: str, name: str
         may_agree=is_right_in_torch,
         tolerance=against_eager(name),
     )
-
-
-@clause("dynamo.optimizer.optimizer.groups_stay")
-@pytest.mark.deviation("optimizer_variable.groups_stay")
-def test_capturable_stays_as_user_set_it(deviation: DeviationJudge, device: str) -> None:
-    """torch treats a group without parameters like one on a CUDA or XPU device."""
-
-    def script(harness: CompiledHarness) -> list[bool]:
-        harness.optimizer.add_param_group({"params": []})
-        harness.train(2)
-        return [group["capturable"] for group in harness.optimizer.param_groups]
-
-    deviation.judge(
-        lambda library: outcome(library, script, maker("Adam"), device=device).value,
-        torch_does=lambda value: value == [torch.device(device).type in ("cuda", "xpu"), True],
-        we_do=lambda value: value == [False, False],
-    )
-
-
-class WritingGroups(Plain):
-    """Counts steps in its groups, which have torch's option `capturable` and do not set it."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 0.1) -> None:
-        super().__init__(parameters, lr)
-        for group in self.param_groups:
-            group |= {"capturable": False, "taken": 0}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["taken"] += 1
-        super().step(closure)
-
-
-@clause("dynamo.optimizer.optimizer.groups_stay")
-@pytest.mark.deviation("optimizer_variable.groups_stay")
-def test_capturable_of_groups_that_a_step_writes(deviation: DeviationJudge, device: str) -> None:
-    def script(harness: CompiledHarness) -> dict[str, Any]:
-        return {
-            name: value
-            for group in harness.train(3).optimizer.param_groups
-            for name, value in group.items()
-            if name in ("capturable", "taken")
-        }
-
-    deviation.judge(
-        lambda library: outcome(library, script, WritingGroups, device=device).value,
-        torch_does=lambda value: value == {"capturable": True, "taken": 3},
-        we_do=lambda value: value == {"capturable": False, "taken": 3},
-    )
-
-
-class AskingGroups(Plain):
-    """Updates differently if a group is `capturable`, and has groups without the option."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            factor = 2.0 if group.get("capturable", False) else 1.0
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad * group["lr"] * factor)
-
-
-@clause("dynamo.optimizer.optimizer.options_that_groups_lack")
-@pytest.mark.deviation("optimizer_variable.groups_stay")
-def test_step_sees_no_option_that_groups_lack(deviation: DeviationJudge, device: str) -> None:
-    judge_values(deviation, trained, AskingGroups, device)
-
-
-@clause("dynamo.optimizer.optimizer.groups_stay")
-@pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
-def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
-    """Compare all options, except those that torch sets on CUDA and XPU."""
-    set_here = SET_BY_TORCH if torch.device(device).type in ("cuda", "xpu") else ()
-
-    def script(harness: CompiledHarness) -> Any:
-        before = [dict(group) for group in harness.optimizer.param_groups]
-        same = harness.optimizer.param_groups[0]
-        harness.train(2)
-        return (
-            before,
-            [dict(group) for group in harness.optimizer.param_groups],
-            same is harness.optimizer.param_groups[0],
-        )
-
-    before, now, is_same = outcome(subject, script, maker("AdamW", way), device=device).value
-    assert is_same
-    for was, is_now in zip(before, now, strict=True):
-        for name in ("params", *set_here):
-            was.pop(name), is_now.pop(name)
-        assert repr(was) == repr(is_now)

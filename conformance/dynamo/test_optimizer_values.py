@@ -112,10 +112,10 @@ def test_any_options(compare: Compare, device: str, data: st.DataObject) -> None
 @pytest.mark.parametrize("name", soon(COMPILED, "RMSprop"))
 def test_against_plain_steps(subject: Library, device: str, name: str) -> None:
     make = maker(name, "defaults", options_of(name))
-    plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).values()["parameters"])
+    plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).weights())
     compiled = outcome(
         subject,
-        lambda harness: harness.train(STEPS).values()["parameters"],
+        lambda harness: harness.train(STEPS).weights(),
         make,
         device=device,
         backend="aot_eager",
@@ -198,10 +198,10 @@ def test_weight_decay_of_each_optimizer(subject: Library, device: str) -> None:
 def test_plain_steps_after_compiled_ones(subject: Library, device: str) -> None:
     """Plain steps can continue from the state that compiled steps leave."""
     make = maker("Adam", options=["amsgrad", "weight_decay"])
-    plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).values()["parameters"])
+    plain = observe(lambda: CompiledHarness(make, device).plain_train(STEPS).weights())
     mixed = outcome(
         subject,
-        lambda harness: harness.train(2).plain_train(2).train(1).values()["parameters"],
+        lambda harness: harness.train(2).plain_train(2).train(1).weights(),
         make,
         device=device,
     )

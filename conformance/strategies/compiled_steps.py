@@ -16,8 +16,10 @@ from torch._dynamo.utils import counters, get_static_address_type
 from torch.optim import optimizer
 
 from conformance.judge.comparing import Compare
+from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import Outcome, observe
+from conformance.judge.outcome import Outcome, assert_same_outcome, observe
+from conformance.judge.tolerances import Tolerance
 from conformance.strategies.optimizers import Make, draw_gradient, four_parameters
 
 Script = Callable[["CompiledHarness"], Any]
@@ -25,6 +27,8 @@ Script = Callable[["CompiledHarness"], Any]
 # On CUDA and XPU, torch before 2.15 sets `capturable` in the user's groups, and Tandem leaves it as it is. The tests of
 # the clause `optimizer.groups_stay` and of the deviation `optimizer_variable.groups_stay` judge it.
 SET_BY_TORCH = ("capturable",)
+# A changing number is a symbol of the graph, which multiplies like a float64 tensor.
+ROUNDED = Tolerance(16, "four updates of terms near 1, with numbers that are symbols of a graph", terms=1.0)
 
 
 def soon(cases: Iterable[str], *names: str) -> list[Any]:
@@ -112,12 +116,15 @@ class CompiledHarness:
             self.compiled_after.append(len(self.graphs.inputs))
         return self
 
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
     def values(self) -> dict[str, Any]:
         """Return parameters, gradients, state and groups as the user sees them, without `SET_BY_TORCH`."""
         state = self.optimizer.state
         gradients = [parameter.grad for parameter in self.parameters]
         return {
-            "parameters": [parameter.detach().clone() for parameter in self.parameters],
+            "parameters": self.weights(),
             "gradients": [None if gradient is None else gradient.clone() for gradient in gradients],
             "state": [
                 dict(state[param]) if param in state else None
@@ -155,10 +162,24 @@ class CompiledHarness:
         }
 
 
-def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Outcome:
-    """Run the script with this library's tracing. Return its outcome."""
+def outcome(
+    library: Library, script: Script, make: Make, *, must_compile: bool = True, **settings: Any
+) -> Outcome:
+    """Run the script with this library's tracing. Return its outcome.
+
+    Args:
+        must_compile: the outcome is an AssertionError if nothing was compiled. Dynamo silently runs what it skips.
+        settings: arguments of `CompiledHarness`.
+    """
+
+    def run() -> Any:
+        harness = CompiledHarness(make, **settings)
+        result = script(harness)
+        assert harness.graphs.inputs or not must_compile, "nothing was compiled"
+        return result
+
     with tracing_of(library):
-        outcome = observe(lambda: script(CompiledHarness(make, **harness)))
+        outcome = observe(run)
     # Drop warnings that imports of backends and torch's C++ give once per process, because only the first run gets
     # them.
     reported = [(kind, text) for kind, text in outcome.warned if kind != "DeprecationWarning"]
@@ -166,9 +187,9 @@ def outcome(library: Library, script: Script, make: Make, **harness: Any) -> Out
     return dataclasses.replace(outcome, warned=often)
 
 
-def compare_compiled(compare: Compare, script: Script, make: Make, **harness: Any) -> Any:
+def compare_compiled(compare: Compare, script: Script, make: Make, **settings: Any) -> Any:
     """Compare the script on both libraries, which must not raise. Return the subject's result."""
-    [result] = compare(lambda library: outcome(library, script, make, **harness))
+    [result] = compare(lambda library: outcome(library, script, make, **settings))
     assert result.raised is None, result.raised
     return result.value
 
@@ -181,3 +202,51 @@ def after(script: Callable[[CompiledHarness], Any]) -> Script:
         return harness.seen()
 
     return run
+
+
+def plainly(script: Script, make: Make, device: str) -> Outcome:
+    """Run the script with the optimizer's own step instead of the compiled one."""
+
+    def run() -> Any:
+        harness = CompiledHarness(make, device)
+        harness.step = harness.optimizer.step
+        return script(harness)
+
+    return observe(run)
+
+
+def is_right(
+    script: Script, make: Make, device: str, library: Library, tolerance: Tolerance = ROUNDED
+) -> Any:
+    """Return whether compiled and plain results agree, or the name of the error that compilation raised."""
+    expected, actual = plainly(script, make, device), outcome(library, script, make, device=device)
+    if actual.raised is not None:
+        return actual.raised.kind.__name__
+    try:
+        assert_same_outcome(expected, actual, tolerance)
+    except AssertionError:
+        return False
+    return True
+
+
+def judge_values(
+    deviation: DeviationJudge,
+    script: Script,
+    make: Make,
+    device: str,
+    torch_does: Sequence[Any] = (False,),
+    *,
+    may_agree: bool = False,
+    tolerance: Tolerance = ROUNDED,
+) -> None:
+    """Judge a deviation: the subject's values are right, and `is_right` gives one of `torch_does` for torch.
+
+    Args:
+        may_agree: torch's values may be right, and then every subject's must be.
+    """
+    deviation.judge(
+        lambda library: is_right(script, make, device, library, tolerance),
+        torch_does=lambda value: value in torch_does,
+        we_do=lambda value: value is True,
+        may_agree=may_agree,
+    )
