@@ -304,22 +304,17 @@ def cleared_gradients(scene: CastScene) -> None:
             weight.grad = None
 
 
-def first_without_gradients(scene: CastScene) -> None:
+def first_without_gradients(scene: CastScene, mode: Callable[[], Any] = torch.no_grad) -> None:
     """Use a weight first without gradients, as in an evaluation or the forward of an autograd.Function."""
     with scene.region():
-        with torch.no_grad():
+        with mode():
             scene.use(scene.weight)
         scene.use(scene.weight).backward()
     scene.records.append(scene.weight.grad)
 
 
 def first_in_inference_mode(scene: CastScene) -> None:
-    """Use a weight first in inference mode."""
-    with scene.region():
-        with torch.inference_mode():
-            scene.use(scene.weight)
-        scene.use(scene.weight).backward()
-    scene.records.append(scene.weight.grad)
+    first_without_gradients(scene, torch.inference_mode)
 
 
 def disabled_in_another_dtype(scene: CastScene) -> None:

@@ -180,7 +180,7 @@ def overriding(library: Library, hook: str, device: str) -> type:
     """Return a subclass with one overridden hook, as trainers define it."""
     base = library.amp.GradScaler
 
-    class Mine(base):
+    class Overridden(base):
         log: list[str]
 
     def _unscale_grads_(self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
@@ -197,17 +197,13 @@ def overriding(library: Library, hook: str, device: str) -> type:
         """Step even if an inf was found."""
         found_inf = sum(float(value) for value in optimizer_state["found_inf_per_device"].values())
         self.log.append(f"{found_inf} {args} {kwargs}")
-        return optimizer.step(*args, **kwargs) or "mine"
+        return optimizer.step(*args, **kwargs) or "overridden"
 
     def _check_inf_per_device(self: Any, optimizer: Any) -> Any:
         self.log.append("checked")
         found_inf_per_device = {torch.device(device): torch.ones((), device=device)}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_inf_per_device
         return found_inf_per_device
-
-    def _get_scale_async(self: Any) -> Any:
-        self.log.append("asked")
-        return base._get_scale_async(self)
 
     def unscale_(self: Any, optimizer: Any) -> None:
         self.log.append("unscaled")
@@ -218,11 +214,10 @@ def overriding(library: Library, hook: str, device: str) -> type:
         "_unscale_grads_ with float16": unscale_half_too,
         "_maybe_opt_step": _maybe_opt_step,
         "_check_inf_per_device": _check_inf_per_device,
-        "_get_scale_async": _get_scale_async,
         "unscale_": unscale_,
     }
-    setattr(Mine, hook.partition(" ")[0], hooks[hook])
-    return Mine
+    setattr(Overridden, hook.partition(" ")[0], hooks[hook])
+    return Overridden
 
 
 HOOKS = {
