@@ -18,20 +18,25 @@ from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.scaling import Harness, entries
 
 ARGUMENTS: dict[str, st.SearchStrategy[Any]] = {
-    "init_scale": st.sampled_from([1.0, 2.0**16, 3.0, 0.5, 1e-3, 8]),
-    "growth_factor": st.sampled_from([2.0, 1.5, 10.0, 3]),
-    "backoff_factor": st.sampled_from([0.5, 0.1, 0.75, 0.25]),
+    "init_scale": st.sampled_from([1.0, 2.0**16, 3.0, 0.5, 0.1, 1e-3, 8]),
+    "growth_factor": st.sampled_from([2.0, 1.5, 1.001, 10.0, 3]),
+    "backoff_factor": st.sampled_from([0.5, 0.1, 0.999, 0.25]),
     "growth_interval": st.integers(1, 5),
 }
 
 
 @clause("amp.grad_scaler.constructor.arguments")
-@given(given_=st.fixed_dictionaries({}, optional=ARGUMENTS))
-def test_arguments_take_effect(compare: Compare, device: str, given_: dict[str, Any]) -> None:
+@given(
+    options=st.fixed_dictionaries({}, optional=ARGUMENTS),
+    grad_outcomes=st.permutations([None] * 7 + [math.inf, math.nan]),
+)
+def test_arguments_take_effect(
+    compare: Compare, device: str, options: dict[str, Any], grad_outcomes: list[float | None]
+) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
-        harness = Harness(library, device, **given_)
+        harness = Harness(library, device, **options)
         yield harness.did(harness.scaler.get_scale)
-        for last in (None, None, None, None, None, None, math.inf, math.nan, None):
+        for last in grad_outcomes:
             yield from harness.iteration(last)
 
     compare(scenario)
@@ -189,18 +194,15 @@ def test_switched_off_hands_the_outputs_back(subject: Library, device: str) -> N
 @clause("amp.grad_scaler.enabled.off_does_nothing")
 def test_switched_off_takes_closures(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
-        for give in ("by position", "by keyword"):
-            harness = Harness(library, device, optimizer="sgd", enabled=False)
+        harness = Harness(library, device, optimizer="sgd", enabled=False)
 
-            def closure(harness: Harness = harness) -> float:
-                harness.zero_grad()
-                harness.backward()
-                return 0.5
+        def closure() -> float:
+            harness.zero_grad()
+            harness.backward()
+            return 0.5
 
-            if give == "by position":
-                yield harness.did(harness.scaler.step, harness.optimizer, closure)
-            else:
-                yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
+        yield harness.did(harness.scaler.step, harness.optimizer, closure)
+        yield harness.did(harness.scaler.step, harness.optimizer, closure=closure)
 
     assert [outcome.value for outcome in compare(scenario)] == [0.5, 0.5]
 

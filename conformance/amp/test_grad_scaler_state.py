@@ -97,23 +97,6 @@ def test_loaded_state_matches_torch(compare: Compare, device: str, used: bool, s
 
 
 @clause("amp.grad_scaler.load_state_dict.restores_all")
-@given(before=GRAD_OUTCOMES, after=GRAD_OUTCOMES)
-def test_resumes_where_another_left_off(
-    subject: Library, device: str, before: list[float | None], after: list[float | None]
-) -> None:
-    """The scale's path is the same without a restart, and after loading into a fresh scaler or a used one."""
-    options = {"init_scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 3}
-    straight = lived(subject, device, before, **options)
-    fresh, used = lived(subject, device, []), lived(subject, device, [None, math.inf, None])
-    for harness in (fresh, used):
-        harness.scaler.load_state_dict(straight.scaler.state_dict())
-    for last in [*after, None, None, None]:
-        for harness in (straight, fresh, used):
-            list(harness.iteration(last))
-        assert straight.scaler.state_dict() == fresh.scaler.state_dict() == used.scaler.state_dict()
-
-
-@clause("amp.grad_scaler.load_state_dict.restores_all")
 def test_loads_in_the_middle_of_an_iteration(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, init_scale=8.0)

@@ -363,24 +363,6 @@ def test_optimizer_without_gradients_does_not_affect_other(compare: Compare, dev
     assert all(outcome.raised is None for outcome in others)
 
 
-CALLS = ["scale", "unscale_", "step", "update"]
-
-
-@clause("amp.grad_scaler.step.order_of_calls")
-@pytest.mark.parametrize("optimizer", ["sgd", "aware"])
-@given(calls=st.lists(st.sampled_from(CALLS), min_size=2, max_size=7))
-def test_calls_in_any_order(compare: Compare, device: str, optimizer: str, calls: list[str]) -> None:
-    def scenario(library: Library) -> Iterator[Outcome]:
-        harness = Harness(library, device, optimizer=optimizer, init_scale=8.0, growth_interval=2)
-        for call in calls:
-            if call == "scale":
-                yield harness.did(harness.backward)
-            else:
-                yield from harness.calls(call)
-
-    compare(scenario)
-
-
 @clause("amp.grad_scaler.step.order_of_calls")
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize(
