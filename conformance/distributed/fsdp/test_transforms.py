@@ -15,21 +15,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
-from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, PlainTwins, Twins, each
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, Twins, each
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.surface import is_torch_in
 
 resharded_or_not = pytest.mark.parametrize("reshards", [False, True])
-differentiable_and_resharded = pytest.mark.parametrize(
-    ("differentiable", "reshards"),
-    [
-        (False, True),
-        (True, False),
-        pytest.param(False, False, marks=FULL_PROFILE),
-        pytest.param(True, True, marks=FULL_PROFILE),
-    ],
-)
 Transform = Callable[[Any, Tensor], Tensor]  # function of a model and its inputs [4, 6]
 
 
@@ -115,7 +106,8 @@ def through_fully_shard(scene: Scene, name: str, differentiable: bool, reshards:
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
 @pytest.mark.deviation("fully_shard.backward_after_forward_transforms")
-@differentiable_and_resharded
+@pytest.mark.parametrize("differentiable", [False, True])
+@resharded_or_not
 @pytest.mark.parametrize("name", FORWARD)
 def test_backward_after_forward_transform_reaches_parameters(
     plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
@@ -126,7 +118,8 @@ def test_backward_after_forward_transform_reaches_parameters(
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")
 @pytest.mark.deviation("fsdp.backward_after_transforms")
-@differentiable_and_resharded
+@pytest.mark.parametrize("differentiable", [False, True])
+@resharded_or_not
 @pytest.mark.parametrize("name", REVERSE)
 def test_backward_after_reverse_transform_reaches_parameters(
     plain_twins: PlainTwins, name: str, differentiable: bool, reshards: bool
