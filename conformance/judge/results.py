@@ -66,6 +66,7 @@ class Recorder:
         self._subject = subject
         self._expectations: list[ExpectationResult] = []  # evaluated at the end
         self._judgements: dict[str, Judgement] = {}
+        self._not_collected: dict[str, str] = {}  # file and the last line of its error
         self._not_run: list[NotRun] = []  # clauses of the selection without tests, known at the end
         self._began = time.time()
         self._ended_early: list[str] = []
@@ -95,6 +96,12 @@ class Recorder:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         self._note_collected(ids)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._not_collected[report.nodeid or "a file"] = (
+                report.longreprtext.strip().rpartition("\n")[2].removeprefix("E").strip()
+            )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         if session.items:
@@ -187,11 +194,19 @@ class Recorder:
         return [*self._judgements.values(), *self._not_run]
 
     def _bad_input(self) -> list[str]:
-        """Return what the user has to fix before judging, including requested devices that tests did not find."""
+        """Return what the user has to fix before judging.
+
+        This includes files that cannot be imported, which pytest-xdist leaves out, and requested devices that tests did
+        not find.
+        """
         unavailable = Counter(
             judgement.reason for judgement in self._judgements.values() if judgement.outcome == "unavailable"
         )
-        return [*self._subject.bad_input] + [
+        not_collected = [
+            f"the tests of {file} cannot be collected and did not run: {error}; fix this and judge again"
+            for file, error in sorted(self._not_collected.items())
+        ]
+        return [*self._subject.bad_input, *not_collected] + [
             f"--device names {device}, but this machine has none, and {count} tests did not run; run on a machine that "
             "has one, or without --device, which uses the available devices"
             for device in self._config.option.device.split(",")

@@ -128,6 +128,18 @@ def test_unjudgeable_subject_ends_in_error(tmp_path: Path, name: str) -> None:
     assert reported in ended.stdout + ended.stderr
 
 
+def test_file_that_workers_cannot_import_is_red(tmp_path: Path) -> None:
+    write_files(tmp_path, {"test_other.py": "import missing_package"})
+    words = ("-n1", "--profile=quick", "--subject=torch", "conformance/nn/utils/test_clip_grad_value.py")
+    ended = run_pytest(*words, str(tmp_path / "test_other.py"))
+    assert ended.returncode == BAD_INPUT, ended.stdout
+    assert (
+        "cannot be collected and did not run: ModuleNotFoundError: No module named 'missing_package'"
+        in ended.stdout
+    )
+    assert "verdict: red" in ended.stdout
+
+
 @pytest.mark.parametrize("dtype", ["torch.float16"])
 def test_report_contains_number_of_ranks(
     request: pytest.FixtureRequest, ranks: Callable[..., RankPool], dtype: str
