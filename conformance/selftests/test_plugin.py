@@ -74,25 +74,31 @@ def test_half_of_three_parameters_covers_pairs() -> None:
     assert cover_pairs([{"a": 1, "b": value} for value in range(9)]) == set(range(9))
 
 
+def collected(*words: str) -> list[str]:
+    """Return the node ids that pytest collects without packages of other extras than `conformance`."""
+    others = ("matplotlib", "jsonschema", "asv", "asv_runner", "virtualenv")
+    program = (
+        f"import sys, pytest\nsys.modules |= dict.fromkeys({others})\nsys.exit(pytest.main(sys.argv[1:]))"
+    )
+    options = ["-q", "-n0", "-pno:cacheprovider", "--collect-only", "--device=cpu", "--world-sizes=1,2"]
+    command = [sys.executable, "-c", program, *options, *words]
+    ended = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stdout[-2000:]
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.deadline(280)
+def test_whole_suite_is_collected_without_other_extras() -> None:
+    assert len(collected("--profile=full", "conformance")) > 5000
+
+
+@pytest.mark.deadline(280)
 def test_only_quick_profile_omits_combinations() -> None:
-    file = "conformance/distributed/fsdp/test_fsdp_methods.py"
+    name = "test_wrapped_model_can_be_converted"
+    nodeid = f"conformance/distributed/fsdp/test_fsdp_methods.py::{name}"
 
     def combinations(profile: str) -> int:
-        words = [
-            "-q",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "--collect-only",
-            "--device=cpu",
-            f"--profile={profile}",
-        ]
-        command = [sys.executable, "-m", "pytest", *words, file]
-        ended = subprocess.run(
-            command, cwd=HERE.parent, capture_output=True, text=True, timeout=120, check=True
-        )
-        return ended.stdout.count("::test_wrapped_model_can_be_converted[")
+        return sum(f"::{name}[" in line for line in collected(f"--profile={profile}", nodeid))
 
-    # 24 pairs of six wrappings and four conversions, on one or two ranks.
+    # 24 pairs of six wrappings and four conversions, each on one rank or on two.
     assert (combinations("quick"), combinations("full")) == (24, 48)

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from conformance.training import plot
 from conformance.training.certify import Certificate, NotComparable, certify
 from conformance.training.config import DTYPES, OPTIMIZERS, TrainingConfig, full_config, small_config
 from conformance.training.judge import TrainingResult, as_json, judge
@@ -46,6 +45,8 @@ def main(words: list[str] | None = None) -> int:
         console.print("stopped; the same command with --resume goes on" if folder else "stopped")
         return 130
     if folder:
+        from conformance.training import plot  # noqa: PLC0415 (judging needs no matplotlib)
+
         for result in results:
             for comparison in result.comparisons:
                 files = plot.save(comparison, result.subject, folder)
