@@ -8,8 +8,6 @@ from typing import Any
 import bitsandbytes
 import torch
 import torchao
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from conformance.clients import tiny
 from conformance.judge.library import load_library
@@ -62,20 +60,9 @@ def scaled(rank: Rank, *, optimizer: str, capture_of: str = "", fused: bool = Fa
 
 
 def sharded(rank: Rank, *, optimizer: str, use_orig_params: bool) -> dict[str, Any]:
-    model = FullyShardedDataParallel(
-        tiny.layers(),
-        auto_wrap_policy=ModuleWrapPolicy({tiny.MLP}),
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
+    model = tiny.sharded_layers(use_orig_params)
     instance = _MAKERS[optimizer](model.parameters(), lr=1e-2)
-    losses = []
-    for batch in tiny.tokens(rank.rank, 4):
-        loss = tiny.loss_of(model, batch)
-        loss.backward()
-        instance.step()
-        instance.zero_grad()
-        losses.append(loss.detach())
+    losses = tiny.train_layers(model, instance, tiny.tokens(rank.rank, 4))
     return {"losses": losses, "weights": tiny.unsharded(model)}
 
 

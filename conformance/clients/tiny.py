@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import peft
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -52,6 +53,30 @@ def layers() -> torch.nn.Sequential:
 class MLP(torch.nn.Sequential):
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+
+
+def sharded_layers(use_orig_params: bool) -> FullyShardedDataParallel:
+    """Return `layers`, wrapped like each `MLP` in them."""
+    return FullyShardedDataParallel(
+        layers(),
+        auto_wrap_policy=ModuleWrapPolicy({MLP}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def train_layers(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Train a model of `layers` with a step for each batch. Return the losses."""
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
 
 
 def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,16 @@ It runs only if it is named, because it takes minutes and changes the kernels of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from importlib.util import find_spec
 
 from torch import Tensor
 
 from benchmarks.common import TrainingTensors
 from conformance.gpu.bandwidth import bandwidth_in_words, calls_on, device_seconds
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import PhaseTask, Result, Rows, in_words, serve
 from impl import kernels
 
 Launch = tuple[int, int, int]  # elements of a chunk, elements of a block, warps
@@ -25,52 +26,46 @@ FINISH = "finish of total_norm 2"  # the time is that of both kernels
 _SHAPES, _DTYPES = "gpt2", ("float32", "bfloat16")
 _CHUNKS, _BLOCKS, _WARPS = (8_192, 32_768), (1_024, 2_048, 4_096), (4, 8)
 _FINISHES = ((1_024, 4), (4_096, 8), (4_096, 16), (8_192, 16), (8_192, 32), (16_384, 32))
+# Calls with the block size and the number of warps of each launch.
+_LAUNCHES = [
+    *((call, launch) for launch in itertools.product(_BLOCKS, _WARPS) for call in CALLS),
+    *((FINISH, launch) for launch in _FINISHES),
+]
 
 
 def work(task: PhaseTask, rows: Rows) -> None:
-    todo = list(itertools.product(_DTYPES, _CHUNKS))
-    rows.plan(name_of(call, dtype, launch) for dtype, chunk in todo for call, launch in _measured(chunk))
-    # Tables are cached by address, so each chunk size needs its own tensors, which stay alive here.
-    held: list[Tensor] = []
-    for dtype, chunk in todo:
-        if rows.left_s <= 0:
-            return
-        if task.device != "cuda" or find_spec("triton") is None:
-            for call, launch in _measured(chunk):
-                rows.add(name_of(call, dtype, launch), "not available", "needs CUDA and Triton")
-            continue
-        params = TrainingTensors(_SHAPES, dtype, task.device).parameters
-        grads = [param.grad for param in params if param.grad is not None]
-        held += grads
-        _measure(rows, grads, dtype, chunk)
+    rows.run(
+        {
+            f"{call} {dtype}, chunk {chunk}, block {block}, {warps} warps": partial(
+                _measured, call, dtype, (chunk, block, warps), task.device
+            )
+            for dtype, chunk in itertools.product(_DTYPES, _CHUNKS)
+            for call, (block, warps) in _LAUNCHES
+        }
+    )
 
 
-def _measured(chunk: int) -> list[tuple[str, Launch]]:
-    measured = [(call, (chunk, *launch)) for launch in itertools.product(_BLOCKS, _WARPS) for call in CALLS]
-    return [*measured, *((FINISH, (chunk, *launch)) for launch in _FINISHES)]
-
-
-def name_of(call: str, dtype: str, launch: Launch) -> str:
+def _measured(call: str, dtype: str, launch: Launch, device: str) -> Result:
+    if device != "cuda" or find_spec("triton") is None:
+        raise NotImplementedError("needs CUDA and Triton")
     chunk, block, warps = launch
-    return f"{call} {dtype}, chunk {chunk}, block {block}, {warps} warps"
+    grads = _grads(dtype, chunk)
+    times, function = calls_on(grads)["total_norm 2" if call == FINISH else call]
+    try:
+        with launched_by(chunk, block, warps, is_finish=call == FINISH), kernels.backend("triton"):
+            took_s = device_seconds(function, device)
+    except Exception as error:
+        raise NotImplementedError(in_words(error)) from error  # a block may be too large for the device
+    moved_bytes = times * sum(grad.nbytes for grad in grads)
+    about = {"call": call, "dtype": dtype, "launch": launch, "bytes": moved_bytes, "seconds": took_s}
+    return "measured", bandwidth_in_words(moved_bytes, took_s), about
 
 
-def _measure(rows: Rows, grads: Sequence[Tensor], dtype: str, chunk: int) -> None:
-    calls, once = calls_on(list(grads)), sum(grad.nbytes for grad in grads)
-    calls[FINISH] = calls["total_norm 2"]
-    for call, launch in _measured(chunk):
-        if rows.left_s <= 0:
-            return
-        times, function = calls[call]
-        about = {"call": call, "dtype": dtype, "launch": launch, "bytes": times * once}
-        try:
-            with launched_by(*launch, is_finish=call == FINISH), kernels.backend("triton"):
-                took_s = device_seconds(function, "cuda")
-        except Exception as error:  # a block may be too large for the device
-            rows.add(name_of(call, dtype, launch), "not available", in_words(error), **about)
-        else:
-            says = bandwidth_in_words(times * once, took_s)
-            rows.add(name_of(call, dtype, launch), "measured", says, seconds=took_s, **about)
+@cache
+def _grads(dtype: str, chunk: int) -> list[Tensor]:
+    """Return tensors that stay alive, because tables are cached by address and each chunk size needs its own."""
+    parameters = TrainingTensors(_SHAPES, dtype, "cuda").parameters
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 @contextmanager
