@@ -137,7 +137,7 @@ def test_bundle_is_complete_flat_and_small(tmp_path: Path) -> None:
     assert report["files"]["ci/gpu"] == source.files()["ci/gpu"]
     ElementTree.parse(out / "junit.xml")
     text = (out / "summary.md").read_text()
-    for words in ("GREEN", "H|200, sm_90", "driver 580", "1 tests: 1 passed", "RatioUpdate[cpu] | 0.500"):
+    for words in ("GREEN", "H|200, sm_90", "driver 580", "judge: 1 passed", "RatioUpdate[cpu] | 0.500"):
         assert words in text
 
 
@@ -147,7 +147,7 @@ def test_red_judgement_gives_exit_code_one(tmp_path: Path) -> None:
     report = read_strict_json(bundle.out / "report.json")
     assert (report["verdict"], report["reasons"]) == ("red", ["judge: 1 hang"])
     text = (bundle.out / "summary.md").read_text()
-    assert "`pytest t.py`: hang, a \\| b &lt;b>" in text
+    assert "| 1 | hang | a \\| b &lt;b> | pytest t.py |" in text
 
 
 def test_green_judgement_gives_exit_code_zero(tmp_path: Path) -> None:

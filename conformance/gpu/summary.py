@@ -66,19 +66,10 @@ def _phases(report: dict[str, Any]) -> str:
     return "## Phases\n\n" + table(["phase", "s", "ended", "not run"], rows)
 
 
-def _judge(rows: Sequence[dict[str, Any]]) -> str:
-    counts = Counter(row["outcome"] for row in rows)
-    reported = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    red = [row for row in rows if row.get("replay")]
-    lines = [
-        f"- `{row['replay']}`: {row['outcome']}, {cell(row.get('reason', ''))}" for row in red[:MOST_NAMED]
-    ]
-    lines += [f"- and {len(red) - MOST_NAMED} more in report.json"] if len(red) > MOST_NAMED else []
+def _unavailable(rows: Sequence[dict[str, Any]]) -> str:
     why = Counter(first_line(row.get("reason", "")) for row in rows if row["outcome"] == "unavailable")
-    lines += [
-        f"- unavailable, {count} tests: {cell(reason)}" for reason, count in why.most_common(MOST_NAMED)
-    ]
-    return "\n".join(["## Judgement", "", f"{len(rows)} tests: {reported}", "", *lines]).strip()
+    lines = [[str(count), reason] for reason, count in why.most_common(MOST_NAMED)]
+    return "## Unavailable tests\n\n" + (table(["tests", "reason"], lines) if lines else "none")
 
 
 def _probe(rows: Sequence[dict[str, Any]]) -> str:
@@ -148,7 +139,7 @@ def _sweep(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _SECTIONS = {
-    "judge": _judge,
+    "judge": _unavailable,
     "kernels": _plain("Kernels"),
     "waits": _counted("Calls that must not synchronise"),
     "values": _plain("Values of ten steps beside torch's"),
