@@ -34,7 +34,7 @@ FLAGS = (
 
 
 class Unavailable(RuntimeError):
-    """The simulator cannot be had here; the message says why."""
+    """The simulator cannot be built or loaded here. The message says why."""
 
 
 def load() -> ModuleType:
@@ -102,7 +102,7 @@ def _digest(compiler: str) -> str:
 
 
 def _any_built(cache: Path) -> str:
-    """The compiler of an earlier build, which serves where there is none now."""
+    """Return the compiler of an earlier build, which can be loaded if there is no compiler now."""
     with contextlib.suppress(OSError):
         return (cache / "compiler").read_text()
     return ""
@@ -116,7 +116,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _build(compiler: str, cache: Path, path: Path) -> None:
-    """All in one go: most of the time goes into torch's headers, which are read once."""
+    """Compile all sources as one, because most of the time goes into torch's headers."""
     print("building the simulator once, in one or two minutes", file=sys.stderr, flush=True)  # noqa: T201 - else it seems to hang
     (cache / "compiler").write_text(compiler)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -150,9 +150,8 @@ def _link_flags() -> list[str]:
     return [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python", "-lpthread"]
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         report = f"{' '.join(command[:2])} … ended with {done.returncode}:\n{done.stderr[-4000:]}"
         raise Unavailable(f"the simulator could not be built: {report}")
-    return done.stdout

@@ -123,11 +123,11 @@ def device_is_enabled() -> bool:
 
 
 def set_schedule(seed: int, rank: int = 0) -> None:
-    """Finish what is queued and go on by the schedule of `seed`; forget what was seen.
+    """Finish all queued work, continue with the schedule of `seed`, and drop earlier observations.
 
     Args:
-        seed: 0 to 3 are the extreme ones, the others are drawn.
-        rank: of several processes, each of which draws for itself.
+        seed: 0 to 3 are extreme schedules, the others are drawn.
+        rank: rank of this process. Each rank draws separately.
     Sync: all devices.
     """
     extension = needed()
@@ -142,7 +142,7 @@ def log_hazards(on: bool = True) -> None:
 
 
 def take_hazards() -> list[Hazard]:
-    """The hazards since the last call, each once; at most a thousand."""
+    """Return the hazards since the last call, without duplicates, at most a thousand."""
     return [
         Hazard(*map(_as_place, texts), now_tick, before_tick, tuple(Step(*step) for step in steps))
         for texts, now_tick, before_tick, steps in needed().take_hazards()
@@ -156,7 +156,7 @@ def _as_place(text: str) -> str:
 
 
 def take_host_waits() -> list[HostWait]:
-    """The lines where the host has waited since the last call."""
+    """Return the lines where the host has waited since the last call."""
     return [HostWait(*why_and_where, count) for why_and_where, count in needed().take_waits().items()]
 
 
@@ -166,7 +166,7 @@ def take_unreplayable() -> list[str]:
 
 
 def course() -> str:
-    """A digest of what the device has done since the schedule was set, and what memory it gave, in their order."""
+    """Return a digest of the device's tasks and allocations since the schedule was set, in their order."""
     return f"{needed().course():016x}"
 
 
@@ -176,7 +176,7 @@ def fail_allocation(nth: int) -> None:
 
 
 def synchronize() -> None:
-    """Finish what is queued on all devices, without counting it as a wait of the program."""
+    """Finish all queued work of all devices, without counting it as a wait of the program."""
     needed().drain()
 
 
@@ -200,10 +200,10 @@ def launch(
     """Queue `function` on the current stream, as a kernel of the caller.
 
     Args:
-        function: called when the stream gets to it, with no arguments; it works on `device.host_view` of the tensors.
+        function: called without arguments when the stream reaches it. It uses `device.host_view` of the tensors.
         reads: tensors of the device or in pinned memory.
         writes: likewise.
-        name: how hazards call it.
+        name: its name in hazards.
     """
     extension = needed()
     on = next(
@@ -214,7 +214,7 @@ def launch(
 
 
 def in_program(place: str) -> str:
-    """The innermost frame of `place` that is of the program: neither Python's, an installed package's nor ours."""
+    """Return the innermost frame of `place` that is not of Python, an installed package or the simulator."""
     prefix, _, frames = place.rpartition(") ") if place.startswith("(") else ("", "", place)
     shown = prefix + ") " if prefix else ""
     for frame in frames.split(" < "):

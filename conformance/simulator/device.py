@@ -36,7 +36,7 @@ def register(extension: types.ModuleType) -> None:
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor of the device as a tensor of the CPU; for functions that were launched, in their turn."""
+    """Return a CPU tensor over the memory of a device tensor, for launched functions."""
     return _extension.cpu_alias(tensor)
 
 

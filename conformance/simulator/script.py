@@ -116,7 +116,7 @@ def import_shared(script: Script) -> None:
 
 
 def run(script: Script, seeds: list[int], jobs: int) -> list[ScheduledRun]:
-    """The courses of a script under `seeds`, in their order, `jobs` at a time."""
+    """Run a script under each of `seeds`, `jobs` at a time. Return the runs in the order of the seeds."""
     with concurrent.futures.ThreadPoolExecutor(max(1, jobs)) as pool, tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder, str(index)) for index in range(len(seeds))]
         return list(pool.map(lambda seed, place: _run(script, seed, place), seeds, folders))
@@ -215,7 +215,7 @@ def _execute(script: Script, seed: int, rank: int, folder: Path) -> int:
         if not status:
             synchronize()
             leave_peers(checks_sends=True)
-    except BaseException:  # the end of the script, whatever it is
+    except BaseException:  # any end of the script
         traceback.print_exc()
         status = 1
     if status:
@@ -245,7 +245,7 @@ def _run_as_main(path: str) -> int:
 
 
 def _watch_saving(saved: dict[str, str], folder: Path) -> None:
-    """Note what is saved, and keep it in the course's own folder: others run beside it, and others ran before it."""
+    """Record what is saved, and store it in the folder of this run, because other runs save the same files."""
     save, load = torch.save, torch.load
 
     def place_of(file: object) -> Path | None:

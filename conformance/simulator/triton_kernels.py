@@ -49,7 +49,7 @@ def serve(launch: Callable[..., None]) -> None:
         if not any(tensor.device.type == device.NAME for tensor in tensors):
             _run(spans, executor, arguments, named)
             return
-        # Views that keep no memory alive: what is freed before its kernel has run is gone, as on any device.
+        # These views keep no memory alive. Like on any device, memory may be freed before its kernel runs.
         on_host = [_host_view(value) for value in arguments]
         named_on_host = {name: _host_view(value) for name, value in named.items()}
         run = functools.partial(_run, spans, executor, on_host, named_on_host)
@@ -81,7 +81,7 @@ def _spans(tensors: Sequence[torch.Tensor]) -> _Spans:
 
 
 def _checked(access: Callable[..., Any]) -> Callable[..., Any]:
-    """`access` of the interpreter, refused where it reaches what the kernel that runs was not given."""
+    """Return `access` of the interpreter with a check that the running kernel was given the memory."""
     parameters = inspect.signature(access)
 
     @functools.wraps(access)

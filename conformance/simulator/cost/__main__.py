@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _simulated(options: argparse.Namespace, training: CostedTraining, on: Hardware) -> dict[str, Any]:
-    """All rows; and of the first number of ranks the panels of a picture."""
+    """Return all rows, and the panels of a picture of the first number of ranks."""
     blocks = "fused" if options.fused else "plain"
     tokens = f"{options.batch} x {options.length} tokens"
     of_what = f"Llama 3.1, {options.layers} {blocks} layers, {tokens}, {options.accelerator}"
@@ -92,16 +92,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = list(SUBJECTS)
     parser.add_argument("--ranks", type=_numbers, default=[8], help="numbers of ranks, by commas (8)")
-    parser.add_argument("--subjects", nargs="+", choices=names, default=names, help="which of them (all)")
-    parser.add_argument("--accelerator", default=ACCELERATOR, help=f"one of hardware.toml ({ACCELERATOR})")
-    parser.add_argument("--layers", type=int, default=32, help="of the model (32)")
+    parser.add_argument(
+        "--subjects", nargs="+", choices=names, default=names, help="subjects to simulate (all)"
+    )
+    parser.add_argument("--accelerator", default=ACCELERATOR, help=f"entry of hardware.toml ({ACCELERATOR})")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the model (32)")
     parser.add_argument("--batch", type=int, default=2, help="sequences a rank (2)")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence (8192)")
-    parser.add_argument("--fused", action="store_true", help="blocks as torch.compile is taken to make them")
-    parser.add_argument("--picture", help="where to draw the timelines of the first number of ranks, as SVG")
-    parser.add_argument("--json", help="where to write all of it; in a report's folder, the report shows it")
     parser.add_argument(
-        "--calibrate", action="store_true", help="say which product_efficiency gives what was published"
+        "--fused", action="store_true", help="blocks as torch.compile is assumed to compile them"
+    )
+    parser.add_argument("--picture", help="SVG file with the timelines of the first number of ranks")
+    parser.add_argument("--json", help="JSON file with all rows; in a report's folder, the report shows it")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="print the product_efficiency that gives the published speed"
     )
     return parser
 

@@ -39,7 +39,7 @@ def published(training: CostedTraining, subject: str, ranks: int, accelerator: s
 
 
 def fitted_efficiency(entries: Sequence[Entry], hardware: Hardware, seconds: float) -> float:
-    """The part of the peak that products reach, if the step of `entries` takes as long as it did."""
+    """Return the share of the peak that products reach if the step of `entries` takes `seconds`."""
     low, high = 0.05, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2

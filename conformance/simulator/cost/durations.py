@@ -24,13 +24,13 @@ _PRODUCTS = {
     "aten::addmm": addmm_flop,
     "aten::bmm": bmm_flop,
     "aten::baddbmm": baddbmm_flop,
-    # Causal: half of the scores. The others are neither computed nor read.
+    # Causal: half of the scores are neither computed nor read.
     "aten::_scaled_dot_product_flash_attention": lambda q, k, v: sdpa_flop_count(q, k, v) / 2,
     "aten::_scaled_dot_product_flash_attention_backward": lambda grad, q, k, v, *_: (
         sdpa_backward_flop_count(grad, q, k, v) / 2
     ),
 }
-# In place, but what was there before is not read.
+# In place, but the former values are not read.
 _OVERWRITES = ("copy_", "zero_", "fill_", "normal_", "uniform_")
 # Look-ups read as many bytes of a larger table as they write. The losses read next to nothing.
 _LOOK_UPS = {"aten::embedding", "aten::index_select", "aten::gather"}
@@ -39,7 +39,7 @@ _COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast", "redu
 
 
 def kind_of(entry: Entry) -> str:
-    """`collective`, `product` (of matrices, attention among them) or `other`."""
+    """Return `collective`, `product` (of matrices, including attention) or `other`."""
     if entry.name in _COLLECTIVES:
         return "collective"
     return "product" if entry.name in _PRODUCTS else "other"

@@ -1,4 +1,4 @@
-"""The kernels that `torch.compile` makes of a block's operators between products: assumed by hand, not compiled."""
+"""Kernels that `torch.compile` is assumed to generate for a block's operators between matrix products."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Operators with shapes alone: the simulated device asks the meta kernel, and runs nothing.
+# These operators have shapes only, because the simulated device runs nothing but their meta kernels.
 _library = torch.library.Library("simfused", "DEF")
 
 

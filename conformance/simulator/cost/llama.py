@@ -1,4 +1,4 @@
-"""Llama 3.1 as torchtitan trains it, with what operators are kept for the backward and which are run again."""
+"""Llama 3.1 as torchtitan trains it, with selective checkpointing by operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LlamaConfig:
     key_value_heads: int = 8
     hidden: int = 14336
     vocabulary: int = 128256
-    fused: bool = False  # blocks as `torch.compile` is taken to make them
+    fused: bool = False  # blocks as `torch.compile` is assumed to compile them
 
     @property
     def head_width(self) -> int:
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         repeats = self.config.heads // self.config.key_value_heads
         query, key = self.rotated(query, turns), self.rotated(key, turns)
         key, value = (heads.repeat_interleave(repeats, 2) for heads in (key, value))
-        # Called by its name, because for a device of others torch would take the attention that keeps all scores.
+        # Called by name, because torch would choose the attention that stores all scores on this device.
         out = aten._scaled_dot_product_flash_attention(
             *(heads.transpose(1, 2) for heads in (query, key, value)), is_causal=True
         )[0]
@@ -126,7 +126,7 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def kept_by_operator() -> Any:
-    """Every other matrix product and the attention are kept for the backward; all else is computed again there."""
+    """Return contexts that keep every other matrix product and the attention for backward, and recompute the rest."""
     return create_selective_checkpoint_contexts(functools.partial(_policy, {True: 0, False: 0}))
 
 

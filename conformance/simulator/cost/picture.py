@@ -45,7 +45,7 @@ def panel(name: str, timeline: Timeline) -> dict[str, Any]:
 
 
 def picture(title: str, panels: Sequence[dict[str, Any]]) -> str:
-    """All to one scale, so that a longer step is longer."""
+    """Return the panels as SVG, all with the same time scale."""
     longest = max(data["seconds"] for data in panels)
     parts, y = [_legend(title)], 58
     for data in panels:

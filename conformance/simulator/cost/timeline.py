@@ -36,7 +36,7 @@ class Timeline:
 
 
 class _Memory:
-    """Freed memory that other streams were recorded on is in use until they are through, as with torch's allocator."""
+    """Memory in use. Like with torch's allocator, freed memory stays in use until its recorded streams have ended."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -62,7 +62,7 @@ class _Memory:
 
 
 def schedule(entries: Iterable[Entry], seconds: Callable[[Entry], float], host_s: float) -> Timeline:
-    """Begin each work of a stream once the work before it, its waits and the call of the host are done."""
+    """Begin each task of a stream after the previous task, its waits and the call of the host."""
     timeline, host = Timeline(), 0.0
     clocks: dict[int, float] = collections.defaultdict(float)
     recorded: dict[int, float] = {}
@@ -94,7 +94,7 @@ def schedule(entries: Iterable[Entry], seconds: Callable[[Entry], float], host_s
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times, each once, in order."""
+    """Return the union of the intervals, in order."""
     out: list[Interval] = []
     for begin, end in sorted(intervals):
         if out and begin <= out[-1][1]:

@@ -1,4 +1,4 @@
-"""Trace of what a program asks of the device. Nothing is computed: shapes are real, memory and numbers are not."""
+"""Trace of a program's calls to the device. Nothing is computed: shapes are real, memory and numbers are not."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Tracer:
 
 @contextlib.contextmanager
 def tracing(ranks: int) -> Iterator[Tracer]:
-    """Trace what rank 0 of `ranks` does; the others are not there, and are taken to do the same at the same time.
+    """Context manager that traces rank 0 of `ranks`. The others do not exist and are assumed to act like it.
 
-    What the host reads back from the device is zero. A program whose shapes depend on data is refused.
+    Values that the host reads from the device are zero. A program whose shapes depend on data raises.
     """
     simulator.enable()
     extension = control.needed()

@@ -50,7 +50,7 @@ void meet_backwards(int device) {
     used |= bit;
     return;
   }
-  // A host that runs nodes of its own is in the middle of a backward.
+  // A host that runs nodes itself is in the middle of a backward.
   if (used == 0 || host.load() != std::this_thread::get_id() || autograd::get_current_graph_task_id() != -1) return;
   auto devices = used.exchange(0);
   for (int used_device = 0; devices != 0; used_device++, devices >>= 1) {

@@ -1,4 +1,4 @@
-// What Python sees.
+// Functions for Python.
 #include "tensors.h"
 
 #include <pybind11/functional.h>
@@ -44,7 +44,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("default_generator", &default_generator);
   m.def("cpu_alias", &alias_of);
-  // A function of Python as work of a stream, with the tensors that it reads and writes.
+  // Queue a Python function on the current stream, with the tensors that it reads and writes.
   m.def("launch", [](std::string name, std::function<void()> function, const Tensors& reads, const Tensors& writes, int device) {
     std::vector<sim::Range> ranges;
     for (auto& tensor : reads) ranges.push_back(range_of(tensor, false));

@@ -1,8 +1,8 @@
 // Collectives of the device, carried by gloo between processes.
 //
-// A collective begins when its stream gets to it: it takes its inputs, poisons its outputs and starts gloo on memory of
-// its own. It ends, and fills its outputs, when somebody needs it. `Work.wait()` makes the stream wait, not the host.
-// So when gloo's messages arrive decides nothing, and the same seed has the same result.
+// A collective begins when its stream reaches it: it copies its inputs, poisons its outputs and starts gloo on the copies.
+// It ends, and fills its outputs, when its result is needed. `Work.wait()` makes the stream wait, not the host. So the time
+// at which gloo's messages arrive changes nothing, and the same seed has the same result.
 #include "messages.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -25,7 +25,7 @@ class SimWork final : public c10d::Work {
   void synchronize() override {
     int device = recording_->stream.first;
     block(current(device), recording_);
-    inputs_.clear();  // as in NCCL's: the stream that frees them from here on waits
+    inputs_.clear();  // like NCCL's: the stream that frees them now waits
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -48,15 +48,15 @@ class SimWork final : public c10d::Work {
   Tensors inputs_, outputs_;  // inputs until the wait, outputs as long as the work
 };
 
-struct Collective {  // how a collective begins on memory of its own, and what its result is
-  Tensors inputs, outputs;              // of the device
+struct Collective {
+  Tensors inputs, outputs;              // tensors of the device
   std::function<WorkP(c10d::Backend& gloo, Tensors& in, Tensors& out)> start;
   bool in_place = false;                // inputs and outputs are the same
   int64_t divide_by = 1;
   std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // write the result, if `start` leaves it in the inputs
   bool is_message = false;  // a message, or a batch of messages
   int root = -1;  // if the collective has one
-  double factor = 1;  // of the inputs, before the sum
+  double factor = 1;  // multiplies the inputs before the sum
 };
 
 constexpr int kAll = -1;  // no single peer
@@ -307,14 +307,14 @@ class SimBackend final : public c10d::Backend {
     return last;
   }
 
-  // Gloo has no averages: it adds up, and the device divides by this.
+  // Gloo has no averages: it computes the sum, and the device divides by this.
   int64_t divisor(c10d::ReduceOp& op) const {
     if (op != c10d::ReduceOp::AVG) return 1;
     op = c10d::ReduceOp::SUM;
     return size_;
   }
 
-  // Gloo has no PREMUL_SUM: the device multiplies the inputs by this, and gloo adds up.
+  // Gloo has no PREMUL_SUM: the device multiplies the inputs by this, and gloo computes the sum.
   static double factor_of(c10d::ReduceOp& op) {
     if (op != c10d::ReduceOp::PREMUL_SUM) return 1;
     auto* supplement = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
@@ -325,7 +325,7 @@ class SimBackend final : public c10d::Backend {
     return factor;
   }
 
-  // Gloo runs collectives of host memory while the host waits. Meanwhile the device goes on.
+  // Gloo runs collectives of host memory while the host waits. Meanwhile the device continues.
   bool on_host(const Tensors& tensors) {
     bool host = !tensors.empty() && tensors[0].is_cpu();
     TORCH_CHECK(!host || batch_of_thread() == nullptr, "simccl: collectives of host memory are not coalesced");
@@ -473,7 +473,7 @@ class SimBackend final : public c10d::Backend {
     };
     auto finish = [running, out, store = collective.store, divide_by = collective.divide_by] {
       Below below;
-      if (running->work) running->work->wait();  // what went wrong
+      if (running->work) running->work->wait();  // raises its error
       if (store) store(running->in, running->out);
       for (size_t i = 0; i < out.size(); i++) {
         if (divide_by > 1) running->out[i].div_(divide_by);
@@ -492,8 +492,8 @@ class SimBackend final : public c10d::Backend {
   StoreP store_;
   std::vector<int> ranks_;  // global ranks, by rank of the group
   std::map<std::pair<int, int>, int64_t> streams_;  // by device and peer (kAll: collectives), like NCCL
-  std::map<std::string, int64_t> messages_;  // number of messages by "sender>receiver/"
-  std::map<std::thread::id, Batch> batches_;  // open ones; a thread adds to its own only
+  std::map<std::string, int64_t> messages_;  // number of messages, by "sender>receiver/"
+  std::map<std::thread::id, Batch> batches_;  // open batches; a thread adds to its own only
   std::shared_ptr<Begun> begun_;  // collectives of the device
   Begun begun_on_host_;  // collectives of host memory, and barriers
 };

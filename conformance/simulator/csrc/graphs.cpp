@@ -1,9 +1,9 @@
-// Graphs: what a capturing stream is given does not run. It is kept, with its addresses, and each replay issues it anew.
+// Graphs: work of a capturing stream does not run. The graph keeps it with its addresses, and each replay issues it again.
 //
-// As on CUDA, a stream that waits for an event of a capture joins it and has to be waited for before it ends; nothing of
-// it may be asked by the host, nor, by its mode, anything else, or it is lost; what is allocated meanwhile is of the
-// graph's own pool. That is poison before its first use in each replay. A replay stands in the current stream, behind the
-// one before; inside, what the capture did not order may run in any order.
+// As on CUDA, a stream that waits for an event of a capture joins the capture. The capture must wait for that stream before
+// it ends. The capture is lost if the host queries it or, depending on the mode, the device. Memory that is allocated
+// meanwhile belongs to the graph's own pool, and is poisoned before its first use in each replay. A replay runs in the
+// current stream, after the previous replay. Work that the capture did not order may run in any order.
 #include "tensors.h"
 
 #include <ATen/core/GraphImplInterface.h>
@@ -12,7 +12,7 @@
 
 namespace sim {
 namespace {
-struct Step {  // a recording, a wait for one, or work
+struct Step {  // a recording, a wait for a recording, or work
   StreamKey stream;
   RecordingP records = nullptr, waits = nullptr;
   Work work = {};
@@ -77,7 +77,7 @@ class Graph final : public at::GraphImplInterface, public Capture {
       auto work = step.work;
       for (auto& range : work.ranges) {
         if (!range.life || range.life->pool == pool_) continue;
-        range.life = allocation_at(range.begin);  // whose it is now
+        range.life = allocation_at(range.begin);  // its present owner
         TORCH_CHECK(range.life && !range.life->freed, "sim: a graph ", range.write ? "writes" : "reads", " memory, in ",
             work.name, ", that was freed since it was captured: keep it as long as the graph");
       }
@@ -88,7 +88,7 @@ class Graph final : public at::GraphImplInterface, public Capture {
   }
 
   void reset() override {
-    std::vector<Step> gone;  // what they hold goes outside of the lock
+    std::vector<Step> gone;  // freed after the lock is released
     Lock lock;
     end_capture(this);
     if (std::exchange(ready_, false)) hold_pool(pool_, -1);
@@ -140,12 +140,12 @@ class Graph final : public at::GraphImplInterface, public Capture {
   at::GraphCaptureMode mode_ = at::GraphCaptureMode::Default;
   std::thread::id thread_;
   StreamKey origin_;
-  std::map<StreamKey, Clock> clocks_;  // of the streams that are captured
+  std::map<StreamKey, Clock> clocks_;  // of the captured streams
   int64_t ticks_ = 0;
-  std::string lost_;  // why
+  std::string lost_;  // the reason; empty if it is not lost
   bool ready_ = false;
   std::vector<Step> steps_;
-  std::map<StreamKey, StreamKey> streams_;  // by those that were captured: which a replay runs in
+  std::map<StreamKey, StreamKey> streams_;  // stream of a replay, by captured stream
   RecordingP replayed_;
 };
 }  // namespace

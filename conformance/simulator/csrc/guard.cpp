@@ -1,4 +1,4 @@
-// What torch asks any device for: a guard, hooks, a generator.
+// The parts that torch requires of every device: a guard, hooks and a generator.
 #include "tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -56,7 +56,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// Numbers are drawn on the host when they are asked for, by the CPU's generator, and put in place in the stream's order.
+// The CPU's generator draws numbers during the call. A task of the stream stores them.
 struct Generator final : c10::GeneratorImpl {
   at::Generator host;
   explicit Generator(int device)

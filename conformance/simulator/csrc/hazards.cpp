@@ -1,9 +1,9 @@
-// What is read or written without an order, whichever order it had this time.
+// Accesses to the same memory that nothing orders, in whichever order they ran this time.
 //
-// Between streams by vector clocks: each operation is compared, when it is called, with those that touched the same
-// memory before. Between device and host by the pages of pinned memory: those that a task writes are closed
-// to the host, those that one reads are closed to its writing, until the host knows that the task is done, whether
-// it is or not; and a touch is told and let pass.
+// Between streams, vector clocks find them: each operation is compared, when it is called, with earlier operations on the
+// same memory. Between device and host, the protection of pinned pages finds them. Until the host knows that a task is
+// done, it may not touch pages that the task writes, and may not write to pages that the task reads. An access of the host
+// is reported and then allowed.
 #include "device.h"
 
 #include <c10/util/Exception.h>
@@ -16,7 +16,7 @@
 #include <atomic>
 #include <deque>
 
-extern "C" __attribute__((weak)) void _Py_DumpTraceback(int file, PyThreadState* thread);  // CPython's own, in a signal
+extern "C" __attribute__((weak)) void _Py_DumpTraceback(int file, PyThreadState* thread);  // CPython's function for signal handlers
 
 namespace sim {
 namespace {
@@ -29,21 +29,21 @@ constexpr StreamKey kHost{-1, 0};
 struct Access {
   OperationP operation;
   bool write;
-  AllocationP life;  // held, so that no later one has its address
+  AllocationP life;  // kept alive, so that no later allocation has its address
 };
-struct Cell {  // memory that the same operations touched
+struct Cell {  // a range that the same operations touched
   const char* end;
   std::vector<Access> accesses;
 };
 
-struct Closed {  // a pinned block that is closed to the host; read by the handler of a signal
+struct Closed {  // a pinned block that is closed to the host; the signal handler reads it
   std::atomic<char*> begin{nullptr};
   std::atomic<size_t> size{0};
   std::atomic<bool> will_be_written{false};
 };
 struct Touch {
-  std::atomic<int> state{0};  // 0 free, 1 being written, 2 to be told
-  const char* block;  // where it begins
+  std::atomic<int> state{0};  // 0 free, 1 being written, 2 to be reported
+  const char* block;  // its first byte
   bool will_be_written;
   int frames;  // a pipe with the traceback
 };
@@ -63,7 +63,7 @@ struct Log {
   std::map<const char*, Cell> cells;
   std::vector<Hazard> hazards;
   std::set<std::string> seen;
-  std::map<const char*, std::vector<Access>> unseen;  // by pinned block: what the host does not know to be done
+  std::map<const char*, std::vector<Access>> unseen;  // accesses that the host does not know to be done, by pinned block
 };
 Log& log() { return only<Log>(); }
 std::array<Closed, kPages> closed;
@@ -107,7 +107,7 @@ bool is_before(const Operation& operation, const Clock& clock) {
   return seen != clock.end() && seen->second >= operation.tick;
 }
 
-// The first cell that reaches beyond `begin`, cut so that none crosses `begin` or `end`; gaps are filled.
+// Split cells at `begin` and `end`, and fill gaps between the two. Return the first cell at or after `begin`.
 std::map<const char*, Cell>::iterator cut(const char* begin, const char* end) {
   auto& cells = log().cells;
   for (auto* at : {begin, end}) {
@@ -162,10 +162,10 @@ void on_fault(int, siginfo_t* info, void*) {
     }
     return;
   }
-  sigaction(SIGSEGV, &former_action, nullptr);  // not ours: it happens again, to whom it was meant for
+  sigaction(SIGSEGV, &former_action, nullptr);  // an access to other memory: it is repeated, and the former handler gets it
 }
 
-std::string frames_from(int file) {  // as Python writes them
+std::string frames_from(int file) {  // as text of Python's traceback
   if (file < 0) return text(here());
   std::string all;
   char buffer[4096];

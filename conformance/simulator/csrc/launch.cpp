@@ -1,4 +1,4 @@
-// Work on its way to a stream: a capture may keep it; else it learns whose memory it touches, and goes into the queue.
+// Launches: a capture keeps the work. Otherwise the allocations that it touches are looked up, and it enters the queue.
 #include "device.h"
 
 namespace sim {

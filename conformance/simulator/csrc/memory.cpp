@@ -1,9 +1,9 @@
-// Memory as CUDA's caching allocator gives it: segments that are split and merged, a pool for each stream, memory given
-// out again at once to the stream that it came from, and to nobody before the streams it was recorded on are through.
+// Memory, like that of CUDA's caching allocator: segments are split and merged, and each stream has a pool. Freed memory is
+// available at once to the stream that it came from, and to others when the streams that it was recorded on have ended.
 //
-// What is given out is poison (every byte 0xFF: NaN, -1, true). Freed memory stays as it is until it is given out
-// again, because programs rely on that: the stream whose memory it is may be made to wait between the two. Given out
-// while tasks of its former life are pending, it is poisoned by a task in front of the first new one that touches it.
+// New memory is poisoned (every byte is 0xFF: NaN, -1, true). Freed memory keeps its contents until it is allocated again,
+// because programs rely on that: its stream may be made to wait between the two. If tasks of the former allocation are
+// pending, a task poisons the memory before the first new task that touches it.
 #include "device.h"
 
 #include <c10/util/Exception.h>
@@ -13,18 +13,18 @@
 #include <cstring>
 
 namespace sim {
-struct Kind {  // of segments: what is asked for is given from one of its kind
+struct Kind {  // of segments; an allocation uses segments of its kind
   StreamKey home;
   c10::MempoolId_t graph;
   bool small;
-  int64_t schedule;  // what lives on from one into the next would let its blocks lie elsewhere: they are not used there
+  int64_t schedule;  // number of the schedule: memory of an earlier one would change the addresses of a later one
   auto operator<=>(const Kind&) const = default;
 };
 struct Block {
   char* begin;
   size_t size;
   Kind kind;
-  Block *before = nullptr, *after = nullptr;  // its neighbours in the segment
+  Block *before = nullptr, *after = nullptr;  // neighbours in the segment
   bool free = false;
   uint64_t freed_at = 0;
 };
@@ -33,7 +33,7 @@ namespace {
 constexpr size_t kAlign = 512, kPage = 4096, kMega = size_t{1} << 20;
 constexpr size_t kSmall = kMega;  // requests up to here share segments of two megabytes
 
-struct FitFirst {  // the smallest that fits; of equal ones that which was freed last, whose former users are the nearest
+struct FitFirst {  // the smallest that fits; among equal blocks the one freed last, because its users are the most recent
   bool operator()(const Block* a, const Block* b) const {
     if (a->size != b->size) return a->size < b->size;
     return a->freed_at != b->freed_at ? a->freed_at > b->freed_at : a->begin < b->begin;
@@ -47,9 +47,9 @@ struct Memory {
   std::map<c10::MempoolId_t, int> held;  // pools of graphs, which are not emptied
   std::multimap<size_t, char*> pinned_pool;
   std::map<const char*, AllocationP> living;    // by address
-  std::map<const char*, AllocationP> pinned;    // every block that was ever made, with its latest life
-  std::vector<AllocationP> finishing;           // freed with tasks pending, as many have still
-  std::vector<AllocationP> retired, retired_pinned;  // freed, but in use by streams that they were recorded on
+  std::map<const char*, AllocationP> pinned;    // every block ever allocated, with its latest life
+  std::vector<AllocationP> finishing;           // freed while tasks were pending
+  std::vector<AllocationP> retired, retired_pinned;  // freed, but in use by recorded streams
   std::map<int, Stats> stats;
   uint64_t frees = 0;
   int64_t until_failure = 0;
@@ -58,7 +58,7 @@ Memory& memory() { return only<Memory>(); }
 
 size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
 
-// Of the device, that a block is more, or less, in use.
+// Add a block to, or subtract it from, a statistic of its device.
 void tally(c10::CachingAllocator::StatArray Stats::*what, const Block& block, bool more) {
   auto& array = memory().stats[block.kind.home.first].*what;
   for (auto index : {size_t{0}, size_t{block.kind.small ? 1u : 2u}}) {
@@ -116,18 +116,18 @@ Block* take_block(size_t size, const Kind& kind) {
 }
 
 void give_back_finished(std::vector<AllocationP>& retired) {
-  if (anybody_captures()) return;  // as CUDA's, which asks no event then
+  if (anybody_captures()) return;  // CUDA's allocator queries no event then
   std::erase_if(retired, [](auto& life) {
     for (auto& recording : life->recordings)
       if (!recording->done) return false;
-    for (auto& recording : life->recordings) query(recording);  // the allocator asked, so the host knows
+    for (auto& recording : life->recordings) query(recording);  // by this query the host knows that they are done
     if (life->pinned()) memory().pinned_pool.emplace(life->size, life->begin);
     else put_in_pool(life->block);
     return true;
   });
 }
 
-// Who frees what a DataPtr owns, a life.
+// Free the allocation that a DataPtr owns.
 void end_life(void* context) {
   std::unique_ptr<AllocationP> owned(static_cast<AllocationP*>(context));
   Lock lock;
@@ -167,7 +167,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     life->block = take_block(size, {life->home, life->pool, size <= kSmall, m.schedule});
     life->begin = life->block->begin;
     life->size = life->block->size;
-    // Its former life's tasks may be pending.
+    // Tasks of a former allocation of this memory may be pending.
     std::erase_if(m.finishing, [](auto& former) { return former->pending == 0; });
     auto overlaps = [&](auto& former) { return former->begin < life->end() && life->begin < former->end(); };
     life->stale = life->pool != kNoPool || std::any_of(m.finishing.begin(), m.finishing.end(), overlaps);
@@ -222,7 +222,7 @@ struct PinnedMemory final : c10::Allocator {
     Lock lock;
     auto& m = memory();
     give_back_finished(m.retired_pinned);
-    size_t whole = kPage;  // pages of its own, which can be protected from the host
+    size_t whole = kPage;  // separate pages, which can be protected from the host
     while (whole < size) whole *= 2;
     auto life = std::make_shared<Allocation>();
     life->home = {-1, 0};
@@ -290,7 +290,7 @@ void fail_allocation(int64_t nth) {
 
 void begin_fresh_memory() {
   forget_raised_error();
-  device_allocator()->emptyCache();  // after all work
+  device_allocator()->emptyCache();  // waits for all work
   Lock lock;
   memory().schedule++;
   std::erase_if(memory().pools, [](auto& entry) { return entry.second.empty(); });

@@ -1,4 +1,4 @@
-// Every other operator: its outputs come at once, by its meta kernel, and its work is queued, on its CPU kernel.
+// All other operators: the meta kernel gives the outputs at once, and the CPU kernel is queued.
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
@@ -50,7 +50,7 @@ void call_below(DispatchKey key, const c10::OperatorHandle& op, Stack* stack, bo
   op.redispatchBoxed(DispatchKeySet(key), stack);
 }
 
-// What a thread has learnt of calls: what comes of one with such arguments, or that the CPU has to be asked each time.
+// Results of meta kernels by call, for each thread. Empty if the CPU kernel must run to know the result.
 thread_local std::unordered_map<std::string, std::optional<Stack>> learnt;
 constexpr size_t kLearnt = 20'000;
 
@@ -90,8 +90,8 @@ class Call {
 
   bool is_layer_norm() const { return name().starts_with("aten::native_layer_norm"); }
 
-  // Of halves, accelerators compute these in float32. The CPU keeps layer norm's statistics as it has the input, and its
-  // fused SGD leaves out what fills whole vectors of registers.
+  // Accelerators compute these in float32 if the inputs are halves. The CPU's layer norm has statistics in the input's
+  // dtype, and its fused SGD skips elements that fill complete vector registers.
   bool widens_halves() const { return is_layer_norm() || name().starts_with("aten::_fused_sgd_"); }
 
   void check_same_device(bool same, const Tensor& tensor) const {
@@ -120,8 +120,8 @@ class Call {
     return out;
   }
 
-  // The CPU's kernel runs late, and would tell late that it does not take these dtypes, or such a number. So it is called
-  // once beforehand, on tensors full of ones (of zeros, where they may be indices).
+  // The CPU kernel runs later, and would then reject dtypes or numbers that it does not support. So it is called once during
+  // the call, on tensors of ones (of zeros if they may be indices).
   void try_once() {
     if (!name().starts_with("aten::")) return;
     bool pointwise = op_.hasTag(at::Tag::pointwise);
@@ -135,8 +135,8 @@ class Call {
     call_below(DispatchKey::CPU, op_, &tried);
   }
 
-  // A call, by all that says what comes of it: which arguments are the same tensor too. Of a number beside elements, whose
-  // relation to no other number matters, its size alone.
+  // A key with everything that decides the result of the meta kernel, including which arguments are the same tensor. A number
+  // that is combined with elements counts by its magnitude only.
   std::string cache_key() const {
     std::ostringstream out;
     out << &schema_ << by_shapes_alone() << c10::get_default_dtype_as_scalartype();
@@ -171,7 +171,7 @@ class Call {
     learnt[call_] = std::move(what);
   }
 
-  // What it returns, by its meta kernel. Where there is none, or it refuses, the CPU's kernel is run at once and says why.
+  // Infer the results by the meta kernel. If there is none, or it raises, the CPU kernel runs at once and raises the error.
   void infer() {
     for (auto& value : schema_.returns()) {
       if (value.alias_info() != nullptr && value.alias_info()->isWrite()) continue;
@@ -182,7 +182,7 @@ class Call {
     bool draws = generator_ >= 0 || op_.hasTag(at::Tag::nondeterministic_seeded);
     if (draws && !by_shapes_alone()) known_ = false;
     if (!known_) return;
-    if (name().starts_with("aten::")) call_ = cache_key();  // another operator may take the place of one that a program made
+    if (name().starts_with("aten::")) call_ = cache_key();  // a program may replace an operator that it has defined
     if (auto found = learnt.find(call_); found != learnt.end()) {
       was_learnt_ = true;
       known_ = found->second.has_value();
@@ -195,7 +195,7 @@ class Call {
       known_ = !fresh_;
       if (fresh_) learn(std::nullopt);
     } catch (const std::exception&) {
-      known_ = false;  // of an operator that only writes to its arguments too: an error is told at the call
+      known_ = false;  // an error is raised by the call, even if the operator only writes to its arguments
     }
   }
 
@@ -246,7 +246,7 @@ class Call {
     return true;
   }
 
-  // Drawn at once, in the host's order; put in place in the stream's.
+  // Draw at once, in the host's order, and store the numbers in the stream's order.
   void draw() {
     TORCH_CHECK(!is_capturing(stream_), "sim: ", name(),
         " draws its numbers on the host, which no replay of a graph would do again");
@@ -264,7 +264,7 @@ class Call {
     for (size_t i = 0; i < schema_.returns().size(); i++) results_.push_back(*returned(i));
   }
 
-  const IValue* returned(size_t i) const {  // the argument that a return is, if it is one
+  const IValue* returned(size_t i) const {  // the argument that is returned, or null
     auto* alias = schema_.returns()[i].alias_info();
     if (alias == nullptr) return nullptr;
     for (size_t j = 0; j < args_.size(); j++) {
@@ -310,7 +310,7 @@ class Call {
       for (auto& [to, from] : narrowed) to.copy_(from);
       for (auto& [i, out] : outs) {
         auto to = tensors_of(out), from = tensors_of(cpu[i]);
-        // Statistics that nobody asked for are empty by the CPU's kernels, and as meta kernels have them by CUDA's.
+        // Statistics that were not requested are empty from the CPU's kernels, but not from CUDA's and the meta kernels.
         for (size_t j = 0; j < to.size(); j++)
           if (to[j].defined() && (from[j].numel() != 0 || to[j].numel() == 0)) to[j].copy_(from[j]);
       }
@@ -318,7 +318,7 @@ class Call {
     enqueue(stream_, name(), {std::move(run)}, ranges_, sizes);
   }
 
-  // What it returns depends on data, or on the CPU's word: the host waits.
+  // Run while the host waits, because the results depend on data or are known only to the CPU kernel.
   void run_now() {
     TORCH_CHECK(!by_shapes_alone(), "sim: what ", name(), " returns depends on data, so its shapes alone do not say it");
     auto cpu = std::make_shared<Stack>(std::move(cpu_));
@@ -350,7 +350,7 @@ class Call {
   int generator_ = -1, device_ = -1;
   StreamKey stream_;
   bool known_ = true, fresh_ = false, was_learnt_ = false;
-  std::string call_;  // its key, where what comes of it may be learnt
+  std::string call_;  // key of the call; empty if its result is not kept
   Aliases aliases_;
   std::vector<Range> ranges_;
   std::vector<IValue> results_;
@@ -358,19 +358,19 @@ class Call {
 
 void call(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
 
-// torch asks a device of its own for these by names that have neither a meta kernel nor one for the CPU.
+// torch calls these on such a device by names that have neither a meta kernel nor a CPU kernel.
 template <bool backward>
 void convolution(const c10::OperatorHandle&, Stack* stack) {
   auto* name = backward ? "aten::convolution_backward" : "aten::convolution";
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  if (backward) {  // bias_sizes comes fourth there
+  if (backward) {  // its fourth argument is bias_sizes
     auto out_channels = (*(stack->end() - 10)).toTensor().size(1);
     stack->insert(stack->end() - 7, IValue(std::vector<int64_t>{out_channels}));
   }
   call(op, stack);
 }
 
-// The CPU's kernel would draw when it runs, from the CPU's own generator.
+// The CPU kernel would draw when it runs, from the CPU's generator.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (train && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
@@ -381,8 +381,8 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(BOXED(call)); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("native_layer_norm", BOXED(call));  // else the composite wins
-  m.impl("mse_loss", BOXED(call));           // likewise, which warns of a result that it resizes
+  m.impl("native_layer_norm", BOXED(call));  // otherwise the composite kernel runs
+  m.impl("mse_loss", BOXED(call));           // likewise, and would warn about a resized result
   m.impl("convolution_overrideable", BOXED(convolution<false>));
   m.impl("convolution_backward_overrideable", BOXED(convolution<true>));
   m.impl("native_dropout", native_dropout);

@@ -1,4 +1,4 @@
-// Where in the Python program something was asked for: a few frames, kept as code objects and turned to text when told.
+// Places in the Python program: a few frames, kept as code objects until a report needs their text.
 #include "device.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ PlaceP here() {
   auto place = std::make_shared<Place>();
   auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
   while (frame != nullptr && place->frames.size() < kFrames) {
-    place->frames.emplace_back(PyFrame_GetCode(frame), PyFrame_GetLasti(frame));  // code objects are kept for good
+    place->frames.emplace_back(PyFrame_GetCode(frame), PyFrame_GetLasti(frame));  // code objects are never freed
     auto* back = PyFrame_GetBack(frame);
     Py_DECREF(reinterpret_cast<PyObject*>(frame));
     frame = back;

@@ -1,8 +1,8 @@
 // Streams are queues, and a seed says which one moves.
 //
-// Nothing here runs by itself: work lies in its queue until the host has to wait for it or the schedule lets it go on.
-// So the same program under the same seed takes the same course. The clock is looked at in two places only, where ranks
-// in other processes may wait for what lies in a queue here; what it decides is told by `take_unreplayable`.
+// Nothing here runs by itself: work is in its queue until the host has to wait for it or the schedule lets it run.
+// So the same program under the same seed takes the same course. Only two decisions depend on the clock, because ranks in
+// other processes may wait for work of a queue here. `take_unreplayable` reports them.
 #include "device.h"
 
 #include <c10/util/Exception.h>
@@ -24,7 +24,7 @@ constexpr auto kHang = std::chrono::seconds(300);
 
 struct Entry {  // work, a recording, or a wait for a recording
   OperationP operation = nullptr;
-  Task task = {};  // of a collective that has begun, without what it began with
+  Task task = {};  // without `run` once a collective has begun
   std::vector<Range> ranges = {};
   RecordingP records = nullptr, waits = nullptr;
 };
@@ -34,7 +34,7 @@ enum class Pace { Late, Early, Drawn };
 struct Queue {
   std::deque<Entry> entries;
   bool busy = false;
-  bool has_failed = false;  // by an error, after which nothing of the queue runs
+  bool has_failed = false;  // an error, after which nothing of the queue runs
   Pace pace = Pace::Late;
   Clock clock;
 };
@@ -48,10 +48,10 @@ struct Runtime {
   Order order = Order::Late;
   std::mt19937_64 draws{0};
   Clock host;
-  int64_t ticks = 0;  // of all streams: a later operation has a larger one
-  int depth = 0;      // of tasks that run now
+  int64_t ticks = 0;  // of all streams; later operations have larger ticks
+  int depth = 0;      // number of nested tasks that run now
   int64_t first_tick = 0;
-  uint64_t course = 0;  // a digest of what ran and what memory was given, in their order
+  uint64_t course = 0;  // digest of tasks and allocations, in their order
   std::exception_ptr error;  // the first one, until the schedule is set again
   bool error_was_raised = false;
   Waits waits;
@@ -103,7 +103,7 @@ void keep_error(const Entry& entry) {
       "\n  it was called at " + text(entry.operation->place)));
 }
 
-// Runs something of the head of a queue, outside of which nothing of the queue may move meanwhile.
+// Run a function of the head of a queue. Nothing else of the queue may move meanwhile.
 void run_part(Queue& queue, const std::function<void()>& part) {
   auto& r = runtime();
   queue.busy = true;
@@ -125,7 +125,7 @@ enum class End { Never, IfSoon, Surely };  // whether to wait for the peers of a
 bool step(Queue& queue, End end);
 bool step_any(bool only_drawn);
 
-// Ends one task whose peers are done.
+// End one task whose peers are done.
 bool end_any() {
   for (auto& [key, queue] : runtime().queues) {
     if (queue.busy || queue.entries.empty()) continue;
@@ -135,7 +135,7 @@ bool end_any() {
   return false;
 }
 
-// Runs the next step that the head of a queue needs, unless that step waits for peers.
+// Run the next step that the head of a queue needs, unless that step waits for peers.
 bool towards_begin(Queue& queue) {
   if (queue.busy || queue.entries.empty()) return false;
   auto& head = queue.entries.front();
@@ -143,7 +143,7 @@ bool towards_begin(Queue& queue) {
   return step(queue, End::Never);
 }
 
-// Begins tasks that peers may need before they can complete `task`. Streams do not wait for each other by themselves,
+// Begin tasks that peers may need before they can complete `task`. Streams do not wait for each other by themselves,
 // so a message in one stream must not hold back messages of other streams.
 void begin_messages(const Task& task) {
   auto is_needed = [&](auto& entry) {
@@ -153,7 +153,7 @@ void begin_messages(const Task& task) {
     while (std::any_of(queue.entries.begin(), queue.entries.end(), is_needed) && towards_begin(queue)) {}
 }
 
-// Whether a collective that has begun here is in flight. Its end may let this rank go on.
+// Return whether a collective that has begun here is in flight. Its end may let this rank continue.
 bool is_any_in_flight() {
   auto& queues = runtime().queues;
   return std::any_of(queues.begin(), queues.end(), [](auto& item) {
@@ -164,7 +164,7 @@ bool is_any_in_flight() {
   });
 }
 
-// Waits until the collective or message at the head of a queue is complete. Returns false if it gave up, as `IfSoon` allows.
+// Wait until the collective or message at the head of a queue is complete. Return false if it gave up, as `IfSoon` allows.
 bool complete(Queue& queue, End end) {
   auto& r = runtime();
   auto& task = queue.entries.front().task;
@@ -180,12 +180,12 @@ bool complete(Queue& queue, End end) {
   begin_messages(task);
   for (auto time = std::chrono::microseconds(5); !task.is_complete(); time = std::min(time * 2, std::chrono::microseconds(500))) {
     nap(time);
-    if (r.error) raise_error();  // its stream may have had what the peers wait for
+    if (r.error) raise_error();  // the peers may wait for work of the failed stream
     r.last_call = Time::now();
     TORCH_CHECK(r.last_call < since + kHang, "sim: ", operation->name, " on ", stream_name(operation->stream),
         " has waited for its peers for ", kHang.count(), " s; it was called at ", text(operation->place));
     if (r.last_call < until) continue;
-    // Peers may be held up by what lies in another queue here: it goes on, as it would on a real device.
+    // Peers may wait for work in another queue here. That queue moves, as it would on a real device.
     if (step_any(false) || end_any()) {
       r.unreplayable.push_back("other streams went on while " + operation->name + " waited for its peers");
       note_progress();
@@ -206,8 +206,8 @@ bool complete(Queue& queue, End end) {
   return true;
 }
 
-// Moves the head of a queue: true where anything moved. A collective that has begun ends only when it is needed, so that
-// no real time decides when.
+// Move the head of a queue. Return whether anything moved. A collective that has begun ends only when it is needed, so that
+// its end does not depend on time.
 bool step(Queue& queue, End end) {
   if (queue.busy || queue.entries.empty()) return false;
   auto& head = queue.entries.front();
@@ -230,7 +230,7 @@ bool step(Queue& queue, End end) {
   return true;
 }
 
-// Whether `step` moves the head of a queue without waiting for peers.
+// Return whether `step` moves the head of a queue without waiting for peers.
 bool can_step(const Queue& queue) {
   if (queue.busy || queue.entries.empty()) return false;
   auto& head = queue.entries.front();
@@ -238,8 +238,8 @@ bool can_step(const Queue& queue) {
   return !has_begun && (!head.waits || head.waits->done);
 }
 
-// Draws only if a queue can move. How often the host looks during a wait is decided by the clock, so a look at queues that
-// cannot move must not change the schedule.
+// Step a queue that is drawn. Draw only if a queue can move: the clock decides how often the host looks during a wait, so a
+// look at queues that cannot move must not change the schedule.
 bool step_any(bool only_drawn) {
   auto& r = runtime();
   std::vector<Queue*> ready;
@@ -248,7 +248,7 @@ bool step_any(bool only_drawn) {
   return !ready.empty() && step(*ready[r.draws() % ready.size()], End::Never);
 }
 
-// Moves what the end of a queue needs first.
+// Move the step that the end of a queue needs first.
 bool towards_end(Queue& queue, End end) {
   if (queue.entries.empty()) return false;
   auto& head = queue.entries.front();
@@ -292,7 +292,7 @@ void tell_host(const RecordingP& recording) {
   note_host(host);
 }
 
-// Of the host, in a capture: to ask about `recording`; where that is null, about all that a device does.
+// Refuse a call of the host about `recording`, or about the complete device if that is null, if a capture forbids it.
 void refuse_in_capture(const std::string& what, const RecordingP& recording) {
   for (auto& [stream, capture] : runtime().captures)
     if (!recording || recording->capture == capture->number() || capture->forbids())
@@ -382,7 +382,7 @@ bool query(const RecordingP& recording) {
   auto& r = runtime();
   refuse_in_capture("query", recording);
   r.last_call = Time::now();
-  // Who asks again and again must be told yes one day, so a question moves the device, and now and then is answered no.
+  // A program that repeats the query must get yes eventually, so a query moves the device. At random the answer is no.
   if (!recording->done && !r.depth && !(r.order == Order::Drawn && r.draws() % 4 == 0)) {
     towards_end(queue_of(recording->stream), End::IfSoon);
     run_early_streams();
@@ -465,8 +465,8 @@ void wait_for_peers(const std::string& what, const std::function<bool()>& is_ove
   note_progress();
 }
 
-// A program may hold up its host by other means than the device's, a peer's message for one, while a peer waits for a
-// collective that lies in a queue here. After a while without a call the device goes on by itself, as a real one does.
+// A host may wait for something else than the device, such as a peer's message, while a peer waits for a collective in a
+// queue here. After some time without a call the device continues by itself, like a real one.
 void watch_for_held_up_host() {
   static bool watched = false;
   if (std::exchange(watched, true)) return;
@@ -507,7 +507,7 @@ void set_schedule(uint64_t seed, int rank) {
   r.draws.seed(seed * 1000003 + static_cast<uint64_t>(rank));
   r.course = 0;
   r.first_tick = r.ticks;
-  r.host.clear();  // by which nothing is compared from here on, nor by what streams of the past did
+  r.host.clear();  // later accesses are not compared with those of the former schedule
   r.waits.clear();
   r.unreplayable.clear();
   forget_all_accesses();

@@ -1,4 +1,4 @@
-// Tensors of the device: made, resized, viewed, copied.
+// Tensors of the device: creation, resizing, views and copies.
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
@@ -54,7 +54,7 @@ namespace {
 using Sizes = at::IntArrayRef;
 
 // TensorImpl::has_compatible_shallow_copy_type lets `cpu.data = device` pass among a fixed list of backends that lacks
-// PrivateUse1. MTIA's bit is in it, and is outranked by PrivateUse1's wherever a kernel is chosen.
+// PrivateUse1. MTIA's bit is in it, and is outranked by PrivateUse1's when a kernel is chosen.
 DispatchKeySet keys() { return DispatchKeySet(DispatchKey::PrivateUse1) | DispatchKeySet(c10::BackendComponent::MTIABit); }
 
 Tensor empty(Sizes size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
@@ -95,14 +95,14 @@ Tensor& set_nothing(Tensor& self) {
 }
 void record_stream(Tensor& self, c10::Stream stream) { record_use(self.storage().data(), key_of(stream)); }
 
-// By aliases, of host tensors too: their `.data` may be another's by the time that the copy runs.
+// Copy between aliases, also of host tensors, because their `.data` may have changed when the copy runs.
 void enqueue_copy(StreamKey stream, const char* name, const Tensor& from, const Tensor& to) {
   Aliases aliases;
   Task task{[x = aliases.of(from), y = aliases.of(to)]() mutable { Below below; y.copy_(x); }};
   enqueue(stream, name, task, {range_of(from, false), range_of(to, true)});
 }
 
-// From one device to another, on the stream of the first; that of the second waits for it, and is waited for.
+// Copy on the stream of the first device, after and before the work of the second device's stream.
 void copy_between_devices(const Tensor& from, const Tensor& to) {
   auto source = current(from.device().index()), target = current(to.device().index());
   block(source, record(target));
@@ -113,7 +113,7 @@ void copy_between_devices(const Tensor& from, const Tensor& to) {
 void copy_from_host(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto stream = current(to.device().index());
   auto pinned = is_pinned(from.storage().data());
-  if (non_blocking && !pinned) {  // as CUDA: pageable memory is read before the call returns
+  if (non_blocking && !pinned) {  // like CUDA: pageable memory is read before the call returns
     auto staged = [&] { Below below; return from.detach().clone(); }();
     auto alias = alias_of(to);
     TORCH_CHECK(!is_capturing(stream),
@@ -165,7 +165,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 at::Scalar local_scalar_dense(const Tensor& self) {
   synchronize_stream(current(self.device().index()), "item");
-  if (by_shapes_alone()) return c10::Scalar(0);  // found_inf is what programs ask for, and it says no
+  if (by_shapes_alone()) return c10::Scalar(0);  // programs read found_inf, for which 0 means no
   auto alias = alias_of(self);
   Below below;
   return at::_local_scalar_dense(alias);
@@ -190,7 +190,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
 }
-// A copy resolves these views itself; by the fallbacks it would call itself for ever.
+// A copy resolves these views itself. With the fallbacks it would call itself endlessly.
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 }  // namespace

@@ -1,4 +1,4 @@
-// Tensors of the device, and the same memory as tensors of the CPU, on which the work is done.
+// Tensors of the device, and CPU tensors over the same memory, with which tasks compute.
 #pragma once
 #include <ATen/ATen.h>
 
@@ -12,15 +12,15 @@ inline c10::Device device_of(int index) { return c10::Device(kSim, static_cast<c
 inline int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
 inline StreamKey current(int device) { return {device, current_stream(device)}; }
 
-// -- tensors.cpp: made, resized, viewed, copied, and seen by the CPU
-// No autograd, autocast or modes of the thread that happens to run a task; nor warnings, which the meta kernel gave.
+// -- tensors.cpp: creation, resizing, views, copies and CPU aliases
+// Guard that disables autograd, autocast and modes of the thread that runs a task, and warnings, which the meta kernel gave.
 struct Below {
   c10::impl::ForceDispatchKeyGuard guard;
   std::optional<c10::WarningUtils::WarningHandlerGuard> silence;
   explicit Below(bool quiet = true);
 };
 
-class Aliases {  // CPU tensors over the same memory; those of one storage share one
+class Aliases {  // CPU tensors over the same memory; tensors of one storage share one storage
  public:
   at::Tensor of(const at::Tensor& tensor);
 
@@ -30,7 +30,7 @@ class Aliases {  // CPU tensors over the same memory; those of one storage share
 };
 inline at::Tensor alias_of(const at::Tensor& tensor) { return tensor.is_cpu() ? tensor : Aliases().of(tensor); }
 Range range_of(const at::Tensor& tensor, bool write);
-// -- guard.cpp: what torch asks any device for
+// -- guard.cpp: the parts that torch requires of every device
 at::Generator host_generator(const std::optional<at::Generator>& generator, int device);
 const at::Generator& default_generator(int device);
 }  // namespace sim

@@ -1,4 +1,4 @@
-// The runtime's lock, and the device and streams that are a thread's current ones.
+// The runtime's lock, and the current device and streams of each thread.
 #include "device.h"
 
 #include <c10/util/Exception.h>
