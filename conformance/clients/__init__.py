@@ -1,5 +1,5 @@
-"""Libraries that people train with, over torch and over what takes its place: tiny models, the same losses and states.
+"""Trainings of tiny models with other libraries, over torch and over the subject, with the same losses and states.
 
-A rank is either torch's or the subject's for life, since a library binds torch's names when it is imported. So the
-modules that import such a library may be imported on ranks alone, by name.
+A rank runs over torch or over the subject permanently, because a library binds torch's names when it is imported. So
+modules that import such a library are imported only on ranks, by name.
 """

@@ -1,4 +1,4 @@
-"""The two sides of a training: ranks over torch, and ranks over what takes its place."""
+"""The two sides of a training: ranks over torch, and ranks over the subject."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _sides() -> Iterator[dict[str, RankPool]]:
 def sides(
     request: pytest.FixtureRequest, _sides: dict[str, RankPool], subject: Library, reference: Library
 ) -> Sides:
-    """Two ranks over each; made once, since they import for half a minute."""
+    """Two ranks over each library. They are created once, because their imports take half a minute."""
     if missing := [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]:
         unavailable(f"no {', '.join(missing)}: ci/test --clients, or pip install -e '.[clients]'")
     drop_in_of(subject)

@@ -1,4 +1,4 @@
-"""Trainings with Lightning: by Fabric, whose loop is one's own, and by its Trainer."""
+"""Trainings with Lightning: by Fabric, with a user-defined loop, and by its Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from conformance.clients.adapters import lightning_on_the_cpu
 from conformance.ranks import Rank
 
 
-# Lightning refuses these strategies on CPUs by their very class.
+# Lightning rejects the classes of these strategies on CPUs, but not subclasses.
 class FabricOnTheCPU(FabricStrategy):
     pass
 

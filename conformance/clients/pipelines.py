@@ -1,4 +1,4 @@
-"""Trainings by torch's pipeline schedules of sharded stages, all of which lie on all ranks."""
+"""Trainings by torch's pipeline schedules. Every rank has all stages, which are sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.ranks import Rank
 
 
 def train(rank: Rank, *, schedule: str, reshards: bool) -> dict[str, Any]:
-    """The gradients of four microbatches are reduced together."""
+    """Train with four microbatches, whose gradients are reduced together."""
     mesh = rank.mesh(rank.world_size, 1, names=("data", "pipeline"))
     layers, make = tiny.layers(), getattr(pipelining, schedule)
     is_single = issubclass(make, PipelineScheduleSingle)

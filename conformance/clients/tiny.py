@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 _VOCABULARY, LENGTH = 64, 16
-# With so large an eps no element's step hangs on the last bits of a gradient that is next to nothing.
+# The eps is large, so that no element's step depends on the last bits of a tiny gradient.
 ADAM: Mapping[str, float] = {"lr": 1e-2, "eps": 1e-3}
-MAX_NORM = 0.05  # below the norms that there are
+MAX_NORM = 0.05  # below all norms
 
 
 def tokens(rank: int, batches: int) -> torch.Tensor:
-    """Batches of four rows for one rank, of others for each."""
+    """Return batches of four rows. Each rank has its own."""
     drawn = torch.Generator().manual_seed(1 + rank)
     return torch.randint(0, _VOCABULARY, (batches, 4, LENGTH), generator=drawn)
 
 
 def gpt2(dtype: torch.dtype = torch.float32) -> Any:
-    """Two blocks; the head's weight is the embedding's. Without dropout, whose draws are not what is compared."""
+    """Return a model of two blocks with tied weights, and without dropout, because its draws are not compared."""
     torch.manual_seed(0)
     sizes = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -33,7 +33,7 @@ def gpt2(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def lora() -> Any:
-    """The same, frozen, with adapters."""
+    """Return the same model, frozen, with adapters."""
     model = gpt2()
     torch.manual_seed(1)
     adapted = ["c_attn", "c_proj"]
@@ -43,7 +43,7 @@ def lora() -> Any:
 
 
 def layers() -> torch.nn.Sequential:
-    """A model of two inner units, `MLP`s."""
+    """Return a model with two inner units, `MLP`s."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Embedding(_VOCABULARY, 16), MLP(), MLP(), torch.nn.Linear(16, _VOCABULARY)

@@ -1,4 +1,4 @@
-"""Trainings with torchtitan's own sharding of its decoders, which is all of it that asks for no accelerator."""
+"""Trainings with torchtitan's sharding of its decoders, the only part that needs no accelerator."""
 
 from __future__ import annotations
 

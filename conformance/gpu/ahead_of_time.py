@@ -150,7 +150,7 @@ CASES = (
 
 
 def compiled(case: KernelVariant, capability: int) -> dict[str, Any]:
-    """Registers, spilled bytes, loads, stores and roundings of one kernel on one architecture."""
+    """Return registers, spilled bytes, loads, stores and roundings of one kernel on one architecture."""
     names = case.kernel.arg_names
     source = ASTSource(
         fn=case.kernel,

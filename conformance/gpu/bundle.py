@@ -1,4 +1,4 @@
-"""The bundle: a flat folder of few small files, rewritten after every phase, so that it is whole whenever all ends."""
+"""The bundle: a flat folder of few small files, rewritten after every phase, so that it is always complete."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Bundle:
         }
 
     def _judges_own_verdict(self) -> str:
-        """pytest's, which also knows of a subject that provides nothing; empty if it was cut."""
+        """Return pytest's verdict, which is red if the subject provides nothing. Empty if pytest was cut."""
         written = self.folder / "judge" / REPORT
         return json.loads(written.read_text())["verdict"] if written.is_file() else ""
 
@@ -140,7 +140,7 @@ class Bundle:
 
 
 def measured_by_name(rows: Sequence[dict[str, Any]]) -> asv_format.Measured:
-    """The rows of `speed` as asv_format takes them."""
+    """Return the rows of `speed` in the form that asv_format needs."""
     measured: asv_format.Measured = {}
     for row in rows:
         for name, value in row.get("values", {}).items():
@@ -154,7 +154,7 @@ def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
     for phase_run in ran:
         if phase_run.why and not phase_run.was_cut and not phase_run.is_left_out:
             texts.append(f"{phase_run.phase.name} {phase_run.why}")
-        # The judge says which of its outcomes are red; of the other phases' it is one.
+        # The judge's rows say whether they are red. In other phases one outcome is red.
         is_red = (row.get("red", row["outcome"] == "failed") for row in phase_run.recorded.rows)
         red = Counter(row["outcome"] for row, red in zip(phase_run.recorded.rows, is_red, strict=True) if red)
         texts += [f"{phase_run.phase.name}: {count} {outcome}" for outcome, count in red.items()]
@@ -174,7 +174,7 @@ def not_shown(ran: Sequence[Ran]) -> list[str]:
 
 
 def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[Ran]) -> str:
-    """`red`, `not shown`, `green`, or `not judged` where the suite was not asked for."""
+    """Return `red`, `not shown`, `green`, or `not judged` if the suite was not requested."""
     if reasons or missing:
         return "red" if reasons else "not shown"
     judged = any(phase_run.phase.name == "judge" and not phase_run.is_left_out for phase_run in ran)
@@ -191,7 +191,7 @@ def _summary_or_error(report: dict[str, Any]) -> str:
 
 
 def _fitting(report: dict[str, Any]) -> dict[str, Any]:
-    """The report, with the texts of its rows cut short if it would be too large."""
+    """Return the report, with shorter texts in its rows if it would be too large."""
     if len(json.dumps(report)) <= _LARGEST_BYTES:
         return report
     phases = {
@@ -202,7 +202,7 @@ def _fitting(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for what is no number in JSON."""
+    """Return `value` with None instead of floats that JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

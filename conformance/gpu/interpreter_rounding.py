@@ -1,10 +1,10 @@
 """Triton's interpreter, made to convert between float32 and bfloat16 as GPUs and torch do.
 
-By itself (Triton 3.6 to 3.9) it cuts float32 off where they round to nearest, ties to even, and misplaces the bits of
-subnormals. The kernels stay as they are: what the interpreter runs is what a GPU runs, and that a GPU rounds is read
-from the code compiled for it, in `test_machine_code`.
+By default (Triton 3.6 to 3.9) it truncates float32, while GPUs and torch round to nearest, ties to even. It also
+misplaces the bits of subnormals. The kernels do not change. `test_machine_code` checks that the code compiled for
+GPUs rounds.
 
-As a plugin of pytest (`-p conformance.gpu.interpreter_rounding`) it mends the interpreter of that process.
+As a plugin of pytest (`-p conformance.gpu.interpreter_rounding`) it patches the interpreter of that process.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def mend() -> None:
+def patch_interpreter() -> None:
     """Make Triton's interpreter convert between float32 and bfloat16 with torch, which rounds like a GPU."""
     convert_by_triton = interpreter._convert_float
 
@@ -33,4 +33,4 @@ def mend() -> None:
 
 
 def pytest_configure() -> None:
-    mend()
+    patch_interpreter()

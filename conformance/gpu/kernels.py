@@ -227,9 +227,9 @@ def _begin() -> None:
     """Use one thread in each process, because there are as many processes as cores."""
     torch.set_num_threads(1)
     if _INTERPRETED and find_spec("triton"):
-        from conformance.gpu.interpreter_rounding import mend  # noqa: PLC0415  needs Triton
+        from conformance.gpu.interpreter_rounding import patch_interpreter  # noqa: PLC0415  needs Triton
 
-        mend()
+        patch_interpreter()
 
 
 def _checked(name: str, task: PhaseTask) -> Checked | None:

@@ -30,7 +30,7 @@ _READS = "aten::_local_scalar_dense"
 
 
 def captured_step(subject: str, shapes: str, device: str) -> Workload:
-    """torch's is plain; the others' is replayed from a CUDA graph, where there is one."""
+    """Return a step of an optimizer, which replays a CUDA graph if the subject is not torch."""
     data = training(shapes, "float32", device)
     optimizer = torch.optim.AdamW(data.parameters, fused=True)
     if subject != "torch":
@@ -38,7 +38,7 @@ def captured_step(subject: str, shapes: str, device: str) -> Workload:
     return Workload(optimizer.step)
 
 
-# Each is made of a subject and a name of shapes, then these words, then a device.
+# Arguments: a subject and a name of shapes, then these words, then a device.
 WORKLOADS: dict[str, tuple[Callable[..., Workload], tuple[str, ...]]] = {
     "unscale_": (bench_grad_scaler.unscale, ("float32", "kept")),
     "clip_grad_norm_": (bench_clip_grad.clip_grad_norm, ("float32", "clipped", "kept")),

@@ -115,7 +115,7 @@ def expected(operation: str, world_size: int) -> list[list[Tensor]]:
 
 
 def _trained_unsharded(world_size: int) -> list[Tensor]:
-    """The same step in one process: FSDP takes the mean of the ranks' gradients."""
+    """Run the same step in one process. FSDP takes the mean of the ranks' gradients."""
     model = _model()
     torch.stack([_loss(model, rank) for rank in range(world_size)]).mean().backward()
     torch.optim.SGD(model.parameters(), lr=_RATE).step()

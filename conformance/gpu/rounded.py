@@ -1,7 +1,7 @@
-"""Numbers of float32 arithmetic beside what they would be without roundings: a bound that is counted on the way.
+"""Float32 arithmetic with a bound on the accumulated rounding errors.
 
-Each operation widens the error of its operands as it must, and adds the one rounding of its own result. A sum of
-products that is fused rounds once less than is counted here.
+Each operation propagates the errors of its operands and adds the rounding of its result. A fused sum of products rounds
+once less than is counted here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SMALLEST = 2.0**-149
 @dataclass(frozen=True)
 class Rounded:
     value: Tensor  # f64
-    error: Tensor  # f64: at most so far away is what was computed
+    error: Tensor  # f64: bound on the distance of the computed value
 
     @classmethod
     def exactly(cls, value: Tensor) -> Rounded:

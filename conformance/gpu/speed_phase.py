@@ -26,7 +26,7 @@ _FIRST = (
     "RatioCapturedStep",
     "RatioTotalNorm",
 )
-# A case may take some times its even share of what is left: most are faster than theirs.
+# A case may take a multiple of its even share of the time, because most cases are faster.
 _TIMES_ITS_SHARE = 3.0
 
 
@@ -54,7 +54,7 @@ class BenchmarkCase:
 
     @property
     def least_s(self) -> float:
-        """Not to be begun with less."""
+        """Time that must be left when it begins."""
         names = {self.kind.__module__.rpartition(".")[2], self.kind.__name__}
         return _LEAST_CASE_S if names.isdisjoint(_OWN_PACE) else _OWN_PACE_S
 

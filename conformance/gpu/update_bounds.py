@@ -1,7 +1,4 @@
-"""The updates of the rules in the order in which the kernels do them, with the bound that their roundings add up to.
-
-And with which settings the tests try each.
-"""
+"""The arithmetic of each rule in the kernels' order, with the bound of its rounding errors, and the tested settings."""
 
 from __future__ import annotations
 
@@ -36,9 +33,9 @@ EACH = [
     SGDRule(0.01, 0.5, 0.25, 0.1, nesterov=False, maximize=False, is_first_step=False),
     AdagradRule(0.01, 0.5, 1e-3, 0.1, maximize=False),
 ]
-# All others are sums of squares.
+# All other states are sums of squares.
 SIGNED_STATES = ("exp_avgs", "momentum_buffer_list")
-# With what the ones above have not.
+# Settings that EACH lacks.
 OTHERS = [
     AdamRule(0.01, 0.9, 0.999, 1e-3, 0.1, amsgrad=False, maximize=True, decoupled=False),
     SGDRule(0.01, 0.5, 0.25, 0.0, nesterov=True, maximize=True, is_first_step=False),
@@ -51,7 +48,7 @@ OTHERS = [
 def update(
     rule: Rule, param: Tensor, grad: Tensor, states: list[Tensor], step: float, factor: float
 ) -> list[Rounded]:
-    """The new parameter and the new states, before they are stored."""
+    """Return the new parameter and the new states, before they are stored."""
     wide = [Rounded.exactly(tensor) for tensor in (param, *states)]
     scaled = Rounded.exactly(grad) * _number(factor)
     match rule:

@@ -49,7 +49,7 @@ def main(words: Sequence[str]) -> int:
         proven = _run([f"conformance.subjects.{name}.proofs"]) == 0
         rows[name] = row(name, version, report)
         is_red |= code != 0 or not proven
-        verdict = report["verdict"] if proven else "red: a proof proves nothing any more"
+        verdict = report["verdict"] if proven else "red: a proof no longer shows a difference"
         print(f"{name}: {verdict}\n{rows[name]}")  # noqa: T201 as above
     reports = [str((options.out / name / "report.json").absolute()) for name in rows]
     if reports:

@@ -15,7 +15,7 @@ from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.older_spellings import ARGUMENTS, used_as_decorator, used_as_region
 from conformance.strategies.regions import cuda_reported, state
 
-# As the machine is, and as one with CUDA is.
+# On this machine, and on one that reports CUDA.
 ON = pytest.mark.parametrize(
     "on", [contextlib.nullcontext, lambda: cuda_reported(True)], ids=["here", "cuda"]
 )
@@ -68,7 +68,7 @@ def test_custom_fwd(compare: Compare, cast_inputs: torch.dtype | None, bare: boo
             else:
                 decorated = library.cuda.amp.custom_fwd(cast_inputs=cast_inputs)(forward)
             ctx = Context()
-            # Straight through the dispatcher: autocast for CUDA refuses to be built on a machine without it.
+            # Set directly, because autocast for CUDA cannot be constructed on a machine without CUDA.
             torch.set_autocast_enabled("cuda", autocast_on)
             try:
                 result = decorated(ctx, torch.ones(2))

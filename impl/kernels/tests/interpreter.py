@@ -88,5 +88,5 @@ if __name__ == "__main__":
     from impl.kernels.tests import interpreter_nesting
 
     interpreter_nesting.patch_language_once()
-    interpreter_rounding.mend()
+    interpreter_rounding.patch_interpreter()
     _serve(Connection(int(sys.argv[1])))
