@@ -347,10 +347,9 @@ def test_device_failure_names_calling_line(tmp_path: Path) -> None:
     ), output
 
 
-def test_memory_is_split_counted_and_refused(tmp_path: Path) -> None:
+def test_memory_is_split_and_counted(tmp_path: Path) -> None:
     source = """
         import torch
-        from conformance import simulator
         a, b = (torch.empty(n, dtype=torch.uint8, device="sim") for n in (4000, 100))
         def reported(): return [f(0) for f in (torch.sim.memory_allocated, torch.sim.max_memory_allocated,
                                                torch.sim.memory_reserved, torch.accelerator.memory_allocated)]
@@ -361,15 +360,10 @@ def test_memory_is_split_counted_and_refused(tmp_path: Path) -> None:
         del b
         torch.sim.empty_cache()
         print(reported())
-        simulator.fail_allocation(2)
-        torch.empty(1, device="sim")
-        try: torch.empty(1, device="sim")
-        except torch.OutOfMemoryError: print("refused")
     """
     _, output = simulate_source(source, "--seed", 1, cwd=tmp_path)
-    assert output.splitlines()[:4] == [
+    assert output.splitlines()[:3] == [
         "[4608, 4608, 2097152, 4608] 4096",
         "[512, 4608, 2097152, 512]",
         "[0, 512, 0, 0]",
-        "refused",
     ]

@@ -170,11 +170,6 @@ def course() -> str:
     return f"{needed().course():016x}"
 
 
-def fail_allocation(nth: int) -> None:
-    """Make the `nth` allocation of device memory from now raise `torch.OutOfMemoryError`. 0 cancels this."""
-    needed().fail_allocation(nth)
-
-
 def synchronize() -> None:
     """Finish all queued work of all devices, without counting it as a wait of the program."""
     needed().drain()

@@ -18,7 +18,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_schedule", &set_schedule);
   m.def("log_hazards", &log_hazards);
   m.def("set_library_folders", &set_library_folders);
-  m.def("fail_allocation", &fail_allocation);
   m.def("course", &course);
   m.def("take_unreplayable", &take_unreplayable);
   m.def("take_hazards", [] {

@@ -228,7 +228,6 @@ void hold_pool(c10::MempoolId_t pool, int by);
 void begin_fresh_memory();  // the next schedule uses no block of earlier ones
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
-void fail_allocation(int64_t nth);
 
 // -- launch.cpp: launches of work
 // `sizes`: those of an operator's tensors, or the number of ranks of a collective.

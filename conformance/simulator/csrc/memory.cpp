@@ -52,7 +52,6 @@ struct Memory {
   std::vector<AllocationP> retired, retired_pinned;  // freed, but in use by recorded streams
   std::map<int, Stats> stats;
   uint64_t frees = 0;
-  int64_t until_failure = 0;
 };
 Memory& memory() { return only<Memory>(); }
 
@@ -154,11 +153,6 @@ struct DeviceMemory final : c10::DeviceAllocator {
     if (size == 0) return {nullptr, nullptr, &end_life, on};
     Lock lock;
     auto& m = memory();
-    if (m.until_failure > 0 && --m.until_failure == 0) {
-      m.stats[device].num_ooms++;
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ", size,
-          " bytes. The allocation was asked to fail.");
-    }
     give_back_finished(m.retired);
     auto life = std::make_shared<Allocation>();
     life->home = {device, current_stream(device)};
@@ -282,10 +276,6 @@ void record_use(const void* address, StreamKey stream) {
   if (!life) return;
   life->users.insert(stream);
   trace({"use", stream, life->begin});
-}
-void fail_allocation(int64_t nth) {
-  Lock lock;
-  memory().until_failure = nth;
 }
 
 void begin_fresh_memory() {
