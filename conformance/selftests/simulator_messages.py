@@ -1,28 +1,19 @@
-"""Programs that send messages between ranks, as a script for the simulator: `simulator_messages.py PROGRAM ...`."""
+"""Programs that send messages between ranks, as a script for the simulator: `simulator_messages.py PROGRAM ...`.
+
+A program gets its rank, that rank's values [4], and memory [4] for a message. It returns what arrived.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-# A program gets its rank, that rank's values [4], and memory [4] for a message. It returns what arrived.
-Program = Callable[[int, torch.Tensor, torch.Tensor], list[torch.Tensor]]
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(function: Program) -> Program:
-    PROGRAMS[function.__name__] = function
-    return function
-
-
 # Correct programs. Each rank returns the same under every seed.
 
 
-@program
 def every_call(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     peer = 1 - rank
     if rank == 0:
@@ -48,7 +39,6 @@ def every_call(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch
     return [first, second, received, short]
 
 
-@program
 def host_memory(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     peer = 1 - rank
     x, received = torch.full((2,), float(rank)), torch.zeros(2)
@@ -65,7 +55,6 @@ def host_memory(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torc
     return [received, batched]
 
 
-@program
 def scaled_sums(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     half, total, shard = dist._make_nccl_premul_sum(0.5), x.clone(), torch.zeros(2, device=x.device)
     dist.all_reduce(total, half)
@@ -73,7 +62,6 @@ def scaled_sums(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torc
     return [total, shard]
 
 
-@program
 def larger_than_a_piece(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     received = torch.zeros(3 << 20, device=x.device)
     if rank == 0:
@@ -83,7 +71,6 @@ def larger_than_a_piece(rank: int, x: torch.Tensor, received: torch.Tensor) -> l
     return [received]
 
 
-@program
 def receive_before_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """The all-reduce of rank 0 must begin while rank 0 waits for a message."""
     total = x.clone()
@@ -99,7 +86,6 @@ def receive_before_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor
     return [received, total]
 
 
-@program
 def receive_over_a_barrier(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """Rank 0's host must reach a barrier before rank 1 sends the message."""
     receiving = dist.irecv(received, 1) if rank == 0 else None
@@ -111,7 +97,6 @@ def receive_over_a_barrier(rank: int, x: torch.Tensor, received: torch.Tensor) -
     return [received]
 
 
-@program
 def query_before_the_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """A query must return even if the peer sends only after the host goes on."""
     if rank == 0:
@@ -127,7 +112,6 @@ def query_before_the_send(rank: int, x: torch.Tensor, received: torch.Tensor) ->
     return [received, x]
 
 
-@program
 def ring(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     size = dist.get_world_size()
     if rank == 0:
@@ -139,7 +123,6 @@ def ring(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tenso
     return [received]
 
 
-@program
 def answer_through_a_third_rank(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """Rank 0 waits for rank 2, rank 2 for rank 1, and rank 1 for rank 0's reply."""
     if rank == 0:
@@ -156,7 +139,6 @@ def answer_through_a_third_rank(rank: int, x: torch.Tensor, received: torch.Tens
     return [received]
 
 
-@program
 def coalesced_all_reduces(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of rank 1 are not on the current device."""
     with dist._coalescing_manager(device=x.device, async_ops=True) as coalesced:
@@ -166,7 +148,6 @@ def coalesced_all_reduces(rank: int, x: torch.Tensor, received: torch.Tensor) ->
     return [x * 2, received + 1]
 
 
-@program
 def send_after_a_failed_batch(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     with contextlib.suppress(ZeroDivisionError), dist._coalescing_manager(device=x.device):
         dist.isend(x, 1 - rank)
@@ -181,7 +162,6 @@ def send_after_a_failed_batch(rank: int, x: torch.Tensor, received: torch.Tensor
 # Races: a wait is missing.
 
 
-@program
 def sent_memory_is_overwritten(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         sending = dist.isend(x, 1)
@@ -192,7 +172,6 @@ def sent_memory_is_overwritten(rank: int, x: torch.Tensor, received: torch.Tenso
     return [received]
 
 
-@program
 def received_memory_is_read(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.send(x, 1)
@@ -203,7 +182,6 @@ def received_memory_is_read(rank: int, x: torch.Tensor, received: torch.Tensor) 
     return [result]
 
 
-@program
 def batched_memory_is_read(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     (work,) = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
@@ -216,21 +194,18 @@ def batched_memory_is_read(rank: int, x: torch.Tensor, received: torch.Tensor) -
 # Mistakes that no schedule can run to the end.
 
 
-@program
 def both_receive_first(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     dist.recv(received, 1 - rank)
     dist.send(x, 1 - rank)
     return [received]
 
 
-@program
 def send_without_receive(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.send(x, 1)
     return []
 
 
-@program
 def receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.recv(received, 1)
@@ -239,7 +214,6 @@ def receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> 
     return [received]
 
 
-@program
 def host_receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.recv(received.cpu(), 1)
@@ -247,7 +221,6 @@ def host_receive_without_send(rank: int, x: torch.Tensor, received: torch.Tensor
     return [received]
 
 
-@program
 def host_sum_against_receive(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.all_reduce(x.cpu())
@@ -257,7 +230,6 @@ def host_sum_against_receive(rank: int, x: torch.Tensor, received: torch.Tensor)
     return [received]
 
 
-@program
 def receive_against_all_reduce(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.recv(received, 1)
@@ -269,21 +241,18 @@ def receive_against_all_reduce(rank: int, x: torch.Tensor, received: torch.Tenso
     return [received]
 
 
-@program
 def broadcasts_from_different_ranks(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     dist.broadcast(x, src=rank)
     x.sum().item()
     return [x]
 
 
-@program
 def batch_without_send(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, 1 - rank)])[0].wait()
     received.sum().item()
     return [received]
 
 
-@program
 def batch_of_host_and_device_memory(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     peer = 1 - rank
     batch = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, torch.zeros(4), peer)]
@@ -292,7 +261,6 @@ def batch_of_host_and_device_memory(rank: int, x: torch.Tensor, received: torch.
     return []
 
 
-@program
 def tags_in_another_order(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     for tag in (1, 2) if rank == 0 else (2, 1):
         if rank == 0:
@@ -302,7 +270,6 @@ def tags_in_another_order(rank: int, x: torch.Tensor, received: torch.Tensor) ->
     return [received]
 
 
-@program
 def size_differs(rank: int, x: torch.Tensor, received: torch.Tensor) -> list[torch.Tensor]:
     if rank == 0:
         dist.send(x[:3], 1)
@@ -317,7 +284,7 @@ def main() -> None:
     device = torch.device("sim", rank)
     for name in sys.argv[1:]:
         x = torch.arange(4.0, device=device) + 10 * rank
-        tensors = PROGRAMS[name](rank, x, torch.zeros(4, device=device))
+        tensors = globals()[name](rank, x, torch.zeros(4, device=device))
         torch.save(tensors, f"{name}{rank}.pt")
         for tensor in tensors:
             print(tensor[-4:].tolist())  # noqa: T201 - output is compared
