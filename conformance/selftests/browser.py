@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from conformance.judge.judgement import unavailable
@@ -80,23 +80,26 @@ def find_chromium() -> str | None:
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
-def start(profile: Path) -> Browser:
-    """Start a browser for a module's tests, or report them as *unavailable* if there is none."""
+@contextlib.contextmanager
+def start(profile: Path) -> Iterator[Browser]:
+    """Context manager that runs a browser for a module's tests, or reports them as *unavailable* if there is none."""
     program = find_chromium() or ""
     if not program:
         unavailable("no Chromium on PATH")
     try:
-        return Browser(program, profile, deadline_s=55.0)
+        browser = Browser(program, profile)
     except (RuntimeError, OSError) as error:  # a package that only says where to get the real one
         unavailable(f"{program} does not start: {error}")
         raise
+    with contextlib.closing(browser):
+        yield browser
 
 
 class Browser:
-    """A page of a browser. Every call ends before `deadline_s` since the start, or raises TimeoutError."""
+    """A page of a browser. Every call ends within 55 seconds since the start, or raises TimeoutError."""
 
-    def __init__(self, program: str, profile: Path, deadline_s: float = 50.0) -> None:
-        self._end = time.monotonic() + deadline_s
+    def __init__(self, program: str, profile: Path) -> None:
+        self._end = time.monotonic() + 55.0
         self._ids = itertools.count(1)
         self._unread = b""
         self.complaints: list[str] = []  # console messages and uncaught errors of the page
@@ -130,14 +133,6 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
-
-    def __enter__(self) -> Browser:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
