@@ -17,7 +17,7 @@ GREEN, RED_RUN = "green", "red"
 
 @dataclass(frozen=True)
 class Row:
-    name: str  # fault, clause, mutant, or seed and number of a run
+    name: str  # fault, clause, mutant, or seed of a run
     type: str  # FAULTS, CLAUSES, MUTANTS or RUNS
     outcome: str
     nodeid: str = ""  # the first red test
