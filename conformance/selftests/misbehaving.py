@@ -1,4 +1,4 @@
-"""Subjects that misbehave, each torch but for one thing: what `clip_grad_value_` does first, or what importing does.
+"""Subjects that misbehave. Each is torch, except for what `clip_grad_value_` does first, or for what its import does.
 
 `written(folder)` makes a package of each in a folder, for a path that a process looks for modules in.
 """
@@ -29,13 +29,13 @@ _kept: list[Any] = []
 
 
 def clipping(**instead: Any) -> SimpleNamespace:
-    """`nn` with torch's clipping functions but for those given."""
+    """Return an `nn` with torch's clipping functions, except for those that are passed."""
     functions = {name: getattr(torch.nn.utils, name) for name in _NAMES}
     return SimpleNamespace(utils=SimpleNamespace(**functions | instead))
 
 
 def after(act: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, but something else is done first."""
+    """Return a function that does something else before it calls `function`."""
 
     @functools.wraps(function)
     def acting(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def after(act: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def clamping_after(act: str) -> SimpleNamespace:
-    """`nn` with a `clip_grad_value_` that does something else first."""
+    """Return an `nn` whose `clip_grad_value_` does something else first."""
     return clipping(clip_grad_value_=after(act, torch.nn.utils.clip_grad_value_))
 
 
@@ -64,7 +64,7 @@ def _enter_inference_mode() -> None:
 
 
 def _print() -> None:
-    """Megabytes, by Python and past it."""
+    """Print megabytes, by Python's streams and by the operating system."""
     for _ in range(32):
         print("x" * (1 << 19))  # noqa: T201 that is the point
         os.write(1, b"y" * (1 << 19))
@@ -185,7 +185,7 @@ amp_that_dies = SimpleNamespace(
 
 
 def written(folder: Path) -> Path:
-    """The folder, in which each of the subjects is a package."""
+    """Write each subject as a package in a folder, and return the folder."""
     return write_files(folder, _FILES)
 
 

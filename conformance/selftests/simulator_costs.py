@@ -1,4 +1,4 @@
-"""A program whose cost is known, and the real sharding of four layers: their costs, by a process of its own."""
+"""Costs of a program whose cost is known, and of the real sharding of four layers. The program prints them as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded trainings on the simulated device, each right: a rank's part, as a case of a pool, under one schedule."""
+"""Correct sharded trainings on the simulated device: what one rank runs, as a case of a pool, under one schedule."""
 
 from __future__ import annotations
 

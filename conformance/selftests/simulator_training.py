@@ -1,4 +1,4 @@
-"""Small models trained on the simulated device and on the CPU, for the simulator's tests: whose bits agree, as JSON."""
+"""Small models trained on the simulated device and on the CPU. The program prints whose bits agree, as JSON."""
 
 from __future__ import annotations
 

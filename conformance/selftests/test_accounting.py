@@ -67,9 +67,7 @@ def test_package_with_one_function_is_judged_by_its_tests_only(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("target", ["conformance/amp", "conformance/amp/test_grad_scaler_construct.py"])
-def test_package_without_judged_name_is_red_although_no_test_is_scheduled(
-    tmp_path: Path, target: str
-) -> None:
+def test_package_without_judged_name_is_red(tmp_path: Path, target: str) -> None:
     code, report = judge(tmp_path, [target])
     assert (code, report["verdict"], report["tests"], report["provides_nothing"]) == (1, "red", [], True)
 
@@ -120,7 +118,7 @@ def info(claims: Sequence[str], provided: Sequence[str] | None) -> SubjectInfo:
     return SubjectInfo(frozenset(claims), provided=None if provided is None else frozenset(provided))
 
 
-def test_only_names_that_are_neither_provided_nor_claimed_are_known_to_lack() -> None:
+def test_names_without_provider_or_claim_are_known_to_lack() -> None:
     [scaler] = {
         name for clause in all_clauses().values() for name in clause.names if name == "amp.GradScaler"
     }

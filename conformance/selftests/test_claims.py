@@ -38,7 +38,7 @@ def subject_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Genera
     claims_file.claims_file.cache_clear()
 
 
-def test_extension_that_torch_has_meanwhile_may_stay_claimed(
+def test_extension_that_became_core_may_stay_claimed(
     subject_that_says: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extension = replace(all_clauses()["distributed.fsdp.fully_shard.kept_storage"], level="core")
@@ -47,7 +47,7 @@ def test_extension_that_torch_has_meanwhile_may_stay_claimed(
     assert list(wrong_in_claims(library)) == []
 
 
-def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
+def test_names_resolve_as_claims_file_says(subject_that_says: Subject) -> None:
     library = subject_that_says("""
         claims = ["distributed.fsdp.FullyShardedDataParallel"]
         [names]
@@ -152,7 +152,7 @@ def test_names_lead_where_the_file_says(subject_that_says: Subject) -> None:
         ),
     ],
 )
-def test_each_mistake_is_a_sentence(
+def test_each_mistake_in_claims_file_is_reported(
     subject_that_says: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
     monkeypatch.syspath_prepend(written(tmp_path / "subjects"))
@@ -228,9 +228,7 @@ def test_devices_of_file_are_judged(tmp_path: Path) -> None:
     assert {entry["device"] for entry in there["tests"]} == {"cpu"}
 
 
-def test_any_device_that_the_file_brings_can_be_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_of_claims_file_may_be_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_subject(tmp_path, "on_theirs", '[device]\ntype = "theirs"\nimport = "brings_theirs"\n', "")
     (tmp_path / "brings_theirs.py").write_text(
         'import torch\ntorch.utils.rename_privateuse1_backend("theirs")\n'

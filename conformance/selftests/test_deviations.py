@@ -108,7 +108,7 @@ def test_deviation_is_not_stale_on_other_device(sides: dict[str, Any]) -> None:
 
 
 @either_side
-def test_either_side_is_taken_on_a_device_that_the_row_does_not_name(sides: dict[str, Any]) -> None:
+def test_either_side_is_accepted_on_unnamed_device(sides: dict[str, Any]) -> None:
     for torchs in (TORCHS, THIRD):
         assert not takes_torchs_side(torchs, OURS, device="xpu", **sides)
         assert takes_torchs_side(torchs, torchs, device="xpu", is_promised=True, **sides)
@@ -174,7 +174,7 @@ def test_third_outcome_of_fixed_torch_is_accepted(torch_is: Callable[[str], None
         takes_torchs_side(THIRD, TORCHS, row=FIXED, **REPORTED)
 
 
-def test_nothing_is_known_of_a_fix_on_a_device_that_a_row_does_not_name(
+def test_fix_of_torch_is_unknown_on_unnamed_device(
     torch_is: Callable[[str], None],
 ) -> None:
     torch_is("2.14.1+cpu")

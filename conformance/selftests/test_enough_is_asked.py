@@ -49,7 +49,7 @@ def test_every_operator_with_a_rule_is_asked(which: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_every_rule_shows(reference: Library, device: str, dtype: torch.dtype) -> None:
+def test_operator_calls_show_every_rule(reference: Library, device: str, dtype: torch.dtype) -> None:
     """The calls of an operator with a rule distinguish it from an operator without the rule."""
     region = region_of(reference, device, dtype)
     with quiet():

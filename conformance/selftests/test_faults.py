@@ -39,7 +39,7 @@ def test_static_method_stays_static() -> None:
 
 
 @pytest.mark.parametrize("fault_id", list(HANDMADE))
-def test_wrong_arguments_are_refused_in_the_originals_words(subject: Library, fault_id: str) -> None:
+def test_invalid_calls_raise_error_of_original(subject: Library, fault_id: str) -> None:
     """Calls without arguments raise the original's error. Otherwise any test of invalid calls would detect a fault."""
     breaks = HANDMADE[fault_id].breaks
     sound = load_library(subject.package).find(breaks)

@@ -1,4 +1,4 @@
-"""The gate's own parts: what makes it red and what it salvages."""
+"""Components of the gate: the reasons for red, progress, timing, and the report of a stopped gate."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_progress_bar_follows_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subject", ["impl", "mine"])
-def test_timing_is_reported_the_machine_and_leaves_a_point_of_impl(
+def test_timing_gets_machine_and_records_result_of_impl_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subject: str
 ) -> None:
     commands: list[list[str]] = []

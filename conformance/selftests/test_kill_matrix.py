@@ -1,4 +1,4 @@
-"""Each fault turns the suite red: one test a fault, each in a fork of its own. And what measures it, itself."""
+"""Tests that each fault turns the suite red, one test a fault in a fork of its own, and tests of the measure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from conformance.strength.order import Task, distance, likeness_to
 from conformance.strength.results import KILLED, UNTESTED, Row, read_table, write_table
 from conformance.strength.worker import Trial, Worker
 
-OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_are_for_what_there_is")
+OF_MEMORY = ("killers_are_recorded", "recorded_killers_exist", "reasons_name_existing_faults_and_clauses")
 # Faults in torch, one of each type. The command has all of them.
 ON_TORCH = [
     "grad_scaler.first_gradient_only",
@@ -146,7 +146,7 @@ def test_unjudged_fault_is_neither_killed_nor_survivor() -> None:
 @pytest.mark.parametrize(
     "blow", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.profile("full"))]
 )
-def test_stopped_it_ends_at_once_and_writes_what_is_known(
+def test_stopped_command_ends_at_once_and_writes_known_results(
     tmp_path: Path, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_MARK", uuid.uuid4().hex)
@@ -195,7 +195,7 @@ def test_known_fault_is_not_judged_again(
         ("impl", "", "no commit (unknown); run without"),
     ],
 )
-def test_another_run_is_not_resumed(
+def test_different_run_is_not_resumed(
     tmp_path: Path,
     subject: str,
     commit: str,
@@ -321,7 +321,7 @@ def test_recorded_killers_exist() -> None:
     )
 
 
-def test_reasons_are_for_what_there_is() -> None:
+def test_reasons_name_existing_faults_and_clauses() -> None:
     for subject, rows in all_excuses().items():
         assert subject in ("impl", "torch")
         assert rows.keys() <= set(fault_ids())
@@ -337,7 +337,7 @@ def test_reasons_are_for_what_there_is() -> None:
         (["--jobs", "0"], "--jobs is 0"),
     ],
 )
-def test_slips_are_reported_before_anything_runs(
+def test_mistakes_in_command_are_reported_before_run(
     words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -376,7 +376,7 @@ def test_most_similar_fault_is_tried_first() -> None:
         assert next(judge_clause("torch", clause_id, set(), first)).spec == f"torch+{first or tried[0]}"
 
 
-def test_every_fault_says_which_part_it_breaks() -> None:
+def test_every_fault_names_existing_surface_item() -> None:
     """Only known components are allowed: an unknown one would silently put the nearest tests last."""
     real = set(map(str, surface.items()))
     assert [fault.id for fault in HANDMADE.values() if fault.about not in real] == []

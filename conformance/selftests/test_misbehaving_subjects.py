@@ -354,7 +354,7 @@ def test_dead_or_blocked_process_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(_WORKERS_LIMIT_S + 20)
-def test_nothing_that_a_subject_does_at_its_exit_reaches_the_verdict(tmp_path: Path) -> None:
+def test_exit_of_subject_does_not_change_verdict(tmp_path: Path) -> None:
     report = judged_by_workers("exits_in_the_end", tmp_path, CPU_ALONE)
     assert (report["verdict"], report["exit code"]) == ("red", pytest.ExitCode.TESTS_FAILED)
 

@@ -67,7 +67,7 @@ class OtherLibrary:
         return path == "amp.GradScaler"
 
 
-def test_library_that_refuses_as_torch_gets_the_values_of_the_cpu(expected: list[Outcome]) -> None:
+def test_library_without_kernel_like_torch_gets_values_of_cpu(expected: list[Outcome]) -> None:
     for library in (load_library("torch"), load_library("conformance.exact_copy")):
         assert missing_kernels.refuses_bfloat16(library, "cpu")
         for outcome, actual in zip(expected, outcomes_of(library), strict=True):
@@ -76,14 +76,14 @@ def test_library_that_refuses_as_torch_gets_the_values_of_the_cpu(expected: list
 
 
 @pytest.mark.usefixtures("expected")
-def test_library_that_refuses_elsewhere_is_unavailable() -> None:
+def test_library_without_own_kernel_is_unavailable() -> None:
     """The replacement of torch's operator has no effect on this library."""
     with pytest.raises(pytest.skip.Exception, match="other refuses bfloat16 gradients on cpu, as torch does"):
         outcomes_of(OtherLibrary(raise_for_bfloat16))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("expected")
-def test_library_that_refuses_some_layouts_is_judged() -> None:
+def test_library_that_rejects_some_layouts_is_judged() -> None:
     """A library that unscales bfloat16 gets no replacement, so its error is seen."""
 
     def raise_for_gaps(grads: list[torch.Tensor], *numbers: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Mutants: the mistakes are those that the operators name, they run where they are said to, and the score is right."""
+"""Mutants: what the operators change, which tests reach a changed line, and the score."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_each_operator_is_tried() -> None:
         mutate(ast.parse(function("a.wait()")), "drop_wait", 1)
 
 
-def test_only_what_runs_in_functions_is_mutated_and_its_place_is_reported() -> None:
+def test_only_code_in_functions_is_mutated() -> None:
     source = """
     x = max(1, 2)
 
@@ -155,7 +155,7 @@ def test_only_what_runs_in_functions_is_mutated_and_its_place_is_reported() -> N
     assert places == [("A.f.g", 11)]
 
 
-def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executed_lines_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = '''
     from __future__ import annotations
     def f(x):
@@ -189,7 +189,7 @@ def test_lines_note_that_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines._flags.cache_clear()
 
 
-def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
+def test_fastest_reaching_test_of_each_clause_comes_first() -> None:
     value, other = sorted(clauses_of(GROUPS[2]))[:2]
     clauses = {"slow": value, "quick": value, "same": value, "gone": value, "traced": value, "else": other}
     seconds = {"slow": 3.0, "quick": 1.0, "same": 1.5, "else": 2.0, "forgotten": 0.1}
@@ -206,7 +206,7 @@ def test_each_clauses_quickest_test_that_reaches_a_line_comes_first() -> None:
 
 
 @pytest.mark.parametrize("package", [ROOT, "impl"])
-def test_groups_hold_each_file_once_and_a_draw_is_the_same_again(package: str) -> None:
+def test_groups_have_each_file_once_and_draws_are_reproducible(package: str) -> None:
     of = [modules_of(group, package) for group in GROUPS]
     assert all(of)
     assert len({module for modules in of for module in modules}) == sum(map(len, of))
@@ -334,7 +334,7 @@ def test_compiled_forward_records_lines_without_graph_break(
 
 
 @pytest.mark.parametrize("package", [ROOT, "impl"])
-def test_every_proof_is_of_the_installed_source(package: str) -> None:
+def test_every_proof_matches_installed_source(package: str) -> None:
     if package == ROOT and not torch.__version__.startswith("2.13"):
         unavailable("the proofs are of torch 2.13")
     assert stale_notes(package) == []

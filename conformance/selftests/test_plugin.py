@@ -42,13 +42,13 @@ def test_foreign_package_is_not_judged_by_repository_tests(package: str, own_par
         ([1], {"fewest": 2, "also": [3]}, [3]),
     ],
 )
-def test_test_runs_where_it_is_meaningful(
+def test_test_runs_on_usable_world_sizes(
     expected_worlds: list[int], limits: dict[str, Any], used: list[int]
 ) -> None:
     assert usable_world_sizes(expected_worlds, **limits) == used
 
 
-def test_few_tests_of_a_function_ask_torch() -> None:
+def test_scattered_tests_differ_in_parameters() -> None:
     assert scattered(4, 4) == {0, 1, 2, 3}
     # Odd and even positions in both halves, so that most parameters differ.
     assert scattered(96, 4) == {0, 59, 22, 81}

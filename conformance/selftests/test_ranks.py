@@ -65,7 +65,7 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
         assert torch.equal(actual, expected)
 
 
-def test_arguments_and_results_of_any_length_travel(pair: RankPool) -> None:
+def test_arguments_and_results_may_have_any_length(pair: RankPool) -> None:
     value = {"small": 1, "large": torch.arange(1 << 21), "text": "é" * 70_000}
     for actual in pair.run(f"{CASES}:echo", value=value):
         assert torch.equal(actual.pop("large"), value["large"])
@@ -84,7 +84,7 @@ def test_collectives_are_recorded(pair: RankPool) -> None:
     assert [list(trace) for trace in pair.traces] == [[expected], [expected]]
 
 
-def test_good_cases_use_nothing_up(pair: RankPool) -> None:
+def test_successful_cases_leak_no_file(pair: RankPool) -> None:
     pair.run(f"{CASES}:healthy")
     before, starts = pair.run(f"{CASES}:open_files"), pair.starts
     for _ in range(100):
@@ -93,7 +93,7 @@ def test_good_cases_use_nothing_up(pair: RankPool) -> None:
     assert pair.starts == starts
 
 
-def test_ranks_are_warmed_up_whenever_they_are_made() -> None:
+def test_ranks_are_warmed_up_at_every_start() -> None:
     with RankPool(2, warm_up=(f"{CASES}:remember", {"value": 5})) as pool:
         assert pool.run(f"{CASES}:recall") == [[5], [5]]
         pool.run(f"{CASES}:remember", value=6)
@@ -128,7 +128,7 @@ def test_harmless_case_does_not_affect_later_cases(pair: RankPool, fault: str) -
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_cause_is_distinguished_from_echoes(pools: dict[int, RankPool], where: int) -> None:
+def test_cause_is_distinguished_from_errors_of_peers(pools: dict[int, RankPool], where: int) -> None:
     error = fault_of(pools[3], "raises", where)
     assert error.record.failures[0].rank == where
     assert {failure.rank for failure in error.record.failures} == {0, 1, 2}
@@ -154,7 +154,7 @@ def test_last_words_are_kept_and_bounded(pair: RankPool) -> None:
     assert 10_000 < len(caught.value.record.outputs[1]) <= 20_000
 
 
-def test_diverging_collectives_are_compared_before_any_deadline(pair: RankPool) -> None:
+def test_diverging_collectives_are_reported_before_deadline(pair: RankPool) -> None:
     assert str(fault_of(pair, "mismatched_collective")).splitlines()[:3] == [
         "collective 0 of group '0' differs:",
         "  rank 0: allreduce(float32[3]; SUM; ranks [0, 1])",
@@ -201,7 +201,7 @@ def test_unknown_case_raises(pair: RankPool, name: str, kind: str) -> None:
         pair.run(name)
 
 
-def test_ranks_that_cannot_come_up_are_told_from_faults_of_cases() -> None:
+def test_failed_start_of_ranks_is_distinguished_from_fault_of_case() -> None:
     with RankPool(2, backend="no_such_backend") as pool, pytest.raises(PoolBroken, match="no_such_backend"):
         pool.run(f"{CASES}:healthy")
 

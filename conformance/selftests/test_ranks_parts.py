@@ -60,12 +60,12 @@ def played(
 
 
 @given(program=programs, order=st.data())
-def test_ranks_that_do_the_same_agree_in_any_order(program: list[Collective], order: st.DataObject) -> None:
+def test_equal_programs_agree_in_any_order(program: list[Collective], order: st.DataObject) -> None:
     assert played(program, order, {}).divergence == ""
 
 
 @given(program=programs, order=st.data(), is_dropped=st.booleans())
-def test_dropped_or_changed_call_is_always_found(
+def test_dropped_or_changed_call_is_always_detected(
     program: list[Collective], order: st.DataObject, is_dropped: bool
 ) -> None:
     index = order.draw(st.integers(0, len(program) - 1))
@@ -168,7 +168,7 @@ def test_stack_with_pauses_is_read_completely() -> None:
     reported.close()
 
 
-def test_channel_does_not_wait_for_who_does_not_read() -> None:
+def test_send_without_reader_times_out() -> None:
     first, other = (Channel(end) for end in socket.socketpair())
     with pytest.raises(TimeoutError):
         first.send(b"x" * (1 << 24), timeout_s=0.05)
@@ -177,7 +177,7 @@ def test_channel_does_not_wait_for_who_does_not_read() -> None:
 
 
 @given(expected=st.lists(st.integers(1, 4), min_size=2, max_size=6))
-def test_slots_are_never_held_by_more_than_there_are(expected: list[int]) -> None:
+def test_held_slots_never_exceed_capacity(expected: list[int]) -> None:
     capacity, family = 3, uuid.uuid4().hex
     held, most, counts, lock = 0, 0, [], threading.Lock()
 
@@ -237,6 +237,6 @@ print([name for name in sys.modules if name.split(".")[0] == "impl"])
 """
 
 
-def test_cases_bring_no_subject_to_where_ranks_come_from() -> None:
+def test_modules_of_cases_import_no_subject() -> None:
     ended = run_python("-c", BROUGHT)
     assert ended.stdout == "[]\n", ended.stderr

@@ -1,4 +1,4 @@
-"""The page of a report: complete, alone, and proof against what a subject says."""
+"""The page of a report: its contents, no external resources, and escaped texts of a subject."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def a_full_report(text: str) -> dict[str, Any]:
     return report | {"baseline": asdict(compare(earlier, report))}
 
 
-def test_other_machines_stand_beside_and_a_speed_that_is_not_judged_says_so(tmp_path: Path) -> None:
+def test_page_shows_ratios_of_other_machines_and_why_speed_is_not_judged(tmp_path: Path) -> None:
     rows = [timed("A", 0.4, 0.6) | {"elsewhere": {"lab": 0.123}}, not_timed("B", "it broke")]
     page = draw(a_report(speed={"rows": rows, "not_judged": "this machine has no points"}), tmp_path)
     assert "Not judged: this machine has no points. The last column has ratios of other machines" in page.text
@@ -130,7 +130,7 @@ def test_text_is_made_legible(text: str, shown: str) -> None:
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cf", "Cs"]), max_size=50))
-def test_text_that_is_legible_stays(text: str) -> None:
+def test_legible_text_is_unchanged(text: str) -> None:
     assert legible(text) == text
 
 
@@ -218,7 +218,7 @@ def test_cell_shows_worst_outcome() -> None:
     assert [axis.label for axis in nn.axes] == ["cpu · int8"]
 
 
-def test_red_areas_come_first_and_those_that_are_not_there_last() -> None:
+def test_red_areas_come_first_and_missing_areas_last() -> None:
     outcomes = {"a": "not provided", "b": "", "c": "passed", "d": "failed"}
     report = a_report(
         *(judged(outcome, nodeid=name, clause=name) for name, outcome in outcomes.items() if outcome),
@@ -342,7 +342,7 @@ def test_kills_are_shown_or_how_to_measure_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [None, "", "[]", '{"rows": [{"name": "x"}]}', json.dumps(a_kill_matrix()), "\xff"]
 )
-def test_another_file_is_no_table_of_the_measure(text: str | None, tmp_path: Path) -> None:
+def test_foreign_file_is_rejected_as_table(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "kills.json"
     if text is not None:
         file.write_bytes(text.encode("latin-1"))
@@ -368,7 +368,7 @@ def test_simulated_step_is_drawn_and_labelled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"title": "x"}', "\xff"])
-def test_another_file_is_no_simulation(text: str | None, tmp_path: Path) -> None:
+def test_foreign_file_is_rejected_as_simulation(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"(no|not a) simulation"):

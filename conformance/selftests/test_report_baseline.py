@@ -161,7 +161,7 @@ def test_slower_and_faster_only_if_the_intervals_do_not_overlap(was: list[float]
     assert reported(comparison).keys() <= {"slower", "faster"}
 
 
-def test_benchmarks_and_training_break_and_are_mended() -> None:
+def test_benchmarks_and_training_break_and_are_fixed() -> None:
     good = a_report(speed={"rows": [timed("a", 1, 2), timed("b", 1, 2)]}, training={"runs": [trained(True)]})
     bad = a_report(
         speed={"rows": [not_timed("a", "no"), timed("c", 1, 2)]}, training={"runs": [trained(False)]}
@@ -174,7 +174,7 @@ def test_benchmarks_and_training_break_and_are_mended() -> None:
     assert reported(compare(good, untimed)) == reported(compare(untimed, good)) == {}
 
 
-def test_runs_that_are_not_alike_are_compared_and_it_is_said(tmp_path: Path) -> None:
+def test_differences_between_compared_runs_are_reported(tmp_path: Path) -> None:
     old = a_report(judged("passed", device="cuda"), subject="torch", profile="full", seed=3)
     new = a_report(judged("passed", device="cpu"))
     differs = compare(old, new).differs

@@ -241,7 +241,7 @@ def test_link_to_filtered_entry_shows_it(browser: Browser, pages: dict[str, Path
     assert browser.run(SHOWN) == [CLAUSE["id"], OTHER["id"]]
 
 
-def test_all_can_be_done_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
+def test_page_is_usable_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["red"], 1280)
     focused: list[str] = []
     for _ in range(80):
@@ -276,7 +276,7 @@ def test_command_is_copied(browser: Browser, pages: dict[str, Path]) -> None:
     assert browser.run("getSelection().toString()") == f"python -m pytest '{LONG}[float16]'"
 
 
-def test_printed_it_is_unfolded_and_without_controls(browser: Browser, pages: dict[str, Path]) -> None:
+def test_printed_page_is_unfolded_and_without_controls(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["red"], 1280)
     visible = "all('{}').filter((each) => each.checkVisibility()).length"
     filters, folded = visible.format(".filters, nav, button"), visible.format("#baseline li, #red li")

@@ -52,7 +52,7 @@ def test_broken_clause_is_reported_once_most_broken_first() -> None:
     assert reported["own"].count == "failed in 1 of 1 test"
 
 
-def test_clauses_that_are_broken_alike_are_reported_as_they_stand() -> None:
+def test_equally_broken_clauses_keep_catalogue_order() -> None:
     last, first = clauses.for_report()[-1]["id"], FIRST
     assert [
         clause.name for clause in broken_clauses([entry(name, name, "failed") for name in (last, first)])

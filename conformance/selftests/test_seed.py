@@ -59,7 +59,7 @@ def test_seed_determines_every_draw(tmp_path: Path) -> None:
     assert first["ranks"][0] == first["ranks"][1]
 
 
-def test_equal_numbers_draw_alike_within_a_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_seeds_draw_equal_values_within_run_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def values(number: int) -> list[float]:
         return Gradient((4,), seed=number).values().tolist()
 
@@ -72,7 +72,7 @@ def test_equal_numbers_draw_alike_within_a_run_only(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**70])
-def test_any_whole_number_is_a_seed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_any_integer_is_valid_seed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(seeding, "_run_seed", seed)
     assert Gradient((1,), seed=7).values().isfinite().all()
 

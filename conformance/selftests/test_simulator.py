@@ -1,4 +1,4 @@
-"""The simulated accelerator: right programs have one result, what is left out of one is seen, a seed is a course."""
+"""The simulated accelerator: correct programs have one result, missing waits are hazards, seeds determine the order."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ SAMPLE = (
 
 
 @pytest.mark.parametrize("tests", SAMPLE)
-def test_impl_is_green_there(tests: str) -> None:
+def test_impl_is_green_on_simulated_device(tests: str) -> None:
     options = ("--subject", "impl", "--device", "sim", "--world-sizes", 2, "--profile", "quick")
     ended = run_pytest(f"conformance/{tests}", *options)
     assert ended.returncode == 0, ended.stdout
 
 
-def test_backward_on_the_cpu_leaves_backwards_on_the_device_possible() -> None:
+def test_backward_on_device_works_after_backward_on_cpu() -> None:
     test = "conformance/amp/test_grad_scaler_microbatch.py::test_scale_falls_after_nonfinite_microbatch"
     options = ("--subject", "impl", "--device", "cpu,sim", "--profile", "quick")
     ended = run_pytest(test, *options)
@@ -128,7 +128,7 @@ def test_device_of_another_package_is_judged_through_its_claims_file(tmp_path: P
     assert "reference cannot run here: 5" in ended.stdout
 
 
-def test_training_has_the_bits_of_the_cpu_under_every_schedule() -> None:
+def test_training_has_bits_of_cpu_under_every_schedule() -> None:
     ended = run_python("-m", "conformance.selftests.simulator_training", 7)
     assert ended.returncode == 0, ended.stderr
     for name, outcome in json.loads(ended.stdout).items():

@@ -71,7 +71,7 @@ def test_host_issues_in_order_and_waits() -> None:
     assert timeline.spans[-1].begin == 5
 
 
-def test_memory_that_another_stream_uses_is_taken_until_it_is_through() -> None:
+def test_freed_memory_stays_allocated_while_other_stream_uses_it() -> None:
     def peak(*recorded: Entry) -> int:
         return step_cost(
             scheduled(

@@ -1,4 +1,4 @@
-"""Graphs on the simulated device: what a capture refuses, as CUDA's does, and whose its memory is."""
+"""Graphs on the simulated device: calls that a capture rejects like CUDA, and memory of graphs."""
 
 from __future__ import annotations
 

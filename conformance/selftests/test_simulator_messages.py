@@ -136,7 +136,7 @@ DEADLOCKS = {
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.profile("full")), 5])
 @pytest.mark.parametrize("name", DEADLOCKS)
-def test_deadlock_is_an_error_that_names_what_ranks_wait_for(tmp_path: Path, name: str, seed: int) -> None:
+def test_deadlock_error_names_waits_of_ranks(tmp_path: Path, name: str, seed: int) -> None:
     status, report = run_programs(name, words=("--seed", seed), cwd=tmp_path)
     assert status == 1
     assert "RuntimeError: sim: no rank can go on:" in report, report
@@ -260,7 +260,7 @@ def test_pipeline_takes_one_course_for_one_seed(tmp_path: Path) -> None:
     assert ended.stdout == "1 courses\n", ended.stdout + ended.stderr
 
 
-def test_activations_overwritten_before_they_are_sent_are_found(tmp_path: Path) -> None:
+def test_activations_overwritten_before_send_are_found(tmp_path: Path) -> None:
     words = ("--ranks", 2, "--seeds", 5, "--timeout", LIMIT_S, "--", "ScheduleGPipe", "overwritten")
     status, report = simulate(PIPELINES, *words, cwd=tmp_path)
     assert status == 1

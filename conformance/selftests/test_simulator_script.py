@@ -87,7 +87,7 @@ def test_page_lists_hazard_of_unknown_stream_without_picture() -> None:
     assert "<svg" not in text
 
 
-def test_documented_gate_of_a_backend_is_green(tmp_path: Path) -> None:
+def test_documented_gate_of_backend_is_green(tmp_path: Path) -> None:
     page = (ROOT / "docs/gate-your-backend.md").read_text()
     for name, text in re.findall(r"```\w+\n# (acme\S+)\n((?:.*\n)*?)```", page):
         (tmp_path / name).write_text(text)
@@ -302,7 +302,7 @@ def test_torch_without_planted_race_has_one_result(script: Path) -> None:
     assert status == 0
 
 
-def test_every_finding_is_a_short_script_on_the_page_of_races() -> None:
+def test_every_finding_is_short_and_listed_on_page() -> None:
     page = (ROOT / "docs/races.md").read_text()
     assert sorted(RACES) == [script.stem for script in FINDINGS]
     for script in FINDINGS:

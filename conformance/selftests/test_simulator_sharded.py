@@ -1,4 +1,4 @@
-"""Sharded training on the simulated accelerator: right programs have one result, and every wait of impl's is needed."""
+"""Sharded training on the simulated accelerator: correct programs have one result, and impl needs each of its waits."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ PLAIN = ("FSDP", "fully_shard", "DDP")
         if OF_ONE_LIBRARY.get(way, library) == library
     ],
 )
-def test_correct_training_has_one_result_and_seed_one_course(
+def test_correct_training_has_one_result_and_seed_determines_course(
     pools: dict[int, RankPool], request: pytest.FixtureRequest, library: str, way: str, world: int
 ) -> None:
     seeds = (SEEDS_OF_PLAIN if way in PLAIN else SEEDS)[request.config.option.profile]

@@ -1,4 +1,4 @@
-"""The published packages under `conformance/subjects`: what is said of them without having them."""
+"""The published packages under `conformance/subjects`: their files and table, without the packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_each_expected_failure_leads_to_its_proof_and_each_proof_is_of_one(name: str) -> None:
+def test_each_expected_failure_has_its_proof(name: str) -> None:
     file = read(HERE / name / NAME)
     assert file.problems == ()
     proofs = HERE / name / "proofs.py"
@@ -52,12 +52,12 @@ def test_recorded_subjects_were_judged_at_pinned_versions() -> None:
     assert {distribution: version for distribution, _, version in NOTED.values()}.items() <= pins.items()
 
 
-def test_only_the_folders_of_a_subjects_names_are_asked() -> None:
+def test_subject_is_judged_by_folders_of_its_names() -> None:
     assert folders("torchtitan") == ["conformance/test_surface.py", "conformance/nn"]
     assert "conformance/amp" in folders("torch_npu")
 
 
-def test_clauses_are_counted_by_the_worst_that_was_seen() -> None:
+def test_clauses_are_counted_by_worst_outcome() -> None:
     first, second, third = list(all_clauses())[:3]
     tests = [
         {"clause": clause, "nodeid": str(number), "outcome": outcome}
@@ -109,7 +109,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_definitions_run_as_they_are_but_for_what_is_said() -> None:
+def test_definitions_run_with_requested_replacements() -> None:
     reduced: list[torch.Tensor] = []
     instead = Instead(
         objects={"theirs.dist.all_reduce": reduced.append},

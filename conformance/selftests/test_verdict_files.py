@@ -149,7 +149,7 @@ def test_badge_shows_verdict_as_picture(outcomes: list[str], more: dict[str, Any
     assert "href" not in badge(report)
 
 
-def test_reports_stand_side_by_side_and_what_differs_leads_to_its_replay(tmp_path: Path) -> None:
+def test_compared_reports_show_differences_with_replay(tmp_path: Path) -> None:
     own_report = a_report(judged("passed"), judged("passed", nodeid="same", clause=OTHER["id"]))
     other_report = a_report(
         judged("failed", reason=f"because {HOSTILE}", replay="replay it"),
