@@ -65,6 +65,28 @@ def test_names_resolve_as_claims_file_says(subject_that_says: Subject) -> None:
         library.find("nn.utils.clip_grad_value_")
 
 
+REASON, DATE = "reason = 'it is'", "expires = 2027-01-31"
+MISTAKES_IN_EXPECTATION = {
+    f"{REASON}\n{DATE}": "number 1 has neither clause nor test; expected one of the two",
+    f"clause = 'x'\ntest = 'y'\n{REASON}\n{DATE}": "number 1 has both clause and test; expected one of the two",
+    f"test = [1]\n{REASON}\n{DATE}": "number 1 has test = [1]; expected a string or a list of strings",
+    f"test = ['{CPU_ALONE}', '{CPU_ALONE}_not']\n{REASON}\n{DATE}": (
+        f"names the test '{CPU_ALONE}_not', which does not exist; expected a test as reports"
+    ),
+    f"clause = 'x'\n{DATE}": "number 1 has no 'reason'; expected a string",
+    f"clause = 'x'\n{REASON}": "number 1 has no 'expires'; expected a date without quotes",
+    f"clause = 'x'\n{REASON}\nexpires = '2027-01-31'": (
+        "number 1 has expires = '2027-01-31'; expected a date without quotes"
+    ),
+    f"clause = 'amp.grad_scaler.scale.multiply'\n{REASON}\n{DATE}": (
+        "names the clause 'amp.grad_scaler.scale.multiply', which does not exist; did you mean"
+    ),
+    f"test = 'test_x.py::test_x'\n{REASON}\n{DATE}\ndue = 1": (
+        "number 1 has the unknown key 'due'; expected one of clause, test, reason, link, expires"
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -114,41 +136,9 @@ def test_names_resolve_as_claims_file_says(subject_that_says: Subject) -> None:
         ),
         ("[device]\ntype = 'gpu'", "[device] gpu cannot be used (Expected one of cpu, cuda,"),
         ("expectations = 1", "has expectations = 1; expected tables, [[expectations]]"),
-        (
-            "[[expectations]]\nreason = 'it is'\nexpires = 2027-01-31",
-            "[[expectations]] number 1 has neither clause nor test; expected one of the two",
-        ),
-        (
-            "[[expectations]]\nclause = 'x'\ntest = 'y'\nreason = 'it is'\nexpires = 2027-01-31",
-            "[[expectations]] number 1 has both clause and test; expected one of the two",
-        ),
-        (
-            "[[expectations]]\ntest = [1]\nreason = 'it is'\nexpires = 2027-01-31",
-            "[[expectations]] number 1 has test = [1]; expected a string or a list of strings",
-        ),
-        (
-            f"[[expectations]]\ntest = ['{CPU_ALONE}', '{CPU_ALONE}_not']\nreason = 'it is'\nexpires = 2027-01-31",
-            f"[[expectations]] names the test '{CPU_ALONE}_not', which does not exist; expected a test as reports",
-        ),
-        (
-            "[[expectations]]\nclause = 'amp.grad_scaler.x'\nexpires = 2027-01-31",
-            "[[expectations]] number 1 has no 'reason'; expected a string",
-        ),
-        (
-            "[[expectations]]\nclause = 'amp.grad_scaler.x'\nreason = 'it is'",
-            "[[expectations]] number 1 has no 'expires'; expected a date without quotes",
-        ),
-        (
-            "[[expectations]]\nclause = 'amp.grad_scaler.x'\nreason = 'it is'\nexpires = '2027-01-31'",
-            "[[expectations]] number 1 has expires = '2027-01-31'; expected a date without quotes",
-        ),
-        (
-            "[[expectations]]\nclause = 'amp.grad_scaler.scale.multiply'\nreason = 'is'\nexpires = 2027-01-31",
-            "[[expectations]] names the clause 'amp.grad_scaler.scale.multiply', which does not exist; did you mean",
-        ),
-        (
-            "[[expectations]]\ntest = 'test_x.py::test_x'\nreason = 'it is'\nexpires = 2027-01-31\ndue = 1",
-            "[[expectations]] number 1 has the unknown key 'due'; expected one of clause, test, reason, link, expires",
+        *(
+            (f"[[expectations]]\n{keys}", f"[[expectations]] {says}")
+            for keys, says in MISTAKES_IN_EXPECTATION.items()
         ),
     ],
 )
