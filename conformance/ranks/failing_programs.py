@@ -118,8 +118,9 @@ def segfaults(rank: Rank, *, where: int) -> float:
     return healthy(rank)
 
 
-def runs_out_of_memory(rank: Rank, *, where: int, spare_bytes: int = 1 << 28) -> float:
+def runs_out_of_memory(rank: Rank, *, where: int) -> float:
     """Allocate memory until the system refuses, after limiting it to little more than the rank uses."""
+    spare_bytes = 1 << 28
     if rank.rank == where:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + spare_bytes
@@ -178,10 +179,10 @@ def mismatched_collective(rank: Rank, *, where: int) -> list[float]:
     return numbers.tolist()
 
 
-def talks(rank: Rank, *, where: int, megabytes: int = 8) -> float:
+def talks(rank: Rank, *, where: int) -> float:
     """Write more than a pipe holds, by Python's streams and by the operating system, then continue."""
     if rank.rank == where:
-        for _ in range(megabytes):
+        for _ in range(8):
             print("x" * (1 << 19))  # noqa: T201 output of the case
             os.write(2, b"y" * (1 << 19))
     return healthy(rank)
@@ -203,8 +204,8 @@ def returns_unpicklable(rank: Rank, *, where: int) -> Callable[[], Any]:
     return lambda: rank.rank
 
 
-def returns_much(rank: Rank, *, where: int, megabytes: int = 64) -> torch.Tensor:
-    return torch.full((megabytes << 18,), float(rank.rank))
+def returns_much(rank: Rank, *, where: int) -> torch.Tensor:
+    return torch.full((1 << 24,), float(rank.rank))
 
 
 def leaves_a_process(rank: Rank, *, where: int) -> float:

@@ -13,25 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from conformance import simulator
 
-STEPS = 3
+STEPS, HEADS, VOCABULARY = 3, 2, 30
 
 
 class Transformer(nn.Module):
-    def __init__(self, width: int = 16, heads: int = 2, vocabulary: int = 30) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.tokens, self.out = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
-        self.norm, self.qkv, self.mix = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+        self.tokens, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.norm, self.qkv, self.mix = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids)
         q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).chunk(3, -1)
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).flatten(2))
@@ -55,7 +49,7 @@ class Convolutions(nn.Module):
 
 
 def ids(seed: int) -> torch.Tensor:
-    return torch.randint(0, 30, (2, 8), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
 
 
 def normal(*shape: int) -> Callable[[int], torch.Tensor]:
