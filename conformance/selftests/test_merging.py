@@ -126,18 +126,6 @@ def test_shards_run_each_test_once_and_merge_to_complete_report(tmp_path: Path) 
     assert sum(relays[0].values()) == len(complete["tests"]) + len(complete["not_run"])
 
 
-@pytest.mark.parametrize(
-    ("words", "reported"),
-    [(["--merge", "--compare"], "not allowed with"), (["--merge", "--out", __file__], "is a file")],
-)
-def test_wrong_merge_command_is_refused(
-    words: list[str], reported: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["report.json", *words])
-    assert reported in capsys.readouterr().err
-
-
 def test_different_outcomes_with_same_seed_are_flaky() -> None:
     def run(*outcomes: str, **more: Any) -> dict[str, Any]:
         tests = [judged(outcome, nodeid=name, **more) for name, outcome in zip("ab", outcomes, strict=True)]

@@ -161,10 +161,7 @@ FAILED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    FAILED,
-)
+@pytest.mark.parametrize("name", FAILED)
 def test_failure_does_not_affect_other_tests(tmp_path: Path, name: str) -> None:
     assert_only_the_misused_is_red(judged(name, tmp_path), "failed", FAILED[name])
 

@@ -190,6 +190,8 @@ def test_reports_are_compared_by_a_command(tmp_path: Path, capsys: pytest.Captur
     assert drawing.main(["--compare", *files, "--out", str(out)]) == 0
     assert "1 of 1 clauses differ" in re.sub(r"<[^>]*>", "", out.read_text())
     for words, reported in (
+        (["--merge", "--compare", *files], "not allowed with"),
+        (["--merge", *files, "--out", __file__], "is a file"),
         (files, "got 2 reports; expected one, or --compare"),
         (
             ["--compare", *files, "--baseline", files[0]],
