@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,26 +236,20 @@ def test_reason_excuses_survivor_until_stale(row: Row, why: str, is_due: bool, r
 
 
 def test_red_test_without_fault_kills_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "WorkerPool", PoolOnRed)
+    pool = contextlib.nullcontext(SimpleNamespace(run=end_on_red))
+    monkeypatch.setattr(measure, "WorkerPool", lambda *args, **options: pool)
     out = tmp_path / "kills.json"
     assert main(["faults", "--only", "custom_fwd.", "--out", str(out)]) == NOT_JUDGED
     assert not out.exists()
 
 
-class PoolOnRed:
-    """Ends every task at once: a test is red, whatever is injected."""
-
-    def __init__(self, package: str, jobs: int, *, clauses: Iterable[str]) -> None: ...
-    def __enter__(self) -> PoolOnRed:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-    def run(self, trials: Iterable[Trial[Any]]) -> Iterator[Any]:
-        for trial in trials:
-            task = next(trial)
-            with contextlib.suppress(StopIteration):
-                while task:
-                    task = trial.send(Ending("failed", "t", "a.clause"))
+def end_on_red(trials: Iterable[Trial[Any]]) -> None:
+    """End every task with the same red test, whatever is injected."""
+    for trial in trials:
+        next(trial)
+        with contextlib.suppress(StopIteration):
+            while True:
+                trial.send(Ending("failed", "t", "a.clause"))
 
 
 def test_test_is_checked_once_without_fault() -> None:
