@@ -109,10 +109,6 @@ MISTAKES_IN_EXPECTATION = {
             "[names] has 'amp.GradScalar', which torch does not have; did you mean 'amp.GradScaler'?",
         ),
         (
-            "[names]\n'distributed.fsdp.ShardingStrategy' = 'torch.distributed.fsdp.Strategy'",
-            "[names] says that distributed.fsdp.ShardingStrategy is torch.distributed.fsdp.Strategy, which does not",
-        ),
-        (
             "[names]\n'amp.GradScaler' = 'torch.amp.LossScaler'",
             "[names] says that amp.GradScaler is torch.amp.LossScaler, which does not exist; expected module.name",
         ),
