@@ -102,10 +102,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in reports}
 
 
-def choose(browser: Browser, field: str, value: str) -> None:
+def fill(browser: Browser, selector: str, value: str) -> None:
     browser.run(
         f"(field => {{ field.value = '{value}'; field.dispatchEvent(new Event('input', {{ bubbles: true }})); }})"
-        f"(document.querySelector('[data-filter={field}]'))"
+        f"(document.querySelector('{selector}'))"
     )
 
 
@@ -132,18 +132,18 @@ def test_filters_keep_what_they_name(browser: Browser, pages: dict[str, Path], w
     both, first, second = [CLAUSE["id"], OTHER["id"]], [CLAUSE["id"]], [OTHER["id"]]
     assert browser.run(SHOWN) == both
     for word, expected in (("clips", second), ("nothing has this", [])):
-        choose(browser, "word", word)
+        fill(browser, "[data-filter=word]", word)
         assert browser.run(SHOWN) == expected, word
         reported = browser.run("document.getElementById('shown').textContent")
         assert reported == f"{len(expected)} of 2 clauses" + (
             "" if expected else ": none has all that is asked for"
         )
-    choose(browser, "word", "")
+    fill(browser, "[data-filter=word]", "")
     # Together they ask for one cell that has all: float32 passed, float16 failed.
-    choose(browser, "dtype", "float32")
-    choose(browser, "outcome", "failed")
+    fill(browser, "[data-filter=dtype]", "float32")
+    fill(browser, "[data-filter=outcome]", "failed")
     assert browser.run(SHOWN) == []
-    choose(browser, "outcome", "passed")
+    fill(browser, "[data-filter=outcome]", "passed")
     assert browser.run(SHOWN) == first
     columns = "all('thead th').filter((th) => th.closest('.matrix') && th.checkVisibility()).map((th) => th.innerText)"
     assert browser.run(columns) == ["Clause", "cpu\nfloat32"]
@@ -204,12 +204,8 @@ def test_back_leads_from_a_failure_to_its_cell(browser: Browser, pages: dict[str
 def test_search_word_filters_faults(browser: Browser, pages: dict[str, Path], width: int) -> None:
     browser.open(pages["red"], width)
     shown = "all('#kills .faults tbody tr').filter((row) => row.checkVisibility()).length"
-    search = (
-        "(field => {{ field.value = '{}'; field.dispatchEvent(new Event('input')); }})"
-        "(document.querySelector('#kills [data-search]'))"
-    )
     for word, rows in (("hang", 1), ("nothing has this", 0), ("IT IS OFF", 1), ("", 1)):
-        browser.run(search.format(word))
+        fill(browser, "#kills [data-search]", word)
         assert browser.run(shown) == rows, word
     scroll = "document.querySelector('#kills .scroll')"
     assert browser.run(f"{scroll}.clientWidth") <= width
@@ -234,7 +230,7 @@ def test_cell_links_to_failure(browser: Browser, pages: dict[str, Path], width: 
 
 def test_link_to_filtered_entry_shows_it(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["red"], 1280)
-    choose(browser, "area", OTHER["area"])
+    fill(browser, "[data-filter=area]", OTHER["area"])
     browser.run(f"location.hash = 'tests-{CLAUSE['id']}'")
     browser.run("new Promise((done) => setTimeout(done, 100))")
     assert browser.run(f"document.getElementById('tests-{CLAUSE['id']}').open")
