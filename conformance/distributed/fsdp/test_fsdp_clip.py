@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_gradients
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples, unsharded_gradients
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, Scene, tried
 from conformance.distributed.fsdp.scenes.twins import (
@@ -55,7 +55,7 @@ def clip(
     return {
         "norm": norm,
         "gradients": scene.gradients(),
-        "whole": gathered_gradients(scene.library, scene.model),
+        "whole": scene.whole_gradients(),
     }
 
 
@@ -148,7 +148,7 @@ def clip_before_any_forward(scene: Scene) -> Any:
 def clip_in_backward(scene: Scene) -> Any:
     """Return the errors of clipping in a hook on the gradient of the input."""
     attempts: list[Any] = []
-    batch = scene.tree.batch(0, scene.rank.rank)
+    batch = scene.batch()
     batch.x.register_hook(lambda _: attempts.append(tried(lambda: scene.model.clip_grad_norm_(1.0))))
     output: torch.Tensor = scene.model(batch.x, ids=batch.ids)
     output.sum().backward()
@@ -156,11 +156,7 @@ def clip_in_backward(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.where")
-@pytest.mark.parametrize(
-    "asks",
-    [clip_an_inner_unit, clip_before_any_forward, clip_in_backward],
-    ids=lambda asks: asks.__name__,
-)
+@pytest.mark.parametrize("asks", [clip_an_inner_unit, clip_before_any_forward, clip_in_backward])
 def test_root_clips_only_between_steps(twins: Twins, asks: Any) -> None:
     twins.agree(asks, FLAT)
 

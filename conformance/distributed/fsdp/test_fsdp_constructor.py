@@ -17,14 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance import simulator
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    Setup,
-    Step,
-    Training,
-    clean,
-    gathered_parameters,
-    mesh_of,
-)
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, clean, mesh_of
 from conformance.distributed.fsdp.scenes.module_trees import LEAVES, Batch, call, loss_of
 from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
@@ -224,7 +217,7 @@ def materialised(scene: Scene, *, by: str, strategy: str) -> dict[str, Any]:
     model = scene.wrap(plain, units=[nn.Linear], strategy=strategy, **arguments)
     loss = model(torch.ones(2, 3)).sum()
     loss.backward()
-    return {"loss": loss.detach(), "whole": gathered_parameters(scene.library, model)}
+    return {"loss": loss.detach(), "whole": scene.whole_parameters(model)}
 
 
 def _fill(module: nn.Module) -> None:
@@ -250,7 +243,7 @@ def synchronised(scene: Scene) -> dict[str, Any]:
             buffer.add_(scene.rank.rank + 1)
     model = scene.wrapped(plain)
     buffers = {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
-    return {"whole": gathered_parameters(scene.library, model), "buffers": buffers}
+    return {"whole": scene.whole_parameters(model), "buffers": buffers}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")
@@ -296,7 +289,7 @@ def waits_for_offloaded(scene: Scene) -> list[int]:
     for wrap in ("root", "leaves"):
         scene.model = scene.wrapped(scene.tree.build(), replace(scene.setup, wrap=wrap))
         scene.backward()
-        batch = scene.tree.batch(1, scene.rank.rank)
+        batch = scene.batch(1)
         loss = loss_of(call(scene.model, scene.tree, Batch(batch.x.detach(), batch.ids)))
         simulator.take_host_waits()
         loss.backward()

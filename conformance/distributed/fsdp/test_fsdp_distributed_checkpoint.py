@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.optim import _NamedOptimizer
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup
 from conformance.distributed.fsdp.scenes.optimizer_states import (
     FULL,
@@ -86,7 +86,7 @@ class _Trained:
         states = FULL.save(self.scene, self.optimizer)["state"]
         return copied(
             {
-                "parameters": gathered_parameters(self.scene.library, self.model),
+                "parameters": self.scene.whole_parameters(),
                 "buffers": {clean(name): buffer for name, buffer in self.model.named_buffers()},
                 "states": described(states),
             }

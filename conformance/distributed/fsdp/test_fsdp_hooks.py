@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    Setup,
-    clean,
-    gathered_gradients,
-)
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
 from conformance.distributed.fsdp.scenes.module_trees import loss_of, out_of_form
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close, unsharded_gradients
 from conformance.distributed.fsdp.scenes.scene import TREE, Scene, tried
@@ -54,7 +50,7 @@ def hooks_of_modules(scene: Scene, *, on: str) -> dict[str, Any]:
     module.register_full_backward_pre_hook(note("backward pre"))
     module.register_full_backward_hook(note("backward"))
     scene.backward()
-    return {"events": events, "whole": gathered_gradients(scene.library, scene.model)}
+    return {"events": events, "whole": scene.whole_gradients()}
 
 
 def _described(value: Any) -> Any:
@@ -81,7 +77,7 @@ def hooks_that_change(scene: Scene) -> dict[str, Any]:
         lambda _, inputs, __: tuple(grad if grad is None else grad * 3.0 for grad in inputs)
     )
     loss = scene.backward()
-    return {"loss": loss, "whole": gathered_gradients(scene.library, scene.model)}
+    return {"loss": loss, "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.hooks.modules")
@@ -93,7 +89,7 @@ def test_results_of_module_hooks_are_used(twins: Twins, strategy: str) -> None:
 def hooks_of_tensors(scene: Scene) -> dict[str, Any]:
     """Register hooks on the input tensor and on the output tensor."""
     events: list[Any] = []
-    batch = scene.tree.batch(0, scene.rank.rank)
+    batch = scene.batch()
     batch.x.register_hook(lambda grad: events.append(["input", tuple(grad.shape)]) or grad * 2)
     output = out_of_form(scene.model(batch.x, ids=batch.ids))
     output.register_hook(lambda grad: events.append(["output", tuple(grad.shape)]))
@@ -163,7 +159,7 @@ def _accumulated(scene: Scene, *, no_sync: bool) -> dict[str, torch.Tensor]:
     with scene.model.no_sync() if no_sync else contextlib.nullcontext():
         scene.backward(0)
     scene.backward(1)
-    return gathered_gradients(scene.library, scene.model)
+    return scene.whole_gradients()
 
 
 def _tripling(shapes: list[Any], name: str) -> Any:
@@ -245,7 +241,7 @@ def comm_hook(scene: Scene, *, hook: str, backwards: int = 1, no_sync: bool = Fa
     return {
         "gradients": scene.gradients(),
         "inputs": state.inputs if hook == "own" else None,
-        "whole": gathered_gradients(scene.library, scene.model),
+        "whole": scene.whole_gradients(),
     }
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients
 from conformance.distributed.fsdp.scenes.scene import Scene, survivors
 from conformance.distributed.fsdp.scenes.twins import Twins, each, each_strategy
 from conformance.judge.clauses import clause
@@ -33,7 +32,7 @@ def called_without_inputs(scene: Scene, *, strategy: str) -> list[Any]:
     model = scene.wrap(Constant(), strategy=strategy)
     output = model()
     output.sum().backward()
-    return [output.detach(), gathered_gradients(scene.library, model)]
+    return [output.detach(), scene.whole_gradients(model)]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.without_inputs")

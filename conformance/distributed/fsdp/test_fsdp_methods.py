@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
 from conformance.distributed.fsdp.scenes.module_trees import Batch, call, loss_of
 from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod, copied, described
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
@@ -103,7 +103,7 @@ def applied(scene: Scene) -> dict[str, Any]:
     return {
         "visits": visits,
         "is itself": returned is scene.model,
-        "whole": gathered_parameters(scene.library, scene.model),
+        "whole": scene.whole_parameters(),
         "loss": scene.backward(),
     }
 
@@ -124,13 +124,13 @@ def converted(scene: Scene, *, how: str) -> dict[str, Any]:
     }
     returned = conversions[how](scene.model)
     dtype = next(scene.model.parameters()).dtype
-    batch = scene.tree.batch(0, scene.rank.rank)
+    batch = scene.batch()
     loss_of(call(scene.model, scene.tree, Batch(batch.x.detach().to(dtype), batch.ids))).backward()
     return {
         "is itself": returned is scene.model,
         "shards": named(scene.model),
         "gradients": scene.gradients(),
-        "whole": gathered_parameters(scene.library, scene.model),
+        "whole": scene.whole_parameters(),
     }
 
 
@@ -161,7 +161,7 @@ def moved_between(scene: Scene) -> dict[str, Any]:
     loss = loss_of(scene.forward())
     scene.model.to(scene.rank.device)
     loss.backward()
-    return {"gradients": scene.gradients(), "whole": gathered_parameters(scene.library, scene.model)}
+    return {"gradients": scene.gradients(), "whole": scene.whole_parameters()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
@@ -172,7 +172,7 @@ def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wr
 
 def trained_under_defaults(scene: Scene, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Train, save and load while `device` is the default device and `dtype` the default dtype."""
-    plain_model, batch = scene.plain, scene.tree.batch(0, scene.rank.rank)
+    plain_model, batch = scene.plain, scene.batch()
     kinds = ("FULL", "SHARDED") if scene.setup.uses_orig_params else ("FULL", "SHARDED", "LOCAL")
     ways = [StateDictMethod(kind, offloads=False) for kind in kinds]
     with torch.device(device), default_dtype(dtype):

@@ -16,14 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    Setup,
-    Step,
-    Training,
-    clean,
-    gathered_gradients,
-    state_of,
-)
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, clean, state_of
 from conformance.distributed.fsdp.scenes.module_trees import (
     INPUT_FORMS,
     Leaf,
@@ -170,7 +163,7 @@ def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) ->
 def gradients(scene: Scene) -> dict[str, Any]:
     scene.backward()
     shards = {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
-    return {"shards": shards, "whole": gathered_gradients(scene.library, scene.model)}
+    return {"shards": shards, "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")
@@ -215,9 +208,7 @@ def inside(scene: Scene, *, training: bool) -> dict[str, Any]:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.register_forward_pre_hook(_noting(dtypes, clean(name)))
     scene.model.train(training)
-    batch = scene.tree.batch(0, scene.rank.rank)
-    if scene.tree.takes == "dataclass":  # no root moves the tensors in a dataclass
-        batch = batch.on(scene.rank.device)
+    batch = scene.batch()
     output = out_of_form(call(scene.model, scene.tree, batch))
     output.sum().backward()
     return {"inside": dtypes, "output": output.dtype, "input gradient": batch.x.grad.dtype}
@@ -314,7 +305,7 @@ def full_precision_in_eval(scene: Scene) -> dict[str, str]:
         with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):
             model = scene.wrapped(scene.tree.build())
             model.head.register_forward_pre_hook(_noting_dtype(dtypes, setting))
-            call(model.eval(), scene.tree, scene.tree.batch(0, scene.rank.rank))
+            call(model.eval(), scene.tree, scene.batch())
     return dtypes
 
 
@@ -355,7 +346,7 @@ def buffers_in_eval(scene: Scene) -> list[dict[str, torch.dtype]]:
         model.train(evaluates != "all")
         model.body.train(evaluates in ("nothing", "a part of it"))
         model.body.parts[0].train(evaluates == "nothing")
-        tried(functools.partial(call, model, scene.tree, scene.tree.batch(0, scene.rank.rank)))
+        tried(functools.partial(call, model, scene.tree, scene.batch()))
         dtypes.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
     return dtypes
 

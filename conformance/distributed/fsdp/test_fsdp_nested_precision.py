@@ -11,14 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    Setup,
-    average_gradients,
-    clean,
-    gathered_gradients,
-    gathered_parameters,
-    state_of,
-)
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, average_gradients, clean, state_of
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds
@@ -88,7 +81,7 @@ def trained_in_parts(scene: Scene, *, nesting: Nesting, use_orig_params: bool) -
     return {
         **_run(whole, scene.rank.rank),
         "shards": {name: state_of(parameter) for name, parameter in whole.named_parameters()},
-        "whole_gradients": gathered_gradients(scene.library, whole),
+        "whole_gradients": scene.whole_gradients(whole),
     }
 
 
@@ -171,7 +164,7 @@ def without_some_classes(scene: Scene, *, kind: str, use_orig_params: bool) -> d
         optimizer.step()
         optimizer.zero_grad()
     names = [clean(name) for name, _ in model.named_modules()]
-    return {"dtypes": dtypes, "modules": names, "whole": gathered_parameters(scene.library, model)}
+    return {"dtypes": dtypes, "modules": names, "whole": scene.whole_parameters(model)}
 
 
 def _noting_dtypes(events: list[Any], name: str) -> Any:

@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    gathered_gradients,
-    gathered_parameters,
-    state_of,
-)
+from conformance.distributed.fsdp.scenes.fsdp_training import state_of
 from conformance.distributed.fsdp.scenes.module_trees import loss_of
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
@@ -157,7 +153,7 @@ def optimizer_steps(scene: Scene) -> Iterator[Any]:
         yield scene.backward(2 * number + 1)
         optimizer.step()
         optimizer.zero_grad()
-    yield gathered_parameters(scene.library, scene.model)
+    yield scene.whole_parameters()
     scene.backward(7)
 
 
@@ -182,12 +178,12 @@ def around_no_sync(scene: Scene, *, does: Any) -> dict[str, Any]:
     return {
         "on the way": on_the_way,
         "shown": shown(scene),
-        "whole": gathered_gradients(scene.library, scene.model),
+        "whole": scene.whole_gradients(),
     }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.leaves_unreduced")
-@pytest.mark.parametrize("does", DOES, ids=lambda does: does.__name__)
+@pytest.mark.parametrize("does", DOES)
 @each_wrapping
 def test_gradients_inside_are_each_ranks_own(twins: Twins, wrapping: Wrapping, does: Any) -> None:
     twins.agree(around_no_sync, leaf_by_leaf(**wrapping), does=does)
@@ -209,7 +205,7 @@ def cleared_after_unused_weight(scene: Scene, *, use_orig_params: bool) -> tuple
     def backward(model: nn.Module) -> torch.Tensor | None:
         x = torch.linspace(-1 - scene.rank.rank, 1, 6, device=scene.rank.device).view(2, 3)
         model(x, uses_weight=True).square().sum().backward()
-        return gathered_gradients(scene.library, model)["weight"]
+        return scene.whole_gradients(model)["weight"]
 
     model, fresh = (
         scene.wrap(filled(OptionalWeight(3, 3, bias=False)), use_orig_params=use_orig_params)
@@ -253,7 +249,7 @@ def and_restored(scene: Scene, *, nested: bool) -> dict[str, Any]:
 
     raised = tried(enters_twice if nested else raises)
     scene.backward(1)
-    return {"raised": raised, "whole": gathered_gradients(scene.library, scene.model)}
+    return {"raised": raised, "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.restores")
@@ -279,6 +275,6 @@ def in_forward(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.refused")
-@pytest.mark.parametrize("asks", [of_an_inner_unit, in_forward], ids=lambda asks: asks.__name__)
+@pytest.mark.parametrize("asks", [of_an_inner_unit, in_forward])
 def test_no_sync_is_refused_on_inner_units_and_in_forward(twins: Twins, asks: Any) -> None:
     assert "Error" in str(twins.agree(asks, FLAT)[0].value)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.scenes import optimizer_states
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.optimizer_states import (
     FULL,
@@ -306,7 +306,7 @@ def trained(scene: Scene, optimized: Optimized, way: StateDictMethod, is_interru
     losses = [_trained_once(scene, optimizer, number) for number in range(2)]
     if is_interrupted:
         states = way.save(scene, optimizer)
-        weights = gathered_parameters(scene.library, scene.model)
+        weights = scene.whole_parameters()
         scene.model = scene.wrapped(scene.tree.build(seed_shift=1))
         _fill(scene, weights)
         optimizer = optimized.optimizer(scene.model)
@@ -314,7 +314,7 @@ def trained(scene: Scene, optimized: Optimized, way: StateDictMethod, is_interru
     losses += [_trained_once(scene, optimizer, number) for number in range(2, 5)]
     return {
         "losses": losses,
-        "weights": gathered_parameters(scene.library, scene.model),
+        "weights": scene.whole_parameters(),
         "states": described(optimizer.state_dict()),
     }
 

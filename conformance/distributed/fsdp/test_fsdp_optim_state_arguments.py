@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters, mesh_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, mesh_of
 from conformance.distributed.fsdp.scenes.optimizer_states import (
     FULL,
     FULL_ON_RANK_0,
@@ -158,7 +158,7 @@ def of_each_pair(scene: Scene) -> Any:
         state_dict = model.state_dict()
         step(model, optimizer)
         model.load_state_dict(state_dict)
-    return {"saved": saved, "loaded": gathered_parameters(scene.library, model)}
+    return {"saved": saved, "loaded": scene.whole_parameters(model)}
 
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")

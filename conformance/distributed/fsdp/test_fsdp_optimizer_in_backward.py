@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from conformance.distributed.fsdp.scenes.fsdp_training import gathered_parameters
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, holds, raises, values_of
@@ -81,7 +80,7 @@ def trained(
                 _backward(model, scene.rank.rank, 2 * number)
         _backward(model, scene.rank.rank, 2 * number + 1)
     left = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    return {"left": len(left), "whole": gathered_parameters(scene.library, model)}
+    return {"left": len(left), "whole": scene.whole_parameters(model)}
 
 
 def _stepping(parameter: nn.Parameter) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, gathered_parameters, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, state_of
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each_strategy
 from conformance.judge.clauses import clause
@@ -111,7 +111,7 @@ def upcast(
         else steps,
         "dtypes": [parameter.dtype for parameter in model.parameters()],
         "computed": computed,
-        "whole": gathered_parameters(scene.library, model),
+        "whole": scene.whole_parameters(model),
         "state": model.state_dict(),
     }
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conformance.distributed.fsdp.scenes import state_dicts
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.module_trees import ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import TREE, Scene, named, survivors, tried
@@ -230,7 +230,7 @@ def read(scene: Scene, *, path: str, form: Form) -> dict[str, Any]:
     state_dict = target.state_dict()
     torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)
     target.load_state_dict(state_dict)
-    return gathered_parameters(scene.library, target)
+    return scene.whole_parameters(target)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
@@ -380,7 +380,7 @@ def hooked(scene: Scene) -> dict[str, Any]:
     state_dict = root.state_dict()
     calls.append([(key, described(value)) for key, value in state_dict.items()])
     root.load_state_dict(state_dict)
-    return {"seen": calls, "whole": gathered_parameters(scene.library, root)}
+    return {"seen": calls, "whole": scene.whole_parameters(root)}
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")

@@ -16,7 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.utils._pytree import tree_leaves
 
 from conformance.distributed.fsdp.scenes import state_dicts
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod
 from conformance.distributed.fsdp.scenes.scene import TREE, Program, Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import (
@@ -57,13 +57,13 @@ def built_on_meta(scene: Scene, *, form: Form, assign: bool) -> dict[str, Any]:
     target = _wrapped_on_meta(scene)
     for model in (origin, target):
         set_form(scene.library, model, form)
-    state_dict, expected = origin.state_dict(), gathered_parameters(scene.library, origin)
+    state_dict, expected = origin.state_dict(), scene.whole_parameters(origin)
     ignored = [name for name in expected if name.startswith("body.parts.0.")]
     state_dict |= {name: expected[name] for name in ignored}
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         target.load_state_dict(state_dict, assign=assign)
-    actual = gathered_parameters(scene.library, target)
+    actual = scene.whole_parameters(target)
     loaded = {
         name for name in actual if not actual[name].is_meta and torch.equal(actual[name], expected[name])
     }
@@ -401,7 +401,7 @@ def test_shards_are_not_saved_while_parameters_are_whole(cpu_twins: Twins) -> No
 
 def seen_by_a_hook(scene: Scene) -> Any:
     """Return whether a module's own hook sees the full parameter and its values in SHARDED_STATE_DICT."""
-    whole = gathered_parameters(scene.library, scene.model)["head.weight"]
+    whole = scene.whole_parameters()["head.weight"]
     set_form(scene.library, scene.model, Form("SHARDED"))
     sees_values: list[bool] = []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import clean, gathered_parameters
+from conformance.distributed.fsdp.scenes.fsdp_training import clean
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each, each_wrapping
 from conformance.judge.clauses import clause
@@ -49,10 +49,10 @@ def optimizer_made_before(scene: Scene, *, of: str, use_orig_params: bool) -> di
         model = wrap(model, ignored_states=[*model[0].parameters()] if of == "ignored" else None)
     if of == "replaced":
         optimizer.param_groups[0]["params"] = [*model.parameters()]
-    before = gathered_parameters(scene.library, model)
+    before = scene.whole_parameters(model)
     _backward(scene, other if trained is other else model)
     step = tried(optimizer.step)
-    return {"step": step, "changed": _changed(before, gathered_parameters(scene.library, model))}
+    return {"step": step, "changed": _changed(before, scene.whole_parameters(model))}
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.optimizer_made_before")
@@ -121,11 +121,11 @@ def unused_parameters(scene: Scene, *, is_unit: bool, use_orig_params: bool, str
     _backward(scene, model)
     optimizer.step()
     optimizer.zero_grad()
-    before = gathered_parameters(scene.library, model)
+    before = scene.whole_parameters(model)
     _backward(scene, model)
     gradients = {clean(name): parameter.grad for name, parameter in model.named_parameters()}
     optimizer.step()
-    after = gathered_parameters(scene.library, model)
+    after = scene.whole_parameters(model)
     return {"gradients": gradients, "parameters": after, "changed": _changed(before, after)}
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, gathered_parameters, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, state_of
 from conformance.distributed.fsdp.scenes.module_trees import call, loss_of, out_of_form
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, named, tried
@@ -59,7 +59,7 @@ def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float
         "inside": inside,
         "buffers": buffers,
         "shards": {name: state_of(parameter) for name, parameter in scene.model.named_parameters()},
-        "whole": gathered_parameters(scene.library, scene.model),
+        "whole": scene.whole_parameters(),
         "trained": [parameter.requires_grad for parameter in scene.model.parameters()],
     }
 
@@ -142,11 +142,7 @@ def _summoned_by(scene: Scene, register: Any) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
-@pytest.mark.parametrize(
-    "asks",
-    [summon_in_summon, summon_in_forward, summon_in_backward],
-    ids=lambda asks: asks.__name__,
-)
+@pytest.mark.parametrize("asks", [summon_in_summon, summon_in_forward, summon_in_backward])
 def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, asks: Any) -> None:
     assert "AssertionError" in str(twins.agree(asks, FLAT)[0].value)
 
@@ -177,9 +173,7 @@ def computes(
                 parameter.add_(adds)
         with torch.set_grad_enabled(bool(backward)):
             model = scene.model if by == "unit" else scene.model.module
-            output = out_of_form(
-                call(model, scene.tree, scene.tree.batch(0, scene.rank.rank).on(scene.rank.device))
-            )
+            output = out_of_form(call(model, scene.tree, scene.batch().on(scene.rank.device)))
         inside = [parameter.shape for parameter in scene.model.parameters()]
         if backward == "inside":
             loss_of(output).backward()
@@ -191,7 +185,7 @@ def computes(
         "output": output.detach(),
         "inside": inside,
         "gradients": gradients,
-        "whole": gathered_parameters(scene.library, scene.model),
+        "whole": scene.whole_parameters(),
         "loss": scene.backward(1),
     }
 
@@ -326,11 +320,7 @@ def of_plain_modules(scene: Scene) -> dict[str, torch.Tensor]:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.restores")
-@pytest.mark.parametrize(
-    "asks",
-    [restores_after_an_error, of_plain_modules],
-    ids=lambda asks: asks.__name__,
-)
+@pytest.mark.parametrize("asks", [restores_after_an_error, of_plain_modules])
 @each_strategy
 def test_summon_restores_shards(twins: Twins, strategy: str, asks: Any) -> None:
     twins.agree(asks, leaf_by_leaf(strategy, use_orig_params=True))

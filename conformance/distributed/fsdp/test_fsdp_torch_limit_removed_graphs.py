@@ -155,7 +155,7 @@ deviates = pytest.mark.deviation("fsdp.graphs_of_former_weights")
 @refused
 @deviates
 @each_wrapping
-@pytest.mark.parametrize(("does", "makes"), REFUSED, ids=lambda value: value.__name__)
+@pytest.mark.parametrize(("does", "makes"), REFUSED)
 def test_backward_after_weight_change_is_refused(
     twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping
 ) -> None:
@@ -220,7 +220,6 @@ def stepped_beside(scene: Scene) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("does", "makes"),
     [(continued_after_the_error, Forked), (stepped_elsewhere, Parted), (stepped_beside, Headed)],
-    ids=lambda value: value.__name__,
 )
 def test_training_goes_on(twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping) -> None:
     """A step of parameters that the backward does not read does no harm."""
@@ -255,7 +254,7 @@ def cast_between(scene: Scene) -> list[Tensor]:
     graph = loss(scene, 0)
     scene.model.double()
     graph.backward()
-    return list(scene.whole_gradients(scene.model).values())
+    return list(scene.whole_gradients().values())
 
 
 def flat_cast_between(scene: Scene) -> list[Tensor]:
@@ -266,7 +265,7 @@ def flat_cast_between(scene: Scene) -> list[Tensor]:
         if unit._flat_param is not None:
             unit._flat_param.data = unit._flat_param.data.double()
     graph.backward()
-    return list(scene.whole_gradients(scene.model).values())
+    return list(scene.whole_gradients().values())
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.cast_between")

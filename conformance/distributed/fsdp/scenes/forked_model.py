@@ -61,9 +61,9 @@ def written(
     """Run `does` on a sharded model. Return the outputs and the full parameters at the end."""
     wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}
     scene.model = scene.wrap(filled(makes()), units=[nn.Sequential], **wrapping)
-    return {"outputs": does(scene), "whole": scene.whole_parameters(scene.model)}
+    return {"outputs": does(scene), "whole": scene.whole_parameters()}
 
 
 def any_of(*does: Does) -> pytest.MarkDecorator:
     """Parametrize by the program that writes."""
-    return pytest.mark.parametrize("does", does, ids=lambda does: does.__name__)
+    return pytest.mark.parametrize("does", does)

@@ -28,7 +28,14 @@ from conformance.distributed.fsdp.scenes.fsdp_training import (
     wrapped,
 )
 from conformance.distributed.fsdp.scenes.fully_shard_training import FULLY_SHARD, held
-from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree, call, loss_of
+from conformance.distributed.fsdp.scenes.module_trees import (
+    Batch,
+    Leaf,
+    ModuleGroup,
+    ModuleTree,
+    call,
+    loss_of,
+)
 from conformance.judge.library import Library, LookupFailed, NotProvided, load_library
 from conformance.judge.outcome import Outcome, observe
 from conformance.ranks import Rank
@@ -202,12 +209,14 @@ class Scene:
             self.shard(part, **arguments)
         return self.shard(**arguments)
 
-    def forward(self, number: int = 0) -> Any:
+    def batch(self, number: int = 0) -> Batch:
+        """Return this rank's input of forward `number`."""
         batch = self.tree.batch(number, self.rank.rank)
         # The root moves no tensors of user objects to the device.
-        if self.tree.takes == "dataclass":
-            batch = batch.on(self.rank.device)
-        return call(self.model, self.tree, batch)
+        return batch.on(self.rank.device) if self.tree.takes == "dataclass" else batch
+
+    def forward(self, number: int = 0) -> Any:
+        return call(self.model, self.tree, self.batch(number))
 
     def loss(self, number: int = 0) -> torch.Tensor:
         return loss_of(self.forward(number))
@@ -230,11 +239,11 @@ class Scene:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
-    def whole_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return gathered_gradients(self.library, model)
+    def whole_gradients(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        return gathered_gradients(self.library, self.model if model is None else model)
 
-    def whole_parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return gathered_parameters(self.library, model)
+    def whole_parameters(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        return gathered_parameters(self.library, self.model if model is None else model)
 
 
 Program = Callable[..., Any]

@@ -142,7 +142,7 @@ def exchanged(
     scene.model = target
     return {
         "keys": repr(keys),
-        "whole": gathered_parameters(scene.library, target),
+        "whole": scene.whole_parameters(target),
         "expected": gathered_parameters(library, origin),
         "buffers": _copied_buffers(target),
         "expected buffers": _copied_buffers(origin),
@@ -193,7 +193,7 @@ def with_other_values(state_dict: dict[str, Any]) -> dict[str, Any]:
 def unsharded_state(scene: Scene) -> dict[str, torch.Tensor]:
     """Return the full parameters and the buffers."""
     buffers = {f"buffer {name}": buffer.clone() for name, buffer in scene.model.named_buffers()}
-    return gathered_parameters(scene.library, scene.model) | buffers
+    return scene.whole_parameters() | buffers
 
 
 Damage = Callable[[dict[str, Any]], Any]
@@ -272,7 +272,7 @@ def loads_its_own(scene: Scene, *, form: Form) -> dict[str, Any]:
 
 def has_values_of_other_model(scene: Scene) -> bool:
     """Return whether the parameters equal those of the model in `state_dict_of_other_model`."""
-    actual = gathered_parameters(scene.library, scene.model)
+    actual = scene.whole_parameters()
     expected = scene.tree.build(1).named_parameters()
     return all(torch.equal(actual[name].cpu(), parameter.detach()) for name, parameter in expected)
 
@@ -298,7 +298,7 @@ def loaded_in_its_own_way(scene: Scene, *, fits: bool) -> dict[str, Any]:
     """Load into a unit's inner module that loads by itself. Return the error and the full parameters."""
     state_dict = with_other_values(state_dict_of_other_model(scene, Form()))
     scene.model.head.__class__ = type("OwnWay", (OwnWay,), {"fits": fits})
-    return tried_to_load(scene, state_dict) | {"whole": gathered_parameters(scene.library, scene.model)}
+    return tried_to_load(scene, state_dict) | {"whole": scene.whole_parameters()}
 
 
 class PeakBytes(TorchDispatchMode):
