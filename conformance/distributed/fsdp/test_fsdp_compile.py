@@ -10,6 +10,7 @@ from torch import nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
+from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins
 from conformance.judge.clauses import clause
@@ -43,16 +44,6 @@ def test_trains_compiled(twins: Twins, strategy: str, compiled: str, use_orig_pa
 WIDTH, BLOCKS, STEPS = 4, 2, 3
 
 
-class FeedForwardBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(torch.relu(self.first(self.norm(x))))
-
-
 _FINDS_A_STREAM = "get_external_object_by_index"  # call that computes nothing, only on accelerators
 
 
@@ -77,7 +68,7 @@ def _name_of(target: Any) -> str:
 def graphs_of_steps(scene: Scene, *, use_orig_params: bool) -> list[list[list[str]]]:
     """Train a compiled sharded model. Return the graphs that each step compiled."""
     torch._dynamo.reset()
-    blocks = (scene.wrap(FeedForwardBlock(), use_orig_params=use_orig_params) for _ in range(BLOCKS))
+    blocks = (scene.wrap(ResidualBlock(WIDTH), use_orig_params=use_orig_params) for _ in range(BLOCKS))
     model = scene.wrap(nn.Sequential(*blocks), use_orig_params=use_orig_params)
     backend, compiled = Noted(), []
     model.compile(backend=backend)
@@ -92,7 +83,7 @@ def graph_of_a_block() -> list[str]:
     """Return the operations in the graph of one unsharded block."""
     backend = Noted()
     torch._dynamo.reset()
-    torch.compile(FeedForwardBlock(), backend=backend)(torch.ones(2, WIDTH, requires_grad=True))
+    torch.compile(ResidualBlock(WIDTH), backend=backend)(torch.ones(2, WIDTH, requires_grad=True))
     [graph] = backend.graphs
     return graph
 

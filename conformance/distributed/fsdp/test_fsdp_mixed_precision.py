@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, clean, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, clean, states_of
 from conformance.distributed.fsdp.scenes.module_trees import (
     INPUT_FORMS,
     Leaf,
@@ -162,8 +160,7 @@ def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) ->
 
 def gradients(scene: Scene) -> dict[str, Any]:
     scene.backward()
-    shards = {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
-    return {"shards": shards, "whole": scene.whole_gradients()}
+    return {"shards": states_of(scene.model), "whole": scene.whole_gradients()}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduce_dtype")
@@ -298,31 +295,20 @@ def test_forwards_of_every_kind_follow_each_other(twins: Twins, wrapping: Wrappi
     twins.agree(in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)
 
 
-def full_precision_in_eval(scene: Scene) -> dict[str, str]:
-    """Return the dtype of the head's weight in an eval forward, for each environment setting at wrapping."""
-    dtypes: dict[str, str] = {}
+def _full_precision_in_eval(setting: str) -> Any:
+    """Return a context manager that sets the environment variable, which is read at wrapping."""
+    return mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL=setting)
+
+
+def full_precision_in_eval(scene: Scene) -> dict[str, Any]:
+    """Return what `_noting` notes of the head in an eval forward, for each setting of the environment variable."""
+    dtypes: dict[str, Any] = {}
     for setting in ("", "1", "0"):
-        with _environment("FSDP_USE_FULL_PREC_IN_EVAL", setting):
-            model = scene.wrapped(scene.tree.build())
-            model.head.register_forward_pre_hook(_noting_dtype(dtypes, setting))
-            call(model.eval(), scene.tree, scene.batch())
+        with _full_precision_in_eval(setting):
+            scene.model = scene.wrapped(scene.tree.build()).eval()
+            scene.model.head.register_forward_pre_hook(_noting(dtypes, setting))
+            scene.forward()
     return dtypes
-
-
-def _noting_dtype(dtypes: dict[str, str], key: str) -> Any:
-    def note(module: nn.Module, _: Any) -> None:
-        dtypes[key] = str(module.weight.dtype).removeprefix("torch.")
-
-    return note
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Generator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.full_precision_in_eval")
@@ -330,7 +316,8 @@ def _environment(name: str, value: str) -> Generator[None]:
 def test_full_precision_in_eval_by_the_environment(twins: Twins, strategy: str) -> None:
     setup = leaf_by_leaf(strategy, mixed_precision={"param_dtype": torch.bfloat16})
     outcomes = twins.agree(full_precision_in_eval, setup, tree=SIMPLE)
-    assert outcomes[0].value == {"": "bfloat16", "1": "float32", "0": "bfloat16"}
+    dtypes = [weight_dtype for _, weight_dtype, _ in outcomes[0].value.values()]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def buffers_in_eval(scene: Scene) -> list[dict[str, torch.dtype]]:
@@ -340,13 +327,13 @@ def buffers_in_eval(scene: Scene) -> list[dict[str, torch.dtype]]:
     """
     dtypes = []
     scene.plain.register_buffer("narrow", torch.ones(2, dtype=torch.bfloat16))
-    with _environment("FSDP_USE_FULL_PREC_IN_EVAL", "1"):
+    with _full_precision_in_eval("1"):
         model = scene.model
     for evaluates in ("nothing", "all", "the body", "all", "a part of it", "nothing"):
         model.train(evaluates != "all")
         model.body.train(evaluates in ("nothing", "a part of it"))
         model.body.parts[0].train(evaluates == "nothing")
-        tried(functools.partial(call, model, scene.tree, scene.batch()))
+        tried(scene.forward)
         dtypes.append({clean(name): buffer.dtype for name, buffer in model.named_buffers()})
     return dtypes
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, average_gradients, clean, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, average_gradients, clean, states_of
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds
@@ -80,7 +80,7 @@ def trained_in_parts(scene: Scene, *, nesting: Nesting, use_orig_params: bool) -
     whole = wrap(model, nesting.outer)
     return {
         **_run(whole, scene.rank.rank),
-        "shards": {name: state_of(parameter) for name, parameter in whole.named_parameters()},
+        "shards": states_of(whole),
         "whole_gradients": scene.whole_gradients(whole),
     }
 
@@ -131,28 +131,16 @@ def test_each_unit_has_its_own_mixed_precision(
             assert_all_close("whole_gradients", expected_gradients, whole, tolerance_of_units(precision))
 
 
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(torch.tanh(self.norm(self.first(x))))
-
-
 def without_some_classes(scene: Scene, *, kind: str, use_orig_params: bool) -> dict[str, Any]:
     """Run two steps in bfloat16 except for modules of one class.
 
     Return the dtypes in each forward and the parameters.
     """
-    ignored = (getattr(nn, kind),)
-    model = scene.wrap(
-        filled(Normalised()),
-        units=[nn.Sequential],
-        mixed_precision=scene.api.MixedPrecision(torch.bfloat16, _module_classes_to_ignore=ignored),
-        use_orig_params=use_orig_params,
-    )
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    plain = filled(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), block))
+    precision = scene.api.MixedPrecision(torch.bfloat16, _module_classes_to_ignore=(getattr(nn, kind),))
+    arguments = {"mixed_precision": precision, "use_orig_params": use_orig_params}
+    model = scene.wrap(plain, units=[nn.Sequential], **arguments)
     dtypes: list[Any] = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import states_of
 from conformance.distributed.fsdp.scenes.module_trees import loss_of
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
@@ -50,7 +50,7 @@ def unpadded(state: dict[str, Any]) -> dict[str, Any]:
 
 def shown(scene: Scene) -> dict[str, Any]:
     """Return this rank's parameters and gradients. The gradients may be averaged or not."""
-    return {name: unpadded(state_of(parameter)) for name, parameter in scene.model.named_parameters()}
+    return {name: unpadded(state) for name, state in states_of(scene.model).items()}
 
 
 def one_backward(scene: Scene) -> Iterator[Any]:

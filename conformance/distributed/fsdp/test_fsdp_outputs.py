@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from conformance.distributed.fsdp.scenes.fsdp_training import COMPILER, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import COMPILER, states_of
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import (
@@ -190,7 +190,7 @@ def trained(
         output = whole(x.requires_grad_())
         loss = (model.takes(output) if by == "outermost" else output).square().sum()
         loss.backward()
-        steps.append([loss.detach(), x.grad, [state_of(parameter) for parameter in whole.parameters()]])
+        steps.append([loss.detach(), x.grad, states_of(whole)])
         gradients = scene.whole_gradients(whole)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, states_of
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each_strategy
 from conformance.judge.clauses import clause
@@ -23,15 +24,10 @@ _MIXED = {"param_dtype": LOW, "reduce_dtype": LOW, "buffer_dtype": LOW}
 TOLERANCE = Tolerance(8, "three steps of Adam with bfloat16 gradients, each a sum over ranks", LOW, terms=1.0)
 
 
-class ThreeUnits(nn.Module):
-    """Model of units with and without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.last = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.act(self.first(x)))
+def three_layers() -> Any:
+    """Build a model of layers with and without parameters."""
+    layers = {"first": nn.Linear(3, 4), "act": nn.Tanh(), "last": nn.Linear(4, 2)}
+    return filled(nn.Sequential(OrderedDict(layers)))
 
 
 def read(scene: Scene, *, path: str, name: str, use_orig_params: bool) -> list[Any]:
@@ -39,7 +35,7 @@ def read(scene: Scene, *, path: str, name: str, use_orig_params: bool) -> list[A
 
     If the path leads to a method, read the attribute of each object that the method yields.
     """
-    plain = filled(ThreeUnits())
+    plain = three_layers()
     units, ignored = [nn.Linear, nn.Tanh], [plain.last]
     model = scene.wrap(plain, units=units, use_orig_params=use_orig_params, ignored_modules=ignored)
     attributes = []
@@ -80,7 +76,7 @@ def upcast(
     scene: Scene, *, mixed_precision: Mapping[str, Any] | None, frozen: bool, **wrapping: Any
 ) -> dict[str, Any]:
     """Train a bfloat16 model that is cast to float32 after wrapping, as accelerate's `prepare_model` does."""
-    plain = filled(ThreeUnits()).to(torch.bfloat16)
+    plain = three_layers().to(torch.bfloat16)
     if frozen:
         plain.first.weight.requires_grad_(False)
     precision = None if mixed_precision is None else scene.api.MixedPrecision(**mixed_precision)
@@ -96,16 +92,13 @@ def upcast(
     for number in range(3):
         x = torch.linspace(0, 1 + number, 6).view(2, 3) - scene.rank.rank * 0.25
         model(x.to(torch.bfloat16)).float().square().sum().backward()
-        steps.append([state_of(parameter) for parameter in model.parameters()])
+        steps.append(states_of(model))
         optimizer.step()
         optimizer.zero_grad()
     return {
         # A library may choose which rank has which element of a partly frozen unit.
         "seen": {
-            parameter_state["grad"].dtype
-            for step in steps
-            for parameter_state in step
-            if parameter_state["grad"] is not None
+            state["grad"].dtype for step in steps for state in step.values() if state["grad"] is not None
         }
         if frozen
         else steps,

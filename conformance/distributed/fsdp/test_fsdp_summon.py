@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, state_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, states_of
 from conformance.distributed.fsdp.scenes.module_trees import call, loss_of, out_of_form
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, share_of_examples
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, named, tried
@@ -47,7 +47,7 @@ def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float
     """
     scene.backward()
     with scene.fsdp.summon_full_params(scene.units[at], **options):
-        inside = {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
+        inside = states_of(scene.model)
         buffers = [name for name, _ in scene.model.named_buffers()]
         with torch.no_grad():
             for parameter in scene.model.parameters():
@@ -58,7 +58,7 @@ def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float
     return {
         "inside": inside,
         "buffers": buffers,
-        "shards": {name: state_of(parameter) for name, parameter in scene.model.named_parameters()},
+        "shards": states_of(scene.model),
         "whole": scene.whole_parameters(),
         "trained": [parameter.requires_grad for parameter in scene.model.parameters()],
     }
@@ -88,7 +88,7 @@ def unsharded(scene: Scene, *, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the full parameters and gradients on the device where they are shown."""
     scene.backward()
     with scene.fsdp.summon_full_params(scene.model, **options):
-        return {name: state_of(parameter) for name, parameter in scene.model.named_parameters()}
+        return states_of(scene.model)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.whole")

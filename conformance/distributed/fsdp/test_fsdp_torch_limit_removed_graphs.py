@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from conformance.distributed.fsdp.scenes.forked_model import (
     Does,
     Forked,
-    any_of,
     backward,
     loss,
     output,
@@ -270,7 +269,7 @@ def flat_cast_between(scene: Scene) -> list[Tensor]:
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.cast_between")
 @each_wrapping
-@any_of(cast_between, flat_cast_between)
+@pytest.mark.parametrize("does", [cast_between, flat_cast_between])
 def test_cast_between_forward_and_backward_keeps_gradients_or_is_refused(
     twins: Twins, does: Does, wrapping: Wrapping
 ) -> None:

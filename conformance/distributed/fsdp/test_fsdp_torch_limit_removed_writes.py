@@ -9,23 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.scenes.forked_model import (
-    Does,
-    any_of,
-    backward,
-    loss,
-    output,
-    step,
-    written,
-)
+from conformance.distributed.fsdp.scenes.forked_model import Does, backward, loss, output, step, written
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import (
-    Twins,
-    Wrapping,
-    each_strategy,
-    each_wrapping,
-    raises,
-)
+from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each_strategy, each_wrapping, raises
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 
@@ -108,14 +94,17 @@ def inferred_first(scene: Scene) -> list[Tensor]:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.writes_are_seen")
 @pytest.mark.deviation("fsdp.step_after_evaluation")
 @each_wrapping
-@any_of(
-    exchanged_in_place,
-    exchanged_after_forward,
-    exchanged_by_memory,
-    from_a_vector,
-    memory_while_unsharded,
-    stepped_and_cleared,
-    inferred_first,
+@pytest.mark.parametrize(
+    "does",
+    [
+        exchanged_in_place,
+        exchanged_after_forward,
+        exchanged_by_memory,
+        from_a_vector,
+        memory_while_unsharded,
+        stepped_and_cleared,
+        inferred_first,
+    ],
 )
 def test_written_values_are_used_in_computation(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
@@ -138,7 +127,7 @@ def given_one_dimension(scene: Scene) -> list[Tensor]:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.writes.shapes")
 @each_strategy
-@any_of(given_more_elements, given_one_dimension)
+@pytest.mark.parametrize("does", [given_more_elements, given_one_dimension])
 def test_memory_of_another_shape(twins: Twins, does: Does, strategy: str) -> None:
     arguments = {"does": does, "strategy": strategy, "use_orig_params": True}
     actual = twins.agree(written, tolerance=TRAINED, may_raise=True, **arguments)
@@ -193,7 +182,7 @@ def moved(scene: Scene) -> list[Tensor]:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.waiting_gradients")
 @pytest.mark.deviation("fsdp.waiting_gradients")
 @each_wrapping
-@any_of(zeroed, replaced_gradients, not_reached, moved)
+@pytest.mark.parametrize("does", [zeroed, replaced_gradients, not_reached, moved])
 def test_gradients_that_wait_are_what_is_shown_of_them(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
 

@@ -159,13 +159,12 @@ def test_hollow_models_train_like_torch(twins: Twins, wrapping: Wrapping, tree: 
 plain_steps = steps(orders=("in turn",), befores=("",))
 
 
-def checkpointed(kind: str) -> ModuleTree:
-    return ModuleTree(
-        ModuleGroup(
-            (Leaf("affine", 4), ModuleGroup((Leaf("tied"), Leaf("lookup", 2))), Leaf("batched")),
-            checkpointing=kind,
-        )
+CHECKPOINTED = ModuleTree(
+    ModuleGroup(
+        (Leaf("affine", 4), ModuleGroup((Leaf("tied"), Leaf("lookup", 2))), Leaf("batched")),
+        checkpointing="reentrant",
     )
+)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.checkpointing.plain")
@@ -180,7 +179,7 @@ def test_non_reentrant_checkpointing_trains(twins: Twins, strategy: str, data: s
 @each_wrapping
 def test_reentrant_checkpointing_trains(twins: Twins, wrapping: Wrapping) -> None:
     schedule = (Step(), Step(forwards=2, order="no_sync"), Step(forwards=2))
-    twins.train(Training(checkpointed("reentrant"), leaf_by_leaf(**wrapping), schedule))
+    twins.train(Training(CHECKPOINTED, leaf_by_leaf(**wrapping), schedule))
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.reentrance_anywhere")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,8 +61,3 @@ def written(
     wrapping = {"strategy": strategy, "use_orig_params": use_orig_params}
     scene.model = scene.wrap(filled(makes()), units=[nn.Sequential], **wrapping)
     return {"outputs": does(scene), "whole": scene.whole_parameters()}
-
-
-def any_of(*does: Does) -> pytest.MarkDecorator:
-    """Parametrize by the program that writes."""
-    return pytest.mark.parametrize("does", does)

@@ -123,7 +123,7 @@ def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> 
         dist.barrier()
         progress.accumulate(model, step)
         dist.barrier()
-        shards.append({name: state_of(parameter) for name, parameter in model.named_parameters()})
+        shards.append(states_of(model))
         whole_gradients = gathered_gradients(library, model) if step is case.steps[-1] else {}
         optimizer.step()
         optimizer.zero_grad(step.set_to_none)
@@ -134,6 +134,11 @@ def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> 
         "whole_parameters": gathered_parameters(library, model),
         "buffers": {clean(name): buffer.clone() for name, buffer in model.named_buffers()},
     }
+
+
+def states_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return copies of the value and the gradient of each parameter."""
+    return {name: state_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def state_of(parameter: torch.Tensor) -> dict[str, Any]:
