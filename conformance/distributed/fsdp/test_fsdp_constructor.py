@@ -46,9 +46,9 @@ HYBRID = Setup("HYBRID_SHARD", ranks="meshes", shards=2)
 SYNCHRONISED = {"sync_module_states": True}
 
 
-def construct(scene: Scene, *, way: str) -> dict[str, Any]:
-    """Wrap with a function of `WAYS`. Return the strategy, the identity of the module and this rank's shapes."""
-    unit = WAYS[way](scene)
+def construct(scene: Scene, *, case: str) -> dict[str, Any]:
+    """Wrap with arguments of `ARGUMENTS`. Return the strategy, the identity of the module and this rank's shapes."""
+    unit = scene.wrap(**{"module": scene.plain, **ARGUMENTS[case](scene)})
     return {
         "strategy": unit.sharding_strategy.name,
         "wraps what it was given": unit.module is scene.plain,
@@ -64,67 +64,56 @@ def _with_a_scalar(scene: Scene) -> nn.Module:
     return scene.plain
 
 
-def _wrapped_twice(scene: Scene) -> Any:
+def _with_a_wrapped_head(scene: Scene) -> nn.Module:
     scene.plain.head = scene.wrap(scene.plain.head)
-    return scene.wrap(scene.plain, units=LEAVES)
+    return scene.plain
 
 
-def _hybrid(**arguments: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
-    return lambda scene: scene.wrap(
-        scene.plain,
-        strategy="HYBRID_SHARD",
-        units=LEAVES,
-        **{name: value(scene) for name, value in arguments.items()},
-    )
-
-
+_UNITS_OF_REPLICAS: dict[str, Any] = {"strategy": "HYBRID_SHARD", "units": LEAVES}
 THE_ROOT_IGNORED = "the root ignored"
-WAYS: dict[str, Callable[[Scene], Any]] = {
-    "group and mesh": lambda scene: scene.wrap(
-        scene.plain, process_group=dist.group.WORLD, device_mesh=scene.mesh()
-    ),
-    "modules and states ignored": lambda scene: scene.wrap(
-        scene.plain, ignored_modules=[scene.plain.head], ignored_states=[scene.plain.head]
-    ),
-    "ignored states of two kinds": lambda scene: scene.wrap(
-        scene.plain, ignored_states=[scene.plain.head, scene.plain.head.weight]
-    ),
-    "ignored modules that are none": lambda scene: scene.wrap(
-        scene.plain, ignored_modules=[scene.plain.head.weight]
-    ),
-    "ignored modules of which one is none": lambda scene: scene.wrap(
-        scene.plain, ignored_modules=[scene.plain.head, scene.plain.head.weight]
-    ),
-    "ignored states that are none": lambda scene: scene.wrap(scene.plain, ignored_states=[1, 2]),
-    "ignored modules that do not iterate": lambda scene: scene.wrap(
-        scene.plain, ignored_modules=scene.plain.head
-    ),
-    THE_ROOT_IGNORED: lambda scene: scene.wrap(scene.plain, ignored_modules=[scene.plain]),
-    "a unit ignored": lambda scene: scene.wrap(scene.plain, ignored_modules=[scene.wrap(scene.plain.head)]),
-    "hybrid without groups": lambda scene: scene.wrap(scene.plain, strategy="HYBRID_SHARD"),
-    "hybrid with one group": _hybrid(process_group=lambda _: dist.group.WORLD),
-    "hybrid with a mesh of one dimension": _hybrid(device_mesh=Scene.mesh),
-    "a mesh of two dimensions that is not hybrid": lambda scene: scene.wrap(
-        scene.plain, device_mesh=mesh_of(scene.rank, 1)
-    ),
-    "a scalar parameter": lambda scene: scene.wrap(_with_a_scalar(scene)),
-    "a lazy module": lambda scene: scene.wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))),
-    "no sharding": lambda scene: scene.wrap(scene.plain, strategy="NO_SHARD"),
-    "a container": lambda scene: scene.wrap(nn.ModuleList([nn.Linear(2, 2)])),
-    "wrapped inside already": _wrapped_twice,
-    "no parameters": lambda scene: scene.wrap(nn.Tanh()),
-    "no module": lambda scene: scene.wrap("a word"),
-    "an init function that is none": lambda scene: scene.wrap(scene.plain, param_init_fn="no function"),
-    "a policy that is none": lambda scene: scene.wrap(scene.plain, auto_wrap_policy="no policy"),
-    "a device by name": lambda scene: scene.wrap(scene.plain, device_id="cpu"),
-    "empty arguments": lambda scene: scene.wrap(scene.plain, ignored_modules=[], ignored_states=None),
+# Arguments of the constructor. The module is by default the plain model of the scene.
+ARGUMENTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
+    "group and mesh": lambda scene: {"process_group": dist.group.WORLD, "device_mesh": scene.mesh()},
+    "modules and states ignored": lambda scene: {
+        "ignored_modules": [scene.plain.head],
+        "ignored_states": [scene.plain.head],
+    },
+    "ignored states of two kinds": lambda scene: {
+        "ignored_states": [scene.plain.head, scene.plain.head.weight]
+    },
+    "ignored modules that are none": lambda scene: {"ignored_modules": [scene.plain.head.weight]},
+    "ignored modules of which one is none": lambda scene: {
+        "ignored_modules": [scene.plain.head, scene.plain.head.weight]
+    },
+    "ignored states that are none": lambda _: {"ignored_states": [1, 2]},
+    "ignored modules that do not iterate": lambda scene: {"ignored_modules": scene.plain.head},
+    THE_ROOT_IGNORED: lambda scene: {"ignored_modules": [scene.plain]},
+    "a unit ignored": lambda scene: {"ignored_modules": [scene.wrap(scene.plain.head)]},
+    "hybrid without groups": lambda _: {"strategy": "HYBRID_SHARD"},
+    "hybrid with one group": lambda _: {"process_group": dist.group.WORLD, **_UNITS_OF_REPLICAS},
+    "hybrid with a mesh of one dimension": lambda scene: {
+        "device_mesh": scene.mesh(),
+        **_UNITS_OF_REPLICAS,
+    },
+    "a mesh of two dimensions that is not hybrid": lambda scene: {"device_mesh": mesh_of(scene.rank, 1)},
+    "a scalar parameter": lambda scene: {"module": _with_a_scalar(scene)},
+    "a lazy module": lambda _: {"module": nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))},
+    "no sharding": lambda _: {"strategy": "NO_SHARD"},
+    "a container": lambda _: {"module": nn.ModuleList([nn.Linear(2, 2)])},
+    "wrapped inside already": lambda scene: {"module": _with_a_wrapped_head(scene), "units": LEAVES},
+    "no parameters": lambda _: {"module": nn.Tanh()},
+    "no module": lambda _: {"module": "a word"},
+    "an init function that is none": lambda _: {"param_init_fn": "no function"},
+    "a policy that is none": lambda _: {"auto_wrap_policy": "no policy"},
+    "a device by name": lambda _: {"device_id": "cpu"},
+    "empty arguments": lambda _: {"ignored_modules": [], "ignored_states": None},
 }
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
-@pytest.mark.parametrize("way", [way for way in WAYS if way != THE_ROOT_IGNORED])
-def test_arguments_are_taken_or_refused_as_by_torch(twins: Twins, way: str) -> None:
-    twins.agree(construct, may_raise=True, way=way)
+@pytest.mark.parametrize("case", [case for case in ARGUMENTS if case != THE_ROOT_IGNORED])
+def test_arguments_are_taken_or_refused_as_by_torch(twins: Twins, case: str) -> None:
+    twins.agree(construct, may_raise=True, case=case)
 
 
 def ignoring_from_an_iterator(scene: Scene) -> list[str]:
@@ -168,7 +157,7 @@ def test_ignoring_the_root_warns(twins: Twins) -> None:
             outcome, warned=tuple((kind, text.partition(": ")[0]) for kind, text in outcome.warned)
         )
 
-    expected, actual = twins.of_both(construct, way=THE_ROOT_IGNORED)
+    expected, actual = twins.of_both(construct, case=THE_ROOT_IGNORED)
     assert_ranks_agree([*map(shortened, expected)], [*map(shortened, actual)])
 
 
