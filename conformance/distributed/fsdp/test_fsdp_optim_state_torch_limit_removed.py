@@ -19,7 +19,6 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     Optimized,
     StateDictMethod,
     assert_close_states,
-    by_name,
     copied,
     described,
     step,
@@ -52,7 +51,7 @@ def failing(outcomes: RankOutcomes | RankFault) -> bool:
     return isinstance(outcomes, RankFault)
 
 
-def saved(scene: Scene, optimized: Optimized) -> Any:
+def saved_states(scene: Scene, optimized: Optimized) -> Any:
     return described(OLDER_FULL.save(scene, optimized.stepped(scene.model)))["state"]
 
 
@@ -65,18 +64,12 @@ def test_every_tensor_of_a_state_is_saved(cpu_twins: Twins, kind: str) -> None:
     optimized = Optimized(kind)
     expected = unwrapped(optimized)["state"]
     we_do = each(lambda states: holds(assert_close_states, expected, states))
-    cpu_twins.deviate(saved, ORIGINALS, optimized=optimized, we_do=we_do, may_agree=cpu_twins.is_alone)
-
-
-def train_unwrapped(scene: Scene, optimized: Optimized) -> dict[str, Any]:
-    """Return the optimizer's state dict for the same model without wrapping."""
-    model = scene.tree.build()
-    return copied(by_name(model, optimized.stepped(model)))
+    cpu_twins.deviate(saved_states, ORIGINALS, optimized=optimized, we_do=we_do, may_agree=cpu_twins.is_alone)
 
 
 def counts_after_a_step(scene: Scene) -> list[float]:
     """Return `step` of each parameter after a step, if all loaded states share one tensor for it."""
-    saved = train_unwrapped(scene, Optimized(steps=2))
+    saved = unwrapped(Optimized(steps=2))
     common = torch.tensor(2.0)
     for state in saved["state"].values():
         state["step"] = common
@@ -112,7 +105,7 @@ def test_step_counts_are_saved_separately(cpu_twins: Twins) -> None:
 
 def given_stays(scene: Scene) -> bool:
     """Return whether a loaded state dict is unchanged after the optimizer has stepped."""
-    saved = train_unwrapped(scene, Optimized())
+    saved = unwrapped(Optimized())
     before = copied(saved)
     optimizer = Optimized().optimizer(scene.model)
     optimizer.load_state_dict(OLDER_FULL.load(scene, optimizer, saved))
@@ -135,7 +128,7 @@ def test_loaded_state_dict_is_not_changed_by_training(cpu_twins: Twins) -> None:
 def loaded_without_the_first(scene: Scene) -> Any:
     """Return the names that are saved after a load in which the first parameter of a unit had no state."""
     optimized = Optimized("momentum")
-    state_dict = train_unwrapped(scene, optimized)
+    state_dict = unwrapped(optimized)
     del state_dict["state"]["head.weight"]
     optimizer = optimized.optimizer(scene.model)
     optimizer.load_state_dict(OLDER_FULL.load(scene, optimizer, state_dict))
@@ -151,7 +144,7 @@ def test_flat_parameter_loads_without_state_of_first_parameter(cpu_twins: Twins)
 
 def misshaped(scene: Scene) -> Any:
     optimized = Optimized("momentum")
-    saved = train_unwrapped(scene, optimized)
+    saved = unwrapped(optimized)
     saved["state"]["head.weight"]["momentum_buffer"] = torch.zeros(40)
     return tried(lambda: bool(OLDER_FULL.load(scene, optimized.optimizer(scene.model), saved)["state"]))
 
@@ -175,11 +168,9 @@ def groups_of_two_kinds(scene: Scene) -> Any:
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "amsgrad": True}]
     optimizer = torch.optim.Adam(groups, lr=0.05)
     step(scene.model, optimizer)
-    return tried(lambda: _named_tensors(OLDER_FULL.save(scene, optimizer)))
-
-
-def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
-    return {name: sorted(state) for name, state in sorted(saved["state"].items())}
+    return tried(
+        lambda: {name: sorted(state) for name, state in OLDER_FULL.save(scene, optimizer)["state"].items()}
+    )
 
 
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.groups_of_two_kinds")
@@ -187,11 +178,7 @@ def _named_tensors(saved: dict[str, Any]) -> dict[str, list[str]]:
 def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> None:
     fewest = ["exp_avg", "exp_avg_sq", "step"]
     most = sorted([*fewest, "max_exp_avg_sq"])
-
-    def are_right(tensors: Any) -> bool:
-        if isinstance(tensors, str):
-            return False
-        return tensors == dict.fromkeys(tensors, most) | {"body.parts.0.inner.weight": fewest}
+    expected = dict.fromkeys(NAMES, most) | {"body.parts.0.inner.weight": fewest}
 
     cpu_twins.deviate(
         groups_of_two_kinds,
@@ -201,7 +188,7 @@ def test_parameters_of_a_unit_may_have_states_of_two_kinds(cpu_twins: Twins) -> 
             failing(outcomes)
             or each(lambda result: str(result).startswith("AssertionError: Manually"))(outcomes)
         ),
-        we_do=each(are_right),
+        we_do=each(lambda tensors: tensors == expected),
         may_agree=cpu_twins.is_alone,
         may_fault=True,
     )
@@ -228,11 +215,9 @@ def test_state_of_another_shape_on_one_rank_is_refused_on_all(cpu_twins: Twins, 
 
 def in_a_list(scene: Scene) -> Any:
     """Save and load a list of tensors for each parameter."""
-    optimizer, fresh = (
-        Optimized("momentum").stepped(scene.model),
-        Optimized("momentum").optimizer(scene.model),
-    )
-    state_dict = train_unwrapped(scene, Optimized("momentum"))
+    optimized = Optimized("momentum")
+    optimizer, fresh = optimized.stepped(scene.model), optimized.optimizer(scene.model)
+    state_dict = unwrapped(optimized)
     for parameter, state in optimizer.state.items():
         state["history"] = [torch.zeros_like(parameter)]
     for state in state_dict["state"].values():
@@ -251,20 +236,16 @@ def test_tensors_in_a_list_are_refused(cpu_twins: Twins, setup: Setup) -> None:
     """A list does not say which of its tensors are sharded, so a rank's shards would be taken for full tensors."""
 
     def is_refused(results: Any) -> bool:
-        return all(
-            error.startswith("ValueError: ") and "'history' of " in error
-            for error in map(str, results.values())
-        )
+        errors = [*map(str, results.values())]
+        return all(error.startswith("ValueError: ") and "'history' of " in error for error in errors)
 
     cpu_twins.deviate(in_a_list, setup, we_do=each(is_refused), may_fault=True)
 
 
 def numbers_in_a_list(scene: Scene) -> Any:
     """Return the lists in a saved and in a loaded state, after the optimizers changed their own lists."""
-    optimizer, fresh = (
-        Optimized("momentum").stepped(scene.model),
-        Optimized("momentum").optimizer(scene.model),
-    )
+    optimized = Optimized("momentum")
+    optimizer, fresh = optimized.stepped(scene.model), optimized.optimizer(scene.model)
     for state in optimizer.state.values():
         state["losses"] = [0.5, torch.tensor(0.25)]
 
@@ -275,7 +256,7 @@ def numbers_in_a_list(scene: Scene) -> Any:
             state["losses"].append(1.0)
             state["losses"][1].add_(1)
         return [
-            [list(map(float, state["losses"])) for state in states]
+            {tuple(map(float, state["losses"])) for state in states}
             for states in (saved["state"].values(), fresh.state.values())
         ]
 
@@ -287,13 +268,8 @@ def numbers_in_a_list(scene: Scene) -> Any:
 @flat_or_originals
 @several_ranks
 def test_lists_of_numbers_are_saved_and_loaded_apart(cpu_twins: Twins, setup: Setup) -> None:
-    def are_apart(lists: Any) -> bool:
-        if isinstance(lists, str):
-            return False
-        saved, loaded = lists
-        return {*map(tuple, saved)} == {(0.5, 0.25)} and {*map(tuple, loaded)} == {(0.5, 1.25, 1.0)}
-
-    cpu_twins.deviate(numbers_in_a_list, setup, we_do=each(are_apart), may_fault=True)
+    are_apart = each(lambda lists: lists == [{(0.5, 0.25)}, {(0.5, 1.25, 1.0)}])
+    cpu_twins.deviate(numbers_in_a_list, setup, we_do=are_apart, may_fault=True)
 
 
 def transposed(scene: Scene) -> Any:
@@ -301,11 +277,9 @@ def transposed(scene: Scene) -> Any:
     weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
     module = nn.Module()
     module.register_parameter("weight", weight)
-    model = scene.wrap(module, use_orig_params=scene.setup.uses_orig_params)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    step(model, optimizer)
-    saved = scene.fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-    loaded = scene.fsdp.shard_full_optim_state_dict(saved, model, optim=optimizer)
+    scene.model = scene.wrap(module, use_orig_params=scene.setup.uses_orig_params)
+    optimizer = Optimized("momentum").stepped(scene.model)
+    loaded = OLDER_FULL.load(scene, optimizer, OLDER_FULL.save(scene, optimizer))
     states = optimizer.state_dict()["state"]
     return [
         torch.equal(states[key]["momentum_buffer"], loaded["state"][key]["momentum_buffer"]) for key in states
@@ -355,13 +329,12 @@ def in_a_group(scene: Scene, of: int) -> Any:
     """Save and load in groups of `of` ranks that each have a model."""
     ranks = [list(range(first, first + of)) for first in range(0, scene.rank.world_size, of)]
     group, _ = dist.new_subgroups_by_enumeration(ranks)
-    model = scene.wrap(scene.plain, process_group=group, use_orig_params=True)
+    model = scene.model = scene.wrap(scene.plain, process_group=group, use_orig_params=True)
     optimizer = Optimized("momentum").stepped(model)
     saved = scene.fsdp.full_optim_state_dict(model, optimizer, group=group)
     states = optimizer.state_dict()["state"]
     scattered = scene.fsdp.scatter_full_optim_state_dict(saved, model, optim=optimizer, group=group)["state"]
-    scene.model, way = model, FULL_ON_RANK_0
-    with way.set_on(scene):
+    with FULL_ON_RANK_0.set_on(scene):
         again = scene.fsdp.optim_state_dict(model, optimizer, group=group)
         loaded = scene.fsdp.optim_state_dict_to_load(model, optimizer, again, group=group)["state"]
     return {
@@ -474,7 +447,7 @@ def received(scene: Scene, way: StateDictMethod) -> dict[str, int]:
         saved = way.save(scene, optimizer)
     with Received() as loading:
         way.load(scene, optimizer, saved)
-    wholes = [tensor for tensor in tree_leaves(train_unwrapped(scene, Optimized())["state"]) if tensor.dim()]
+    wholes = [tensor for tensor in tree_leaves(unwrapped(Optimized())["state"]) if tensor.dim()]
     return {
         "saving": saving.bytes,
         "loading": loading.bytes,
