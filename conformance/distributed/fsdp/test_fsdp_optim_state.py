@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,9 +40,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
     Twins,
     TwinsOf,
-    both_kinds,
     flat_or_originals,
-    leaf_by_leaf,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -87,12 +86,12 @@ def kinds_of(setup: Setup, way: StateDictMethod) -> tuple[str, ...]:
     return _OF_ONE_TENSOR if overwrites else tuple(OPTIMIZERS)
 
 
-def by_name(*ways: object) -> pytest.MarkDecorator:
+def each_method(*ways: object) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("way", ways, ids=lambda way: way.name)
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
-@by_name(OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
+@each_method(OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
 @share_of_examples(0.06)
 @given(data=st.data())
 def test_states_round_trip_like_torch(twins: Twins, way: StateDictMethod, data: st.DataObject) -> None:
@@ -146,7 +145,7 @@ def saved_beside_meta(scene: Scene, way: StateDictMethod) -> Any:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.there_and_back")
-@by_name(OLDER_FULL, *_TYPES)
+@each_method(OLDER_FULL, *_TYPES)
 @flat_or_originals
 def test_ignored_meta_parameter_is_saved_unless_states_are_offloaded(
     cpu_twins: Twins, setup: Setup, way: StateDictMethod
@@ -244,16 +243,15 @@ def exchanged(scene: Scene, writer: str, writers: Setup, optimized: Optimized, w
 
 
 @clause("distributed.fsdp.fsdp_optim_state.exchange")
-@by_name(
+@each_method(
     FULL,
     StateDictMethod("SHARDED"),
     pytest.param(_SCATTERED, marks=FULL_PROFILE),
 )
-@both_kinds
+@flat_or_originals
 def test_either_library_loads_what_the_other_saved(
-    cpu_twins: Twins, way: StateDictMethod, use_orig_params: bool
+    cpu_twins: Twins, way: StateDictMethod, setup: Setup
 ) -> None:
-    setup = leaf_by_leaf(use_orig_params=use_orig_params)
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
     arguments = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
     both = (cpu_twins.reference, cpu_twins.subject)
@@ -268,18 +266,16 @@ def test_either_library_loads_what_the_other_saved(
 
 
 @clause("distributed.fsdp.fsdp_optim_state.group_of_the_device")
-@by_name(OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
-@both_kinds
+@each_method(OLDER_FULL, _SCATTERED, _OLDER_SHARDED, *_TYPES)
+@flat_or_originals
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_states_load_over_group_of_device_only(
-    twins: Twins, strategy: str, use_orig_params: bool, way: StateDictMethod
+    twins: Twins, strategy: str, setup: Setup, way: StateDictMethod
 ) -> None:
     """Load states that were saved sharded and offloaded. A rank holds nothing of parameters with one row."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 4), Leaf("affine", 1))), dtype=torch.float32)
-    writers, loads = (
-        leaf_by_leaf(sharding, use_orig_params, ranks="group of device")
-        for sharding in ("FULL_SHARD", strategy)
-    )
+    writers = replace(setup, ranks="group of device")
+    loads = replace(writers, strategy=strategy)
     kind = "adam" if "adam" in kinds_of(writers, way) else "momentum"
     arguments = {"tree": tree, "writers": writers, "optimized": Optimized(kind, 2), "way": way}
     twins.agree(exchanged, loads, EXACT, writer=twins.reference.spec, **arguments)
@@ -295,7 +291,7 @@ def outlived(scene: Scene, way: StateDictMethod) -> list[str]:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.freed")
-@by_name(FULL, StateDictMethod("SHARDED"))
+@each_method(FULL, StateDictMethod("SHARDED"))
 def test_saved_states_are_freed_with_last_reference(cpu_twins: Twins, way: StateDictMethod) -> None:
     assert not any(cpu_twins.values(outlived, FLAT, way=way))
 
@@ -333,14 +329,13 @@ def _fill(scene: Scene, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.resumes")
-@by_name(FULL_ON_RANK_0, StateDictMethod("SHARDED"))
-@both_kinds
+@each_method(FULL_ON_RANK_0, StateDictMethod("SHARDED"))
+@flat_or_originals
 @pytest.mark.parametrize("kind", ["adam", pytest.param("amsgrad", marks=FULL_PROFILE)])
 def test_training_resumed_equals_training_not_interrupted(
-    cpu_twins: Twins, way: StateDictMethod, use_orig_params: bool, kind: str
+    cpu_twins: Twins, way: StateDictMethod, setup: Setup, kind: str
 ) -> None:
     arguments = {"optimized": Optimized(kind, 2), "way": way, "tree": SIMPLE}
-    setup = leaf_by_leaf(use_orig_params=use_orig_params)
     straight, resumed = (
         [*map(Outcome, cpu_twins.values(trained, setup, **arguments, is_interrupted=is_interrupted))]
         for is_interrupted in (False, True)

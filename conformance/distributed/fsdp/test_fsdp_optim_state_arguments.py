@@ -32,9 +32,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     FULL_PROFILE,
     Twins,
     TwinsOf,
-    both_kinds,
     flat_or_originals,
-    leaf_by_leaf,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -76,13 +74,10 @@ def while_unsharded(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.while_whole")
-@both_kinds
-def test_states_are_saved_and_loaded_while_units_are_unsharded(
-    cpu_twins: Twins, use_orig_params: bool
-) -> None:
-    for sharded, unsharded in agreed(
-        cpu_twins, while_unsharded, leaf_by_leaf("SHARD_GRAD_OP", use_orig_params)
-    ):
+@flat_or_originals
+def test_states_are_saved_and_loaded_while_units_are_unsharded(cpu_twins: Twins, setup: Setup) -> None:
+    setup = replace(setup, strategy="SHARD_GRAD_OP")
+    for sharded, unsharded in agreed(cpu_twins, while_unsharded, setup):
         assert_same_outcome(Outcome(sharded), Outcome(unsharded))
 
 

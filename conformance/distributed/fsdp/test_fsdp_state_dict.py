@@ -34,15 +34,7 @@ from conformance.distributed.fsdp.scenes.state_dicts import (
     unsharded_state,
     with_other_values,
 )
-from conformance.distributed.fsdp.scenes.twins import (
-    FLAT,
-    Twins,
-    TwinsOf,
-    both_kinds,
-    flat_or_originals,
-    leaf_by_leaf,
-    values_of,
-)
+from conformance.distributed.fsdp.scenes.twins import FLAT, Twins, TwinsOf, flat_or_originals, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import EXACT
 from conformance.strategies.modules import module_trees
@@ -123,7 +115,7 @@ def test_state_dict_of_replicas_matches_torch(twins_of: TwinsOf, by: str) -> Non
 @clause("distributed.fsdp.fsdp_state_dict.saved")
 @each_kind
 def test_state_dict_of_cast_buffers_matches_torch(cpu_twins: Twins, kind: str) -> None:
-    setup = leaf_by_leaf(mixed_precision={"buffer_dtype": torch.bfloat16})
+    setup = replace(FLAT, mixed_precision={"buffer_dtype": torch.bfloat16})
     cpu_twins.agree(state_dicts.saved, setup, EXACT, form=Form(kind))
 
 
@@ -165,9 +157,8 @@ def loads_by_swapping(scene: Scene, *, form: Form) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_state_dict.exchanged")
 @each_kind
-@both_kinds
-def test_modules_may_swap_tensors(twins: Twins, kind: str, use_orig_params: bool) -> None:
-    setup = leaf_by_leaf(use_orig_params=use_orig_params)
+@flat_or_originals
+def test_modules_may_swap_tensors(twins: Twins, kind: str, setup: Setup) -> None:
     for outcome in twins.agree(loads_by_swapping, setup, form=Form(kind)):
         assert outcome.value["loaded"]
 
@@ -235,12 +226,10 @@ def read(scene: Scene, *, path: str, form: Form) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.parametrize("fault", ["", "misshaped"])
-@both_kinds
+@flat_or_originals
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_state_dict_loads_values_on_demand(
-    twins: Twins, strategy: str, use_orig_params: bool, fault: str
-) -> None:
-    for outcome in twins.agree(loads_on_demand, leaf_by_leaf(strategy, use_orig_params), fault=fault):
+def test_state_dict_loads_values_on_demand(twins: Twins, strategy: str, setup: Setup, fault: str) -> None:
+    for outcome in twins.agree(loads_on_demand, replace(setup, strategy=strategy), fault=fault):
         assert outcome.value["loaded"] is (not fault)
 
 
@@ -384,17 +373,15 @@ def hooked(scene: Scene) -> dict[str, Any]:
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
-@both_kinds
+@flat_or_originals
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
-def test_hooks_of_users(twins: Twins, wrap: str, use_orig_params: bool) -> None:
-    setup = Setup(wrap=wrap, arguments={"use_orig_params": use_orig_params})
-    twins.agree(hooked, setup, EXACT)
+def test_hooks_of_users(twins: Twins, wrap: str, setup: Setup) -> None:
+    twins.agree(hooked, replace(setup, wrap=wrap), EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
-@both_kinds
-def test_modules_that_load_in_their_own_way(twins: Twins, use_orig_params: bool) -> None:
-    setup = leaf_by_leaf(use_orig_params=use_orig_params)
+@flat_or_originals
+def test_modules_that_load_in_their_own_way(twins: Twins, setup: Setup) -> None:
     twins.agree(loaded_in_its_own_way, setup, EXACT, fits=True)
 
 
@@ -409,11 +396,10 @@ def loaded_in_part(scene: Scene, *, form: Form, fault: str) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_state_dict.refused")
 @pytest.mark.parametrize("fault", ["missing", "missing buffer", "unexpected"])
 @each_kind
-@both_kinds
+@flat_or_originals
 def test_non_strict_load_reports_missing_and_unexpected_keys(
-    twins: Twins, kind: str, fault: str, use_orig_params: bool
+    twins: Twins, kind: str, fault: str, setup: Setup
 ) -> None:
-    setup = leaf_by_leaf(use_orig_params=use_orig_params)
     missing_or_unexpected = fault.partition(" ")[0]
     for outcome in twins.agree(loaded_in_part, setup, EXACT, form=Form(kind), fault=fault):
         assert f"{missing_or_unexpected}_keys=['" in outcome.value["keys"]

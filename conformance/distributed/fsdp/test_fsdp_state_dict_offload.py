@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from conformance.distributed.fsdp.scenes import optimizer_states, state_dicts
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.optimizer_states import Optimized, StateDictMethod
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene
@@ -18,7 +19,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
     RankOutcomes,
     Twins,
-    both_kinds,
+    flat_or_originals,
     leaf_by_leaf,
     values_of,
 )
@@ -51,10 +52,10 @@ def test_torch_cannot_bring_a_whole_dict_to_a_cpu(torch_cannot: Callable[..., No
 
 @clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
 @pytest.mark.parametrize("rank0_only", [False, True])
-@both_kinds
-def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, use_orig_params: bool, rank0_only: bool) -> None:
+@flat_or_originals
+def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, setup: Setup, rank0_only: bool) -> None:
     """The dict equals torch's dict without offload."""
-    setup, config = leaf_by_leaf(use_orig_params=use_orig_params), {"rank0_only": rank0_only}
+    config = {"rank0_only": rank0_only}
     expected, actual = (
         cpu_twins.of(library, state_dicts.saved, setup, form=Form("FULL", flags))
         for library, flags in ((cpu_twins.reference, config), (cpu_twins.subject, config | _TO_CPU))

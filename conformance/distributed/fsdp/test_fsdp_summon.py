@@ -25,6 +25,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     each,
     each_strategy,
     each_wrapping,
+    flat_or_originals,
     leaf_by_leaf,
     raise_an_error,
     raises,
@@ -222,14 +223,14 @@ def _without_shapes(outcomes: RankOutcomes) -> RankOutcomes:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
 @pytest.mark.parametrize("writeback", [True, False])
-@both_kinds
+@flat_or_originals
 def test_forward_of_inner_units_inside_summon_matches_torch(
-    twins: Twins, use_orig_params: bool, writeback: bool
+    twins: Twins, setup: Setup, writeback: bool
 ) -> None:
     """Only the outermost unit is summoned, as for a model that generates."""
     options = {"recurse": False, "writeback": writeback}
     arguments = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0, "tree": SIMPLE}
-    twins.agree(computes, leaf_by_leaf(use_orig_params=use_orig_params), **arguments)
+    twins.agree(computes, setup, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
