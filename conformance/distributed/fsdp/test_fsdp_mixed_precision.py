@@ -13,14 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, clean, states_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Training, clean, states_of
 from conformance.distributed.fsdp.scenes.module_trees import (
     INPUT_FORMS,
     Leaf,
     ModuleGroup,
     ModuleTree,
     call,
+    loss_of,
     out_of_form,
 )
 from conformance.distributed.fsdp.scenes.rank_judging import (
@@ -31,7 +33,6 @@ from conformance.distributed.fsdp.scenes.rank_judging import (
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene, tried
 from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
-    RankOutcomes,
     Twins,
     Wrapping,
     each_strategy,
@@ -41,7 +42,6 @@ from conformance.distributed.fsdp.scenes.twins import (
 )
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import does_as
-from conformance.judge.library import Library
 from conformance.judge.tolerances import SAME_BITS, Tolerance
 from conformance.strategies.modules import CHECKPOINTING, KINDS
 from conformance.strategies.sharding import steps, trainings
@@ -126,28 +126,48 @@ def test_trains_in_mixed_precision(
     assert_ranks_agree(*by_library, SAME_BITS if has_one_order else tolerance_of_policy(policy))
 
 
-@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.recomputed")
-@pytest.mark.deviation("fsdp.recomputed_without_cast")
-@each_strategy
-def test_recomputed_forward_casts_inputs(twins: Twins, strategy: str) -> None:
+def recomputed(scene: Scene, *, around: str) -> dict[str, torch.Tensor]:
+    """Return the gradients with activation checkpointing around each `unit`, around the `root` or around `nothing`."""
+    body = replace(scene.tree.body, checkpointing="plain" if around == "unit" else "none")
+    model, batch = scene.wrapped(replace(scene.tree, body=body).build()), scene.batch()
+    forward = partial(checkpoint, model, use_reentrant=False) if around == "root" else model
+    loss_of(forward(batch.x, ids=batch.ids)).backward()
+    return scene.whole_gradients(model)
+
+
+def judge_recomputed(twins: Twins, strategy: str, *, around: str) -> None:
+    """The gradients must be those of torch without activation checkpointing."""
     precision = {
         "param_dtype": torch.bfloat16,
         "cast_forward_inputs": True,
         "cast_root_forward_inputs": False,
     }
     setup = leaf_by_leaf(strategy, mixed_precision=precision)
-
-    def train(library: Library, checkpointing: str) -> RankOutcomes:
-        body = ModuleGroup((Leaf("affine", 2),), checkpointing=checkpointing)
-        tree = ModuleTree(body, dtype=torch.float32, head="none")
-        return twins.trained(library, Training(tree, setup, (Step(),)))
-
-    expected = train(twins.reference, "none")
-    twins.judge(
-        lambda library: train(library, "plain"),
+    tree = ModuleTree(ModuleGroup((Leaf("affine", 2),)), dtype=torch.float32, head="none")
+    expected = twins.of(twins.reference, recomputed, setup, tree=tree, around="nothing")
+    twins.deviate(
+        recomputed,
+        setup,
+        tree=tree,
+        around=around,
         torch_does=raises(RuntimeError, "must have the same dtype"),
         we_do=partial(does_as, expected),
+        may_agree=around == "root",
     )
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.recomputed")
+@pytest.mark.deviation("fsdp.recomputed_without_cast")
+@each_strategy
+def test_recomputed_forward_casts_inputs(twins: Twins, strategy: str) -> None:
+    judge_recomputed(twins, strategy, around="unit")
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.computed_again_in_low_precision")
+@pytest.mark.deviation("fsdp.recomputed_without_cast")
+@each_strategy
+def test_recomputed_root_casts_inputs(twins: Twins, strategy: str) -> None:
+    judge_recomputed(twins, strategy, around="root")
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.explicit_full_precision")

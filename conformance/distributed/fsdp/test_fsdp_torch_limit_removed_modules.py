@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from conformance.distributed.fsdp.scenes.fsdp_training import (
-    Setup,
-    Step,
-    Training,
-    mesh_of,
-)
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, mesh_of
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import trains_like_unsharded
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
@@ -434,55 +428,6 @@ def test_inner_module_of_unit_can_be_called(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.hooks_of_inner_modules")
 def test_hooks_of_inner_module_may_read_parameters(cpu_twins: Twins) -> None:
     cpu_twins.agree_with_unsharded(output_of_an_inner_module, module="normed")
-
-
-class Full(nn.Module):
-    """Model that passes float32 inputs to a unit, whose forward may be checkpointed."""
-
-    def __init__(self, computed_again: bool) -> None:
-        super().__init__()
-        self.first, self.unit = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.computed_again = computed_again
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).float()
-        return checkpoint(self.unit, x, use_reentrant=False) if self.computed_again else self.unit(x)
-
-
-def computed_again_in_low_precision(scene: Scene, *, around: str) -> list[dict[str, torch.Tensor]]:
-    """Return the gradients without and with activation checkpointing, around a `unit` or the `root`."""
-    precision = scene.api.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-
-    def gradients(computed_again: bool) -> dict[str, torch.Tensor]:
-        torch.manual_seed(5)
-        plain = Full(computed_again and around == "unit")
-        model = scene.wrap(plain, units=[nn.Sequential], mixed_precision=precision)
-        x = torch.linspace(-1, 1, 15).view(5, 3).requires_grad_()
-        is_around_root = computed_again and around == "root"
-        output = checkpoint(model, x, use_reentrant=False) if is_around_root else model(x)
-        output.float().square().mean().backward()
-        return scene.whole_gradients(model)
-
-    return [gradients(False), gradients(True)]
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.computed_again_in_low_precision")
-@pytest.mark.deviation("fsdp.recomputed_without_cast")
-@pytest.mark.parametrize("around", ["unit", "root"])
-def test_recomputed_unit_casts_its_inputs(cpu_twins: Twins, around: str) -> None:
-    cpu_twins.deviate(
-        computed_again_in_low_precision,
-        around=around,
-        torch_does=raises(RuntimeError, "must have the same dtype"),
-        we_do=each(lambda gradients: _are_equal(*gradients)),
-        may_agree=around == "root",
-    )
-
-
-def _are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name].values, second[name].values) for name in first
-    )
 
 
 def mapped(scene: Scene, *, use_orig_params: bool) -> torch.Tensor:
