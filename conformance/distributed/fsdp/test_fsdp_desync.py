@@ -18,10 +18,11 @@ from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 
+pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
+
 
 @clause("distributed.fsdp.fsdp_desync.parts_with_equal_sizes")
 @pytest.mark.deviation("fsdp.order_of_units")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     ("face", "parts_at", "hidden"),
@@ -46,7 +47,6 @@ def test_equal_sizes_in_another_order(
 
 @clause("distributed.fsdp.fsdp_desync.parts_with_unequal_sizes")
 @pytest.mark.deviation("fsdp.order_of_units")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
     ("face", "hidden"),
@@ -69,7 +69,6 @@ LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_gradients")
 @pytest.mark.deviation("fully_shard.gradients_of_some_ranks")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL_PROFILE)])
 @pytest.mark.parametrize(
     ("by", "astray", "other"),
@@ -91,7 +90,6 @@ def test_gradients_on_one_rank_only_raise(
 
 @clause("distributed.fsdp.fsdp_desync.parts_where_orders_change")
 @pytest.mark.deviation("fsdp.order_of_units")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_earlier_order_on_one_rank_is_reported(deviation: DeviationJudge, mode: str) -> None:
     program = Program((*WAYS, *WAYS, WAYS[0], WAYS[0], WAYS[0], WAYS[0]), mode=mode, parts_at=4)

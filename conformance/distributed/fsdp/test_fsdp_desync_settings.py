@@ -34,12 +34,12 @@ from conformance.judge.surface import is_torch_in
 from conformance.judge.tolerances import TRAINED
 from conformance.ranks import Rank, RankFault, RankPool
 
+pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
 DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0), (0, 1, 2))
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_settings")
 @pytest.mark.deviation("fully_shard.settings_of_one_rank")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("parts_at", [2, pytest.param(0, marks=FULL_PROFILE)])
 @pytest.mark.parametrize(
     ("by", "astray", "other"),
@@ -63,7 +63,6 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 
 @clause("distributed.fsdp.fsdp_desync.parts_by_sharding")
 @pytest.mark.deviation("fully_shard.settings_of_one_rank")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("by", "parts_at", "astray", "summary"),
     [
@@ -107,7 +106,6 @@ def write_alone(rank: Rank, *, library: str, use_orig_params: bool) -> None:
 @clause("distributed.fsdp.fsdp_desync.parts_by_writing")
 @pytest.mark.deviation("fsdp.written_on_one_rank")
 @FULL_PROFILE
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use_orig_params: bool) -> None:
     def probe(library: Library) -> dict[int, str]:
@@ -132,7 +130,6 @@ def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
-@pytest.mark.deadline(90)
 def test_states_synchronised_in_another_order(subject: Library) -> None:
     reported = seen_in(fault_of(subject, synchronise, grace_s=GRACE_S)).raised
     assert len(reported) == 2, reported
@@ -142,7 +139,6 @@ def test_states_synchronised_in_another_order(subject: Library) -> None:
 
 
 @clause("distributed.fsdp.fsdp_desync.changes_alike")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     "program",
     [
@@ -162,7 +158,6 @@ def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
 
 
 @clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     "program",
     [
@@ -194,7 +189,6 @@ def gather_by_hand(rank: Rank, *, library: str) -> list[torch.Tensor]:
 
 
 @clause("distributed.fsdp.fsdp_desync.alike_in_other_words")
-@pytest.mark.deadline(90)
 def test_explicit_gather_on_one_rank_trains(twins_of: TwinsOf) -> None:
     assert_trained_alike(twins_of(2), gather_by_hand)
 

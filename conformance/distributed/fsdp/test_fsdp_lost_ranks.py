@@ -43,6 +43,7 @@ from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import TRAINED
 from conformance.ranks import Rank, RankPool
 
+pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
 TIMEOUT_S = 20.0  # timeout of the group in which ranks are killed
 
 
@@ -64,7 +65,6 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
 
 @clause("distributed.fsdp.fsdp_desync.waits_elsewhere")
 @pytest.mark.deviation("fsdp.waits_elsewhere")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("face", "by"),
     [
@@ -121,7 +121,6 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
 
 @clause("distributed.fsdp.fsdp_desync.states_of_one_rank")
 @pytest.mark.deviation("fsdp.states_of_one_rank")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("face", "pause_s"),
     [("FSDP1", 1.0), *(pytest.param(face, 0.0, marks=FULL_PROFILE) for face in ("FSDP1", "fully_shard"))],
@@ -166,7 +165,6 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
 
 
 @clause("distributed.fsdp.fsdp_desync.group_afterwards")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     ("program", "by", "ranks"),
     [
@@ -245,7 +243,6 @@ def save_afterwards(
 
 
 @clause("distributed.fsdp.fsdp_desync.group_afterwards")
-@pytest.mark.deadline(90)
 @pytest.mark.parametrize(
     "program",
     [
