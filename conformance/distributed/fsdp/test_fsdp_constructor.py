@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance import simulator
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, clean, mesh_of
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, buffers_of, mesh_of
 from conformance.distributed.fsdp.scenes.module_trees import LEAVES, Batch, call, loss_of
 from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
@@ -231,8 +231,7 @@ def synchronised(scene: Scene) -> dict[str, Any]:
         for buffer in plain.buffers():
             buffer.add_(scene.rank.rank + 1)
     model = scene.wrapped(plain)
-    buffers = {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
-    return {"whole": scene.whole_parameters(model), "buffers": buffers}
+    return {"whole": scene.whole_parameters(model), "buffers": buffers_of(model)}
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.sync_module_states")

@@ -132,7 +132,7 @@ def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> 
         "shards": shards,
         "whole_gradients": whole_gradients,
         "whole_parameters": gathered_parameters(library, model),
-        "buffers": {clean(name): buffer.clone() for name, buffer in model.named_buffers()},
+        "buffers": buffers_of(model),
     }
 
 
@@ -221,6 +221,11 @@ def _accumulating(model: Any, order: str) -> Generator[None]:
             model.set_requires_gradient_sync(order != "no_sync")
             model.set_is_last_backward(order != "unfinished")
         yield
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the buffers by their names from before wrapping."""
+    return {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def clean(name: str) -> str:

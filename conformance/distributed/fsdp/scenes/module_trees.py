@@ -57,7 +57,9 @@ def out_of_form(value: Any) -> torch.Tensor:
 class Part(nn.Module):
     """Base class of the modules in a tree. `out_width` is the width of the output."""
 
-    out_width: int
+    def __init__(self, out_width: int) -> None:
+        super().__init__()
+        self.out_width = out_width
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> Any:
         raise NotImplementedError
@@ -65,8 +67,7 @@ class Part(nn.Module):
 
 class Affine(Part):
     def __init__(self, in_width: int, width: int, bias: bool) -> None:
-        super().__init__()
-        self.out_width = width
+        super().__init__(width)
         self.inner = nn.Linear(in_width, width, bias=bias)
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
@@ -75,8 +76,7 @@ class Affine(Part):
 
 class Normed(Part):
     def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
+        super().__init__(in_width)
         self.inner = nn.LayerNorm(in_width, eps=0.1)
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,7 @@ class Batched(Part):
     """Module with floating-point and integer buffers that its forward changes."""
 
     def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
+        super().__init__(in_width)
         self.inner = nn.BatchNorm1d(in_width, eps=0.1)
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
@@ -97,8 +96,7 @@ class Batched(Part):
 
 class Lookup(Part):
     def __init__(self, in_width: int, width: int) -> None:
-        super().__init__()
-        self.out_width = in_width + width
+        super().__init__(in_width + width)
         self.inner = nn.Embedding(LOOKUPS, width)
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
@@ -109,8 +107,7 @@ class Scaled(Part):
     """Module with one parameter of two elements, so that some ranks may have none of them."""
 
     def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
+        super().__init__(in_width)
         self.factor = nn.Parameter(torch.ones(2))
 
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
@@ -121,8 +118,7 @@ class Tied(Part):
     """Two linear modules that share one weight."""
 
     def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
+        super().__init__(in_width)
         self.one = nn.Linear(in_width, in_width)
         self.other = nn.Linear(in_width, in_width, bias=False)
         self.other.weight = self.one.weight
@@ -135,8 +131,7 @@ class Idle(Part):
     """Module with a submodule that is never called."""
 
     def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
+        super().__init__(in_width)
         self.inner = nn.Linear(in_width, 2)
         self.shift = nn.Parameter(torch.zeros(in_width))
 
@@ -147,10 +142,6 @@ class Idle(Part):
 class Bare(Part):
     """Module without parameters and buffers."""
 
-    def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
-
     def forward(self, x: torch.Tensor, *, ids: torch.Tensor) -> torch.Tensor:
         return x.sin()
 
@@ -159,8 +150,7 @@ class Counted(Part):
     """Module without parameters whose forward changes floating-point and integer buffers and reads `shift`."""
 
     def __init__(self, in_width: int) -> None:
-        super().__init__()
-        self.out_width = in_width
+        super().__init__(in_width)
         self.inner = nn.BatchNorm1d(in_width, eps=0.1, affine=False)
         self.register_buffer("shift", torch.full((in_width,), 0.25), persistent=False)
 
@@ -234,8 +224,8 @@ class ModuleGroup:
 
 
 class _Grouped(Part):
-    def __init__(self, group: ModuleGroup) -> None:
-        super().__init__()
+    def __init__(self, group: ModuleGroup, in_width: int) -> None:
+        super().__init__(in_width)
         self.group = group
         self.parts = nn.ModuleList()
 
@@ -255,8 +245,7 @@ class _Grouped(Part):
 
 class Chain(_Grouped):
     def __init__(self, group: ModuleGroup, in_width: int) -> None:
-        super().__init__(group)
-        self.out_width = in_width
+        super().__init__(group, in_width)
         for description in group.parts:
             part = description.build(self.out_width)
             self.out_width = part.out_width
@@ -270,7 +259,7 @@ class Chain(_Grouped):
 
 class Branches(_Grouped):
     def __init__(self, group: ModuleGroup, in_width: int) -> None:
-        super().__init__(group)
+        super().__init__(group, in_width)
         self.parts.extend(description.build(in_width) for description in group.parts)
         self.out_width = sum(part.out_width for part in self.parts)
 

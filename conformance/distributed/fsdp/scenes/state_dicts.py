@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, clean, gathered_parameters, wrapped
+from conformance.distributed.fsdp.scenes.fsdp_training import FSDP, buffers_of, gathered_parameters, wrapped
 from conformance.distributed.fsdp.scenes.scene import Scene, named, tried
 from conformance.judge.library import Library, load_library
 
@@ -144,14 +144,10 @@ def exchanged(
         "keys": repr(keys),
         "whole": scene.whole_parameters(target),
         "expected": gathered_parameters(library, origin),
-        "buffers": _copied_buffers(target),
-        "expected buffers": _copied_buffers(origin),
+        "buffers": buffers_of(target),
+        "expected buffers": buffers_of(origin),
         "loss": scene.backward(),
     }
-
-
-def _copied_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {clean(name): buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def state_dict_of_other_model(scene: Scene, form: Form) -> dict[str, Any]:
