@@ -54,11 +54,14 @@ class Parallel:
     leaves_last: bool = False
     is_fully_shard: bool = False
 
-    def twins(self, plain_twins_of: TwinsOf) -> PlainTwins:
-        return plain_twins_of(math.prod(self.sizes))
-
     def mesh(self, scene: Scene) -> DeviceMesh:
         return scene.rank.mesh(*self.sizes, names=_NAMES[-len(self.sizes) :])
+
+
+@pytest.fixture
+def mesh_twins(plain_twins_of: TwinsOf, parallel: Parallel) -> PlainTwins:
+    """Rank comparison in the world size of the mesh."""
+    return plain_twins_of(math.prod(parallel.sizes))
 
 
 class ParallelBlock(nn.Module):
@@ -227,11 +230,10 @@ def train(scene: Scene, parallel: Parallel, steps: int = 3) -> dict[str, Any]:
     ],
 )
 def test_tensor_parallel_training_matches_torch_and_unsharded(
-    plain_twins_of: TwinsOf, parallel: Parallel
+    mesh_twins: PlainTwins, parallel: Parallel
 ) -> None:
-    twins = parallel.twins(plain_twins_of)
-    outcomes = twins.agree(train, parallel=parallel)
-    assert twins.like_unsharded(train, of="whole", parallel=parallel)(outcomes), outcomes
+    outcomes = mesh_twins.agree(train, parallel=parallel)
+    assert mesh_twins.like_unsharded(train, of="whole", parallel=parallel)(outcomes), outcomes
 
 
 def clip_sharded(scene: Scene, parallel: Parallel) -> dict[str, Any]:
@@ -259,7 +261,7 @@ def load_sharded(scene: Scene, parallel: Parallel) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @pytest.mark.parametrize("program", [clip_sharded, load_sharded])
 def test_dtensors_of_fully_shard_are_clipped_and_loaded(plain_twins_of: TwinsOf, program: Any) -> None:
-    _FULLY.twins(plain_twins_of).agree(program, parallel=_FULLY)
+    plain_twins_of(4).agree(program, parallel=_FULLY)
 
 
 def on_another_mesh(scene: Scene) -> None:
@@ -272,7 +274,7 @@ def on_another_mesh(scene: Scene) -> None:
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @FULL_PROFILE
 def test_fully_shard_refuses_meshes_that_do_not_belong_together(plain_twins_of: TwinsOf) -> None:
-    assert raise_an_error(_FULLY.twins(plain_twins_of).agree(on_another_mesh, may_raise=True))
+    assert raise_an_error(plain_twins_of(4).agree(on_another_mesh, may_raise=True))
 
 
 def accumulate(scene: Scene, parallel: Parallel) -> dict[str, Any]:
@@ -301,10 +303,9 @@ def accumulate(scene: Scene, parallel: Parallel) -> dict[str, Any]:
     ],
     ids=["flat", "fully_shard"],
 )
-def test_gradients_accumulate_over_backwards(plain_twins_of: TwinsOf, parallel: Parallel) -> None:
-    twins = parallel.twins(plain_twins_of)
-    outcomes = twins.agree(accumulate, parallel=parallel)
-    assert twins.like_unsharded(accumulate, of="whole", parallel=parallel)(outcomes), outcomes
+def test_gradients_accumulate_over_backwards(mesh_twins: PlainTwins, parallel: Parallel) -> None:
+    outcomes = mesh_twins.agree(accumulate, parallel=parallel)
+    assert mesh_twins.like_unsharded(accumulate, of="whole", parallel=parallel)(outcomes), outcomes
 
 
 def write_summoned(scene: Scene, parallel: Parallel) -> dict[str, Any]:
@@ -328,8 +329,8 @@ def write_summoned(scene: Scene, parallel: Parallel) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.summoned")
 @_BOTH
-def test_writes_to_summoned_parameters_are_kept(plain_twins_of: TwinsOf, parallel: Parallel) -> None:
-    parallel.twins(plain_twins_of).agree(write_summoned, parallel=parallel)
+def test_writes_to_summoned_parameters_are_kept(mesh_twins: PlainTwins, parallel: Parallel) -> None:
+    mesh_twins.agree(write_summoned, parallel=parallel)
 
 
 def save(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
@@ -346,8 +347,8 @@ def save(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.saves")
 @_KINDS
-def test_state_dict_matches_torch(plain_twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
-    parallel.twins(plain_twins_of).agree(save, parallel=parallel, kind=kind)
+def test_state_dict_matches_torch(mesh_twins: PlainTwins, parallel: Parallel, kind: str) -> None:
+    mesh_twins.agree(save, parallel=parallel, kind=kind)
 
 
 def reload(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
@@ -360,10 +361,9 @@ def reload(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.loads")
 @_KINDS
-def test_state_dict_reloads_and_trains(plain_twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
-    twins = parallel.twins(plain_twins_of)
-    outcomes = twins.agree(reload, parallel=parallel, kind=kind)
-    assert twins.like_unsharded(train, of="whole", parallel=parallel, steps=1)(outcomes), outcomes
+def test_state_dict_reloads_and_trains(mesh_twins: PlainTwins, parallel: Parallel, kind: str) -> None:
+    outcomes = mesh_twins.agree(reload, parallel=parallel, kind=kind)
+    assert mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=1)(outcomes), outcomes
 
 
 def fit(scene: Scene, rank_at_fault: int) -> str:
@@ -385,7 +385,7 @@ def fit(scene: Scene, rank_at_fault: int) -> str:
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 def test_loads_on_all_ranks_or_on_none(plain_twins_of: TwinsOf) -> None:
     we_do = each(lambda value: value == "RuntimeError, unchanged: True")
-    _FLAT.twins(plain_twins_of).deviate(fit, rank_at_fault=1, we_do=we_do)
+    plain_twins_of(4).deviate(fit, rank_at_fault=1, we_do=we_do)
 
 
 def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
@@ -407,7 +407,7 @@ def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor
 def test_another_mesh_reads_what_was_written(
     plain_twins_of: TwinsOf, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
-    twins = _FLAT.twins(plain_twins_of)
+    twins = plain_twins_of(4)
     expected = train(Scene.unsharded(0, twins.world_size), _FLAT, steps=1)["whole"]
     for library in (twins.reference, twins.subject):
         path = str(tmp_path / library.spec.replace("/", "_"))
@@ -429,10 +429,9 @@ def resume(scene: Scene, parallel: Parallel, kind: str) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_tensor_parallel.resumes")
 @pytest.mark.deviation("fsdp.optimizer_state_of_dtensors")
 @_KINDS
-def test_training_is_resumed(plain_twins_of: TwinsOf, parallel: Parallel, kind: str) -> None:
-    twins = parallel.twins(plain_twins_of)
-    we_do = twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
-    twins.deviate(resume, parallel=parallel, kind=kind, we_do=we_do)
+def test_training_is_resumed(mesh_twins: PlainTwins, parallel: Parallel, kind: str) -> None:
+    we_do = mesh_twins.like_unsharded(train, of="whole", parallel=parallel, steps=2)
+    mesh_twins.deviate(resume, parallel=parallel, kind=kind, we_do=we_do)
 
 
 def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor]:
@@ -448,23 +447,25 @@ def clip(scene: Scene, parallel: Parallel, norm_type: float) -> dict[str, Tensor
 @pytest.mark.deviation("fsdp.norm_of_dtensors")
 @pytest.mark.parametrize("norm_type", [2.0, pytest.param(torch.inf, marks=FULL_PROFILE)])
 @_BOTH
-def test_norm_counts_each_element_once(plain_twins_of: TwinsOf, parallel: Parallel, norm_type: float) -> None:
-    twins, may_agree = parallel.twins(plain_twins_of), norm_type == torch.inf
-    twins.deviate_to_unsharded(clip, parallel=parallel, norm_type=norm_type, may_agree=may_agree)
+def test_norm_counts_each_element_once(mesh_twins: PlainTwins, parallel: Parallel, norm_type: float) -> None:
+    may_agree = norm_type == torch.inf
+    mesh_twins.deviate_to_unsharded(clip, parallel=parallel, norm_type=norm_type, may_agree=may_agree)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
-@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((1, 4), marks=FULL_PROFILE)])
-def test_originals_that_are_not_sharded_train(plain_twins_of: TwinsOf, sizes: tuple[int, int]) -> None:
-    parallel = Parallel(sizes, WITH_ORIGINALS)
-    twins = parallel.twins(plain_twins_of)
-    twins.deviate_to_unsharded(train, of="whole", parallel=parallel, torch_does=raise_an_error)
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel((1, 2), WITH_ORIGINALS), pytest.param(Parallel((1, 4), WITH_ORIGINALS), marks=FULL_PROFILE)],
+    ids=str,
+)
+def test_originals_that_are_not_sharded_train(mesh_twins: PlainTwins, parallel: Parallel) -> None:
+    mesh_twins.deviate_to_unsharded(train, of="whole", parallel=parallel, torch_does=raise_an_error)
 
 
 @clause("distributed.fsdp.fsdp_tensor_parallel.originals")
 @pytest.mark.deviation("fsdp.original_dtensors")
 @FULL_PROFILE
 def test_originals_accumulate(plain_twins_of: TwinsOf) -> None:
-    twins = _ORIGINALS.twins(plain_twins_of)
-    twins.deviate_to_unsharded(accumulate, of="whole", parallel=_ORIGINALS, torch_does=raise_an_error)
+    arguments = {"of": "whole", "parallel": _ORIGINALS, "torch_does": raise_an_error}
+    plain_twins_of(4).deviate_to_unsharded(accumulate, **arguments)
