@@ -228,27 +228,21 @@ def local_sum(state: HookCalls, grad: torch.Tensor, output: torch.Tensor | None 
 
 def comm_hook(scene: Scene, *, hook: str, backwards: int = 1, no_sync: bool = False) -> dict[str, Any]:
     """Train with a communication hook. `hook` is the name of one of torch's hooks, or `own`."""
+    state = HookCalls()
     if hook == "own":
-        state: Any = HookCalls()
         scene.model.register_comm_hook(state, local_sum)
     else:
-        state = _state_of(hook)
-        scene.model.register_comm_hook(state, getattr(default_hooks, hook))
+        kind = default_hooks.LowPrecisionState if hook in LOW else default_hooks.DefaultState
+        scene.model.register_comm_hook(kind(dist.group.WORLD), getattr(default_hooks, hook))
     for number in range(backwards):
         is_last = number == backwards - 1
         with scene.model.no_sync() if no_sync and not is_last else contextlib.nullcontext():
             scene.backward(number)
     return {
         "gradients": scene.gradients(),
-        "inputs": state.inputs if hook == "own" else None,
+        "inputs": state.inputs,
         "whole": scene.whole_gradients(),
     }
-
-
-def _state_of(hook: str) -> Any:
-    if hook.endswith("compress_hook"):
-        return default_hooks.LowPrecisionState(dist.group.WORLD)
-    return default_hooks.DefaultState(dist.group.WORLD)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.replaces_the_reduction")
@@ -301,20 +295,18 @@ def test_low_precision_hooks_round_and_average(twins: Twins, strategy: str, hook
 
 def comm_hook_refused(scene: Scene, *, why: str) -> Any:
     """Return the error of registering a communication hook that is refused for the reason `why`."""
+    model, hook = scene.model, local_sum
     match why:
         case "an inner unit":
             scene.forward()
-            return tried(lambda: scene.units[1].register_comm_hook(None, local_sum))
+            model = scene.units[1]
         case "twice":
-            scene.model.register_comm_hook(HookCalls(), local_sum)
-            return tried(lambda: scene.model.register_comm_hook(HookCalls(), local_sum))
+            model.register_comm_hook(HookCalls(), hook)
         case "no callable":
-            return tried(lambda: scene.model.register_comm_hook(None, "no hook"))
+            hook = "no hook"
         case "replicas of a part":
             model = _around_replicas(scene)
-            return tried(lambda: model.register_comm_hook(HookCalls(), local_sum))
-        case _:
-            return tried(lambda: scene.model.register_comm_hook(HookCalls(), local_sum))
+    return tried(lambda: model.register_comm_hook(HookCalls(), hook))
 
 
 def _around_replicas(scene: Scene) -> Any:

@@ -246,6 +246,9 @@ def test_forward_inside_summon_leaves_parameters_unsharded(
         for parameter in model.parameters():
             parameter.add_(adds)
     plain = dict(model.named_parameters())
+    expected = [
+        out_of_form(call(model, SIMPLE, SIMPLE.batch(0, rank))).detach() for rank in range(twins.world_size)
+    ]
 
     def is_right(outcomes: RankOutcomes) -> bool:
         return all(
@@ -255,7 +258,7 @@ def test_forward_inside_summon_leaves_parameters_unsharded(
                 torch.equal(outcome.value["whole"][name].values, parameter)
                 for name, parameter in plain.items()
             )
-            and _is_close(call(model, SIMPLE, SIMPLE.batch(0, rank)), outcome.value["output"].values)
+            and ONE_STEP.excess(expected[rank], outcome.value["output"].values) is None
             for rank, outcome in enumerate(outcomes)
         )
 
@@ -269,10 +272,6 @@ def test_forward_inside_summon_leaves_parameters_unsharded(
         we_do=is_right,
         may_agree=not writeback or wrapping["strategy"] == "NO_SHARD" or twins.is_alone,
     )
-
-
-def _is_close(expected: Any, actual: torch.Tensor) -> bool:
-    return ONE_STEP.excess(out_of_form(expected).detach(), actual) is None
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
