@@ -33,7 +33,7 @@ EXTENSION = "conformance/amp/test_grad_scaler_extras.py::test_before_any_step"
 # Asks nothing of the subject but on ranks.
 ON_RANKS = "conformance/distributed/fsdp/test_fsdp_desync_settings.py::test_changes_on_all_ranks_train"
 # Compares the errors of ranks.
-WRITING = "conformance/distributed/fsdp/test_fsdp_desync.py::test_equal_sizes_in_another_order"
+WRITING = "conformance/distributed/fsdp/test_fsdp_desync.py::test_units_of_equal_sizes_in_another_order_raise"
 ALONE = (
     "conformance/distributed/fsdp/test_fully_shard.py::test_ignored_parameters_stay_local",
     "conformance/distributed/fsdp/test_sharded_grad_scaler.py::test_inf_in_accumulated_backward_skips_step",

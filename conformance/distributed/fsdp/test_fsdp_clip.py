@@ -163,7 +163,7 @@ def test_root_clips_only_between_steps(twins: Twins, asks: Any) -> None:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.low_precision")
 @both_kinds
-def test_kept_low_precision_gradients(twins: Twins, use_orig_params: bool) -> None:
+def test_norm_of_kept_low_precision_gradients_matches_torch(twins: Twins, use_orig_params: bool) -> None:
     precision = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}
     setup = leaf_by_leaf(use_orig_params=use_orig_params, mixed_precision=precision)
     tolerance = Tolerance(

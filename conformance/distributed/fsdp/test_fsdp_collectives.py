@@ -75,7 +75,7 @@ def assert_counts(traces: list[list[list[Collective]]], expected: Counter[str]) 
 @pytest.mark.world_sizes(fewest=2, also=[3])
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", None])
 @pytest.mark.parametrize(("strategy", "schedule"), LEAST)
-def test_each_step_talks_the_least(
+def test_each_step_issues_fewest_collectives(
     cpu_twins: Twins, strategy: str, schedule: str, prefetch: str | None
 ) -> None:
     setup = Setup(strategy, wrap="leaves", backward_prefetch=prefetch)
@@ -104,7 +104,7 @@ def test_forward_without_gradients_gathers_each_unit_once(
 @pytest.mark.parametrize(
     ("strategy", "gathers"), [("HYBRID_SHARD", 2 * UNITS - 1), ("_HYBRID_SHARD_ZERO2", UNITS)]
 )
-def test_replicas_reduce_what_they_have_scattered(twins_of: TwinsOf, strategy: str, gathers: int) -> None:
+def test_replicas_reduce_scattered_gradients(twins_of: TwinsOf, strategy: str, gathers: int) -> None:
     setup = Setup(strategy, ranks="meshes", shards=2, wrap="leaves")
     traces = steps_of_all(twins_of(4), Training(TREE, setup, PLAIN))
     assert_counts(traces, expected_counts(gathers, UNITS, UNITS))
@@ -129,7 +129,7 @@ def _meet(*_: Any) -> None:
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize("backward_prefetch", ["BACKWARD_PRE", None])
 @pytest.mark.world_sizes(fewest=2)
-def test_units_are_gathered_before_the_one_before_computes(
+def test_units_are_gathered_before_previous_unit_computes(
     cpu_twins: Twins, backward_prefetch: str | None, forward_prefetch: bool
 ) -> None:
     """The model has five units. The root is gathered first and stays unsharded for its backward."""
@@ -165,7 +165,7 @@ def test_prefetch_setting_orders_gathers_and_reductions(
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.collectives")
 @pytest.mark.world_sizes(fewest=2)
-def test_units_that_run_twice_are_gathered_ahead_as_often_as_they_run(cpu_twins: Twins) -> None:
+def test_units_that_run_twice_are_gathered_once_per_run(cpu_twins: Twins) -> None:
     """Two units run twice in each forward and are unsharded once in backward. The root stays unsharded."""
     tree = ModuleTree(ModuleGroup((Leaf("affine", 2), Leaf("affine", 2)), calls=2))
     setup = Setup(wrap="leaves", arguments={"forward_prefetch": True})
@@ -226,7 +226,7 @@ def _padded(numel: int, ranks: int) -> int:
 @each_strategy
 @share_of_examples(0.3)
 @given(data=st.data())
-def test_never_talks_more_than_torch(twins: Twins, strategy: str, data: st.DataObject) -> None:
+def test_steps_send_at_most_as_much_as_torch(twins: Twins, strategy: str, data: st.DataObject) -> None:
     # Tandem may gather a partly frozen unit in two halves, because the frozen half needs no gradients.
     training = data.draw(
         trainings(strategy=strategy).filter(lambda drawn: not drawn.mixes_frozen_with_trained)

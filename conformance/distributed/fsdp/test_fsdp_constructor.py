@@ -112,7 +112,7 @@ ARGUMENTS: dict[str, Callable[[Scene], dict[str, Any]]] = {
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 @pytest.mark.parametrize("case", [case for case in ARGUMENTS if case != THE_ROOT_IGNORED])
-def test_arguments_are_taken_or_refused_as_by_torch(twins: Twins, case: str) -> None:
+def test_constructor_takes_arguments_like_torch(twins: Twins, case: str) -> None:
     twins.agree(construct, may_raise=True, case=case)
 
 
@@ -143,7 +143,7 @@ def differing(scene: Scene, *, argument: str) -> Any:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 @pytest.mark.parametrize("argument", ["limit_all_gathers", "use_orig_params"])
-def test_units_differ_in_what_they_must_have_alike(twins: Twins, argument: str) -> None:
+def test_units_with_different_global_settings_are_refused(twins: Twins, argument: str) -> None:
     for outcome in twins.agree(differing, may_raise=True, argument=argument):
         assert outcome.raised is not None
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
         pytest.param("fully_shard", 0, 8, marks=FULL_PROFILE),
     ],
 )
-def test_equal_sizes_in_another_order(
+def test_units_of_equal_sizes_in_another_order_raise(
     deviation: DeviationJudge, mode: str, face: str, parts_at: int, hidden: int
 ) -> None:
     program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at, face=face)
@@ -58,7 +58,7 @@ def test_equal_sizes_in_another_order(
     ],
 )
 @pytest.mark.parametrize("parts_at", [pytest.param(0, marks=FULL_PROFILE), 2])
-def test_unequal_sizes_in_another_order(
+def test_units_of_unequal_sizes_in_another_order_raise(
     deviation: DeviationJudge, mode: str, face: str, hidden: tuple[int, ...], parts_at: int
 ) -> None:
     judge_at_once(deviation, Program(hidden=hidden, mode=mode, parts_at=parts_at, face=face))

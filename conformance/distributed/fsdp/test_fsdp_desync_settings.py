@@ -130,7 +130,7 @@ def test_write_on_one_rank_before_backward_raises(deviation: DeviationJudge, use
 
 
 @clause("distributed.fsdp.fsdp_desync.parts_while_wrapping")
-def test_states_synchronised_in_another_order(subject: Library) -> None:
+def test_synchronisation_in_another_order_raises(subject: Library) -> None:
     reported = seen_in(fault_of(subject, synchronise, grace_s=GRACE_S)).raised
     assert len(reported) == 2, reported
     for text in reported.values():

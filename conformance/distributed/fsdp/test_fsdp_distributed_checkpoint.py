@@ -130,7 +130,7 @@ def written(scene: Scene, *, path: str, way: StateDictMethod) -> Any:
     ("way", "worlds"), [(FULL, (2, 3)), (ROWS, (3, 2))], ids=lambda value: getattr(value, "name", None)
 )
 @flat_or_originals
-def test_another_number_of_ranks_reads_it(
+def test_checkpoint_is_read_by_another_number_of_ranks(
     twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod, worlds: tuple[int, int]
 ) -> None:
     before, after = map(twins_of, worlds)
@@ -140,7 +140,7 @@ def test_another_number_of_ranks_reads_it(
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
-def test_ranks_without_rows_of_a_parameter_read_it(twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
+def test_checkpoint_is_read_by_ranks_without_rows(twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
     """Read with Tandem's `LoadPlanner`.
 
     DCP's default planner reports existing keys as missing on such ranks, with either library's class.
@@ -163,7 +163,9 @@ def read_by_torchs_helper(scene: Scene, *, path: str) -> Any:
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
 @flat_or_originals
-def test_torchs_helper_reads_it(cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup) -> None:
+def test_checkpoint_is_read_by_helper_of_torch(
+    cpu_twins: Twins, twins_of: TwinsOf, tmp_path: Path, setup: Setup
+) -> None:
     arguments = {
         "tree": replace(SIMPLE, body=ModuleGroup((Leaf("affine", 1), Leaf("normed")))),
         "path": str(tmp_path),
@@ -203,7 +205,7 @@ def written_meanwhile(scene: Scene, *, path: str, way: StateDictMethod) -> Any:
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.asynchronous")
 @every_form
-def test_training_goes_on_while_it_is_written(
+def test_training_continues_during_async_save(
     cpu_twins: Twins, tmp_path: Path, setup: Setup, way: StateDictMethod
 ) -> None:
     wrote, *_ = cpu_twins.values(written_meanwhile, setup, path=str(tmp_path), way=way)
@@ -277,7 +279,7 @@ class _Named:
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.named")
 @flat_or_originals
-def test_torchs_named_optimizer(cpu_twins: Twins, tmp_path: Path, setup: Setup) -> None:
+def test_states_of_named_optimizer_round_trip(cpu_twins: Twins, tmp_path: Path, setup: Setup) -> None:
     for first, second in cpu_twins.values(named, setup, path=str(tmp_path)):
         assert_same_outcome(Outcome(first), Outcome(second))
 
@@ -293,7 +295,7 @@ def named_by_itself(scene: Scene, *, path: str) -> Any:
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.named_by_itself")
 @pytest.mark.world_sizes(fewest=2)
-def test_torchs_named_optimizer_by_itself(cpu_twins: Twins, tmp_path: Path) -> None:
+def test_named_optimizer_saves_only_own_shards(cpu_twins: Twins, tmp_path: Path) -> None:
     outcomes = [
         cpu_twins.of(library, named_by_itself, FLAT, path=str(tmp_path / side))
         for side, library in (("reference", cpu_twins.reference), ("subject", cpu_twins.subject))

@@ -55,7 +55,7 @@ def attributes(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_sharded_data_parallel.attributes")
 @both_kinds
 @each_wrap
-def test_names_attributes_and_units(twins: Twins, wrap: str, use_orig_params: bool) -> None:
+def test_names_attributes_and_units_match_torch(twins: Twins, wrap: str, use_orig_params: bool) -> None:
     setup = Setup(wrap=wrap, arguments={"use_orig_params": use_orig_params})
     twins.agree(attributes, setup)
 
@@ -166,7 +166,7 @@ def moved_between(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.conversions")
 @each_wrapping
-def test_moving_a_model_to_where_it_is_loses_no_graph(twins: Twins, wrapping: Wrapping) -> None:
+def test_move_to_same_device_keeps_graph(twins: Twins, wrapping: Wrapping) -> None:
     twins.agree(moved_between, leaf_by_leaf(**wrapping))
 
 

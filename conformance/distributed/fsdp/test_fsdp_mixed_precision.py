@@ -172,7 +172,7 @@ def test_recomputed_root_casts_inputs(twins: Twins, strategy: str) -> None:
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.explicit_full_precision")
 @each_strategy
-def test_float32_asked_for_is_no_mixed_precision(twins: Twins, strategy: str) -> None:
+def test_explicit_float32_equals_no_mixed_precision(twins: Twins, strategy: str) -> None:
     policy = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
     setups = (Setup(strategy), Setup(strategy, mixed_precision=policy))
     assert_ranks_agree(*(twins.trained(twins.subject, Training(TREE, setup)) for setup in setups))
@@ -277,9 +277,7 @@ def buffers(scene: Scene) -> dict[str, torch.dtype]:
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.buffers")
 @pytest.mark.parametrize("buffer_dtype", [torch.bfloat16, torch.float16, None], ids=str)
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
-def test_buffers_that_are_no_floats_keep_their_dtype(
-    twins: Twins, wrap: str, buffer_dtype: torch.dtype | None
-) -> None:
+def test_integer_buffers_keep_their_dtype(twins: Twins, wrap: str, buffer_dtype: torch.dtype | None) -> None:
     setup = Setup(wrap=wrap, mixed_precision={"buffer_dtype": buffer_dtype})
     for outcome in twins.agree(buffers, setup):
         assert torch.int64 in outcome.value.values(), outcome.value
@@ -309,7 +307,7 @@ def in_sequence(scene: Scene, *, calls: str) -> list[Any]:
 @pytest.mark.parametrize(
     "sequence", ["forward summon forward", "train eval", "train backward eval train backward"]
 )
-def test_forwards_of_every_kind_follow_each_other(twins: Twins, wrapping: Wrapping, sequence: str) -> None:
+def test_sequence_of_forwards_matches_torch(twins: Twins, wrapping: Wrapping, sequence: str) -> None:
     setup = leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16})
     tolerance = Tolerance(8, "two forwards and backwards", torch.bfloat16, terms=1.0)
     twins.agree(in_sequence, setup, tolerance, tree=SIMPLE, calls=sequence)

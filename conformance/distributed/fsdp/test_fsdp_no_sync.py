@@ -36,7 +36,9 @@ accumulating = steps(orders=("in turn", "no_sync", "no_sync"), befores=("",)).fi
 @each_strategy
 @share_of_examples(0.2)
 @given(data=st.data())
-def test_accumulates_with_and_without_it(twins: Twins, strategy: str, data: st.DataObject) -> None:
+def test_accumulated_gradients_match_torch_and_unsharded(
+    twins: Twins, strategy: str, data: st.DataObject
+) -> None:
     twins.train(data.draw(trainings(strategy=strategy, schedule=accumulating)))
 
 
@@ -185,7 +187,7 @@ def around_no_sync(scene: Scene, *, does: Any) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.leaves_unreduced")
 @pytest.mark.parametrize("does", DOES)
 @each_wrapping
-def test_gradients_inside_are_each_ranks_own(twins: Twins, wrapping: Wrapping, does: Any) -> None:
+def test_unreduced_gradients_match_torch(twins: Twins, wrapping: Wrapping, does: Any) -> None:
     twins.agree(around_no_sync, leaf_by_leaf(**wrapping), does=does)
 
 
@@ -255,7 +257,7 @@ def and_restored(scene: Scene, *, nested: bool) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.restores")
 @pytest.mark.parametrize("nested", [False, True])
 @each_strategy
-def test_gradients_are_reduced_again_behind_it(twins: Twins, strategy: str, nested: bool) -> None:
+def test_gradients_are_reduced_after_no_sync(twins: Twins, strategy: str, nested: bool) -> None:
     twins.agree(and_restored, leaf_by_leaf(strategy), nested=nested)
 
 

@@ -160,7 +160,7 @@ def test_ignored_meta_parameter_is_saved_unless_states_are_offloaded(
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=FULL_PROFILE) for world in (1, 2, 4))])
 @share_of_examples(0.3)
 @given(data=st.data(), way=st.sampled_from([OLDER_FULL, _SCATTERED, *_TYPES]))
-def test_states_are_those_of_a_model_that_was_not_wrapped(
+def test_states_equal_those_of_unwrapped_model(
     twins_of: TwinsOf, world: int, data: st.DataObject, way: StateDictMethod
 ) -> None:
     setup = data.draw(setups_of_all(ranks=("default",)))
@@ -214,7 +214,7 @@ def saved_again(scene: Scene, optimized: Optimized, saved: Mapping[str, Any], wa
     loads=setups_of_all(ranks=("default",)),
     way=st.sampled_from([OLDER_FULL, _SCATTERED, *_TYPES[:2]]),
 )
-def test_whole_states_move_to_another_number_of_ranks(
+def test_full_states_load_on_another_number_of_ranks(
     twins_of: TwinsOf, worlds: tuple[int, int], kind: str, saves: Setup, loads: Setup, way: StateDictMethod
 ) -> None:
     before, after = map(twins_of, worlds)
@@ -249,9 +249,7 @@ def exchanged(scene: Scene, writer: str, writers: Setup, optimized: Optimized, w
     pytest.param(_SCATTERED, marks=FULL_PROFILE),
 )
 @flat_or_originals
-def test_either_library_loads_what_the_other_saved(
-    cpu_twins: Twins, way: StateDictMethod, setup: Setup
-) -> None:
+def test_states_load_across_libraries(cpu_twins: Twins, way: StateDictMethod, setup: Setup) -> None:
     kind = "adam" if "adam" in kinds_of(setup, way) else "momentum"
     arguments = {"writers": setup, "optimized": Optimized(kind, 2), "way": way}
     both = (cpu_twins.reference, cpu_twins.subject)

@@ -157,7 +157,7 @@ def of_each_pair(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.some_ranks")
-def test_each_group_saves_and_loads_what_it_trains(twins_of: TwinsOf) -> None:
+def test_states_are_saved_and_loaded_by_each_group(twins_of: TwinsOf) -> None:
     values = values_of(twins_of(4).agree(of_each_pair))
     saved = [[bool(state.get("state")) for state in value["saved"]] for value in values]
     assert saved == 2 * [[True] * 3, [True, False, True]]
@@ -312,7 +312,7 @@ def rekeyed(scene: Scene) -> Any:
 
 @clause("distributed.fsdp.fsdp_optim_state.rekey")
 @flat_or_originals
-def test_names_and_numbers_are_exchanged(cpu_twins: Twins, setup: Setup) -> None:
+def test_rekeying_matches_torch(cpu_twins: Twins, setup: Setup) -> None:
     agreed(cpu_twins, rekeyed, setup)
 
 
@@ -328,7 +328,7 @@ def rekeyed_by_torchs_types(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fsdp_optim_state.rekey")
-def test_torchs_own_types_of_keys_are_taken(cpu_twins: Twins) -> None:
+def test_key_types_of_torch_are_taken(cpu_twins: Twins) -> None:
     names = [name for name, _ in TREE.build().named_parameters()]
     for value in cpu_twins.values(rekeyed_by_torchs_types):
         assert value == {"by torch's": names, "by its own": names}

@@ -267,7 +267,7 @@ def numbers_in_a_list(scene: Scene) -> Any:
 @pytest.mark.deviation("optim_state.numbers_of_their_own")
 @flat_or_originals
 @several_ranks
-def test_lists_of_numbers_are_saved_and_loaded_apart(cpu_twins: Twins, setup: Setup) -> None:
+def test_lists_of_numbers_are_saved_and_loaded_as_copies(cpu_twins: Twins, setup: Setup) -> None:
     are_apart = each(lambda lists: lists == [{(0.5, 0.25)}, {(0.5, 1.25, 1.0)}])
     cpu_twins.deviate(numbers_in_a_list, setup, we_do=are_apart, may_fault=True)
 
@@ -429,7 +429,7 @@ def parts_that_differ(scene: Scene) -> Any:
 @clause("distributed.fsdp.fsdp_optim_state_torch_limit_removed.one_rank_refuses")
 @pytest.mark.deviation("fsdp.load_that_fails_on_one_rank")
 @several_ranks
-def test_parts_that_were_not_saved_together_are_refused(cpu_twins: Twins) -> None:
+def test_shards_not_saved_together_are_refused(cpu_twins: Twins) -> None:
     def is_refused(value: Any) -> bool:
         is_named = "differ between ranks" in value["raised"] and "head.weight" in value["raised"]
         return is_named and value["is_as_before"]
@@ -461,7 +461,7 @@ def received(scene: Scene, way: StateDictMethod) -> dict[str, int]:
 @pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
 @flat_or_originals
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_each_rank_receives_its_part_alone(cpu_twins: Twins, setup: Setup) -> None:
+def test_each_rank_receives_only_its_rows(cpu_twins: Twins, setup: Setup) -> None:
     def is_least(value: Any) -> bool:
         part = value["whole"] / cpu_twins.world_size + value["rows"]
         # Adam keeps two tensors for each parameter.

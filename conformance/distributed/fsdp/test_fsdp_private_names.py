@@ -63,9 +63,7 @@ def _described(value: Any) -> Any:
 @pytest.mark.parametrize(
     "row", _ROWS, ids=lambda row: f"{row.owner.removeprefix(FSDP)}.{row.name}".lstrip(".")
 )
-def test_name_that_others_read_says_what_torchs_says(
-    twins: Twins, row: CompatName, use_orig_params: bool
-) -> None:
+def test_private_name_has_value_of_torch(twins: Twins, row: CompatName, use_orig_params: bool) -> None:
     path = row.owner.removeprefix(FSDP).lstrip(".")
     arguments = {"path": path, "name": row.name, "use_orig_params": use_orig_params}
     for outcome in twins.agree(read, tolerance=TRAINED, **arguments):

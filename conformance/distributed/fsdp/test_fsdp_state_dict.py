@@ -375,13 +375,13 @@ def hooked(scene: Scene) -> dict[str, Any]:
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
 @flat_or_originals
 @pytest.mark.parametrize("wrap", ["root", "leaves"])
-def test_hooks_of_users(twins: Twins, wrap: str, setup: Setup) -> None:
+def test_state_dict_hooks_match_torch(twins: Twins, wrap: str, setup: Setup) -> None:
     twins.agree(hooked, replace(setup, wrap=wrap), EXACT)
 
 
 @clause("distributed.fsdp.fsdp_state_dict.hooks")
 @flat_or_originals
-def test_modules_that_load_in_their_own_way(twins: Twins, setup: Setup) -> None:
+def test_modules_with_custom_load_match_torch(twins: Twins, setup: Setup) -> None:
     twins.agree(loaded_in_its_own_way, setup, EXACT, fits=True)
 
 

@@ -80,7 +80,7 @@ def test_load_failure_on_all_ranks_changes_nothing(cpu_twins: Twins) -> None:
 @pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
 @pytest.mark.parametrize("fault", ["missing buffer", "misshaped buffer"])
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_parts_are_loaded_by_all_or_by_none(cpu_twins: Twins, kind: str, fault: str) -> None:
+def test_failed_load_of_shards_changes_nothing(cpu_twins: Twins, kind: str, fault: str) -> None:
     last = cpu_twins.world_size - 1
     arguments = {"form": Form(kind), "fault": fault, "on": [last]}
     cpu_twins.deviate(state_dicts.failed, FLAT, **arguments, torch_does=has_changed, we_do=refused_for(last))
@@ -141,7 +141,7 @@ def remembered(scene: Scene) -> list[str]:
 
 @all_or_nothing
 @fails_on_one_rank
-def test_extra_states_of_a_load_that_fails(cpu_twins: Twins) -> None:
+def test_failed_load_keeps_extra_states(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         remembered,
         FLAT,
@@ -192,7 +192,7 @@ def test_misfitting_weight_of_custom_load_raises(cpu_twins: Twins) -> None:
     ids=["flat", "originals", "mesh"],
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_parts_of_another_shape(cpu_twins: Twins, setup: Setup, kind: str) -> None:
+def test_shards_of_another_shape_are_refused(cpu_twins: Twins, setup: Setup, kind: str) -> None:
     reported = (
         f"body.parts.0.inner.weight: rank 1 of {cpu_twins.world_size} got a {kind} of shape (2, 7) "
         "but the parameter has the shape"

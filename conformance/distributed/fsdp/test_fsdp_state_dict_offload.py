@@ -45,7 +45,7 @@ def contents_of(outcomes: Sequence[Outcome]) -> RankOutcomes:
 
 @clause("distributed.fsdp.fsdp_state_dict.whole_on_the_cpu")
 @pytest.mark.reference_limit("fsdp.full_state_dict_to_cpu")
-def test_torch_cannot_bring_a_whole_dict_to_a_cpu(torch_cannot: Callable[..., None]) -> None:
+def test_torch_cannot_offload_full_state_dict_on_cpu(torch_cannot: Callable[..., None]) -> None:
     form = Form("FULL", _TO_CPU)
     torch_cannot(state_dicts.saved, FLAT, form=form)
 
@@ -88,7 +88,7 @@ def test_full_state_dict_is_stored_once(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_state_dict.parameters_on_the_cpu")
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_states_of_parameters_that_are_offloaded(cpu_twins: Twins, strategy: str, kind: str) -> None:
+def test_states_of_offloaded_parameters_match_torch(cpu_twins: Twins, strategy: str, kind: str) -> None:
     """Model and optimizer states of offloaded parameters equal torch's states without offload, and can be loaded."""
     plain, form = leaf_by_leaf(strategy), Form(kind)
     offloaded = replace(plain, offload_params=True)

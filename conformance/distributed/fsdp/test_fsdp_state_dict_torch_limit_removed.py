@@ -88,7 +88,7 @@ def _wrapped_on_meta(scene: Scene) -> nn.Module:
 @clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
 @each_kind
 @both_kinds
-def test_modules_built_on_meta(cpu_twins: Twins, kind: str, use_orig_params: bool) -> None:
+def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, use_orig_params: bool) -> None:
     setup = Setup(arguments={"use_orig_params": use_orig_params})
     for value in cpu_twins.values(built_on_meta, setup, form=Form(kind), assign=False):
         assert value == {"ignored": False, "managed": True, "warned": True}
@@ -119,7 +119,7 @@ def _placements(scene: Scene, saved: Mapping[str, Any], *, offloads: bool) -> li
 @pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.parametrize(("kind", "offloads"), [("SHARDED", False), ("SHARDED", True), ("LOCAL", False)])
 @pytest.mark.world_sizes(fewest=2)
-def test_shards_are_where_they_are_said_to_be(twins: Twins, kind: str, offloads: bool) -> None:
+def test_shards_are_on_requested_device(twins: Twins, kind: str, offloads: bool) -> None:
     judge_placement(twins, shard_placements, offloads, form=Form(kind, {"offload_to_cpu": offloads}))
 
 
@@ -140,7 +140,7 @@ def state_placements(scene: Scene, *, way: StateDictMethod) -> list[tuple[bool, 
     ids=str,
 )
 @pytest.mark.world_sizes(fewest=2)
-def test_parts_of_states_are_where_they_are_said_to_be(twins: Twins, way: StateDictMethod) -> None:
+def test_shards_of_states_are_on_requested_device(twins: Twins, way: StateDictMethod) -> None:
     judge_placement(twins, state_placements, way.offloads, way=way)
 
 
@@ -157,7 +157,7 @@ def devices_of_states(scene: Scene, *, way: StateDictMethod) -> set[str]:
 @clause("distributed.fsdp.fsdp_state_dict.placed")
 @pytest.mark.deviation("fsdp.offloaded_state_dicts")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_states_that_are_not_sharded_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
+def test_unsharded_states_are_offloaded(twins: Twins, strategy: str, device: str) -> None:
     twins.deviate(
         devices_of_states,
         leaf_by_leaf(strategy, use_orig_params=True),
@@ -220,7 +220,7 @@ def test_late_parameter_of_wrapped_module_is_saved_and_loaded(
 @clause("distributed.fsdp.fsdp_state_dict.assigned")
 @pytest.mark.deviation("fsdp.assigned_parameters")
 @each_kind
-def test_modules_built_on_meta_are_assigned_to(cpu_twins: Twins, kind: str) -> None:
+def test_model_built_on_meta_loads_with_assign(cpu_twins: Twins, kind: str) -> None:
     cpu_twins.deviate(
         built_on_meta,
         ORIGINALS,
@@ -252,7 +252,7 @@ def test_state_dict_of_half_world_is_refused(twins_of: TwinsOf, kind: str) -> No
 @clause("distributed.fsdp.fsdp_state_dict.local_with_original_parameters")
 @pytest.mark.deviation("fsdp.local_state_dict_of_originals")
 @pytest.mark.world_sizes(fewest=2, also=[3])
-def test_shards_of_original_parameters(cpu_twins: Twins) -> None:
+def test_local_state_dict_of_original_parameters_loads(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         state_dicts.loads_its_own,
         ORIGINALS,
@@ -264,7 +264,7 @@ def test_shards_of_original_parameters(cpu_twins: Twins) -> None:
 
 @clause("distributed.fsdp.fsdp_state_dict.local_of_originals_by_torch")
 @more_worlds
-def test_torchs_shards_of_original_parameters(cpu_twins: Twins) -> None:
+def test_local_state_dict_of_originals_by_torch_loads(cpu_twins: Twins) -> None:
     arguments = {"source": cpu_twins.reference.spec, "form": Form("LOCAL")}
     for value in cpu_twins.values(state_dicts.exchanged, ORIGINALS, **arguments):
         assert value["keys"] == "<All keys matched successfully>"
@@ -274,7 +274,7 @@ def test_torchs_shards_of_original_parameters(cpu_twins: Twins) -> None:
 
 @clause("distributed.fsdp.fsdp_state_dict.local_of_replicas")
 @pytest.mark.deviation("fsdp.local_of_replicas")
-def test_shards_of_every_replica(twins_of: TwinsOf) -> None:
+def test_local_state_dict_loads_on_every_replica(twins_of: TwinsOf) -> None:
     twins_of(4).deviate(
         state_dicts.loads_its_own,
         Setup("HYBRID_SHARD", ranks="groups", shards=2, wrap="leaves"),
@@ -337,7 +337,7 @@ def after_an_error_inside(scene: Scene) -> str:
 
 @clause("distributed.fsdp.fsdp_state_dict.settings_after_an_error")
 @pytest.mark.deviation("fsdp.state_dict_type_after_an_error")
-def test_settings_after_an_error(cpu_twins: Twins) -> None:
+def test_state_dict_type_is_restored_after_error(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         after_an_error_inside,
         FLAT,
@@ -359,7 +359,7 @@ def set_on_no_unit(scene: Scene) -> Any:
 
 @clause("distributed.fsdp.fsdp_state_dict.settings_without_units")
 @pytest.mark.deviation("fsdp.state_dict_type_without_units")
-def test_settings_without_units(cpu_twins: Twins) -> None:
+def test_state_dict_type_takes_module_without_units(cpu_twins: Twins) -> None:
     cpu_twins.deviate(
         set_on_no_unit,
         torch_does=each(lambda value: value.startswith("KeyError")),
@@ -440,7 +440,7 @@ def traffic(scene: Scene) -> dict[str, int]:
 @pytest.mark.deviation("fsdp.sharded_state_dict_gathers")
 @pytest.mark.world_sizes(fewest=2, also=[3, 4])
 @pytest.mark.parametrize("setup", [FLAT, Setup()], ids=["leaves", "root"])
-def test_sharded_state_dicts_move_what_is_held(cpu_twins: Twins, setup: Setup) -> None:
+def test_sharded_state_dict_moves_at_most_the_share_of_a_rank(cpu_twins: Twins, setup: Setup) -> None:
     """A rank moves at most its share of the model and one row of each parameter."""
     plain = list(TREE.build().parameters())
     elements = sum(p.numel() for p in plain) / cpu_twins.world_size + sum(p[0].numel() for p in plain)

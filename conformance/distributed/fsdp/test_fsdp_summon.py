@@ -78,7 +78,7 @@ def summon(scene: Scene, *, options: Mapping[str, Any], at: int = 0, adds: float
 @example(
     options={"with_grads": True, "rank0_only": True, "writeback": False}, use_orig_params=True, at=0, adds=0.0
 )
-def test_every_option(
+def test_summon_with_any_option_matches_torch(
     twins: Twins, strategy: str, options: Mapping[str, bool], use_orig_params: bool, at: int, adds: float
 ) -> None:
     setup = leaf_by_leaf(strategy, use_orig_params)
@@ -339,7 +339,7 @@ def test_torch_cannot_offload_on_a_cpu(torch_cannot: Callable[..., None]) -> Non
 @both_kinds
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 @pytest.mark.world_sizes(fewest=2)
-def test_offloads_what_it_gathers(
+def test_summon_offloads_gathered_parameters(
     twins: Twins, strategy: str, use_orig_params: bool, rank0_only: bool
 ) -> None:
     """Compare the parameters, and expect a warning about memory.

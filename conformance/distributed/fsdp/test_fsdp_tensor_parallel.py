@@ -273,7 +273,7 @@ def on_another_mesh(scene: Scene) -> None:
 
 @clause("distributed.fsdp.fully_shard.tensor_parallel")
 @FULL_PROFILE
-def test_fully_shard_refuses_meshes_that_do_not_belong_together(plain_twins_of: TwinsOf) -> None:
+def test_fully_shard_refuses_unrelated_meshes(plain_twins_of: TwinsOf) -> None:
     assert raise_an_error(plain_twins_of(4).agree(on_another_mesh, may_raise=True))
 
 
@@ -404,7 +404,7 @@ def reshard(scene: Scene, path: str, sizes: tuple[int, ...]) -> dict[str, Tensor
 @clause("distributed.fsdp.fsdp_tensor_parallel.reshards")
 @FULL_PROFILE
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
-def test_another_mesh_reads_what_was_written(
+def test_checkpoint_loads_on_another_mesh(
     plain_twins_of: TwinsOf, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     twins = plain_twins_of(4)

@@ -220,7 +220,9 @@ def stepped_beside(scene: Scene) -> list[Tensor]:
     ("does", "makes"),
     [(continued_after_the_error, Forked), (stepped_elsewhere, Parted), (stepped_beside, Headed)],
 )
-def test_training_goes_on(twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping) -> None:
+def test_training_continues_after_unread_step(
+    twins: Twins, does: Does, makes: type[nn.Module], wrapping: Wrapping
+) -> None:
     """A step of parameters that the backward does not read does no harm."""
     arguments = {"does": does, "makes": makes, **wrapping}
     twins.deviate_to_unsharded(written, **arguments, may_agree=True)

@@ -239,7 +239,7 @@ def test_float64_gradients_are_clipped(cpu_twins: Twins) -> None:
 @pytest.mark.deviation("fsdp.replicas_of_one")
 @pytest.mark.parametrize("replicas", ["mesh", "default"])
 @pytest.mark.world_sizes(fewest=2)
-def test_replicas_that_nobody_shares_are_averaged(cpu_twins: Twins, replicas: str) -> None:
+def test_replicas_of_one_rank_are_averaged(cpu_twins: Twins, replicas: str) -> None:
     """The default groups assume as many ranks on a host as devices, which is one rank on the CPU."""
     cpu_twins.deviate_to_unsharded(accumulate, module="plain", replicas=replicas)
 

@@ -107,7 +107,7 @@ def tied_on_meta(scene: Scene, *, across: bool, by: str) -> tuple[int, float]:
 @pytest.mark.deviation("fsdp.tied_on_meta")
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("by", ["reset", "function", "recursive function"])
-def test_weights_that_are_tied_on_the_meta_device_stay_tied(cpu_twins: Twins, across: bool, by: str) -> None:
+def test_weights_tied_on_meta_device_stay_tied(cpu_twins: Twins, across: bool, by: str) -> None:
     """The model has one weight and one bias, not two weights and a bias.
 
     With ones as values, the gradients are known.

@@ -57,7 +57,7 @@ def test_forward_uses_step(cpu_twins: Twins) -> None:
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_low_precision")
 @pytest.mark.deviation("fsdp.tied_in_low_precision")
 @pytest.mark.parametrize("keeps", [True, False])
-def test_gradients_in_low_precision_are_shown_at_both_places_of_a_parameter(
+def test_low_precision_gradients_are_set_at_both_places_of_tied_parameter(
     cpu_twins: Twins, keeps: bool
 ) -> None:
     policy = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": keeps}
@@ -95,7 +95,7 @@ def test_frozen_parameter_stays_parameter(cpu_twins: Twins, strategy: str) -> No
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.accumulates_what_thawed")
 @pytest.mark.deviation("fsdp.accumulates_what_thawed")
-def test_gradients_of_what_thawed_add_up(cpu_twins: Twins) -> None:
+def test_gradients_of_thawed_parameter_accumulate(cpu_twins: Twins) -> None:
     """Train with NO_SHARD, after a step of several backwards in which the parameter was frozen."""
     setup = Setup("NO_SHARD", arguments={"use_orig_params": True})
     steps = (Step(forwards=2), Step(forwards=2, order="no_sync", before="thaw"))

@@ -128,7 +128,7 @@ def given_one_dimension(scene: Scene) -> list[Tensor]:
 @clause("distributed.fsdp.fully_sharded_data_parallel.writes.shapes")
 @each_strategy
 @pytest.mark.parametrize("does", [given_more_elements, given_one_dimension])
-def test_memory_of_another_shape(twins: Twins, does: Does, strategy: str) -> None:
+def test_assigned_memory_needs_same_number_of_elements(twins: Twins, does: Does, strategy: str) -> None:
     arguments = {"does": does, "strategy": strategy, "use_orig_params": True}
     actual = twins.agree(written, tolerance=TRAINED, may_raise=True, **arguments)
     is_refused = raises(RuntimeError, "Cannot writeback")(actual)
@@ -183,7 +183,7 @@ def moved(scene: Scene) -> list[Tensor]:
 @pytest.mark.deviation("fsdp.waiting_gradients")
 @each_wrapping
 @pytest.mark.parametrize("does", [zeroed, replaced_gradients, not_reached, moved])
-def test_gradients_that_wait_are_what_is_shown_of_them(twins: Twins, does: Does, wrapping: Wrapping) -> None:
+def test_unreduced_gradients_follow_changes_of_grad(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
 
 

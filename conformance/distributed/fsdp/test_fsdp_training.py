@@ -84,7 +84,7 @@ def test_trains_replicas(
 @clause("distributed.fsdp.fully_sharded_data_parallel.hybrid")
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @FULL_PROFILE
-def test_trains_one_replica(cpu_twins: Twins, strategy: str) -> None:
+def test_single_replica_trains(cpu_twins: Twins, strategy: str) -> None:
     setup = Setup(strategy, ranks="meshes", shards=cpu_twins.world_size, wrap="leaves")
     cpu_twins.train(Training(LARGE, setup, (Step(), Step())))
 
