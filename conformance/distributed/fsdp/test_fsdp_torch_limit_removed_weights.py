@@ -15,43 +15,9 @@ from conformance.distributed.fsdp.scenes.rank_judging import (
     tolerance_of_policy,
     trains_like_unsharded,
 )
-from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import Twins, each, holds, raises
 from conformance.judge.clauses import clause
-
-
-def output_after_a_step(
-    scene: Scene, *, evaluates: bool, fused: bool, learning_rate: float = 0.5
-) -> torch.Tensor:
-    """Return the model's output after a step. The model may be evaluated between the backward and the step."""
-    model = scene.wrap(filled(nn.Linear(3, 4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, fused=fused)
-    x = torch.linspace(0, 1, 15).view(5, 3)
-    scene.mean(lambda rank: model(x - rank * 0.25).square().mean()).backward()
-    with torch.no_grad():
-        if evaluates:
-            model(torch.ones(1, 3))
-        optimizer.step()
-        return model(torch.ones(1, 3))
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
-@pytest.mark.deviation("fsdp.step_after_evaluation")
-@pytest.mark.parametrize("fused", [False, True])
-def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> None:
-    """torch's fused updates write to parameters without moving their version counters."""
-    arguments: dict[str, Any] = {"evaluates": True, "fused": fused}
-    cpu_twins.deviate_to_unsharded(
-        output_after_a_step,
-        **arguments,
-        torch_does=cpu_twins.like_unsharded(output_after_a_step, learning_rate=0.0, **arguments),
-        may_agree=cpu_twins.is_alone,
-    )
-
-
-@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
-def test_forward_uses_step(cpu_twins: Twins) -> None:
-    cpu_twins.agree_with_unsharded(output_after_a_step, evaluates=False, fused=False)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.tied_in_low_precision")

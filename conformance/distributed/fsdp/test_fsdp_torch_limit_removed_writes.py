@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,27 @@ def inferred_first(scene: Scene) -> list[Tensor]:
 )
 def test_written_values_are_used_in_computation(twins: Twins, does: Does, wrapping: Wrapping) -> None:
     twins.deviate_to_unsharded(written, does=does, **wrapping, may_agree=True)
+
+
+def stepped_after_evaluation(scene: Scene, *, fused: bool) -> list[Tensor]:
+    """Step twice, the second time after an evaluation that follows the backward."""
+    backward(scene, 0)
+    step(scene, fused=fused)
+    outputs = [output(scene)]
+    backward(scene, 1)
+    outputs.append(output(scene))
+    step(scene, fused=fused)
+    return [*outputs, output(scene)]
+
+
+@clause("distributed.fsdp.fsdp_torch_limit_removed.steps_are_seen")
+@pytest.mark.deviation("fsdp.step_after_evaluation")
+@pytest.mark.parametrize("fused", [False, True])
+def test_forward_uses_step_after_evaluation(cpu_twins: Twins, fused: bool) -> None:
+    """torch's fused updates write to parameters without moving their version counters."""
+    does = partial(stepped_after_evaluation, fused=fused)
+    arguments = {"does": does, "strategy": "FULL_SHARD", "use_orig_params": False}
+    cpu_twins.deviate_to_unsharded(written, **arguments, may_agree=cpu_twins.is_alone)
 
 
 def given_more_elements(scene: Scene) -> list[Tensor]:
