@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from conformance import simulator
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Training, buffers_of, mesh_of
@@ -24,7 +22,7 @@ from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_ranks_agree,
     trains_like_unsharded,
 )
-from conformance.distributed.fsdp.scenes.scene import TREE, Scene, filled
+from conformance.distributed.fsdp.scenes.scene import TREE, Scene
 from conformance.distributed.fsdp.scenes.twins import (
     STRATEGIES,
     Twins,
@@ -332,33 +330,3 @@ def test_trains_with_whole_parameters_offloaded(twins: Twins) -> None:
         we_do=lambda outcomes: trains_like_unsharded(outcomes, offloaded),
         may_agree=True,  # unless a copy overlaps with the next one
     )
-
-
-def tensor_parallel(scene: Scene, *, use_orig_params: bool, ignored: bool) -> dict[str, Any]:
-    """Run a step of a model with one layer that is tensor parallel over another dimension of the mesh."""
-    plain = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-    mesh = scene.rank.mesh(scene.rank.world_size, 1, names=("sharded", "parallel"))
-    parallelize_module(plain, mesh["parallel"], {"2": ColwiseParallel()})
-    model = scene.wrap(
-        plain,
-        device_mesh=mesh["sharded"],
-        use_orig_params=use_orig_params,
-        ignored_states=list(plain[2].parameters()) if ignored else None,
-    )
-    loss = model(torch.ones(2, 3) * (1 + scene.rank.rank)).square().sum()
-    loss.backward()
-    return {"loss": loss.detach(), "gradients": [_local(p.grad) for p in model.parameters()]}
-
-
-def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-@clause("distributed.fsdp.fully_sharded_data_parallel.tensor_parallel")
-@pytest.mark.parametrize("ignored", [False, True])
-@both_kinds
-def test_parameters_of_tensor_parallelism_train(
-    twins_of: TwinsOf, use_orig_params: bool, ignored: bool
-) -> None:
-    """The test needs two ranks, because torch fails in a world of one."""
-    twins_of(2).agree(tensor_parallel, use_orig_params=use_orig_params, ignored=ignored)

@@ -46,12 +46,12 @@ class Parallel:
     Args:
         sizes: sizes of the mesh: replicas (if there are three), ranks that share the data, ranks that share a weight.
         arguments: arguments of FullyShardedDataParallel or of fully_shard.
-        leaves_last: whether the last block is left to the outermost unit.
+        last_block: a `unit` of its own, left to the `root`, or `ignored`.
     """
 
     sizes: tuple[int, ...]
     arguments: Mapping[str, Any]
-    leaves_last: bool = False
+    last_block: str = "unit"
     is_fully_shard: bool = False
 
     def mesh(self, scene: Scene) -> DeviceMesh:
@@ -91,17 +91,18 @@ class ParallelTraining:
         mesh = parallel.mesh(scene)
         for block in model[:2] if scene.shards else ():
             parallelize_module(block, mesh["model"], {name: style() for name, style in _PLAN.items()})
-        for index in range(1 if parallel.leaves_last else 2):
+        for index in range(2 if parallel.last_block == "unit" else 1):
             model[index] = self._sharded(model[index], mesh)
-        self.model = self._sharded(model, mesh)
+        ignored = {"ignored_states": [*model[1].parameters()]} if parallel.last_block == "ignored" else {}
+        self.model = self._sharded(model, mesh, **ignored)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
-    def _sharded(self, module: nn.Module, mesh: Any) -> Any:
+    def _sharded(self, module: nn.Module, mesh: Any, **ignored: Any) -> Any:
         names = _NAMES[-len(self.parallel.sizes) : -1]
         data = mesh and mesh[names if len(names) > 1 else names[0]]
         if self.parallel.is_fully_shard:
             return self.scene.shard(module, mesh=data, **self.parallel.arguments)
-        return self.scene.wrap(module, device_mesh=data, **self.parallel.arguments)
+        return self.scene.wrap(module, device_mesh=data, **self.parallel.arguments, **ignored)
 
     def backward(self, step: int) -> Tensor:
         """Run a backward. Ranks that share a weight have the same data."""
@@ -188,20 +189,20 @@ _BOTH = pytest.mark.parametrize(
 _MESHES: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
     (_FLAT, ()),
     (_ORIGINALS, ()),
-    (Parallel((2, 2), WITH_FLAT, leaves_last=True), (FULL_PROFILE,)),
+    (Parallel((2, 2), WITH_FLAT, last_block="root"), (FULL_PROFILE,)),
     (Parallel((2, 2), WITH_ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL_PROFILE,)),
     (Parallel((2, 2), WITH_FLAT | {"strategy": "NO_SHARD"}), (FULL_PROFILE,)),
     (Parallel((4, 1), WITH_ORIGINALS), (FULL_PROFILE,)),
     (Parallel((1, 4), WITH_FLAT), (FULL_PROFILE,)),
     (Parallel((1, 2), WITH_FLAT), (FULL_PROFILE,)),
-    (Parallel((2, 1), WITH_FLAT, leaves_last=True), (FULL_PROFILE,)),
+    (Parallel((2, 1), WITH_FLAT, last_block="root"), (FULL_PROFILE,)),
     (Parallel((2, 2, 2), WITH_FLAT | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
     (Parallel((2, 2, 2), WITH_ORIGINALS | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
 ]
 _MESHES_OF_FULLY_SHARD: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
     (_FULLY, ()),
     (
-        Parallel((2, 2), {"reshard_after_forward": False}, leaves_last=True, is_fully_shard=True),
+        Parallel((2, 2), {"reshard_after_forward": False}, last_block="root", is_fully_shard=True),
         (FULL_PROFILE,),
     ),
     (Parallel((4, 1), {}, is_fully_shard=True), (FULL_PROFILE,)),
@@ -234,6 +235,12 @@ def test_tensor_parallel_training_matches_torch_and_unsharded(
 ) -> None:
     outcomes = mesh_twins.agree(train, parallel=parallel)
     assert mesh_twins.like_unsharded(train, of="whole", parallel=parallel)(outcomes), outcomes
+
+
+@clause("distributed.fsdp.fully_sharded_data_parallel.tensor_parallel")
+@pytest.mark.parametrize("arguments", [WITH_FLAT, WITH_ORIGINALS], ids=["flat", "originals"])
+def test_ignored_dtensors_stay_local(plain_twins_of: TwinsOf, arguments: dict[str, Any]) -> None:
+    plain_twins_of(2).agree(train, parallel=Parallel((2, 1), arguments, last_block="ignored"))
 
 
 def clip_sharded(scene: Scene, parallel: Parallel) -> dict[str, Any]:
