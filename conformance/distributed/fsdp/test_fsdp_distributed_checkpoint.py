@@ -44,9 +44,10 @@ from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import EXACT
 
 ROWS = StateDictMethod("SHARDED", offloads=False)
+ON_MESH = Setup(wrap="leaves", ranks="mesh")
 every_form = pytest.mark.parametrize(
     ("setup", "way"),
-    [(FLAT, FULL), (ORIGINALS, ROWS), (Setup(wrap="leaves", ranks="mesh"), ROWS)],
+    [(FLAT, FULL), (ORIGINALS, ROWS), (ON_MESH, ROWS)],
     ids=["whole", "ShardedTensor", "DTensor"],
 )
 WORLDS = (1, 2, 3, 4)
@@ -125,11 +126,21 @@ def written(scene: Scene, *, path: str, way: StateDictMethod) -> Any:
     return trained.unsharded()
 
 
-@clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
+_READ = clause("distributed.fsdp.fsdp_distributed_checkpoint.read")
+_OTHER_WORLDS = clause("distributed.fsdp.fsdp_state_dict.other_worlds")
+
+
 @pytest.mark.parametrize(
-    ("way", "worlds"), [(FULL, (2, 3)), (ROWS, (3, 2))], ids=lambda value: getattr(value, "name", None)
+    ("setup", "way", "worlds"),
+    [
+        pytest.param(FLAT, FULL, (2, 3), id="flat, full", marks=_READ),
+        pytest.param(ORIGINALS, FULL, (2, 3), id="originals, full", marks=_READ),
+        pytest.param(FLAT, ROWS, (3, 2), id="flat, rows", marks=_READ),
+        pytest.param(ORIGINALS, ROWS, (3, 2), id="originals, rows", marks=_READ),
+        pytest.param(FLAT, ROWS, (1, 2), id="flat, of one rank", marks=_OTHER_WORLDS),
+        pytest.param(ON_MESH, ROWS, (2, 4), id="mesh", marks=_OTHER_WORLDS),
+    ],
 )
-@flat_or_originals
 def test_checkpoint_is_read_by_another_number_of_ranks(
     twins_of: TwinsOf, tmp_path: Path, setup: Setup, way: StateDictMethod, worlds: tuple[int, int]
 ) -> None:

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from conformance.distributed.fsdp.scenes import state_dicts
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.module_trees import ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
-from conformance.distributed.fsdp.scenes.scene import TREE, Scene, named, survivors, tried
+from conformance.distributed.fsdp.scenes.scene import Scene, named, survivors, tried
 from conformance.distributed.fsdp.scenes.state_dicts import (
     DAMAGES,
     Form,
@@ -214,16 +213,6 @@ def loads_on_demand(scene: Scene, *, fault: str) -> dict[str, Any]:
     }
 
 
-def read(scene: Scene, *, path: str, form: Form) -> dict[str, Any]:
-    """Load a state with torch.distributed.checkpoint into a model with other values. Return the full parameters."""
-    target = scene.wrapped(scene.tree.build(1))
-    set_form(scene.library, target, form)
-    state_dict = target.state_dict()
-    torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)
-    target.load_state_dict(state_dict)
-    return scene.whole_parameters(target)
-
-
 @clause("distributed.fsdp.fsdp_state_dict.on_demand")
 @pytest.mark.parametrize("fault", ["", "misshaped"])
 @flat_or_originals
@@ -252,46 +241,24 @@ def test_values_on_demand_are_freed_while_loading(cpu_twins: Twins) -> None:
         assert 0 < times_the_model < 0.9
 
 
-def written(scene: Scene, *, path: str, form: Form) -> list[str]:
-    """Save a model's state with torch.distributed.checkpoint. Return its keys."""
-    set_form(scene.library, scene.model, form)
-    state_dict = scene.model.state_dict()
-    torch.distributed.checkpoint.save(state_dict, checkpoint_id=path)
-    return list(state_dict)
-
-
-@clause("distributed.fsdp.fsdp_state_dict.other_worlds")
-@pytest.mark.parametrize(("by", "sizes"), [("default", (1, 2)), ("default", (3, 2)), ("mesh", (2, 4))])
-def test_checkpoint_loads_on_another_world_size(
-    twins_of: TwinsOf, tmp_path: Path, by: str, sizes: tuple[int, int]
-) -> None:
-    setup = Setup(wrap="leaves", ranks=by)
-    arguments = {"path": str(tmp_path / "checkpoint"), "form": Form("SHARDED")}
-    twins_of(sizes[0]).values(written, setup, **arguments)
-    for parameters in twins_of(sizes[1]).values(read, setup, **arguments):
-        for name, expected in TREE.build().named_parameters():
-            assert torch.equal(parameters[name].values, expected.detach()), name
-
-
 def settings(scene: Scene) -> dict[str, Any]:
     """Return the settings before and after changes, and the errors of settings that are refused."""
-    fsdp, types = scene.fsdp, scene.library.distributed.fsdp.StateDictType
-    configs = scene.library.distributed.fsdp
+    fsdp, api, types = scene.fsdp, scene.api, scene.api.StateDictType
     reported: dict[str, Any] = {"at first": str(fsdp.get_state_dict_type(scene.model))}
     for kind in types:
         reported[f"before {kind}"] = str(fsdp.set_state_dict_type(scene.model, kind))
         reported[f"after {kind}"] = _set_now(scene)
     rank0_configs = (
-        configs.FullStateDictConfig(rank0_only=True),
-        configs.FullOptimStateDictConfig(rank0_only=True),
+        api.FullStateDictConfig(rank0_only=True),
+        api.FullOptimStateDictConfig(rank0_only=True),
     )
     with fsdp.state_dict_type(scene.model, types.FULL_STATE_DICT, *rank0_configs):
         inside = fsdp.get_state_dict_type(scene.model)
         reported["inside"] = [str(inside), inside.state_dict_config is rank0_configs[0]]
     reported["outside"] = _set_now(scene)
     refused: list[tuple[Any, ...]] = [
-        (types.FULL_STATE_DICT, configs.ShardedStateDictConfig()),
-        (types.FULL_STATE_DICT, None, configs.LocalOptimStateDictConfig()),
+        (types.FULL_STATE_DICT, api.ShardedStateDictConfig()),
+        (types.FULL_STATE_DICT, None, api.LocalOptimStateDictConfig()),
         ("FULL_STATE_DICT",),
     ]
     reported["refused"] = [
