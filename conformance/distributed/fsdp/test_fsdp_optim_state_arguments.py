@@ -211,7 +211,7 @@ def of_a_part_called_module(scene: Scene) -> Any:
     """Use a module called `module`, the name that wrappers give to their module and remove from other names."""
     parts = {"module": nn.Linear(3, 4), "head": nn.Linear(4, 2)}
     plain_model = filled(nn.Sequential(OrderedDict(parts)))
-    scene.model = scene.wrap(plain_model, use_orig_params=scene.setup.uses_orig_params)
+    scene.model = scene.wrapped(plain_model)
     return there_and_back(scene, Optimized("momentum"), FULL)
 
 

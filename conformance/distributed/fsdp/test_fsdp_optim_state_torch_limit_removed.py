@@ -277,7 +277,7 @@ def transposed(scene: Scene) -> Any:
     weight = nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
     module = nn.Module()
     module.register_parameter("weight", weight)
-    scene.model = scene.wrap(module, use_orig_params=scene.setup.uses_orig_params)
+    scene.model = scene.wrapped(module)
     optimizer = Optimized("momentum").stepped(scene.model)
     loaded = OLDER_FULL.load(scene, optimizer, OLDER_FULL.save(scene, optimizer))
     states = optimizer.state_dict()["state"]

@@ -329,7 +329,7 @@ def test_shards_are_assigned(cpu_twins: Twins) -> None:
 
 def after_an_error_inside(scene: Scene) -> str:
     """Return the type that is set after an exception inside the context."""
-    types = scene.library.distributed.fsdp.StateDictType
+    types = scene.api.StateDictType
     with contextlib.suppress(KeyError), scene.fsdp.state_dict_type(scene.model, types.SHARDED_STATE_DICT):
         raise KeyError("injected")
     return scene.fsdp.get_state_dict_type(scene.model).state_dict_type.name
@@ -348,7 +348,7 @@ def test_state_dict_type_is_restored_after_error(cpu_twins: Twins) -> None:
 
 def set_on_no_unit(scene: Scene) -> Any:
     """Enter the context for a module without units. Return the result or the error."""
-    types = scene.library.distributed.fsdp.StateDictType
+    types = scene.api.StateDictType
 
     def enter() -> str:
         with scene.fsdp.state_dict_type(nn.Linear(1, 1), types.SHARDED_STATE_DICT):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -261,8 +260,7 @@ def cast_between(scene: Scene) -> list[Tensor]:
 def flat_cast_between(scene: Scene) -> list[Tensor]:
     """Cast the flat parameters by their private name, as accelerate does. Return the full gradients."""
     graph = loss(scene, 0)
-    model: Any = scene.model
-    for unit in type(model).fsdp_modules(model):
+    for unit in scene.units:
         if unit._flat_param is not None:
             unit._flat_param.data = unit._flat_param.data.double()
     graph.backward()

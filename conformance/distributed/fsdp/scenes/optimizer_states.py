@@ -114,20 +114,15 @@ class StateDictMethod:
             return scene.fsdp.optim_state_dict_to_load(scene.model, optimizer, saved, **arguments)
 
     def set_on(self, scene: Scene) -> Any:
-        api = scene.api
-        configs = {
-            "FULL": lambda: (
-                api.FullStateDictConfig(),
-                api.FullOptimStateDictConfig(offload_to_cpu=self.offloads, rank0_only=self.rank0_only),
-            ),
-            "SHARDED": lambda: (
-                api.ShardedStateDictConfig(),
-                api.ShardedOptimStateDictConfig(offload_to_cpu=self.offloads),
-            ),
-            "LOCAL": lambda: (api.LocalStateDictConfig(), api.LocalOptimStateDictConfig(self.offloads)),
-        }
-        kind = api.StateDictType[f"{self.name}_STATE_DICT"]
-        return scene.fsdp.state_dict_type(scene.model, kind, *configs[self.name]())
+        """Return a context manager in which the model has this state dict type."""
+        api, of_kind = scene.api, self.name.capitalize()
+        options = {"offload_to_cpu": self.offloads} | ({"rank0_only": True} if self.rank0_only else {})
+        return scene.fsdp.state_dict_type(
+            scene.model,
+            api.StateDictType[f"{self.name}_STATE_DICT"],
+            getattr(api, f"{of_kind}StateDictConfig")(),
+            getattr(api, f"{of_kind}OptimStateDictConfig")(**options),
+        )
 
 
 OLDER_FULL = StateDictMethod("full")
