@@ -385,11 +385,6 @@ def course(
     rank: Rank, library: str, way: str, seed: int, dropped: tuple[str, int] | None = None
 ) -> ScheduledTraining:
     """Return a training's results under one schedule, optionally without the wait that a line of a file issues."""
-    with _dropped(*dropped) if dropped else contextlib.nullcontext():
-        return course_of(rank, library, WAYS[way], seed)
-
-
-def course_of(rank: Rank, library: str, way: ShardedProgram, seed: int) -> ScheduledTraining:
     loaded = importlib.import_module(LIBRARIES[library])
     # Freeze the objects of earlier trainings, because a collection by Python depends on what ran before. Objects that
     # stay, such as those that torch's FSDP1 leaks at one rank, need not be traversed again.
@@ -398,8 +393,9 @@ def course_of(rank: Rank, library: str, way: ShardedProgram, seed: int) -> Sched
     gc.disable()
     simulator.log_hazards()
     simulator.set_schedule(seed, rank.rank)
-    bits = _train(loaded, way, rank)
-    simulator.synchronize()
+    with _dropped(*dropped) if dropped else contextlib.nullcontext():
+        bits = _train(loaded, WAYS[way], rank)
+        simulator.synchronize()
     return ScheduledTraining(
         bits,
         simulator.course(),
@@ -468,7 +464,8 @@ def _train(library: ModuleType, way: ShardedProgram, rank: Rank) -> str:
 @contextlib.contextmanager
 def _dropped(file: str, line: int) -> Iterator[None]:
     """Drop the wait for an event, or of the host, that `line` of `file` in impl's FSDP issues."""
-    streams = importlib.import_module(f"{LIBRARIES['impl']}._streams")
+    from impl.distributed.fsdp._engine import streams  # noqa: PLC0415 - after the device is registered
+
     with contextlib.ExitStack() as stack:
         for name in ("wait", "block"):
             waits = getattr(streams.DeviceStreams, name)
