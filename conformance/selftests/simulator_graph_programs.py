@@ -178,7 +178,7 @@ def _is_not_waited_for() -> None:
 
 
 def refusals() -> dict[str, list[str]]:
-    """Return the error of each call in a capture, and the error at the end of the capture."""
+    """Return the error of each call in a capture and at the end of the capture, and of calls outside."""
     x, default, event, host = filled(1.0), main_stream(), torch.Event("sim"), torch.ones(N)
     event.record()
     done = captured(lambda: x.add_(1))
@@ -202,16 +202,11 @@ def refusals() -> dict[str, list[str]]:
     errors: dict[str, list[str]] = {}
     for name, call in calls.items():
         mode = "relaxed" if name.startswith("relaxed") else "default"
-        graph, texts = torch.accelerator.Graph(capture_error_mode=mode), errors.setdefault(name, [])
+        graph = torch.accelerator.Graph(capture_error_mode=mode)
         with torch.Stream("sim"):
             graph.capture_begin()
-            for function in (call, graph.capture_end):
-                try:
-                    function()
-                    texts.append("")
-                except RuntimeError as error:
-                    texts.append(str(error).splitlines()[0])
-    for name, capture in {
+            errors[name] = [_error_of(call), _error_of(graph.capture_end)]
+    others: dict[str, Callable[[], object]] = {
         "in the default stream": torch.accelerator.Graph().capture_begin,
         "a replay of nothing": torch.accelerator.Graph().replay,
         "an event of a capture that is over": _event_of_a_capture().query,
@@ -219,13 +214,17 @@ def refusals() -> dict[str, list[str]]:
             _event_of_a_capture()
         ),
         "memory that is gone": _replay_of_what_is_gone,
-    }.items():
-        try:
-            capture()
-            errors[name] = [""]
-        except RuntimeError as error:
-            errors[name] = [str(error).splitlines()[0]]
-    return errors
+    }
+    return errors | {name: [_error_of(call)] for name, call in others.items()}
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    """Return the first line of the error that a call raises, or an empty text."""
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def _event_of_a_capture() -> torch.Event:
