@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -155,7 +156,19 @@ def test_only_code_in_functions_is_mutated() -> None:
     assert places == [("A.f.g", 11)]
 
 
-def test_executed_lines_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def line_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Record executed lines in a file of the test."""
+    file = tmp_path / "lines"
+    file.write_bytes(bytes(40))
+    monkeypatch.setenv(lines.FILE, str(file))
+    lines._flags.cache_clear()
+    yield
+    lines._flags.cache_clear()
+
+
+@pytest.mark.usefixtures("line_flags")
+def test_executed_lines_are_recorded() -> None:
     source = '''
     from __future__ import annotations
     def f(x):
@@ -172,10 +185,6 @@ def test_executed_lines_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
         return g
     '''
-    file = tmp_path / "lines"
-    file.write_bytes(bytes(40))
-    monkeypatch.setenv(lines.FILE, str(file))
-    lines._flags.cache_clear()
     tree = ast.parse(textwrap.dedent(source))
     lines.instrument(tree, 20)
     run: dict[str, object] = {}
@@ -186,7 +195,6 @@ def test_executed_lines_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert lines.take_executed() == [25, 27, 28, 31, 35]
     assert run["f"](True)() == 1
     assert lines.take_executed() == [25, 26, 31, 32, 35]
-    lines._flags.cache_clear()
 
 
 def test_fastest_reaching_test_of_each_clause_comes_first() -> None:
@@ -315,14 +323,8 @@ def test_wait_is_idle_if_device_function_is_empty(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.deadline(120)
-def test_compiled_forward_records_lines_without_graph_break(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "lines"
-    file.write_bytes(bytes(4))
-    monkeypatch.setenv(lines.FILE, str(file))
-    lines._flags.cache_clear()
-
+@pytest.mark.usefixtures("line_flags")
+def test_compiled_forward_records_lines_without_graph_break() -> None:
     def noting(x: torch.Tensor) -> torch.Tensor:
         lines.note(2)
         return x + 1
@@ -330,7 +332,6 @@ def test_compiled_forward_records_lines_without_graph_break(
     run = torch.compile(noting, backend="eager", fullgraph=True)
     assert run(torch.zeros(1)).item() == 1
     assert lines.take_executed() == [2]
-    lines._flags.cache_clear()
 
 
 @pytest.mark.parametrize("package", [ROOT, "impl"])

@@ -12,6 +12,7 @@ import torch
 
 from conformance.judge.clauses import all_clauses
 from conformance.judge.files.claims_file import NAME, read
+from conformance.selftests.misbehaving import write_files
 from conformance.subjects.__main__ import HERE, PAGE, SUBJECTS, folders, noted, row
 from conformance.subjects.package_source import Instead, definitions
 
@@ -100,11 +101,8 @@ def helper(tensor):
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "theirs.py").write_text(SOURCE)
-    (tmp_path / "theirs-1.0.dist-info").mkdir()
-    (tmp_path / "theirs-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n"
-    )
+    metadata = "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n"
+    write_files(tmp_path, {"theirs.py": SOURCE, "theirs-1.0.dist-info/METADATA": metadata})
     monkeypatch.syspath_prepend(tmp_path)
 
 
