@@ -37,14 +37,14 @@ _FLAGS = [
     "--disable-sync",
     "--disable-quic",
 ]
-# The shell in front of Chromium may use low descriptors itself, so they are put in place last of all.
+# The descriptors are moved in the last process before Chromium, because a shell may use low descriptors itself.
 _LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4);"
     " os.execvp(sys.argv[3], sys.argv[3:])"
 )
 
-# The least contrast of the texts that are seen, and where: WCAG 2.2, 1.4.3. Backgrounds are those of the elements
-# around; a text in a drawing has its fill.
+# Each visible text with its contrast and the least contrast of WCAG 2.2, 1.4.3. Its background is that of the elements
+# around it. The colour of a text in a drawing is its fill.
 CONTRAST = """
 (() => {
   const rgba = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length === 3 ? [...n, 1] : n; };
@@ -142,7 +142,7 @@ class Browser:
         os.close(self._read_fd)
 
     def open(self, file: Path, width: int, height: int = 900, fragment: str = "") -> None:
-        """Load a file at a width, and what its fragment points to; a phone's width is shown as a phone does."""
+        """Load a file, with a fragment, in a viewport of this width. Below 600 pixels the browser acts like a phone."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -157,7 +157,7 @@ class Browser:
             time.sleep(0.02)
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise is waited for."""
+        """Return the value of a JavaScript expression. Wait for it if it is a promise."""
         answer = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
         )
@@ -166,14 +166,14 @@ class Browser:
         return answer["result"].get("value")
 
     def press(self, key: str, code: int, text: str = "") -> None:
-        """Press one key, as a hand would: focus moves and buttons react."""
+        """Press and release a key, so that focus moves and buttons react."""
         about = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         self._call("Input.dispatchKeyEvent", type="keyDown", text=text, **about)
         self._call("Input.dispatchKeyEvent", type="keyUp", **about)
         self.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
     def emulate_print(self, on: bool = True) -> None:
-        """Lay the page out as for paper, or for the screen again."""
+        """Lay the page out for paper, or for the screen again."""
         self._call("Emulation.setEmulatedMedia", media="print" if on else "")
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:

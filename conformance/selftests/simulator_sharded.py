@@ -120,7 +120,7 @@ def gathered_before_training(library: ModuleType, model: nn.Sequential, rank: Ra
 
 
 def write_behind_evaluation(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """The host writes to the shards as soon as a forward has been issued."""
+    """Write to the shards on the host as soon as a forward has been issued."""
     shards = nn.ParameterList(model.parameters())
     with torch.no_grad():
         loss = model(batch).square().mean()
@@ -232,7 +232,7 @@ def give_other_tensors(library: ModuleType, model: nn.Module) -> None:
 
 
 def write_before_backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Write what no gradient is computed from: the backward gathers it. torch's gathers do not wait for it."""
+    """Write to the biases, which no gradient depends on. The backward gathers them, and torch's gathers do not wait."""
     loss = model(batch).square().mean()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -243,7 +243,7 @@ def write_before_backward(model: nn.Module, batch: torch.Tensor) -> torch.Tensor
 
 
 def step_on_a_stream_of_its_own(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Only gathers wait for it, by its event."""
+    """Step on another stream. Only the all-gathers wait for the step, by its event."""
     side = torch.Stream("sim")
     side.wait_stream(torch.accelerator.current_stream())
     with side:
@@ -405,7 +405,7 @@ def course(
 
 
 def pinned_where_cast(rank: Rank) -> list[bool]:
-    """Whether shards on the host are pinned once what was cast, in a module of its own, has been gathered."""
+    """Return whether shards on the host are pinned after their module was cast and the parameters were gathered."""
     loaded = importlib.import_module(LIBRARIES["impl"])
     simulator.set_schedule(0, rank.rank)
     model = OFFLOADED(loaded, nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH))), rank)
@@ -419,7 +419,7 @@ def pinned_where_cast(rank: Rank) -> list[bool]:
 
 
 def pinned_by_training(rank: Rank, library: str, strategy: str, keeps_params: bool) -> list[Any]:
-    """Return what of FSDP1's offloaded parameters and gradients is pinned after each of two steps."""
+    """Return which offloaded parameters and gradients of FSDP1 are pinned before each of two steps."""
     loaded = importlib.import_module(LIBRARIES[library])
     simulator.set_schedule(0, rank.rank)
     shard = flat(

@@ -24,7 +24,7 @@ Subject = Callable[[str], Library]
 
 @pytest.fixture
 def subject_that_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Subject]:
-    """A package, `json`, with the claims file that has this text."""
+    """Return a function that makes a library of the package `json` with a claims file of this text."""
 
     def make(text: str) -> Library:
         file = tmp_path / "claims.toml"

@@ -19,7 +19,7 @@ _ASKED = {clause_id for source in _SOURCES for clause_id in re.findall(r'\bclaus
 
 
 def _judged_by_rows() -> Iterator[tuple[str, str, str]]:
-    """Each test that a row judges, with the clause it asks about and the row; a mark may stand under a name."""
+    """Yield each test that a row judges, with its clause and the row. A mark may be stored under a name."""
     for file in _FILES:
         module = ".".join(file.relative_to(HERE.parent).with_suffix("").parts)
         for name, test in vars(importlib.import_module(module)).items():
@@ -69,9 +69,9 @@ def test_deviations_are_asserted(row: object) -> None:
 
 
 def test_rows_judge_tests_of_their_own_clause() -> None:
-    """A row excuses what torch does: of another clause it would excuse what every subject must do.
+    """A row excuses what torch does. In a test of another clause it would excuse what every subject must do.
 
-    It excuses nothing of an extension, which is promised.
+    A row excuses nothing in a test of an extension, which the subject has claimed.
     """
     rows, clauses = all_deviations(), all_clauses()
     excused = [entry for entry in _JUDGED_BY_ROWS if clauses[entry[1]].level != "extension"]

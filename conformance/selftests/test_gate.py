@@ -72,7 +72,7 @@ def test_subject_without_judged_names_is_red() -> None:
 
 
 def test_red_report_says_nothing_about_other_package() -> None:
-    """A report that is drawn again is red for what its speed was, say."""
+    """A report that is drawn again may be red because of its speed or training only."""
     report = a_report(judged("passed"), verdict="red", training={"error": "no end"})
     assert [part.reasons for part in parts(report)] == [[], [], ["no end"]]
 
@@ -102,7 +102,7 @@ def test_judgements_before_crash_are_kept(tmp_path: Path) -> None:
 def test_each_line_of_a_growing_log_is_read_once(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """However the writer's flushes cut the lines, in the middle of a character too."""
+    """The writer may flush in the middle of a line or of a character."""
     entries = [{"nodeid": f"test_{i}", "reason": "ä" * data.draw(st.integers(0, 9))} for i in range(6)]
     written = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
     cuts = sorted(data.draw(st.sets(st.integers(0, len(written)))) | {0, len(written)})

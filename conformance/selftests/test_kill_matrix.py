@@ -86,7 +86,7 @@ def carried_out(worker: Worker, trial: Trial[Any]) -> Any:
 
 
 def faults() -> list[Any]:
-    """A twentieth of them, always the same; the command and the deep profile have all, also those that take ranks."""
+    """Return a fixed twentieth of the faults. The command and the profile deep have all, also those that need ranks."""
 
     def marks(fault_id: str) -> Any:
         return (
@@ -113,7 +113,7 @@ def test_suite_kills_sample_of_faults_in_torch() -> None:
 @pytest.mark.deadline(330)
 @pytest.mark.parametrize("of", ["nn.utils.clip_grad.clip_grad_norm_.dtensor", "cpu.amp.grad_scaler."])
 def test_suite_is_green_without_fault(worker: Worker, subject: Library, of: str) -> None:
-    """A fork must let tests do all they need, start ranks for one: otherwise they would kill any fault."""
+    """A fork must allow everything that tests need, such as ranks. Otherwise they would kill any fault."""
     clauses = frozenset(clause_id for clause_id in all_clauses() if clause_id.startswith(of))
     ending = worker.judge(Task(subject.package, clauses))
     assert ending.how == "", f"{ending.nodeid}: {ending.how}"
@@ -269,7 +269,7 @@ def test_test_is_checked_once_without_fault() -> None:
 
 @pytest.mark.deadline(120)
 def test_earlier_killers_run_first(tmp_path: Path, worker: Worker, subject: Library) -> None:
-    """Even of another commit; and nothing else runs where a test is asked for alone."""
+    """The earlier run may be of another commit. A task that names only its first test runs nothing else."""
     fault, by = (
         "older.cuda_region_on_the_cpu",
         "conformance/cuda/amp/test_autocast_mode.py::test_region_matches_torch[defaults-here]",

@@ -290,7 +290,7 @@ def imports_of(package: str, source: str, modules: Collection[str]) -> set[str]:
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """Modules each of which imports the one before it, and the first the last; empty if there is no circle."""
+    """Return modules of which each imports the one before it, and the first the last. Empty if there is no cycle."""
     try:
         graphlib.TopologicalSorter({name: named - {name} for name, named in graph.items()}).prepare()
     except graphlib.CycleError as error:

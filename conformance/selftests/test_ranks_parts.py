@@ -45,7 +45,7 @@ programs = st.lists(
 def played(
     program: list[Collective], order: st.DataObject, changed: dict[int, list[Collective]]
 ) -> CollectiveTraces:
-    """Every rank issues its part of the program, or what it has instead, in some interleaving, then ends."""
+    """Return the traces of ranks that issue their calls of the program, or those of `changed`, in a drawn order."""
     traces = CollectiveTraces(3)
     left = {rank: [call for call in program if rank in call.members] for rank in range(3)} | changed
     going = [0, 1, 2]

@@ -46,7 +46,7 @@ def draw(report: dict[str, Any], folder: Path) -> Page:
 
 
 def a_full_report(text: str) -> dict[str, Any]:
-    """Every part of a report, with `text` wherever a subject could have had a word."""
+    """Return a report with every part, and with `text` wherever a text may come from a subject."""
     run = trained(False)
     run |= {"name": text, "checks": [{"name": text, "passed": False, "says": text}], "reasons": [text]}
     report = a_report(

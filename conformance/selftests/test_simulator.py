@@ -135,7 +135,7 @@ def test_training_has_bits_of_cpu_under_every_schedule() -> None:
         assert outcome == {"equal": [True] * 7, "hazards": []}, name
 
 
-# Each of which was right at its call before, with another number or by itself.
+# Each call succeeds with the first argument and is refused with the second.
 REFUSED = """
 import torch
 from conformance import simulator

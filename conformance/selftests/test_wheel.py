@@ -1,4 +1,4 @@
-"""The wheel, installed beside nothing but what it depends on, judges a package from any folder as the checkout does."""
+"""The wheel, installed with its dependencies only, judges a package from any folder like the checkout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the sources, without git, since building leaves files beside them."""
+    """Build the wheel from a copy of the sources, without git, because building leaves files beside them."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -67,7 +67,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path) -> Path:
-    """The folder of programs of an environment that has the wheel, and sees what this one has, but for the checkout."""
+    """Return the programs' folder of an environment with the wheel and this one's packages, without the checkout."""
     home = wheel.parent / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", home, cwd=wheel.parent)
     python = home / "bin" / "python"
