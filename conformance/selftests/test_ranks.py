@@ -60,7 +60,9 @@ def test_all_reduce_gives_every_rank_what_the_parent_computes(
 ) -> None:
     values = [torch.arange(5, dtype=torch.bfloat16) * (rank + 1) - 4 for rank in range(group_size)]
     expected = {"SUM": torch.stack(values).sum(0), "MAX": torch.stack(values).amax(0)}[op]
-    for actual in pools[group_size].run(f"{CASES}:all_reduce", values=values, op=op):
+    results = pools[group_size].run(f"{CASES}:all_reduce", values=values, op=op)
+    assert len(results) == group_size
+    for actual in results:
         assert actual.dtype == torch.bfloat16
         assert torch.equal(actual, expected)
 
