@@ -125,36 +125,9 @@ def _without(function: Callable[..., Any], parameter: str) -> Callable[..., Any]
             else:
                 first = bound.arguments[parameter] if first is _MISSING else first
                 bound.arguments[parameter] = first
-        # Arguments are passed by keyword if possible, so that a dropped one does not shift the others.
-        return function(*_positional(signature, bound), **_by_keyword(signature, bound))
+        return function(*bound.args, **bound.kwargs)  # later arguments of a dropped one by keyword
 
     return ignoring
-
-
-def _positional(signature: inspect.Signature, bound: inspect.BoundArguments) -> list[Any]:
-    names = list(signature.parameters)
-    kinds = signature.parameters
-    values: list[Any] = []
-    for name in names:
-        if kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            values.extend(bound.arguments.get(name, ()))
-        elif kinds[name].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or name not in bound.arguments:
-            break
-        else:
-            values.append(bound.arguments[name])
-    return values
-
-
-def _by_keyword(signature: inspect.Signature, bound: inspect.BoundArguments) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    left_out = False
-    for name, parameter in signature.parameters.items():
-        left_out |= parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and name not in bound.arguments
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            values |= bound.arguments.get(name, {})
-        elif name in bound.arguments and (left_out or parameter.kind is inspect.Parameter.KEYWORD_ONLY):
-            values[name] = bound.arguments[name]
-    return values
 
 
 def _skipping(original: Any, item: surface.SurfaceItem) -> Any:
