@@ -64,7 +64,7 @@ ON_TORCH = [
     "autocast.decorated_generators_run_inside",
     "custom_fwd.casts_float64",
     "clip_grad.last_element_left_out",
-    "clip_grad.norm_kept_by_address",
+    "clip_grad.norm_cached_by_address",
     "ignore:amp.GradScaler(growth_interval)",
 ]
 KILLERS = load_earlier_kills(Path("none")).faults

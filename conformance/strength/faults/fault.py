@@ -19,6 +19,8 @@ from typing import Any
 Make = Callable[[Any], Any]
 # A function that is called instead of the original, as `fault(original, *args, **kwargs)`.
 Substitute = Callable[..., Any]
+Decorator = Callable[[Substitute], Substitute]
+OWN = "own"  # thread of a bug that was not reported in public
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Fault:
     breaks: str  # the public name whose implementation is replaced
     make: Make
     says: str = ""  # description of the bug
-    thread: str = ""  # public report of the bug, or "own"
+    thread: str = ""  # public report of the bug, or OWN
     part: str = ""  # the broken surface item, if it is inside `breaks`
     on_ranks: bool = False  # whether only several ranks show it
     wants: str = ""  # a method beyond torch that the fault needs
@@ -41,19 +43,30 @@ REGISTERED: dict[str, Fault] = {}
 
 
 def register_fault(
-    fault_id: str, breaks: str, *, says: str, thread: str = "own", **more: Any
-) -> Callable[[Make], Make]:
-    """Return a decorator that registers a function as a fault. `more` are other fields of `Fault`.
+    fault_id: str, breaks: str, make: Make, *, says: str, thread: str = OWN, **more: Any
+) -> None:
+    """Register a fault. `more` are other fields of `Fault`.
 
     Raises:
         ValueError: another fault has the id.
     """
+    if fault_id in REGISTERED:
+        raise ValueError(f"two faults have the id {fault_id}; expected unique ids in all files")
+    REGISTERED[fault_id] = Fault(fault_id, breaks, make, says, thread, **more)
 
-    def register(make: Make) -> Make:
-        if fault_id in REGISTERED:
-            raise ValueError(f"two faults have the id {fault_id}; expected unique ids in all files")
-        REGISTERED[fault_id] = Fault(fault_id, breaks, make, says, thread, **more)
-        return make
+
+def fault_in(
+    area: str, breaks: str, make: Callable[[Substitute], Make], thread: str = OWN, **more: Any
+) -> Decorator:
+    """Return a decorator that registers a function as the fault `area.NAME`. Its docstring describes the bug.
+
+    `make` returns the function's `Make`, like `in_function`. `more` are other fields of `Fault`.
+    """
+
+    def register(fault: Substitute) -> Substitute:
+        says = inspect.getdoc(fault) or ""
+        register_fault(f"{area}.{fault.__name__}", breaks, make(fault), says=says, thread=thread, **more)
+        return fault
 
     return register
 
@@ -65,12 +78,13 @@ def in_function(fault: Substitute) -> Make:
 
 def in_method(method: str, fault: Substitute) -> Make:
     """Return a maker that replaces a method of a class by `fault`."""
-    return lambda original: subclass(original, {method: _wrap(getattr(original, method), fault)})
+    return in_methods({method: fault})
 
 
 def by_name(fault: Callable[[Any, Any, dict[str, Any]], Any]) -> Substitute:
     """Adapt `fault(original, self, arguments)`, which gets all arguments of a method by name, defaults included."""
 
+    @functools.wraps(fault)
     def substitute(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(self, *args, **kwargs)
         bound.apply_defaults()

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import register_fault
+from conformance.strength.faults.fault import Decorator, Substitute, fault_in
 
 FWD, BWD = "amp.custom_fwd", "amp.custom_bwd"
-# `fault(original, function, keywords)` decorates the function instead of the original, which it may call.
-Decorating = Callable[[Any, Any, dict[str, Any]], Any]
 
 
-def broken(fault_id: str, breaks: str, says: str, thread: str) -> Callable[[Decorating], Decorating]:
-    """Enter a fault of what custom_fwd or custom_bwd makes of a function."""
-
-    def enter(fault: Decorating) -> Decorating:
-        register_fault(fault_id, breaks, says=says, thread=thread)(functools.partial(_decorator, fault=fault))
-        return fault
-
-    return enter
+def broken(breaks: str, thread: str) -> Decorator:
+    """Return a decorator of `fault(original, function, keywords)`, which replaces custom_fwd or custom_bwd."""
+    area = breaks.removeprefix("amp.")
+    return fault_in(area, breaks, lambda fault: functools.partial(_decorator, fault=fault), thread)
 
 
-def _decorator(original: Any, fault: Decorating) -> Any:
+def _decorator(original: Any, fault: Substitute) -> Any:
     @functools.wraps(original)
     def decorator(function: Any = None, **keywords: Any) -> Any:
         if function is None:
@@ -42,8 +37,9 @@ def cast(
     return tuple(v.to(dtype) if isinstance(v, torch.Tensor) and is_meant(v) else v for v in values)
 
 
-@broken("custom_fwd.casts_without_region", FWD, "inputs are cast outside any region", "pytorch/pytorch#36171")
+@broken(FWD, "pytorch/pytorch#36171")
 def casts_without_region(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Inputs are cast outside any region."""
     decorated, dtype = original(function, **keywords), keywords.get("cast_inputs")
 
     def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +50,9 @@ def casts_without_region(original: Any, function: Any, keywords: dict[str, Any])
     return run
 
 
-@broken("custom_fwd.casts_float64", FWD, "float64 inputs are cast too", "pytorch/pytorch#36171")
+@broken(FWD, "pytorch/pytorch#36171")
 def casts_float64(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """float64 inputs are cast too."""
     decorated, dtype = original(function, **keywords), keywords.get("cast_inputs")
 
     def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,13 +63,10 @@ def casts_float64(original: Any, function: Any, keywords: dict[str, Any]) -> Any
     return run
 
 
-@broken(
-    "custom_fwd.autocast_stays_on",
-    FWD,
-    "forward runs with autocast on although its inputs were cast",
-    "pytorch/pytorch#38487",
-)
+@broken(FWD, "pytorch/pytorch#38487")
 def autocast_stays_on(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Forward runs with autocast enabled although its inputs were cast."""
+
     def kept_on(*args: Any, **kwargs: Any) -> Any:
         device = keywords["device_type"]
         was = torch.is_autocast_enabled(device)
@@ -85,45 +79,37 @@ def autocast_stays_on(original: Any, function: Any, keywords: dict[str, Any]) ->
     return original(function if keywords.get("cast_inputs") is None else kept_on, **keywords)
 
 
-class _Hidden:
-    """A replacement of a container while the original searches for tensors to cast."""
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-
-
-@broken("custom_fwd.top_level_only", FWD, "tensors inside containers are not cast", "pytorch/pytorch#38487")
+@broken(FWD, "pytorch/pytorch#38487")
 def top_level_only(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Tensors inside containers are not cast."""
+
+    # Containers are passed inside namespaces, in which the original does not search for tensors.
     def shown(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(ctx, *[a.container if isinstance(a, _Hidden) else a for a in args], **kwargs)
+        args = tuple(arg.container if isinstance(arg, types.SimpleNamespace) else arg for arg in args)
+        return function(ctx, *args, **kwargs)
 
     decorated = original(shown, **keywords)
 
     def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = [_Hidden(a) if isinstance(a, (list, dict, tuple)) else a for a in args]
+        hidden = [
+            types.SimpleNamespace(container=arg) if isinstance(arg, (list, dict, tuple)) else arg
+            for arg in args
+        ]
         return decorated(ctx, *hidden, **kwargs)
 
     return run
 
 
-@broken(
-    "custom_bwd.state_of_the_caller",
-    BWD,
-    "backward runs in the state of whoever calls it",
-    "pytorch/pytorch#125186",
-)
+@broken(BWD, "pytorch/pytorch#125186")
 def state_of_the_caller(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Backward runs in its caller's autocast state."""
     original(function, **keywords)
     return functools.partial(function)
 
 
-@broken(
-    "custom_bwd.default_dtype",
-    BWD,
-    "backward runs in the default dtype and not in forward's",
-    "pytorch/pytorch#125186",
-)
+@broken(BWD, "pytorch/pytorch#125186")
 def default_dtype(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Backward runs in the default dtype, not in forward's."""
     decorated = original(function, **keywords)
 
     def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,8 +119,9 @@ def default_dtype(original: Any, function: Any, keywords: dict[str, Any]) -> Any
     return run
 
 
-@broken("custom_fwd.writes_on_tensors", FWD, "attributes are set on a first tensor", "pytorch/pytorch#132388")
+@broken(FWD, "pytorch/pytorch#132388")
 def writes_on_tensors(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Attributes are set on the first argument if it is a tensor."""
     decorated = original(function, **keywords)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -146,8 +133,9 @@ def writes_on_tensors(original: Any, function: Any, keywords: dict[str, Any]) ->
     return run
 
 
-@broken("custom_fwd.backward_never_on", FWD, "backward runs with autocast off", "pytorch/pytorch#38487")
+@broken(FWD, "pytorch/pytorch#38487")
 def backward_never_on(original: Any, function: Any, keywords: dict[str, Any]) -> Any:
+    """Backward runs with autocast disabled."""
     decorated = original(function, **keywords)
 
     def run(ctx: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Faults in what a region of torch.amp.autocast does to operators, and in the casts that it keeps.
+"""Faults in what a region of torch.amp.autocast does to operators, and in the casts that it caches.
 
-They hold on the CPU, whose rules the dispatcher is given others for as long as a region is open.
+They are on the CPU. The dispatcher gets other rules while a region is open.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,58 +13,55 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from conformance.strength.faults.fault import in_methods, register_fault
+from conformance.strength.faults.fault import OWN, Decorator, Make, fault_in, in_methods
 
-REGION = "amp.autocast"
-_KEY = "AutocastCPU"
 _PRODUCTS = (torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-# Makes what is there while a region is open, and ends it.
-Opened = Callable[[Any], Callable[[], None]]
 
 
-def while_open(fault_id: str, says: str, thread: str = "own") -> Callable[[Opened], Opened]:
-    """Enter `fault(region)`, which is called when a region is entered, and what it returns when that is left."""
+def while_open(begin: Callable[[Any], Callable[[], object]]) -> Make:
+    """Return a maker of a region that calls `begin(region)` when it is entered, and the result when it is left."""
 
-    def enter(fault: Opened) -> Opened:
-        def entering(original: Any, self: Any) -> Any:
-            result = original(self)
-            vars(self).setdefault("_faulty_exits", []).append(fault(self))
-            return result
+    def enter(original: Any, self: Any) -> Any:
+        result = original(self)
+        vars(self).setdefault("_faulty_exits", []).append(begin(self))
+        return result
 
-        def leaving(original: Any, self: Any, *exc: Any) -> Any:
-            if vars(self).get("_faulty_exits"):
-                self._faulty_exits.pop()()
-            return original(self, *exc)
+    def leave(original: Any, self: Any, *exc: Any) -> Any:
+        if vars(self).get("_faulty_exits"):
+            self._faulty_exits.pop()()
+        return original(self, *exc)
 
-        register_fault(f"autocast.{fault_id}", REGION, says=says, thread=thread)(
-            in_methods({"__enter__": entering, "__exit__": leaving})
-        )
-        return fault
-
-    return enter
+    return in_methods({"__enter__": enter, "__exit__": leave})
 
 
-def with_rule(name: str, rule: Callable[[Any, torch.Tensor], torch.Tensor] | None) -> Opened:
-    """Replace the casts of an operator by `rule(region, operand)` for each operand, or drop them if it is None."""
+# Casts of operands
 
-    def fault(region: Any) -> Callable[[], None]:
-        kernels = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # replaced kernels
-            kernel = torch.library.fallthrough_kernel if rule is None else casting(name, rule, region)
-            kernels.impl(name, kernel, _KEY)
-        return kernels._destroy
-
-    return fault
+Rule = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def casting(name: str, rule: Callable[[Any, torch.Tensor], torch.Tensor], region: Any) -> Callable[..., Any]:
+def with_rule(operator: str, thread: str = OWN) -> Decorator:
+    """Return a decorator of `rule(region, operand)`, which replaces the casts of an operator's operands."""
+
+    def make(rule: Rule) -> Make:
+        def begin(region: Any) -> Callable[[], None]:
+            kernels = torch.library.Library("aten", "IMPL")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # replaced kernels
+                kernels.impl(operator, _kernel(operator, functools.partial(rule, region)), "AutocastCPU")
+            return kernels._destroy
+
+        return while_open(begin)
+
+    return fault_in("autocast", "amp.autocast", make, thread)
+
+
+def _kernel(name: str, rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     plain, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, plain), overload or "default")
 
     def cast(value: Any) -> Any:
         is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return rule(region, value) if is_floating else value
+        return rule(value) if is_floating else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
@@ -72,31 +70,40 @@ def casting(name: str, rule: Callable[[Any, torch.Tensor], torch.Tensor], region
     return kernel
 
 
-while_open("no_rule_for_a_loss", "huber_loss runs as it does without a region")(with_rule("huber_loss", None))
-while_open("neighbour_in_low_precision", "gelu, which has no rule, runs in the region's dtype")(
-    with_rule("gelu", lambda region, tensor: tensor.to(region.fast_dtype))
-)
-while_open("float64_cast_too", "a product of float64 is cast", "pytorch/pytorch#36171")(
-    with_rule("bmm", lambda region, tensor: tensor.to(region.fast_dtype))
-)
-while_open("float16_for_bfloat16", "a transposed convolution runs in float16 whatever the region's dtype")(
-    with_rule(
-        "conv_transpose3d.input",
-        lambda region, tensor: tensor.half() if tensor.dtype is torch.float32 else tensor,
-    )
-)
+@with_rule("huber_loss")
+def no_rule_for_a_loss(region: Any, operand: torch.Tensor) -> torch.Tensor:
+    """The operands of huber_loss are not cast."""
+    return operand
+
+
+@with_rule("gelu")
+def neighbour_in_low_precision(region: Any, operand: torch.Tensor) -> torch.Tensor:
+    """The operand of gelu, which has no rule, is cast to the region's dtype."""
+    return operand.to(region.fast_dtype)
+
+
+@with_rule("bmm", "pytorch/pytorch#36171")
+def float64_cast_too(region: Any, operand: torch.Tensor) -> torch.Tensor:
+    """float64 operands of a product are cast."""
+    return operand.to(region.fast_dtype)
+
+
+@with_rule("conv_transpose3d.input")
+def float16_for_bfloat16(region: Any, operand: torch.Tensor) -> torch.Tensor:
+    """The operands of a transposed convolution are cast to float16, whatever the region's dtype."""
+    return operand.half() if operand.dtype is torch.float32 else operand
 
 
 # Cached casts
 
 
-class _Keeping(TorchFunctionMode):
-    """Keeps the casts of products' operands for which `is_kept(operand)`, by their addresses."""
+class _CachingMode(TorchFunctionMode):
+    """A mode that caches the casts of products' operands for which `is_cached(operand)`, by their addresses."""
 
-    def __init__(self, region: Any, is_kept: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, region: Any, is_cached: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self._region, self._is_kept = region, is_kept
-        self._kept: dict[int, Any] = {}
+        self._region, self._is_cached = region, is_cached
+        self._casts: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS and self._region._enabled:
@@ -104,29 +111,33 @@ class _Keeping(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _cast(self, value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.dtype is torch.float32 and self._is_kept(value)):
+        is_float = isinstance(value, torch.Tensor) and value.dtype is torch.float32
+        if not (is_float and self._is_cached(value)):
             return value
-        if value.data_ptr() not in self._kept:
-            self._kept[value.data_ptr()] = value.to(self._region.fast_dtype)
-        return self._kept[value.data_ptr()]
+        if value.data_ptr() not in self._casts:
+            self._casts[value.data_ptr()] = value.to(self._region.fast_dtype)
+        return self._casts[value.data_ptr()]
 
 
-def keeping(fault_id: str, says: str, is_kept: Callable[[torch.Tensor], bool]) -> None:
-    def fault(region: Any) -> Callable[[], None]:
-        mode = _Keeping(region, is_kept)
+def _caching(is_cached: Callable[[torch.Tensor], bool]) -> Make:
+    def begin(region: Any) -> Callable[[], object]:
+        mode = _CachingMode(region, is_cached)
         mode.__enter__()
         return lambda: mode.__exit__(None, None, None)
 
-    while_open(fault_id, says)(fault)
+    return while_open(begin)
 
 
-keeping(
-    "frozen_kept",
-    "casts of weights that require no gradient are kept",
-    lambda tensor: tensor.is_leaf and not tensor.requires_grad,
-)
-keeping(
-    "kept_by_address",
-    "casts are kept by where a weight lies",
-    lambda tensor: tensor.is_leaf and tensor.requires_grad,
-)
+caching = fault_in("autocast", "amp.autocast", _caching)
+
+
+@caching
+def frozen_cached(tensor: torch.Tensor) -> bool:
+    """Casts of weights that require no gradient are cached."""
+    return tensor.is_leaf and not tensor.requires_grad
+
+
+@caching
+def cached_by_address(tensor: torch.Tensor) -> bool:
+    """Casts are cached by the addresses of weights."""
+    return tensor.is_leaf and tensor.requires_grad

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import Substitute, in_method, register_fault
+from conformance.strength.faults.fault import OWN, Decorator, fault_in, in_method
 
 # The public methods that call those which subclasses override.
 _CALLED_BY = {"_unscale_grads_": "unscale_", "_maybe_opt_step": "step", "_check_inf_per_device": "step"}
 
 
-def broken(fault_id: str, method: str, says: str, thread: str = "own") -> Callable[[Substitute], Substitute]:
-    """Enter `fault(original, scaler, ...)`, which is called in the place of a method of the scaler."""
-
-    def enter(fault: Substitute) -> Substitute:
-        enter_into_catalogue = register_fault(
-            f"grad_scaler.{fault_id}",
-            "amp.GradScaler",
-            says=says,
-            thread=thread,
-            part=f"amp.GradScaler.{_CALLED_BY.get(method, method)}" if method != "__init__" else "",
-        )
-        enter_into_catalogue(in_method(method, fault))
-        return fault
-
-    return enter
+def broken(method: str, thread: str = OWN) -> Decorator:
+    """Return a decorator of `fault(original, scaler, ...)`, which replaces a method of the scaler."""
+    part = f"amp.GradScaler.{_CALLED_BY.get(method, method)}"
+    return fault_in("grad_scaler", "amp.GradScaler", functools.partial(in_method, method), thread, part=part)
 
 
 def parameters(optimizer: Any) -> list[Any]:

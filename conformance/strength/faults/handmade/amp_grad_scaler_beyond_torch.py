@@ -1,8 +1,9 @@
-"""Faults in what GradScaler and ShardedGradScaler have beyond torch, such as `fused_step` and `microbatch`."""
+"""Faults in methods of GradScaler and ShardedGradScaler beyond torch, such as `fused_step` and `microbatch`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,53 +12,53 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from conformance.strength.faults.fault import Substitute, in_method, register_fault, subclass
+from conformance.strength.faults.fault import OWN, Decorator, Make, Substitute, fault_in, in_method, subclass
 from conformance.strength.faults.handmade.amp_grad_scaler import nonfinite, parameters
-from conformance.strength.faults.handmade.distributed_fsdp_sharded_grad_scaler import SCALER
+from conformance.strength.faults.handmade.distributed_fsdp_sharded_grad_scaler import SCALER as SHARDED
+
+SCALER = "amp.GradScaler"
 
 
 def broken(
-    fault_id: str, method: str, says: str, thread: str = "own", *, wants: str = "", **more: Any
-) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(original, scaler, optimizer, ...)`, which replaces a method if the scaler has the method `wants`."""
-    wants = wants or method
-    place = {"breaks": "amp.GradScaler", "part": "amp.GradScaler.step", **more}
+    area: str,
+    method: str,
+    thread: str = OWN,
+    *,
+    breaks: str = SCALER,
+    part: str = f"{SCALER}.step",
+    on_ranks: bool = False,
+) -> Decorator:
+    """Return a decorator of `fault(original, scaler, optimizer, ...)`, which replaces a method that torch lacks."""
 
-    def enter(fault: Substitute) -> Substitute:
-        def make(whole: type) -> type:
-            return in_method(method, fault)(whole) if hasattr(whole, wants) else subclass(whole, {})
+    def make(fault: Substitute) -> Make:
+        replaced = in_method(method, fault)
+        return lambda scaler: replaced(scaler) if hasattr(scaler, method) else subclass(scaler, {})
 
-        register_fault(fault_id, says=says, thread=thread, wants=wants, **place)(make)
-        return fault
-
-    return enter
-
-
-def broken_on_ranks(fault_id: str, method: str, says: str, thread: str = "own") -> Any:
-    """Enter a fault like `broken`, in the scaler of several ranks."""
-    return broken(fault_id, method, says, thread, breaks=SCALER, part=SCALER, on_ranks=True)
+    return fault_in(area, breaks, make, thread, part=part, on_ranks=on_ranks, wants=method)
 
 
-@broken("fused_step.explained_as_fused", "explain", "explain reports a fused update of all parameters")
+broken_on_ranks = functools.partial(broken, breaks=SHARDED, part=SHARDED, on_ranks=True)
+
+
+@broken("fused_step", "explain")
 def explained_as_fused(original: Any, self: Any, optimizer: Any) -> Any:
+    """`explain` reports a fused update of all parameters."""
     explanation = original(self, optimizer)
     first = next(entry for entry in explanation.parameters if entry[1] != "none")
     alike = [(name, "native", first[2]) for name, *_ in explanation.parameters]
     return mock.Mock(parameters=tuple(alike), is_fused=True)
 
 
-@broken("fused_step.scaled_norms", "gradient_norms", "gradient_norms returns norms of scaled gradients")
+@broken("fused_step", "gradient_norms")
 def scaled_norms(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    """`gradient_norms` returns norms of scaled gradients."""
     scale = self.get_scale()
     return {name: norm * scale for name, norm in original(self, optimizer, *args, **more).items()}
 
 
-@broken(
-    "fused_step.module_ratios_by_largest",
-    "update_ratios",
-    "the ratio of a module is the largest one of its parameters",
-)
+@broken("fused_step", "update_ratios")
 def module_ratios_by_largest(original: Any, self: Any, optimizer: Any, per: str = "parameter") -> Any:
+    """The ratio of a module is the largest ratio of its parameters."""
     ratios = original(self, optimizer, per)
     if per == "module":
         by_parameter = original(self, optimizer)
@@ -68,10 +69,9 @@ def module_ratios_by_largest(original: Any, self: Any, optimizer: Any, per: str 
     return ratios
 
 
-@broken_on_ranks(
-    "fused_step.norms_of_shards", "gradient_norms", "gradient_norms returns the norms of this rank's shards"
-)
+@broken_on_ranks("fused_step", "gradient_norms")
 def norms_of_shards(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    """`gradient_norms` returns the norms of this rank's shards."""
     norms = original(self, optimizer, *args, **more)
     locals_ = [getattr(param.grad, "_local_tensor", param.grad) for param in parameters(optimizer)]
     if any(local is not param.grad for local, param in zip(locals_, parameters(optimizer), strict=True)):
@@ -83,15 +83,11 @@ def norms_of_shards(original: Any, self: Any, optimizer: Any, *args: Any, **more
 # The fused step
 
 
-@broken(
-    "fused_step.clips_before_unscaling",
-    "fused_step",
-    "scaled gradients are clipped",
-    "Lightning-AI/pytorch-lightning#9330",
-)
+@broken("fused_step", "fused_step", "Lightning-AI/pytorch-lightning#9330")
 def clips_before_unscaling(
     original: Any, self: Any, optimizer: Any, max_norm: float = math.inf, *args: Any, **more: Any
 ) -> Any:
+    """Scaled gradients are clipped."""
     return original(self, optimizer, max_norm / self.get_scale(), *args, **more)
 
 
@@ -108,13 +104,9 @@ def other_gradients(optimizer: Any, change: Callable[[torch.Tensor], torch.Tenso
             parameter.grad = grad
 
 
-@broken(
-    "fused_step.steps_on_overflow",
-    "fused_step",
-    "where inf is found the optimizer steps from zeros",
-    "pytorch/pytorch#44511",
-)
+@broken("fused_step", "fused_step", "pytorch/pytorch#44511")
 def steps_on_overflow(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    """The optimizer steps with zero gradients after an overflow."""
     bad = self.is_enabled() and nonfinite(parameters(optimizer))
     norm = original(self, optimizer, *args, **more)
     if bad:
@@ -123,13 +115,9 @@ def steps_on_overflow(original: Any, self: Any, optimizer: Any, *args: Any, **mo
     return norm
 
 
-@broken(
-    "fused_step.unscaled_twice",
-    "fused_step",
-    "gradients that unscale_ has unscaled are unscaled again",
-    "pytorch/pytorch#94060",
-)
+@broken("fused_step", "fused_step", "pytorch/pytorch#94060")
 def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    """Gradients that `unscale_` has unscaled are unscaled again."""
     state = self._per_optimizer_states.get(id(optimizer)) if self.is_enabled() else None
     if state is None or state["stage"].name != "UNSCALED":
         return original(self, optimizer, *args, **more)
@@ -138,51 +126,52 @@ def unscaled_twice(original: Any, self: Any, optimizer: Any, *args: Any, **more:
         return original(self, optimizer, *args, **more)
 
 
-def gathering(change: Callable[[list[torch.Tensor], int], None]) -> Substitute:
-    """`change(rows, own)` changes the result of each all-gather of the call, which has a row for each rank."""
+@contextlib.contextmanager
+def other_rows(change: Callable[[list[torch.Tensor], int], None]) -> Iterator[None]:
+    """Context manager in which `change(rows, own)` changes the result of each all-gather, with a row for each rank."""
+    real = dist.all_gather
 
-    def fault(original: Any, self: Any, *args: Any, **more: Any) -> Any:
-        real = dist.all_gather
+    def all_gather(rows: list[torch.Tensor], row: torch.Tensor, group: Any = None, **how: Any) -> Any:
+        work = real(rows, row, group=group, **how)
+        change(rows, dist.get_rank(group))
+        return work
 
-        def all_gather(rows: list[torch.Tensor], row: torch.Tensor, group: Any = None, **how: Any) -> Any:
-            work = real(rows, row, group=group, **how)
-            change(rows, dist.get_rank(group))
-            return work
-
-        with mock.patch.object(dist, "all_gather", all_gather):
-            return original(self, *args, **more)
-
-    return fault
+    with mock.patch.object(dist, "all_gather", all_gather):
+        yield
 
 
-def _own_norms(rows: list[torch.Tensor], own: int) -> None:
-    for place, row in enumerate(rows):
-        if place != own:
-            row[1:] = 0.0
+@broken_on_ranks("fused_step", "fused_step", "pytorch/pytorch#170862")
+def norm_of_own_parts(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+    """Each rank clips by the norm of its own shards."""
+
+    def drop_others(rows: list[torch.Tensor], own: int) -> None:
+        for place, row in enumerate(rows):
+            if place != own:
+                row[1:] = 0.0
+
+    with other_rows(drop_others):
+        return original(self, *args, **more)
 
 
-def _at_most_found(rows: list[torch.Tensor], own: int) -> None:
-    for row in rows:
-        row[0] = min(float(row[0]), 1.0)
+@broken_on_ranks("fused_step", "fused_step")
+def failures_not_reported(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+    """Ranks skip the step if a peer has failed, and do not raise."""
 
+    def reduce_to_overflow(rows: list[torch.Tensor], own: int) -> None:
+        for row in rows:
+            row[0] = min(float(row[0]), 1.0)
 
-broken_on_ranks(
-    "fused_step.norm_of_own_parts",
-    "fused_step",
-    "each rank clips by the norm of its parts",
-    "pytorch/pytorch#170862",
-)(gathering(_own_norms))
-broken_on_ranks(
-    "fused_step.failures_not_reported", "fused_step", "ranks whose peer has failed skip, and are not told"
-)(gathering(_at_most_found))
+    with other_rows(reduce_to_overflow):
+        return original(self, *args, **more)
 
 
 # Microbatches
 
 
-@broken("microbatch.adds_all", "microbatch", "gradients that are not finite are added too")
+@broken("microbatch", "microbatch")
 @contextlib.contextmanager
 def adds_all(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    """Nonfinite gradients are added too."""
     earlier = [parameter.grad for parameter in parameters(optimizer)]
     current: list[Any] = []
     with original(self, optimizer) as microbatch:
@@ -193,9 +182,10 @@ def adds_all(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
             parameter.grad = grad if before is None else before + grad
 
 
-@broken("microbatch.keeps_failed", "microbatch", "a microbatch that raises stays in the sum")
+@broken("microbatch", "microbatch")
 @contextlib.contextmanager
 def keeps_failed(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    """A microbatch that raises stays in the sum."""
     failure = None
     with original(self, optimizer) as microbatch:
         try:
@@ -209,25 +199,17 @@ def keeps_failed(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
         raise failure
 
 
-@broken("microbatch.names_all", "skipped_microbatches", "every parameter is named")
+@broken("microbatch", "skipped_microbatches")
 def names_all(original: Any, self: Any, optimizer: Any) -> Any:
+    """Every parameter is named."""
     names = tuple(name for group in optimizer.param_groups for name in group.get("param_names", ()))
     return [entry._replace(names=names) for entry in original(self, optimizer)]
 
 
-@broken("microbatch.endures_skips", "update", "max_skipped_steps is ignored", wants="microbatch")
-def endures_skips(original: Any, self: Any, new_scale: Any = None) -> None:
-    try:
-        original(self, new_scale)
-    except RuntimeError as error:
-        if "max_skipped_steps" not in str(error):
-            raise
-        original(self, self.get_scale())
-
-
-@broken_on_ranks("microbatch.decides_alone", "microbatch", "a rank leaves out what it has found itself")
+@broken_on_ranks("microbatch", "microbatch")
 @contextlib.contextmanager
 def decides_alone(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    """A rank only leaves out microbatches in which its own gradients are nonfinite."""
     with mock.patch.object(dist, "all_gather", _own_numbers), original(self, optimizer) as microbatch:
         yield microbatch
 
@@ -237,11 +219,10 @@ def _own_numbers(rows: Any, local: torch.Tensor, group: Any = None) -> None:
         row.copy_(local)
 
 
-@broken_on_ranks(
-    "microbatch.overlooks_replicas", "microbatch", "no_sync of DistributedDataParallel is not noticed"
-)
+@broken_on_ranks("microbatch", "microbatch")
 @contextlib.contextmanager
 def overlooks_replicas(original: Any, self: Any, optimizer: Any) -> Iterator[Any]:
+    """`no_sync` of DistributedDataParallel is not noticed."""
     with mock.patch("gc.get_objects", list), original(self, optimizer) as microbatch:
         yield microbatch
 
@@ -249,54 +230,46 @@ def overlooks_replicas(original: Any, self: Any, optimizer: Any) -> Iterator[Any
 # Names of gradients that are not finite
 
 
-@broken(
-    "nonfinite.counts_parameters",
-    "nonfinite_parameters",
-    "the number of elements is that of parameters",
-    on_ranks=True,
-)
+@broken("nonfinite", "nonfinite_parameters", on_ranks=True)
 def counts_parameters(original: Any, self: Any, optimizer: Any) -> Any:
+    """Parameters are counted, not elements."""
     return [(name, rank, 1) for name, rank, _ in original(self, optimizer)]
 
 
-@broken_on_ranks("nonfinite.of_this_rank", "nonfinite_parameters", "each rank names its own gradients only")
+@broken_on_ranks("nonfinite", "nonfinite_parameters")
 def of_this_rank(original: Any, self: Any, optimizer: Any) -> Any:
+    """Each rank names only its own gradients."""
     return [entry for entry in original(self, optimizer) if entry[1] == dist.get_rank()]
 
 
 # The overlapped step
 
 
-@broken_on_ranks(
-    "overlapped_step.ignores_clipping",
-    "overlapped_step",
-    "the early updates stay although the gradients are clipped",
-)
+@broken_on_ranks("overlapped_step", "overlapped_step")
 @contextlib.contextmanager
 def ignores_clipping(original: Any, self: Any, optimizer: Any, max_norm: float = math.inf) -> Iterator[Any]:
+    """Early updates stay although the gradients are clipped."""
     del max_norm
     with original(self, optimizer) as step:
         yield step
 
 
-@broken_on_ranks("overlapped_step.late", "overlapped_step", "all parameters are updated after the backward")
+@broken_on_ranks("overlapped_step", "overlapped_step")
 @contextlib.contextmanager
 def late(original: Any, self: Any, optimizer: Any, max_norm: float = math.inf) -> Iterator[Any]:
+    """All parameters are updated after the backward."""
     del original
     step = mock.Mock(early_numel=0, repeated_numel=0, norm=None)
     yield step
     step.norm = self.fused_step(optimizer, max_norm)
 
 
-@broken_on_ranks(
-    "overlapped_step.steps_after_exception",
-    "overlapped_step",
-    "an exception that leaves the region does not prevent the step",
-)
+@broken_on_ranks("overlapped_step", "overlapped_step")
 @contextlib.contextmanager
 def steps_after_exception(
     original: Any, self: Any, optimizer: Any, max_norm: float = math.inf
 ) -> Iterator[Any]:
+    """The step is done although an exception leaves the region."""
     failure = None
     with original(self, optimizer, max_norm) as step:
         try:

@@ -1,8 +1,9 @@
-"""Faults in torch.amp.GradScaler: the step, what is attached to optimizers that unscale by themselves, stages."""
+"""Faults in torch.amp.GradScaler: the step, its stages, and optimizers that unscale by themselves."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,13 +20,9 @@ from conformance.strength.faults.handmade.amp_grad_scaler import (
 )
 
 
-@broken(
-    "steps_on_overflow",
-    "_maybe_opt_step",
-    "the optimizer is called on zeroed gradients instead of skipped",
-    "pytorch/pytorch#44511",
-)
+@broken("_maybe_opt_step", "pytorch/pytorch#44511")
 def steps_on_overflow(original: Any, self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """The optimizer is called with zero gradients instead of skipped."""
     if not sum(float(flag) for flag in state["found_inf_per_device"].values()):
         return original(self, optimizer, state, *args, **kwargs)
     for parameter in parameters(optimizer):
@@ -34,13 +31,15 @@ def steps_on_overflow(original: Any, self: Any, optimizer: Any, state: Any, *arg
     return None
 
 
-@broken("return_value_lost", "step", "what the optimizer's step returns is lost", "pytorch/pytorch#67590")
+@broken("step", "pytorch/pytorch#67590")
 def return_value_lost(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """The result of the optimizer's step is lost."""
     original(self, optimizer, *args, **kwargs)
 
 
-@broken("rechecked_in_step", "step", "step looks again although unscale_ has", "pytorch/pytorch#97415")
+@broken("step", "pytorch/pytorch#97415")
 def rechecked_in_step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`step` checks gradients that `unscale_` has checked."""
     if self.is_enabled():
         results, bad = check_results(self, optimizer), nonfinite(parameters(optimizer))
         for check_result in results:
@@ -48,13 +47,9 @@ def rechecked_in_step(original: Any, self: Any, optimizer: Any, *args: Any, **kw
     return original(self, optimizer, *args, **kwargs)
 
 
-@broken(
-    "spoilt_after_unscaling",
-    "step",
-    "an inf that comes after unscale_ is caught for some optimizers",
-    "pytorch/pytorch#96755",
-)
-def spoilt_after_unscaling(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("step", "pytorch/pytorch#96755")
+def late_inf_detected(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """An inf that appears after `unscale_` is detected for some optimizers."""
     if self.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
         bad = nonfinite(parameters(optimizer))
         for check_result in check_results(self, optimizer):
@@ -78,9 +73,10 @@ def changing_before_step(optimizer: Any, change: Callable[[Any], None]) -> Itera
         del optimizer.step
 
 
-def laying(change: Callable[[Any, Any, bool], None]) -> Substitute:
-    """`change(scaler, optimizer, unscaled)` alters what an optimizer that unscales by itself finds on itself."""
+def attaching(change: Callable[[Any, Any, bool], None]) -> Substitute:
+    """Call `change(scaler, optimizer, unscaled)` before the step of an optimizer that unscales by itself."""
 
+    @functools.wraps(change)
     def fault(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled() or not unscales_by_itself(optimizer):
             return original(self, optimizer, *args, **kwargs)
@@ -91,81 +87,64 @@ def laying(change: Callable[[Any, Any, bool], None]) -> Substitute:
     return fault
 
 
-@broken(
-    "unscaled_twice",
-    "step",
-    "an optimizer that unscales by itself gets the scale although unscale_ was called",
-    "pytorch/pytorch#94060",
-)
-@laying
+@broken("step", "pytorch/pytorch#94060")
+@attaching
 def unscaled_twice(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    """An optimizer that unscales by itself gets the scale after `unscale_`."""
     if unscaled:
         optimizer.grad_scale = scaler._get_scale_async()
 
 
-@broken(
-    "no_check_result_after_unscaling",
-    "step",
-    "after unscale_ an optimizer that skips by itself gets no found_inf",
-    "pytorch/pytorch#95847",
-)
-@laying
+@broken("step", "pytorch/pytorch#95847")
+@attaching
 def no_check_result_after_unscaling(scaler: Any, optimizer: Any, unscaled: bool) -> None:
+    """An optimizer that skips by itself gets no found_inf after `unscale_`."""
     if unscaled:
         optimizer.found_inf = torch.zeros_like(torch.as_tensor(optimizer.found_inf, dtype=torch.float32))
 
 
-@broken(
-    "aware_gradients_unscaled",
-    "_check_inf_per_device",
-    "gradients are unscaled before the optimizer that does so by itself",
-    "pytorch/pytorch#98772",
-)
+@broken("_check_inf_per_device", "pytorch/pytorch#98772")
 def aware_gradients_unscaled(original: Any, self: Any, optimizer: Any) -> Any:
+    """Gradients are unscaled before an optimizer that unscales by itself."""
     results = original(self, optimizer)
     for parameter in parameters(optimizer):
         parameter.grad.mul_(1.0 / self.get_scale())
     return results
 
 
-@broken("closures_taken", "step", "a closure by keyword runs", "pytorch/pytorch#142472")
-def closures_taken(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("step", "pytorch/pytorch#142472")
+def closures_accepted(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A closure that is passed by keyword runs."""
     kwargs.pop("closure", None)
     return original(self, optimizer, *args, **kwargs)
 
 
-@broken(
-    "no_gradients_steps",
-    "step",
-    "an optimizer that has no gradients is stepped",
-    "nerfstudio-project/nerfstudio#1919",
-)
+@broken("step", "nerfstudio-project/nerfstudio#1919")
 def no_gradients_steps(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer without gradients is stepped."""
     if self.is_enabled() and hasattr(optimizer, "param_groups") and not parameters(optimizer):
         return optimizer.step(*args, **kwargs)
     return original(self, optimizer, *args, **kwargs)
 
 
-@broken("step_twice", "step", "a second step without update is taken", "Azure/MS-AMP#45")
+@broken("step", "Azure/MS-AMP#45")
 def step_twice(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A second step without update is accepted."""
     result = original(self, optimizer, *args, **kwargs)
     forget_stage(self, optimizer)
     return result
 
 
-@broken("skip_returns_false", "step", "a skipped step returns False", "huggingface/accelerate#2828")
+@broken("step", "huggingface/accelerate#2828")
 def skip_returns_false(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A skipped step returns False."""
     result = original(self, optimizer, *args, **kwargs)
     return False if result is None else result
 
 
-@broken(
-    "refused_step_counts",
-    "step",
-    "a step that is refused for want of gradients counts as taken",
-    "Lightning-AI/pytorch-lightning#4524",
-)
+@broken("step", "Lightning-AI/pytorch-lightning#4524")
 def refused_step_counts(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """A step that is refused because there are no gradients counts as done."""
     try:
         return original(self, optimizer, *args, **kwargs)
     except AssertionError:
@@ -175,13 +154,9 @@ def refused_step_counts(original: Any, self: Any, optimizer: Any, *args: Any, **
         raise
 
 
-@broken(
-    "no_gradients_in_silence",
-    "step",
-    "an optimizer that has no gradients seems to have been skipped",
-    "Lightning-AI/pytorch-lightning#4524",
-)
-def no_gradients_in_silence(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("step", "Lightning-AI/pytorch-lightning#4524")
+def no_gradients_skip_silently(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """An optimizer without gradients is skipped silently."""
     try:
         return original(self, optimizer, *args, **kwargs)
     except AssertionError as error:

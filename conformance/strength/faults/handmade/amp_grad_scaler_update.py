@@ -1,7 +1,8 @@
-"""Faults in torch.amp.GradScaler: how the scale and the count of finite steps move."""
+"""Faults in torch.amp.GradScaler: updates of the scale and of the count of finite steps."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ from conformance.strength.faults.fault import Substitute
 from conformance.strength.faults.handmade.amp_grad_scaler import broken
 
 
-@broken("growth_to_infinity", "update", "the scale grows beyond what float32 holds", "pytorch/pytorch#98828")
+@broken("update", "pytorch/pytorch#98828")
 def growth_to_infinity(original: Any, self: Any, new_scale: Any = None) -> None:
+    """The scale grows beyond the range of float32."""
     before = self.get_scale()
     original(self, new_scale)
     if not self.is_enabled() or new_scale is not None:
@@ -22,8 +24,9 @@ def growth_to_infinity(original: Any, self: Any, new_scale: Any = None) -> None:
 
 
 def moving(change: Callable[[Any, float, int, bool], None]) -> Substitute:
-    """`change(scaler, scale before, count before, was finite)` runs after each update without a new scale."""
+    """Call `change(scaler, scale before, count before, was finite)` after each update without a new scale."""
 
+    @functools.wraps(change)
     def fault(original: Any, self: Any, new_scale: Any = None) -> None:
         if not self.is_enabled():
             return
@@ -39,43 +42,38 @@ def moving(change: Callable[[Any, float, int, bool], None]) -> Substitute:
     return fault
 
 
-@broken(
-    "growth_count_survives_overflow",
-    "update",
-    "an overflow does not start the count again",
-    "deepspeedai/DeepSpeed#3553",
-)
+@broken("update", "deepspeedai/DeepSpeed#3553")
 @moving
 def growth_count_survives_overflow(scaler: Any, before: float, count: int, finite: bool) -> None:
+    """An overflow does not reset the count of finite steps."""
     if not finite:
         scaler._growth_tracker.fill_(count)
 
 
-@broken("grows_on_each_step", "update", "the scale grows on every finite step", "pytorch/pytorch#33366")
+@broken("update", "pytorch/pytorch#33366")
 @moving
 def grows_on_each_step(scaler: Any, before: float, count: int, finite: bool) -> None:
+    """The scale grows in every finite step."""
     if finite:
         scaler._scale.fill_(before * scaler.get_growth_factor())
 
 
-@broken(
-    "new_scale_aliased",
-    "update",
-    "the tensor given to update becomes the scale itself",
-    "pytorch/pytorch#109993",
-)
+@broken("update", "pytorch/pytorch#109993")
 def new_scale_aliased(original: Any, self: Any, new_scale: Any = None) -> None:
+    """A tensor that is passed to `update` becomes the scale itself."""
     original(self, new_scale)
     if self.is_enabled() and isinstance(new_scale, torch.Tensor) and new_scale.dtype == torch.float32:
         self._scale = new_scale
 
 
-@broken("scale_replaced", "update", "the scale is another tensor after each update", "pytorch/pytorch#109993")
+@broken("update", "pytorch/pytorch#109993")
 @moving
 def scale_replaced(scaler: Any, before: float, count: int, finite: bool) -> None:
+    """The scale is a new tensor after each update."""
     scaler._scale = scaler._scale.clone()
 
 
-@broken("new_scale_with_gradient", "update", "a scale that requires grad is taken", "pytorch/pytorch#109993")
+@broken("update", "pytorch/pytorch#109993")
 def new_scale_with_gradient(original: Any, self: Any, new_scale: Any = None) -> None:
+    """A new scale that requires grad is accepted."""
     original(self, new_scale.detach() if isinstance(new_scale, torch.Tensor) else new_scale)

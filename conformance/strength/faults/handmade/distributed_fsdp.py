@@ -7,6 +7,7 @@ the fault, once it exists.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,18 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from conformance.strength.faults.fault import Make, Substitute, by_name, in_method, in_methods, register_fault
+from conformance.strength.faults.fault import (
+    OWN,
+    Decorator,
+    Make,
+    Substitute,
+    by_name,
+    fault_in,
+    in_method,
+    in_methods,
+)
 
 FSDP = "distributed.fsdp.FullyShardedDataParallel"
-OWN = "own"
 _BEFORE_BACKENDS = "AutogradCPU"  # no collective has a kernel there, and all pass it
 # The kind of each collective operator, and the names of its outputs and inputs.
 _KINDS = {
@@ -32,34 +41,22 @@ _KINDS = {
 }
 
 
-def broken(
-    fault_id: str,
-    method: str,
-    says: str,
-    thread: str = OWN,
-    about: str | None = None,
-    *,
-    on_ranks: bool = True,
-) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(original, model, ...)`, which is called in the place of a method.
+def broken(method: str, thread: str = OWN, about: str | None = None, *, on_ranks: bool = True) -> Decorator:
+    """Return a decorator of `fault(original, model, ...)`, which replaces a method.
 
-    `about` is the item inside the class: by default the method. Without `on_ranks` tests come first that make their
-    ranks themselves, or make do with one.
+    `about` is the item inside the class, by default the method. Without `on_ranks`, tests that start their ranks
+    themselves or need only one come first.
     """
     part = f"{FSDP}.{method}" if about is None else f"{FSDP}{about}"
 
-    def enter(fault: Substitute) -> Substitute:
-        make = in_method(method, fault) if method == "__init__" else in_all_units({method: fault})
-        register_fault(
-            f"fully_sharded.{fault_id}", FSDP, says=says, thread=thread, part=part, on_ranks=on_ranks
-        )(make)
-        return fault
+    def make(fault: Substitute) -> Make:
+        return in_method(method, fault) if method == "__init__" else in_all_units({method: fault})
 
-    return enter
+    return fault_in("fully_sharded", FSDP, make, thread, part=part, on_ranks=on_ranks)
 
 
 def in_all_units(faults: Mapping[str, Substitute]) -> Make:
-    """The class with faults in the places of methods, of inner units too."""
+    """Return a maker that replaces methods by faults, also in inner units."""
 
     def spread(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -69,25 +66,23 @@ def in_all_units(faults: Mapping[str, Substitute]) -> Make:
     return in_methods({"__init__": spread, **faults})
 
 
-def in_constructor(
-    fault_id: str, argument: str, says: str, thread: str = OWN
-) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(arguments)`, which changes what the constructor is given, by name, with its defaults."""
+def in_constructor(argument: str, thread: str = OWN) -> Decorator:
+    """Return a decorator of `fault(arguments)`, which changes the constructor's named arguments."""
 
-    def enter(change: Substitute) -> Substitute:
+    def register(change: Substitute) -> Substitute:
         @by_name
+        @functools.wraps(change)
         def fault(original: Any, self: Any, arguments: dict[str, Any]) -> None:
             change(arguments)
             original(self, **arguments)
 
-        broken(fault_id, "__init__", says, thread, f"({argument})")(fault)
-        return change
+        return broken("__init__", thread, f"({argument})")(fault)
 
-    return enter
+    return register
 
 
 def units(model: Any) -> list[Any]:
-    """The outermost one first."""
+    """Return all units, the outermost first."""
     return type(model).fsdp_modules(model)
 
 
@@ -119,7 +114,6 @@ class Backward:
     """A backward that has ended."""
 
     model: Any  # the outermost unit
-    number: int  # index among the model's backwards
     before: list[torch.Tensor | None]  # earlier `.grad` of each parameter
     is_in_no_sync: bool
 
@@ -134,25 +128,25 @@ class Backward:
         return [(parameter.grad, before) for parameter, before in both if parameter.grad is not None]
 
 
-def after_backward(
-    fault_id: str, says: str, thread: str = OWN, about: str = "", *, on_ranks: bool = True
-) -> Callable[[Callable[[Backward], None]], Callable[[Backward], None]]:
-    """Enter `fault(backward)`, which is called once each backward has left its gradients."""
+def after_backward(thread: str = OWN, about: str = "") -> Decorator:
+    """Return a decorator of `fault(backward)`, which is called after each backward."""
+    return lambda fault: broken("forward", thread, about)(calling_after_backward(fault))
 
-    def enter(fault: Callable[[Backward], None]) -> Callable[[Backward], None]:
-        def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = original(self, *args, **kwargs)
-            watch_backward(self, output, lambda: None, fault)
-            return output
 
-        broken(fault_id, "forward", says, thread, about, on_ranks=on_ranks)(forward)
-        return fault
+def calling_after_backward(fault: Callable[[Backward], None]) -> Substitute:
+    """Return a replacement of `forward` that calls `fault(backward)` after each backward."""
 
-    return enter
+    @functools.wraps(fault)
+    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        watch_backward(self, output, fault)
+        return output
+
+    return forward
 
 
 def watch_backward(
-    model: Any, output: Any, begun: Callable[[], None], ended: Callable[[Backward], None]
+    model: Any, output: Any, ended: Callable[[Backward], None], begun: Callable[[], object] = lambda: None
 ) -> None:
     """Call `begun` and `ended` around the backward that passes through the output of the outermost unit."""
     if not torch.is_grad_enabled() or not model.check_is_root():
@@ -161,14 +155,12 @@ def watch_backward(
     def begin(_: torch.Tensor) -> None:
         if "_faulty_backward" not in vars(model):
             before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-            number = vars(model).setdefault("_faulty_backwards", 0)
             is_in_no_sync = bool(vars(model).get("_faulty_no_sync"))
-            model._faulty_backward = Backward(model, number, before, is_in_no_sync)
+            model._faulty_backward = Backward(model, before, is_in_no_sync)
             begun()
             Variable._execution_engine.queue_callback(end)
 
     def end() -> None:
-        model._faulty_backwards += 1
         with torch.no_grad():
             ended(vars(model).pop("_faulty_backward"))
 
@@ -203,18 +195,17 @@ class IssuedCollective:
         return ranks(self.model)
 
     def issue(self) -> None:
-        """Send and receive; returns when it is done."""
+        """Issue the collective and wait for its end."""
         self.result = self._issue()
         work = self.result[-1] if isinstance(self.result, Sequence) else self.result
         dist.Work.unbox(work).wait()
 
 
-def in_collectives(
-    fault_id: str, says: str, thread: str = OWN, about: str = "", *, on_ranks: bool = True
-) -> Callable[[Callable[[IssuedCollective], None]], Callable[[IssuedCollective], None]]:
-    """Enter `fault(call)`, which is called in the place of each collective that trains."""
+def in_collectives(thread: str = OWN, about: str = "", *, on_ranks: bool = True) -> Decorator:
+    """Return a decorator of `fault(call)`, which replaces each collective of the forward and the backward."""
 
-    def enter(fault: Callable[[IssuedCollective], None]) -> Callable[[IssuedCollective], None]:
+    def register(fault: Callable[[IssuedCollective], None]) -> Substitute:
+        @functools.wraps(fault)
         def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.check_is_root():
                 return original(self, *args, **kwargs)
@@ -228,15 +219,14 @@ def in_collectives(
             watch_backward(
                 self,
                 output,
-                lambda: interceptions.append(_intercepted(self, "backward", step, fault)),
                 lambda _: interceptions.clear(),
+                begun=lambda: interceptions.append(_intercepted(self, "backward", step, fault)),
             )
             return output
 
-        broken(fault_id, "forward", says, thread, about, on_ranks=on_ranks)(forward)
-        return fault
+        return broken("forward", thread, about, on_ranks=on_ranks)(forward)
 
-    return enter
+    return register
 
 
 def _intercepted(model: Any, during: str, step: int, fault: Callable[[IssuedCollective], None]) -> object:

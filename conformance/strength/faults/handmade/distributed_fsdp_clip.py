@@ -1,22 +1,21 @@
-"""Faults in clip_grad_norm_: norms over too little and over too much, and what is scaled by them."""
+"""Faults in clip_grad_norm_: norms of too few or too many gradients, and rounded norms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import Substitute
-from conformance.strength.faults.handmade.distributed_fsdp import OWN, broken, gradients, ranks
-
-_CLIP = "clip_grad_norm_"
+from conformance.strength.faults.fault import Decorator, Substitute
+from conformance.strength.faults.handmade.distributed_fsdp import broken, gradients, ranks
 
 
-def clipping(fault_id: str, says: str, thread: str = OWN) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(clip, model, max_norm, norm_type)`; `clip(max_norm, norm_type)` does it as it should."""
+def clipping(thread: str) -> Decorator:
+    """Return a decorator of `fault(clip, model, max_norm, norm_type)`. `clip(max_norm, norm_type)` clips correctly."""
 
-    def enter(fault: Substitute) -> Substitute:
+    def register(fault: Substitute) -> Substitute:
+        @functools.wraps(fault)
         def framed(
             original: Any, self: Any, max_norm: Any, norm_type: Any = 2.0, **kwargs: Any
         ) -> torch.Tensor:
@@ -26,17 +25,17 @@ def clipping(fault_id: str, says: str, thread: str = OWN) -> Callable[[Substitut
             with torch.no_grad():
                 return fault(clip, self, max_norm, float(norm_type))
 
-        broken(fault_id, _CLIP, says, thread)(framed)
-        return fault
+        return broken("clip_grad_norm_", thread)(framed)
 
-    return enter
+    return register
 
 
 # Gradients in the norm
 
 
-@clipping("local_norm", "each rank clips by the norm of its own part", "pytorch/pytorch#170862")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+@clipping("pytorch/pytorch#170862")
+def local_norm(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    """Each rank clips by the norm of its own shards."""
     norms = [torch.linalg.vector_norm(grad, norm_type) for grad in gradients(model) if grad.numel()]
     if not norms:
         return clip()
@@ -46,26 +45,25 @@ def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
     return norm
 
 
-@clipping("unsharded_counted_by_all", "what is not sharded is counted once a rank", "pytorch/pytorch#88955")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+@clipping("pytorch/pytorch#88955")
+def unsharded_counted_by_all(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    """Unsharded gradients count once for each rank."""
     is_sharded = model.sharding_strategy.name != "NO_SHARD"
     factor = 1.0 if is_sharded else ranks(model) ** (1 / norm_type)
     return clip(float(max_norm) / factor) * factor
 
 
-@clipping(
-    "without_gradients_alone",
-    "a rank that has no gradients does not take part",
-    "pytorch/pytorch#94835",
-)
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+@clipping("pytorch/pytorch#94835")
+def skips_clip_without_gradients(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    """A rank without gradients takes no part in the clipping."""
     return clip() if gradients(model) else torch.zeros(())
 
 
 # The norm
 
 
-@clipping("norm_in_bfloat16", "the norm is rounded to bfloat16", "facebookresearch/fairscale#263")
-def _(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+@clipping("facebookresearch/fairscale#263")
+def norm_in_bfloat16(clip: Any, model: Any, max_norm: Any, norm_type: float) -> torch.Tensor:
+    """The norm is rounded to bfloat16."""
     norm = clip()
     return norm.bfloat16().to(norm.dtype)

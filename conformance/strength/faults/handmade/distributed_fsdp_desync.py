@@ -1,7 +1,8 @@
-"""Faults in what is said of ranks that part from the others, and of ranks that are lost."""
+"""Faults in errors about ranks that diverge, and about lost ranks."""
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from conformance.strength.faults.handmade.distributed_fsdp import OWN, broken, units
+from conformance.strength.faults.fault import OWN, Decorator, Substitute
+from conformance.strength.faults.handmade.distributed_fsdp import broken, units
 
 _GROUP = "(process_group)"
 _PARTED = re.compile(r"rank (\d+) gathered '")
@@ -17,12 +19,11 @@ _LOST = re.compile(r"\brank \d+\b")
 _LONGER_THAN_ANY_GROUP_S = 25.0
 
 
-def telling(
-    fault_id: str, says: str, thread: str = OWN, about: str = ".forward"
-) -> Callable[[Callable[[Any, RuntimeError], Any]], Callable[[Any, RuntimeError], Any]]:
-    """Enter `fault(model, error)`, which is called where the outermost unit's forward raises: it raises, or returns."""
+def reporting(thread: str = OWN, about: str = ".forward") -> Decorator:
+    """Return a decorator of `fault(model, error)`, which is called if the outermost unit's forward raises."""
 
-    def enter(fault: Callable[[Any, RuntimeError], Any]) -> Callable[[Any, RuntimeError], Any]:
+    def register(fault: Substitute) -> Substitute:
+        @functools.wraps(fault)
         def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return original(self, *args, **kwargs)
@@ -31,35 +32,39 @@ def telling(
                     return fault(self, error)
                 raise
 
-        broken(fault_id, "forward", says, thread, about, on_ranks=False)(forward)
-        return fault
+        return broken("forward", thread, about, on_ranks=False)(forward)
 
-    return enter
+    return register
 
 
-@telling("parting_never_reported", "ranks that part are not told", "pytorch/pytorch#75902")
-def _(model: Any, error: RuntimeError) -> Any:
+@reporting("pytorch/pytorch#75902")
+def divergence_not_reported(model: Any, error: RuntimeError) -> Any:
+    """Ranks that diverge raise nothing."""
     return torch.zeros(3, 2, requires_grad=True)
 
 
-@telling("parting_reported_of_wrong_ranks", "of ranks that part each is named in the other's place")
-def _(model: Any, error: RuntimeError) -> Any:
+@reporting()
+def divergence_of_wrong_ranks(model: Any, error: RuntimeError) -> Any:
+    """The error of diverging ranks swaps their numbers."""
     raise RuntimeError(_PARTED.sub(lambda match: f"rank {1 - int(match[1])} gathered '", str(error)))
 
 
-@telling("lost_without_name", "which rank is lost is not told", about=_GROUP)
-def _(model: Any, error: RuntimeError) -> Any:
+@reporting(about=_GROUP)
+def lost_rank_not_named(model: Any, error: RuntimeError) -> Any:
+    """The error does not name the lost rank."""
     raise RuntimeError(_LOST.sub("a rank", str(error)))
 
 
-@telling("lost_reported_late", "that a rank is lost is told after the group's time-out", about=_GROUP)
-def _(model: Any, error: RuntimeError) -> Any:
+@reporting(about=_GROUP)
+def lost_rank_reported_late(model: Any, error: RuntimeError) -> Any:
+    """A lost rank is reported after the group's timeout."""
     time.sleep(_LONGER_THAN_ANY_GROUP_S)
     raise error
 
 
-@broken("orders_may_not_change", "forward", "ranks that change their order alike are refused")
+@broken("forward")
 def orders_may_not_change(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A change of order is refused although all ranks make it."""
     if not self.check_is_root():
         return original(self, *args, **kwargs)
     ran: list[int] = []

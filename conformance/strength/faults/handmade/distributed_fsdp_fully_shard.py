@@ -11,48 +11,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.strength.faults.fault import in_function, register_fault
+from conformance.strength.faults.fault import Decorator, Make, Substitute, fault_in, in_function
 from conformance.strength.faults.handmade.nn_utils_clip_grad_dtensor import is_dtensor
 
 _FULLY_SHARD = "distributed.fsdp.fully_shard"
-# `fault(shard, modules, keywords)`: `shard()` shards the modules with the keywords.
-Sharding = Callable[[Callable[[], Any], list[Any], dict[str, Any]], None]
 
 
-def sharding(
-    fault_id: str, says: str, about: str = "(module)", **more: Any
-) -> Callable[[Sharding], Sharding]:
-    """Return a decorator that registers a fault in `fully_shard` or in the modules that it returns."""
+def sharding(about: str = "(module)", **more: Any) -> Decorator:
+    """Return a decorator of `fault(shard, modules, keywords)`, which replaces `fully_shard`.
 
-    def register(fault: Sharding) -> Sharding:
-        def shard(original: Any, module: Any, **keywords: Any) -> Any:
-            modules = list(module) if isinstance(module, (list, tuple)) else [module]
-            results: list[Any] = []
-            fault(lambda: results.append(original(module, **keywords)), modules, keywords)
-            return results[0]
+    `shard()` shards the modules with the keywords.
+    """
+    part = f"{_FULLY_SHARD}{about}"
+    return fault_in("fully_shard", _FULLY_SHARD, _framed, part=part, on_ranks=True, **more)
 
-        register_fault(
-            f"fully_shard.{fault_id}",
-            _FULLY_SHARD,
-            says=says,
-            part=f"{_FULLY_SHARD}{about}",
-            on_ranks=True,
-            **more,
-        )(in_function(shard))
-        return fault
 
-    return register
+def _framed(fault: Substitute) -> Make:
+    def shard(original: Any, module: Any, **keywords: Any) -> Any:
+        modules = list(module) if isinstance(module, (list, tuple)) else [module]
+        results: list[Any] = []
+        fault(lambda: results.append(original(module, **keywords)), modules, keywords)
+        return results[0]
+
+    return in_function(shard)
 
 
 # -- mixed precision
 
 
-@sharding(
-    "first_frozen_decides_dtype",
-    "a unit whose first parameter is frozen reduces in param_dtype",
-    "(mp_policy)",
-)
-def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharding("(mp_policy)")
+def first_frozen_decides_dtype(
+    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
+) -> None:
+    """A unit reduces gradients in param_dtype if its first parameter is frozen."""
     first = next((param for module in modules for param in module.parameters()), None)
     if first is not None and not first.requires_grad and (policy := keywords.get("mp_policy")):
         keywords["mp_policy"] = dataclasses.replace(policy, reduce_dtype=policy.param_dtype)
@@ -82,8 +73,9 @@ def _without_casts(module: Any, keeps: Callable[[str | int], bool]) -> None:
     module.register_forward_pre_hook(undo, with_kwargs=True)
 
 
-@sharding("keyword_inputs_not_cast", "inputs that are passed by keyword are not cast", "(mp_policy)")
-def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharding("(mp_policy)")
+def keyword_inputs_not_cast(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    """Inputs that are passed by keyword are not cast."""
     shard()
     for module in modules:
         _without_casts(module, lambda key: isinstance(key, str))
@@ -92,8 +84,9 @@ def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) ->
 # -- sharded parameters
 
 
-@sharding("hook_results_dropped", "results of hooks on sharded parameters do not replace gradients")
-def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharding()
+def hook_results_dropped(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    """Results of hooks on sharded parameters do not replace gradients."""
     shard()
 
     def register(param: Any, hook: Any) -> Any:
@@ -103,8 +96,11 @@ def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) ->
         vars(param)["register_hook"] = lambda hook, param=param: register(param, hook)
 
 
-@sharding("writes_taken_for_assignments", "a write through `.data` warns like an assignment to `.data`")
-def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharding()
+def writes_taken_for_assignments(
+    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
+) -> None:
+    """A write through `.data` warns like an assignment to `.data`."""
     shard()
     for module in modules:
         module.register_forward_pre_hook(_warn_of_writes)
@@ -125,8 +121,9 @@ def _warn_of_writes(module: Any, inputs: Any) -> None:
 # -- deferred reductions
 
 
-@sharding("no_sync_ends_in_sync", "leaving no_sync lets all units synchronise", wants="no_sync")
-def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharding(wants="no_sync")
+def no_sync_ends_in_sync(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+    """Leaving no_sync lets all units reduce gradients."""
     shard()
 
     @contextlib.contextmanager
@@ -139,12 +136,11 @@ def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) ->
         vars(module)["no_sync"] = lambda module=module: no_sync(module)
 
 
-@sharding(
-    "finalization_divides_again",
-    "finalize_backward divides gradients again that an earlier one has reduced",
-    wants="finalize_backward",
-)
-def _(shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]) -> None:
+@sharding(wants="finalize_backward")
+def finalization_divides_again(
+    shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
+) -> None:
+    """finalize_backward divides gradients that an earlier backward has reduced again."""
     shard()
 
     def finalize(module: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Faults in what FullyShardedDataParallel makes of parameters that a user has written to."""
+"""Faults in FullyShardedDataParallel after users have written to parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from conformance.strength.faults.fault import in_methods, register_fault
 from conformance.strength.faults.handmade.distributed_fsdp import FSDP, broken
 
 
-@broken("written_between_unseen", "forward", "what was written between forward and backward is not seen")
-def written_between_unseen(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+@broken("forward")
+def writes_before_backward_unnoticed(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Writes between forward and backward are not noticed."""
     output = original(self, *args, **kwargs)
     if not (torch.is_grad_enabled() and self.check_is_root() and isinstance(output, torch.Tensor)):
         return output
@@ -38,7 +39,8 @@ def _cut_larger_memory(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 register_fault(
     "fully_sharded.larger_memory_cut",
     FSDP,
-    says="of memory with more elements than a parameter has the first are taken",
+    in_methods({"__init__": _wrap_with_shapes, "forward": _cut_larger_memory}),
+    says="Memory that is larger than its parameter is truncated.",
     part=f"{FSDP}(use_orig_params)",
     on_ranks=True,
-)(in_methods({"__init__": _wrap_with_shapes, "forward": _cut_larger_memory}))
+)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import Substitute, in_function, register_fault
+from conformance.strength.faults.fault import OWN, Decorator, Substitute, fault_in, in_function
 
 NORM = "nn.utils.clip_grad_norm_"
 WITH_NORM = "nn.utils.clip_grads_with_norm_"
 
 
-def broken(
-    fault_id: str, breaks: str, says: str, thread: str = "own", **more: Any
-) -> Callable[[Substitute], Substitute]:
-    """Enter `fault(original, *args, **kwargs)`, which is called in the place of the function `breaks`."""
-
-    def enter(fault: Substitute) -> Substitute:
-        register_fault(f"clip_grad.{fault_id}", breaks, says=says, thread=thread, **more)(in_function(fault))
-        return fault
-
-    return enter
+def broken(breaks: str, thread: str = OWN, *, on_ranks: bool = False) -> Decorator:
+    """Return a decorator of `fault(original, *args, **kwargs)`, which replaces the function `breaks`."""
+    return fault_in("clip_grad", breaks, in_function, thread, on_ranks=on_ranks)
 
 
 def gradients(parameters: Any) -> list[torch.Tensor]:
@@ -38,7 +32,7 @@ def as_list(parameters: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a fault may compute with it; what is none goes to the original, which refuses it in its own words."""
+    """Return whether a fault may compute with a value. Others are passed to the original, which refuses them."""
     return isinstance(value, (int, float))
 
 
@@ -51,8 +45,9 @@ def coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def after(change: Callable[[torch.Tensor, Any, Any], Any]) -> Substitute:
-    """`change(norm, parameters, max_norm)` is returned instead of the norm."""
+    """Return `change(norm, parameters, max_norm)` instead of the norm."""
 
+    @functools.wraps(change)
     def fault(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = as_list(parameters)
         return change(original(parameters, max_norm, *args, **kwargs), parameters, max_norm)
@@ -61,8 +56,9 @@ def after(change: Callable[[torch.Tensor, Any, Any], Any]) -> Substitute:
 
 
 def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
-    """The original finds the norm and clips nothing; the gradients are scaled by `factor(norm, max_norm)`."""
+    """Scale the gradients by `factor(norm, max_norm)`. The original only computes the norm."""
 
+    @functools.wraps(factor)
     def fault(original: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not is_number(max_norm):
             return original(parameters, max_norm, *args, **kwargs)
@@ -75,27 +71,31 @@ def scaled_by(factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitu
     return fault
 
 
-def in_path(expected: bool, factor: Callable[[torch.Tensor, float], torch.Tensor]) -> Substitute:
-    """Apply `scaled_by` only if `foreach` is `expected`."""
-    scaled = scaled_by(factor)
+def with_foreach(expected: bool) -> Callable[[Substitute], Substitute]:
+    """Return a decorator that calls a fault only if `foreach` is `expected`."""
 
-    def fault(
-        original: Any,
-        parameters: Any,
-        max_norm: Any,
-        norm_type: Any = 2.0,
-        error_if_nonfinite: Any = False,
-        foreach: Any = None,
-    ) -> Any:
-        arguments = (parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        return scaled(original, *arguments) if foreach is expected else original(*arguments)
+    def restrict(restricted: Substitute) -> Substitute:
+        @functools.wraps(restricted)
+        def fault(
+            original: Any,
+            parameters: Any,
+            max_norm: Any,
+            norm_type: Any = 2.0,
+            error_if_nonfinite: Any = False,
+            foreach: Any = None,
+        ) -> Any:
+            arguments = (parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            return restricted(original, *arguments) if foreach is expected else original(*arguments)
 
-    return fault
+        return fault
+
+    return restrict
 
 
 def left_out(choose: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Substitute:
     """Restore the gradients that `choose` returns, or views of them, after the call."""
 
+    @functools.wraps(choose)
     def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters = as_list(parameters)
         chosen = [(part, part.clone()) for part in choose([grad.detach() for grad in gradients(parameters)])]

@@ -1,4 +1,4 @@
-"""Faults in torch.nn.utils.clip_grad that show only where the gradients are DTensors, or only on one rank."""
+"""Faults in torch.nn.utils.clip_grad with gradients that are DTensors, or on one rank only."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def dtensor_gradients(parameters: Any) -> list[DTensor]:
 
 
 def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch.Tensor]) -> Substitute:
-    """DTensors are clipped by `change(norm of the whole, gradients, order)`, which is returned."""
+    """Clip DTensors by `change(joint norm, gradients, order)`, and return it."""
 
+    @functools.wraps(change)
     def fault(
         original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
     ) -> Any:
@@ -58,27 +59,25 @@ def by_another_norm(change: Callable[[torch.Tensor, list[DTensor], float], torch
     return fault
 
 
-@broken("dtensor_local_norm", NORM, "each rank clips by the norm of its own parts", "pytorch/pytorch#170862")
+@broken(NORM, "pytorch/pytorch#170862")
 @by_another_norm
 def dtensor_local_norm(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    """Each rank clips by the norm of its own shards."""
     parts = [grad.to_local().reshape(-1) for grad in grads]
     return torch.linalg.vector_norm(torch.cat(parts), order if order != math.inf else 2.0).to(norm)
 
 
-@broken("dtensor_norm_averaged", NORM, "the norms of the ranks are averaged", "NVIDIA-NeMo/RL#3788")
+@broken(NORM, "NVIDIA-NeMo/RL#3788")
 @by_another_norm
 def dtensor_norm_averaged(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    """The norms of the ranks are averaged."""
     return norm / dist.get_world_size()
 
 
-@broken(
-    "dtensor_copies_counted",
-    NORM,
-    "a replicated gradient counts once for each rank",
-    "pytorch/pytorch#88955",
-)
+@broken(NORM, "pytorch/pytorch#88955")
 @by_another_norm
 def dtensor_copies_counted(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    """A replicated gradient counts once for each rank."""
     world = dist.get_world_size()
     copies = [g.to_local().reshape(-1) for g in grads if all(p.is_replicate() for p in g.placements)]
     if not copies or order != 2.0 or world == 1:
@@ -86,15 +85,17 @@ def dtensor_copies_counted(norm: torch.Tensor, grads: list[DTensor], order: floa
     return (norm**2 + (world - 1) * torch.cat(copies).norm() ** 2).sqrt()
 
 
-@broken("dtensor_inf_norm_summed", NORM, "the ranks' infinity norms are added", "pytorch/torchtitan#649")
+@broken(NORM, "pytorch/torchtitan#649")
 @by_another_norm
 def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: float) -> torch.Tensor:
+    """The infinity norms of the ranks are added."""
     # As if each rank had found the largest element: a collective more would betray the fault by its count.
     return norm * dist.get_world_size() if order == math.inf else norm
 
 
-@broken("dtensor_one_collective_more", NORM, "the ranks meet once more than they need to")
+@broken(NORM)
 def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ranks run an unnecessary collective."""
     parameters = as_list(parameters)
     norm = original(parameters, *args, **kwargs)
     if dtensor_gradients(parameters):
@@ -102,13 +103,8 @@ def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kw
     return norm
 
 
-@broken(
-    "dtensor_error_where_it_lies",
-    NORM,
-    "error_if_nonfinite raises only on ranks whose own part is not finite",
-    "NVIDIA/Megatron-LM#5529",
-)
-def dtensor_error_where_it_lies(
+@broken(NORM, "NVIDIA/Megatron-LM#5529")
+def dtensor_error_on_nonfinite_ranks(
     original: Any,
     parameters: Any,
     max_norm: Any,
@@ -116,6 +112,7 @@ def dtensor_error_where_it_lies(
     error_if_nonfinite: Any = False,
     foreach: Any = None,
 ) -> Any:
+    """error_if_nonfinite only raises on ranks whose own shard is nonfinite."""
     parameters = as_list(parameters)
     try:
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -127,13 +124,9 @@ def dtensor_error_where_it_lies(
         return original(parameters, max_norm, norm_type, False, foreach)
 
 
-@broken(
-    "dtensor_clipped_apart",
-    NORM,
-    "DTensors and plain tensors of one call are clipped by two norms",
-    "meta-pytorch/torchtune#2420",
-)
+@broken(NORM, "meta-pytorch/torchtune#2420")
 def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """DTensors and plain tensors of one call are clipped by separate norms."""
     parameters = as_list(parameters)
     params = parameters if isinstance(parameters, list) else []
     apart = [p for p in params if is_dtensor(getattr(p, "grad", None))]
@@ -143,12 +136,8 @@ def dtensor_clipped_apart(original: Any, parameters: Any, *args: Any, **kwargs: 
     return original(apart, *args, **kwargs)
 
 
-@broken(
-    "dtensor_norm_of_this_rank",
-    NORM,
-    "the norm that comes back is that of the rank's own parts",
-    "facebookresearch/fairseq2#1026",
-)
+@broken(NORM, "facebookresearch/fairseq2#1026")
 def dtensor_norm_of_this_rank(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """The norm of the rank's own shards is returned."""
     norm = original(parameters, *args, **kwargs)
     return norm.to_local() if is_dtensor(norm) else norm

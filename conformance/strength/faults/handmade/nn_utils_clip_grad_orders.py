@@ -1,13 +1,14 @@
-"""Faults in torch.nn.utils.clip_grad: orders of norm, dtypes, kept norms, warnings and refusals."""
+"""Faults in torch.nn.utils.clip_grad: orders of norm, dtypes, cached norms and refusals."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
-from conformance.strength.faults.fault import in_function, register_fault
+from conformance.strength.faults.fault import Make, Substitute, fault_in, in_function
 from conformance.strength.faults.handmade.nn_utils_clip_grad import (
     NORM,
     after,
@@ -19,10 +20,11 @@ from conformance.strength.faults.handmade.nn_utils_clip_grad import (
 )
 
 
-@broken("inf_norm_without_abs", NORM, "the infinity norm is the largest element, whatever the sign of others")
+@broken(NORM)
 def inf_norm_without_abs(
     original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
+    """The infinity norm is the largest element, without absolute values."""
     parameters = as_list(parameters)
     grads = [grad.detach() for grad in gradients(parameters)]
     usual = all(type(grad) is torch.Tensor and grad.is_floating_point() and grad.numel() for grad in grads)
@@ -35,59 +37,58 @@ def inf_norm_without_abs(
     return largest.to(norm)
 
 
-@broken("norm_of_one_dimension", NORM, "the norm has one dimension instead of none", "pytorch/pytorch#32159")
+@broken(NORM, "pytorch/pytorch#32159")
 @after
 def norm_of_one_dimension(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
+    """The norm has one dimension instead of none."""
     return norm.reshape(1)
 
 
-@broken("norms_in_bfloat16", NORM, "norms are joined in bfloat16", "NVIDIA-NeMo/Automodel#825")
+@broken(NORM, "NVIDIA-NeMo/Automodel#825")
 @after
 def norms_in_bfloat16(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
+    """Norms are joined in bfloat16."""
     return norm.bfloat16().to(norm.dtype)
 
 
-@register_fault(
-    "clip_grad.norm_kept_by_address", NORM, says="a norm is kept by the addresses of the gradients"
-)
-def norm_kept_by_address(original: Any) -> Any:
-    first_of: dict[tuple[Any, ...], torch.Tensor] = {}
+def _with_cache(fault: Substitute) -> Make:
+    """Return a maker of `fault(cache, original, ...)`. Each broken function has its own cache."""
 
-    def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        parameters = as_list(parameters)
-        grads = gradients(parameters) if isinstance(parameters, list) else []
-        dense = [g for g in grads if type(g) is torch.Tensor and g.layout is torch.strided]
-        key = tuple((g.data_ptr(), g.shape, g.dtype) for g in dense)
-        norm = original(parameters, *args, **kwargs)
-        return first_of.setdefault(key, norm) if key and len(dense) == len(grads) else norm
+    def make(original: Any) -> Any:
+        cache: dict[Any, torch.Tensor] = {}
+        return in_function(functools.partial(fault, cache))(original)
 
-    return in_function(fault)(original)
+    return make
 
 
-@register_fault(
-    "clip_grad.returned_norm_reused", NORM, says="the norm that an earlier call returned is overwritten"
-)
-def returned_norm_reused(original: Any) -> Any:
-    norms: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def fault(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        norm = original(parameters, *args, **kwargs)
-        if type(norm) is not torch.Tensor or norm.is_meta or norm.is_inference():
-            return norm
-        return norms.setdefault((norm.dtype, norm.device), torch.empty_like(norm)).copy_(norm)
-
-    return in_function(fault)(original)
+cached = fault_in("clip_grad", NORM, _with_cache)
 
 
-@broken(
-    "nothing_of_infinite_order_raises",
-    NORM,
-    "without gradients an infinity norm raises",
-    "NVIDIA/Megatron-LM#5529",
-)
-def nothing_of_infinite_order_raises(
+@cached
+def norm_cached_by_address(cache: Any, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """A norm is cached by the addresses of the gradients."""
+    parameters = as_list(parameters)
+    grads = gradients(parameters) if isinstance(parameters, list) else []
+    dense = [g for g in grads if type(g) is torch.Tensor and g.layout is torch.strided]
+    key = tuple((g.data_ptr(), g.shape, g.dtype) for g in dense)
+    norm = original(parameters, *args, **kwargs)
+    return cache.setdefault(key, norm) if key and len(dense) == len(grads) else norm
+
+
+@cached
+def returned_norm_reused(cache: Any, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """The norm that an earlier call returned is overwritten."""
+    norm = original(parameters, *args, **kwargs)
+    if type(norm) is not torch.Tensor or norm.is_meta or norm.is_inference():
+        return norm
+    return cache.setdefault((norm.dtype, norm.device), torch.empty_like(norm)).copy_(norm)
+
+
+@broken(NORM, "NVIDIA/Megatron-LM#5529")
+def no_gradients_raise_for_inf(
     original: Any, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
+    """An infinity norm without gradients raises."""
     parameters = as_list(parameters)
     bare = not isinstance(parameters, torch.Tensor) and all(getattr(p, "grad", p) is None for p in parameters)
     if bare and norm_type == math.inf:
@@ -95,7 +96,8 @@ def nothing_of_infinite_order_raises(
     return original(parameters, max_norm, norm_type, *args, **kwargs)
 
 
-@broken("norm_on_the_cpu", NORM, "the norm lies on the CPU wherever the gradients are")
+@broken(NORM)
 @after
 def norm_on_the_cpu(norm: torch.Tensor, parameters: Any, max_norm: Any) -> torch.Tensor:
+    """The norm is on the CPU, whatever the device of the gradients."""
     return torch.zeros((), dtype=norm.dtype) if norm.is_meta else norm.cpu()
