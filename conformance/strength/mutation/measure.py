@@ -21,7 +21,6 @@ ends with exit code 1.
 from __future__ import annotations
 
 import argparse
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -70,9 +69,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of the sample (default: 0)")
     add("--group", action="append", choices=[group.name for group in GROUPS], help="group (default: all)")
     add("--show", metavar="MUTANT", help="only print the changed lines of a mutant")
-    add("--reach", type=Path, help="file that stores which lines tests reach, for the next run")
-    text = "measured seconds of tests after which a mutant counts as a survivor (default: all tests that reach it)"
-    add("--patience", type=float, default=math.inf, help=text)
 
 
 def check_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def check_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(options: argparse.Namespace, table: Table) -> Iterator[tuple[str, Row]]:
-    reach = measure_reach(options.subject, options.groups, options.jobs, options.reach)
+    reach = measure_reach(options.subject, options.groups, options.jobs)
     judged = {row.name for row in table.rows}
     left = [
         mutant
@@ -116,8 +112,7 @@ def _judge_mutants(
         elif is_idle(options.subject, mutant):
             yield row_of(mutant, IDLE, why="the dropped wait is an empty function of torch.cpu")
         else:
-            chosen = reach.within(tests, options.patience)
-            trials.append(_judge_mutant(options.subject, mutant, chosen, len(tests), green, killers))
+            trials.append(_judge_mutant(options.subject, mutant, tests, green, killers))
     yield from pool.run(trials)
 
 
@@ -126,12 +121,12 @@ def row_of(mutant: Mutant, outcome: str, **more: Any) -> Row:
 
 
 def _judge_mutant(
-    package: str, mutant: Mutant, tests: Sequence[str], reaching: int, green: set[str], killers: Counter[str]
+    package: str, mutant: Mutant, tests: Sequence[str], green: set[str], killers: Counter[str]
 ) -> Trial[Row]:
     ordered = sorted(tests, key=lambda test: -killers[test])  # the most successful tests first
     ending = yield Task(f"{package}+{mutant.fault_id}", frozenset(), tests=tuple(ordered))
     if not ending.how:
-        says = f"in {mutant.site.function}, passed {len(tests)} of the {reaching} tests that reach it"
+        says = f"in {mutant.site.function}, passed the {len(tests)} tests that reach it"
         return row_of(mutant, SURVIVED, seconds=ending.seconds, says=says)
     yield from verify_green(ending.nodeid, package, green)
     killers[ending.nodeid] += 1
