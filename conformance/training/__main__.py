@@ -1,4 +1,4 @@
-"""Train a byte-level GPT by torch's mixed-precision parts and by the subject's, side by side."""
+"""Train a byte-level GPT with torch's mixed-precision components and with the subject's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(words: list[str] | None = None) -> int:
         console.print(f"[red]{escape(str(error))}[/]")
         return 2
     except KeyboardInterrupt:
-        console.print("stopped; the same command with --resume goes on" if folder else "stopped")
+        console.print("stopped; the same command with --resume continues" if folder else "stopped")
         return 130
     if folder:
         from conformance.training import plot  # noqa: PLC0415 (judging needs no matplotlib)
@@ -59,21 +59,16 @@ def main(words: list[str] | None = None) -> int:
 
 def _parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m conformance.training", description=__doc__)
-    parser.add_argument("--subject", default="impl", help="a package that mirrors torch's paths")
+    parser.add_argument("--subject", default="impl", help="a package that has torch's paths")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=("small", "full"), help="default: small on the CPU, else full")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="adamw lets torch choose the path")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--accumulate", type=int, help="backward passes in one step")
-    parser.add_argument("--init-scale", type=float)
     parser.add_argument("--inject-inf-at", type=int, metavar="STEP", help="default: within the first half")
-    parser.add_argument("--dropout", type=float)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--threads", type=int, help="the result depends on it (default: 1)")
     parser.add_argument("--out", default="report/training", help="folder for checkpoints, plots and data")
-    parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--record", action="store_true", help="write a certificate of each run in --out")
     parser.add_argument("--certify", nargs=2, metavar="FOLDER", help="only compare two certificates")
     parser.add_argument("--gate", action="store_true", help="small, fp16 and bf16, no checkpoints")
@@ -86,25 +81,12 @@ def _configs(options: argparse.Namespace) -> list[TrainingConfig]:
     make = small_config if size == "small" else full_config
     overrides = {
         name: getattr(options, name)
-        for name in (
-            "device",
-            "optimizer",
-            "steps",
-            "accumulate",
-            "init_scale",
-            "inject_inf_at",
-            "seed",
-            "threads",
-        )
+        for name in ("device", "optimizer", "steps", "inject_inf_at", "seed")
         if getattr(options, name) is not None
     }
-    configs = [make(dtype, **overrides) for dtype in (DTYPES if options.gate else [options.dtype])]
-    if options.dropout is not None:
-        configs = [
-            dataclasses.replace(config, shape=dataclasses.replace(config.shape, dropout=options.dropout))
-            for config in configs
-        ]
-    return [_with_inf_inside(config) for config in configs]
+    return [
+        _with_inf_inside(make(dtype, **overrides)) for dtype in (DTYPES if options.gate else [options.dtype])
+    ]
 
 
 def _with_inf_inside(config: TrainingConfig) -> TrainingConfig:
@@ -132,10 +114,7 @@ def _judge(
             note = f"{run.losses[-1]:.2f} bits a byte, {len(run.skipped)} skipped"
             progress.update(tasks[name], completed=len(run.losses), note=note)
 
-        return [
-            judge(options.subject, config, folder, options.save_every, show, options.record)
-            for config in configs
-        ]
+        return [judge(options.subject, config, folder, show, options.record) for config in configs]
 
 
 def _certify(folders: list[str], console: Console) -> int:
@@ -162,7 +141,7 @@ def _tell(results: list[TrainingResult], console: Console) -> int:
                     f"  {mark}  {check.name}: {escape(check.says)}", soft_wrap=True, highlight=False
                 )
         if result.lacking:
-            console.print(f"not provided, torch's taken instead: {', '.join(result.lacking)}")
+            console.print(f"not provided, so torch's is used: {', '.join(result.lacking)}")
     passed = all(result.passed for result in results)
     seconds = sum(result.seconds for result in results)
     console.print(f"\n{'[green]green[/]' if passed else '[red]red[/]'} after {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""Compares the certificates of two runs, and names the first difference by step, phase, tensor and rank."""
+"""Comparison of the certificates of two runs. It names the first difference by step, phase, tensor and rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ROUNDINGS = 16
 
 
 class NotComparable(ValueError):
-    """The certificates cannot be compared."""
+    """Raised if certificates cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor of one run at one point, put together from its parts on all ranks."""
+    """A tensor of one run at one point, joined from its parts on all ranks."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""A checkpoint on disk is always whole: the old one or the new one, whenever the process is killed."""
+"""Checkpoints on disk. If the process is killed, the old or the new one is complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` beside `path`, force it to the disk, and only then put it in `path`'s place."""
+    """Write `state` to a second file, flush it to the disk, and then rename it to `path`."""
     unfinished = path.with_name(path.name + ".unfinished")
     with unfinished.open("wb") as file:
         torch.save(state, file)
@@ -26,7 +26,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path, device: str) -> dict[str, Any] | None:
-    """The state saved at `path`, None where nothing was saved; tensors and plain containers only."""
+    """Return the state that was saved at `path`, or None. It has tensors and plain containers only."""
     if not path.exists():
         return None
     return torch.load(path, map_location=device, weights_only=True)

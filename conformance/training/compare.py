@@ -1,4 +1,4 @@
-"""The questions put to two runs of one config, and the bound where not every bit must agree."""
+"""Checks of two runs of one config, and the bound if not every bit must agree."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from conformance.training.config import TrainingConfig
 from conformance.training.trainer import TrainingRun
 
-# How many times further from torch a correct library may be than torch is from itself. Clipping that rounds its
-# norm otherwise was at most 2.4 times as far, over two dtypes and three seeds; clipping that does nothing was at least
-# 21 times as far in the losses and 33 times in the norms. (Torch's foreach and fused updates gave no measure: by the
-# processor and the data they had the same bits, or parted in the last step.)
+# A correct library may be this many times further from torch than torch is from itself. Over two dtypes and three
+# seeds, clipping that rounds its norm in another way was at most 2.4 times as far. Clipping that does nothing was at
+# least 21 times as far in the losses and 33 times in the norms.
 TIMES_FURTHER = 8
 # A uniform guess costs 8 bits a byte, the frequencies of the bytes alone about 5.
 _LEARNED_BITS = 6.0
@@ -67,7 +66,7 @@ class Bound:
 def compare(
     config: TrainingConfig, reference: TrainingRun, subject: TrainingRun, bound: Bound | None
 ) -> list[Check]:
-    """Every question put to the two runs; `bound` is None where every bit must agree."""
+    """Return all checks of two runs. `bound` is None if every bit must agree."""
     until = bound.agree_until if bound else config.steps
     checks = [
         _same_path(reference, subject, until),
@@ -83,7 +82,7 @@ def compare(
 
 
 def _until_out_of_proportion(distances: list[float]) -> int:
-    """The step that is as far above all others as no library may be, else the number of steps."""
+    """Return the step whose distance is out of proportion to all others, else the number of steps."""
     usual, worst = sorted([torch.finfo(torch.float32).eps] * 2 + distances)[-2:]
     return distances.index(worst) if worst > TIMES_FURTHER * usual else len(distances)
 
@@ -104,7 +103,7 @@ def _same_path(reference: TrainingRun, subject: TrainingRun, until: int) -> Chec
 
 
 def _same_start(reference: TrainingRun, subject: TrainingRun) -> Check:
-    """Equal weights give equal losses under equal autocast, whatever the optimizer and the kernels do later."""
+    """Check that the losses are equal until the first step is taken, because the weights are equal."""
     first_taken = next((i for i in range(len(reference.losses)) if i not in reference.skipped), 0)
     at = _first_difference(reference.losses[: first_taken + 1], subject.losses[: first_taken + 1])
     if at is None:
@@ -112,7 +111,7 @@ def _same_start(reference: TrainingRun, subject: TrainingRun) -> Check:
     return Check(
         "start",
         False,
-        f"loss {at} is {subject.losses[at]!r}, torch's {reference.losses[at]!r}, where torch had taken no step yet",
+        f"loss {at} is {subject.losses[at]!r}, torch's {reference.losses[at]!r}, before torch had taken a step",
     )
 
 
@@ -211,7 +210,7 @@ def _same(expected: Any, actual: Any) -> bool:
 
 
 def _distances(expected: list[float], actual: list[float]) -> list[float]:
-    """Relative, step by step; none where neither is finite, inf where one alone is not."""
+    """Return the relative distance of each step: 0 if neither value is finite, inf if only one is."""
     return [_distance(w, g) for w, g in zip(expected, actual, strict=True)]
 
 

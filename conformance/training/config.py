@@ -68,14 +68,16 @@ class TrainingConfig:
 
 
 def small_config(dtype: str, **changes: object) -> TrainingConfig:
-    """A tenth of a million parameters and a few thousand bytes: seconds on one CPU core without half-precision
-    instructions, where fp16 products cost twenty times what fp32 ones do."""
+    """Return a config with 0.1 million parameters, which takes seconds on one CPU core.
+
+    fp16 products take twenty times as long as fp32 ones on a core without half-precision instructions.
+    """
     config = TrainingConfig(Shape(layers=2, heads=2, width=48, context=32), dtype=dtype, **_SCALING[dtype])
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def full_config(dtype: str, **changes: object) -> TrainingConfig:
-    """4.8 million parameters and 32 thousand bytes a step, for a GPU or a CPU that multiplies in half precision."""
+    """Return a config with 4.8 million parameters, for a GPU or a CPU with half-precision instructions."""
     config = TrainingConfig(
         Shape(layers=6, heads=4, width=256, context=256),
         dtype=dtype,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-# Tests repeat what they test; the build's own settings and what a user installed differ between two machines
-# that run the same Python.
+# Left out: tests, and files that differ between two machines with the same Python (settings of the build, packages).
 _SKIPPED = re.compile(
     r"site-packages|dist-packages|tests?|idle_test|__pycache__|config-.*"
     r"|_sysconfigdata.*\.py|(site|user)customize\.py"
@@ -66,7 +65,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
 
 
 def windows(text: torch.Tensor, length: int, key: str, indices: range) -> torch.Tensor:
-    """Windows of `text` as [len(indices), length] int64; window i depends on `key` and i alone."""
+    """Return windows of `text` as [len(indices), length] int64. Window i depends only on `key` and i."""
     starts = [random.Random(f"{key}/{i}").randrange(text.numel() - length + 1) for i in indices]
     return torch.stack([text[start : start + length] for start in starts]).long()
 

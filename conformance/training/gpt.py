@@ -1,4 +1,4 @@
-"""A byte-level GPT in plain torch: pre-norm blocks, learned positions, the head tied to the embedding."""
+"""A byte-level GPT in plain torch: pre-norm blocks, learned positions, a head tied to the embedding."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # The residual stream adds 2 * layers terms; their sum is to start as small as one.
+                # The residual stream adds 2 * layers terms, whose sum should be as small as one term.
                 is_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5 if is_residual else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, window_BT: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, 256] of the byte that follows each byte."""
+        """Return the logits [B, T, 256] of the byte that follows each byte."""
         x_BTD = self.embedding(window_BT) + self.position.weight[: window_BT.shape[1]]
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return F.linear(self.norm(x_BTD), self.embedding.weight)
 
     def loss(self, window_BT: torch.Tensor) -> torch.Tensor:
-        """Mean nats a byte of predicting every byte of the windows but the first."""
+        """Return the mean cross entropy, in nats per byte, of all bytes but the first of each window."""
         logits = self(window_BT[:, :-1])
-        # Autocast on CPU leaves log_softmax in half precision, too coarse a scale to compare curves on.
+        # Autocast on the CPU runs log_softmax in half precision, which is too coarse to compare curves.
         return F.cross_entropy(logits.float().flatten(0, 1), window_BT[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""Train with torch's parts and with the subject's, and say whether the two runs are the same."""
+"""Train with torch's components and with the subject's, and compare the two runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CAPTURE = "optim.capture"
 
 @dataclass(frozen=True)
 class TrainingComparison:
-    """The subject in one way, beside torch; `bound` is None where every bit must agree."""
+    """A run of the subject and torch's. `bound` is None if every bit must agree."""
 
     name: str
     config: TrainingConfig
@@ -52,7 +52,9 @@ class TrainingResult:
     config: TrainingConfig
     corpus: dict[str, str | int]
     comparisons: list[TrainingComparison] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)  # parts that the subject has not, torch's in their place
+    lacking: list[str] = field(
+        default_factory=list
+    )  # components that are torch's, because the subject lacks them
     seconds: float = 0.0
 
     @property
@@ -64,7 +66,6 @@ def judge(
     subject: str,
     config: TrainingConfig,
     folder: Path | None = None,
-    save_every: int = 10,
     on_step: Callable[[str, TrainingRun], None] | None = None,
     has_certificates: bool = False,
 ) -> TrainingResult:
@@ -88,7 +89,9 @@ def judge(
         saved = folder / f"{file}.checkpoint" if folder else None
         reported = on_step and (lambda run: on_step(name, run))
         certificate = folder / f"{file}.certificate" if folder and has_certificates else None
-        return train(parts, config, corpus, saved, save_every, reported, trained_by, certificate)
+        return train(
+            parts, config, corpus, saved, on_step=reported, trained_by=trained_by, certificate=certificate
+        )
 
     if len(result.lacking) == len(_PARTS):
         return result

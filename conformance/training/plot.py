@@ -1,4 +1,4 @@
-"""Draw a comparison: both loss curves, the held-out losses, the scale's path and the skipped steps."""
+"""Plots of a comparison: loss curves, held-out losses, scales and skipped steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(entry: dict[str, Any], subject: str) -> Figure:
     for run, name, line in sides:
         top.plot(run["losses"], label=f"{name}, training", **line)
         bottom.step(range(len(run["scales"])), run["scales"], where="mid", **line)
-        steps = [int(step) for step in run["held_out"]]  # JSON has made strings of them
+        steps = [int(step) for step in run["held_out"]]  # keys of JSON are strings
         top.plot(steps, list(run["held_out"].values()), "o:", label=f"{name}, held out", **line)
     for step in entry["subject"]["skipped"]:
         bottom.axvline(step, color="#cf222e", alpha=0.3, linewidth=1)
@@ -36,7 +36,7 @@ def draw(entry: dict[str, Any], subject: str) -> Figure:
 
 
 def save(comparison: TrainingComparison, subject: str, folder: Path) -> list[Path]:
-    """An SVG and a PNG named after the comparison."""
+    """Write an SVG and a PNG that are named after the comparison, and return their paths."""
     figure = draw(as_entry(comparison), subject)
     stem = comparison.name.replace(", ", "-").replace(" ", "-")
     files = [folder / f"{stem}.svg", folder / f"{stem}.png"]

@@ -1,4 +1,4 @@
-"""Certificates agree where runs agree, for any number of ranks, and name the first difference where they do not."""
+"""Certificates agree if runs agree, for any number of ranks, and otherwise name the first difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training repeats bit by bit and survives kill -9, and its judge passes right libraries and fails wrong ones."""
+"""Training is reproducible and survives kill -9. Its judge passes correct libraries and fails wrong ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(parts: Parts = TORCH, config: TrainingConfig = CONFIG, **how: Any) -> Tr
 def without_clock(run: TrainingRun) -> dict[str, Any]:
     fields = dataclasses.asdict(run)
     del fields["seconds"], fields["resumed_at"]
-    # A skipped step's norm may be nan, which differs from itself; its repr does not.
+    # The norm of a skipped step may be nan, which differs from itself, unlike its repr.
     return fields | {"grad_norms": [repr(norm) for norm in run.grad_norms]}
 
 
@@ -114,7 +114,7 @@ MOMENTS = ("between checkpoints", "fsync", "replace")
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what each killed run left, by the moment at which it was killed."""
+    """The folder of the files that each killed run left, named by the moment."""
     folder = tmp_path_factory.mktemp("killed")
     command = [sys.executable, "-c", KILLED, str(folder), *MOMENTS]
     root = Path(conformance.__file__).parents[1]
@@ -137,7 +137,7 @@ def test_finished_run_continues_with_more_steps(reference: TrainingRun, tmp_path
     assert without_clock(run(saved=saved)) == without_clock(reference)
 
 
-def test_another_plan_does_not_go_on(tmp_path: Path) -> None:
+def test_checkpoint_of_other_config_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "run.checkpoint"
     run(config=dataclasses.replace(CONFIG, steps=1), saved=saved)
     with pytest.raises(OtherRun, match="seed was 1, is 2"):
@@ -212,7 +212,7 @@ def test_unskipped_inf_fails_recovery_check(reference: TrainingRun) -> None:
     assert {"scale", "recovery of the subject"} <= red(None, reference, without)
 
 
-def test_missing_components_are_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_components_come_from_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     utils = tmp_path / "wrong_rider" / "nn" / "utils"
     utils.mkdir(parents=True)
     for folder in (utils, utils.parent, utils.parents[1]):
@@ -299,5 +299,5 @@ def test_bound_ignores_steps_after_torch_differs_from_itself() -> None:
     assert (bound.agree_until, bound.grad_norms) == (4, pytest.approx(1e-2))
     assert "bound on grad_norms" in red(bound, reference, far_off)
     bound = Bound.between(reference, run_of(1.0, 1.0001, 1.0, 1.0001), run_of(1.0, 1.0, 1.0, 1.01))
-    assert bound.agree_until == 3  # torch parts from one neighbour there, not from the other
+    assert bound.agree_until == 3  # torch differs from one neighbour there, not from the other
     assert "bound on grad_norms" not in red(bound, reference, far_off)

@@ -22,7 +22,7 @@ from conformance.training.gpt import GPT
 
 
 class OtherRun(ValueError):
-    """A checkpoint is of a run that does something else."""
+    """Raised if a checkpoint belongs to another run."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Trainer:
         run.losses.append(float(loss) / math.log(2))
 
     def update(self) -> torch.Tensor:
-        """The optimizer's side of a step; the norm of the gradients before they were clipped."""
+        """Unscale, clip, step and update. Return the norm of the gradients before clipping."""
         self.scaler.unscale_(self.optimizer)
         norm = self.parts.clip_grad_norm_(self.parameters, self.config.max_norm, foreach=self._clip_foreach)
         self.scaler.step(self.optimizer)
@@ -110,7 +110,7 @@ class Trainer:
         return norm
 
     def record_in(self, folder: Path) -> None:
-        """Write a certificate of the coming steps."""
+        """Write a certificate of the next steps."""
         self.recorder = RunRecorder(
             folder,
             self.model,
@@ -122,7 +122,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_bits(self) -> float:
-        """Mean bits a byte over the same held-out windows each time."""
+        """Return the mean loss of the held-out windows, in bits per byte."""
         config = self.config
         drawn = windows(
             self.corpus.held_out, config.shape.context + 1, "held out", range(config.held_out_windows)
@@ -152,17 +152,19 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue from a state.
 
         Raises:
-            OtherRun: it belongs to a run with another config, corpus, torch or parts.
+            OtherRun: it is of a run with another config, corpus, torch or components.
         """
         here = self._identity()
         changed = [
             f"{k} was {state['of'].get(k)}, is {here[k]}" for k in here if state["of"].get(k) != here[k]
         ]
         if changed:
-            raise OtherRun(f"the checkpoint is of another run: {'; '.join(changed)}; resume with what it was")
+            raise OtherRun(
+                f"the checkpoint is of another run: {'; '.join(changed)}; resume with the same settings"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -185,7 +187,7 @@ class Trainer:
             self.recorder.record(phase, **values)
 
     def _accumulate(self) -> torch.Tensor:
-        """Add one batch's gradients; its part of the step's loss, detached."""
+        """Add the gradients of one batch, and return its part of the step's loss."""
         config = self.config
         drawn = range(self.position, self.position + config.batch)
         window_BT = windows(self.corpus.train, config.shape.context + 1, f"train {config.seed}", drawn)
@@ -266,7 +268,7 @@ def train(
 
 @contextlib.contextmanager
 def _repeatable(config: TrainingConfig) -> Iterator[None]:
-    """Random numbers, threads and algorithms that give the same bits each time; the caller's own are restored."""
+    """Context manager with reproducible random numbers, threads and algorithms. The caller's are restored."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     on_cuda = torch.device(config.device).type == "cuda"
