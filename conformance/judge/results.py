@@ -326,16 +326,22 @@ class Broken:
     count: str
     why: str  # first difference of the first failing test
     replay: str  # replay command of that test
+    tests: Sequence[Mapping[str, Any]]  # all failing tests
 
 
-def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
-    """Return the broken clauses of a report's `tests`: the largest share of failing tests first, then by clause."""
+def broken_clauses(
+    tests: Sequence[Mapping[str, Any]], catalogue: Sequence[Mapping[str, Any]] | None = None
+) -> list[Broken]:
+    """Return the broken clauses of a report's `tests`: the largest share of failing tests first, then by clause.
+
+    `catalogue` has the report's clauses. The default is the present catalogue.
+    """
     totals = Counter(test["clause"] or test["nodeid"] for test in tests)
     red: dict[str, list[Mapping[str, Any]]] = {}
     for test in tests:
         if test["outcome"] in RED:
             red.setdefault(test["clause"] or test["nodeid"], []).append(test)
-    says = {clause["id"]: clause["says"] for clause in clauses.for_report()}
+    says = {clause["id"]: clause["says"] for clause in catalogue or clauses.for_report()}
     place = {name: position for position, name in enumerate([*says, *sorted(red.keys() - says.keys())])}
     broken: list[Broken] = []
     for name, failing in sorted(
@@ -344,7 +350,7 @@ def broken_clauses(tests: Sequence[Mapping[str, Any]]) -> list[Broken]:
         outcomes = ", ".join(sorted({test["outcome"] for test in failing}))
         count = f"{outcomes} in {len(failing)} of {totals[name]} {'test' if totals[name] == 1 else 'tests'}"
         why = _first_difference(failing[0]["reason"])
-        broken.append(Broken(name, says.get(name, _SELFTEST), count, why, failing[0]["replay"]))
+        broken.append(Broken(name, says.get(name, _SELFTEST), count, why, failing[0]["replay"], failing))
     return broken
 
 

@@ -6,58 +6,38 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from conformance.judge.accounting import NOT_RUN, NotRun
 from conformance.judge.judgement import FLAKY, RED
 
+
+class Look(NamedTuple):
+    """Sign and meaning of an outcome on a page. The sign is for readers who cannot distinguish colours."""
+
+    sign: str
+    meaning: str
+
+
 # Outcomes from worst to best. A cell shows the worst of its tests.
-SEVERITY = (
-    "crash",
-    "hang",
-    "failed",
-    "stale",
-    FLAKY,
-    "expected",
-    NOT_RUN,
-    "not provided",
-    "not claimed",
-    "unavailable",
-    "reference cannot run here",
-    "known",
-    "passed",
-)
-# Signs that are shown with the colours, for readers who cannot distinguish colours.
-SIGNS = {
-    "crash": "✖",
-    "hang": "⧗",
-    "failed": "✗",
-    "stale": "≠",
-    FLAKY: "~",
-    "expected": "!",
-    NOT_RUN: "?",
-    "not provided": "∅",
-    "not claimed": "○",
-    "unavailable": "–",
-    "reference cannot run here": "⊘",
-    "known": "≈",
-    "passed": "✓",
+OUTCOMES = {
+    "crash": Look("✖", "the test ended its process"),
+    "hang": Look("⧗", "the test exceeded its deadline"),
+    "failed": Look("✗", "the subject differs from torch"),
+    "stale": Look("≠", "torch no longer does what a deviation or limit says, or an expected failure passes"),
+    FLAKY: Look("~", "runs with the same seed had different outcomes"),
+    "expected": Look("!", "the test failed, as the subject's claims file says"),
+    NOT_RUN: Look(
+        "?", "no test of the clause was in this run, because of the profile, the selection or an early end"
+    ),
+    "not provided": Look("∅", "the subject lacks the name and does not claim it"),
+    "not claimed": Look("○", "an extension beyond torch that the subject does not claim"),
+    "unavailable": Look("–", "this machine lacks a device, ranks or a compiler"),
+    "reference cannot run here": Look("⊘", "torch itself fails here"),
+    "known": Look("≈", "the subject does what torch does, where impl deviates on purpose"),
+    "passed": Look("✓", "the subject does what torch does, or what the deviation says"),
 }
-MEANINGS = {
-    "crash": "the test ended its process",
-    "hang": "the test exceeded its deadline",
-    "failed": "the subject differs from torch",
-    "stale": "torch no longer does what a deviation or limit says, or an expected failure passes",
-    FLAKY: "runs with the same seed had different outcomes",
-    "expected": "the test failed, as the subject's claims file says",
-    NOT_RUN: "no test of the clause was in this run, because of the profile, the selection or an early end",
-    "not provided": "the subject lacks the name and does not claim it",
-    "not claimed": "an extension beyond torch that the subject does not claim",
-    "unavailable": "this machine lacks a device, ranks or a compiler",
-    "reference cannot run here": "torch itself fails here",
-    "known": "the subject does what torch does, where impl deviates on purpose",
-    "passed": "the subject does what torch does, or what the deviation says",
-}
+SEVERITY = tuple(OUTCOMES)
 
 
 @dataclass(frozen=True)
@@ -117,10 +97,6 @@ class Cell:
     def outcome(self) -> str:
         return min((test["outcome"] for test in self.tests), key=SEVERITY.index)
 
-    @property
-    def sign(self) -> str:
-        return SIGNS[self.outcome]
-
 
 @dataclass
 class Row:
@@ -178,16 +154,21 @@ def ranked(outcomes: Iterable[str]) -> list[tuple[str, int]]:
 
 def matrix(report: dict[str, Any]) -> list[Area]:
     """Return a table for each area, with the columns of its tests: red areas first, areas without tests last."""
-    by_clause: dict[str, list[dict[str, Any]]] = {}
-    for test in report["tests"]:
-        by_clause.setdefault(test["clause"], []).append(test)
+    tests = tests_by_clause(report)
     accounts = not_run_by_clause(report)
     areas: dict[str, list[Row]] = {}
     for clause in report["clauses"]:
-        row = Row(clause, _cells(by_clause.get(clause["id"], [])), accounts[clause["id"]])
+        row = Row(clause, _cells(tests.get(clause["id"], [])), accounts[clause["id"]])
         areas.setdefault(clause["area"], []).append(row)
     tables = [Area(name, _axes(rows), rows) for name, rows in sorted(areas.items())]
     return sorted(tables, key=lambda area: (not area.is_red, not area.is_judged))
+
+
+def tests_by_clause(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    tests: dict[str, list[dict[str, Any]]] = {}
+    for test in report["tests"]:
+        tests.setdefault(test["clause"], []).append(test)
+    return tests
 
 
 @dataclass(frozen=True)

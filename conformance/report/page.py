@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import jinja2
 from markupsafe import Markup, escape
 
 from conformance.judge.judgement import RED
-from conformance.judge.results import Broken, broken_clauses
+from conformance.judge.results import broken_clauses
 from conformance.judge.surface import is_torch_in
 from conformance.report import simulation, speed
 from conformance.report.kill_table import kill_matrix
-from conformance.report.matrix import MEANINGS, SIGNS, Area, by_mark, matrix, ranked
+from conformance.report.matrix import OUTCOMES, Area, by_mark, matrix, ranked
 from conformance.report.text import legible
 from conformance.report.verdict import parts
 
@@ -44,7 +43,7 @@ def write_page(report: dict[str, Any], file: Path) -> None:
             ],
             marks=by_mark(areas),
             own_counts=ranked(test["outcome"] for test in report["tests"] if not test["clause"]),
-            red=_red(report),
+            red=broken_clauses(report["tests"], report["clauses"]),
             failures={
                 t["nodeid"]: f"failure-{n}" for n, t in enumerate(report["tests"]) if t["outcome"] in RED
             },
@@ -78,8 +77,7 @@ def environment() -> jinja2.Environment:
         "when": lambda moment: moment[:16].replace("T", " ") + " UTC",
     }
     environment.globals |= {
-        "signs": SIGNS | {"not run": "–"},
-        "meanings": MEANINGS,
+        "looks": OUTCOMES,
         "ticks": speed.TICKS,
         "dumps": json.dumps,
         "style": Markup((_HERE / "page.css").read_text()),
@@ -102,19 +100,6 @@ def _threads(text: str) -> Markup:
     """Make links of public threads, such as `pytorch/pytorch#1`."""
     link = r'<a href="https://github.com/\1/issues/\2" rel="noreferrer">\1#\2</a>'
     return Markup(re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", link, "" if text == "own" else str(escape(text))))
-
-
-def _red(report: dict[str, Any]) -> list[tuple[Broken, list[dict[str, Any]]]]:
-    """Return the broken clauses with their red tests. Their sentences are those of the report's catalogue."""
-    says = {clause["id"]: clause["says"] for clause in report["clauses"]}
-    red: dict[str, list[dict[str, Any]]] = {}
-    for test in report["tests"]:
-        if test["outcome"] in RED:
-            red.setdefault(test["clause"] or test["nodeid"], []).append(test)
-    return [
-        (replace(broken, says=says.get(broken.name, broken.says)), red[broken.name])
-        for broken in broken_clauses(report["tests"])
-    ]
 
 
 def _outcomes(areas: Sequence[Area]) -> list[str]:

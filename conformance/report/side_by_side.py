@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.judge.accounting import NOT_RUN, NotRun
 from conformance.judge.judgement import RED
-from conformance.report.matrix import MEANINGS, SEVERITY, not_run_by_clause, ranked
+from conformance.report.matrix import SEVERITY, not_run_by_clause, ranked, tests_by_clause
 from conformance.report.page import environment
 from conformance.report.text import legible
 from conformance.report.verdict import parts
@@ -82,7 +82,6 @@ def write_side_by_side(reports: Sequence[dict[str, Any]], file: Path) -> None:
             says=[parts(report)[0].says for report in reports],
             areas=areas,
             outcomes=sorted(outcomes, key=SEVERITY.index),
-            meanings=MEANINGS,
         )
     )
     file.write_text(page, encoding="utf-8")
@@ -94,7 +93,7 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[ComparedArea]:
     The sentence of a clause is that of the last report that has it.
     """
     clauses = {clause["id"]: clause for report in reports for clause in report["clauses"]}
-    tests_by_report = [_by_clause(report) for report in reports]
+    tests_by_report = [tests_by_clause(report) for report in reports]
     accounts_by_report = [not_run_by_clause(report) for report in reports]
     areas: dict[str, list[ComparedRow]] = {}
     for name, clause in clauses.items():
@@ -105,13 +104,6 @@ def side_by_side(reports: Sequence[dict[str, Any]]) -> list[ComparedArea]:
         areas.setdefault(clause["area"], []).append(ComparedRow(clause, cells))
     compared = [ComparedArea(name, rows) for name, rows in sorted(areas.items())]
     return sorted(compared, key=lambda area: not area.different)
-
-
-def _by_clause(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    by_clause: dict[str, list[dict[str, Any]]] = {}
-    for test in report["tests"]:
-        by_clause.setdefault(test["clause"], []).append(test)
-    return by_clause
 
 
 def _cell(clause: str, tests: list[dict[str, Any]], report: dict[str, Any], untested: NotRun) -> ComparedCell:
