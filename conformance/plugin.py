@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from conformance.cli import options
-from conformance.cli.options import PROFILES
 from conformance.judge import accounting
-from conformance.judge.clauses import AREAS, MARKS, all_clauses, clause_of
+from conformance.judge.clauses import AREAS, all_clauses, clause_of
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.errors import Hang, raise_stopped_by_user
@@ -50,19 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="impl",
         help="the package to judge: impl, torch, or any that has torch's paths",
     )
-    group.addoption(
-        "--device",
-        default="auto",
-        help="comma-separated device types; auto is cpu, and cuda if this machine has it",
-    )
-    group.addoption("--world-sizes", default="1,2", help="comma-separated numbers of ranks")
-    group.addoption("--profile", default="full", choices=PROFILES, help="how many examples and tests to run")
-    group.addoption(
-        "--seed",
-        type=int,
-        default=None,
-        help="seed of Hypothesis and of the data (default: every run draws the same)",
-    )
+    options.add_selection(group.addoption, "full")
     group.addoption(
         "--no-shrink", action="store_true", help="report the first failing example, not the smallest"
     )
@@ -72,12 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         metavar="SECONDS",
         help="time limit for tests without their own (default: set by the profile)",
-    )
-    group.addoption(
-        "--claims",
-        default=None,
-        metavar="FILE",
-        help="the subject's claims file (default: conformance_claims.toml next to its __init__, if it exists)",
     )
     group.addoption(
         "--today",
@@ -90,19 +71,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--clauses",
         default="",
         help="comma-separated beginnings of clause ids: run only tests of these clauses",
-    )
-    group.addoption(
-        "--marks",
-        type=options.marks,
-        default=",".join(MARKS),
-        help=f"comma-separated marks of clauses: run only tests of these clauses (default: {','.join(MARKS)})",
-    )
-    group.addoption(
-        "--shard",
-        type=options.shard,
-        default=None,
-        metavar="I/N",
-        help="run the I-th of N shards, which take about as long",
     )
     group.addoption("--report", default=None, metavar="DIR", help="folder for report.json")
 

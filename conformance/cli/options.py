@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 PROFILES = ("smoke", "quick", "full", "deep")
@@ -15,9 +16,8 @@ MARKS = ("generic", "accelerator", "cuda")  # marks of clauses
 REPORT = "report"
 
 
-def add_judging(parser: argparse.ArgumentParser) -> None:
-    """Add the options that decide what is judged and where the report is written."""
-    add = parser.add_argument
+def add_selection(add: Callable[..., object], profile: str) -> None:
+    """Add the options that decide what is judged. `profile` is the default. pytest has them too."""
     add(
         "--claims", type=file, metavar="FILE", help="the subject's claims file (default: next to its package)"
     )
@@ -38,8 +38,8 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         choices=PROFILES,
-        default="quick",
-        help="how many examples and tests to run (default: quick)",
+        default=profile,
+        help=f"how many examples and tests to run (default: {profile})",
     )
     add(
         "--marks",
@@ -54,15 +54,20 @@ def add_judging(parser: argparse.ArgumentParser) -> None:
         metavar="I/N",
         help="run the I-th of N shards, which take about as long; python -m conformance.report --merge joins them",
     )
-    add(
+    add("--seed", type=int, help="draw other examples (default: every run draws the same)")
+
+
+def add_judging(parser: argparse.ArgumentParser) -> None:
+    """Add the options that decide what is judged and where the report is written."""
+    add_selection(parser.add_argument, "quick")
+    parser.add_argument(
         "--rerun",
         type=reruns,
         default=0,
         metavar="N",
         help="judge N more times with the same seed; tests with different outcomes are flaky (default: 0)",
     )
-    add("--seed", type=int, help="draw other examples (default: every run draws the same)")
-    add(
+    parser.add_argument(
         "--out",
         "--report",
         type=folder,
