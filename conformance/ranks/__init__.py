@@ -14,7 +14,7 @@ If something goes wrong in a rank, the parent raises, and the next case gets new
     RanksDiverged ranks issued different collectives. The text compares them, without waiting for a hang
     NotProvided, LookupFailed   the judge's library raised it in a rank
 
-`fixtures` has the pools for tests. `python -m conformance.ranks --faults 200` shows that no resources leak.
+`fixtures` has the pools for tests.
 Linux only, because it uses the fork server, /proc and signals for closed pipes.
 """
 
