@@ -12,7 +12,7 @@ import pytest
 
 from conformance.cli.options import PROFILES
 from conformance.judge.accounting import NOT_RUN, OTHER_SHARD, NotRun, clauses_of_file
-from conformance.judge.clauses import AREAS, HERE, Clause, all_clauses, clause_of
+from conformance.judge.clauses import AREAS, HERE, Clause, all_clauses, clause_of, parameters_of
 from conformance.judge.durations import first_tests, function_of, recorded, shard_of, smoke_functions
 from conformance.judge.library import package_of
 from conformance.judge.sandbox.notes import Notes
@@ -83,7 +83,7 @@ class Selection:
             by_function.setdefault(function_of(item.nodeid), []).append(item)
         others: set[pytest.Item] = set()
         for tests in by_function.values():
-            chosen = cover_pairs([_parameters_of(test) for test in tests])
+            chosen = cover_pairs([parameters_of(test) for test in tests])
             others.update(test for number, test in enumerate(tests) if number not in chosen)
         return [item for item in items if item not in others], [*others]
 
@@ -152,12 +152,8 @@ def folder_of(item: pytest.Item) -> str:
     return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
 
 
-def _parameters_of(item: pytest.Item) -> Mapping[str, object]:
-    return getattr(getattr(item, "callspec", None), "params", {})
-
-
 def _device_of(item: pytest.Item) -> str:
-    return str(_parameters_of(item).get("device", ""))
+    return str(parameters_of(item).get("device", ""))
 
 
 def cover_pairs(cases: Sequence[Mapping[str, object]]) -> set[int]:

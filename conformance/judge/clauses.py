@@ -86,6 +86,11 @@ def clause_of(item: pytest.Item) -> str:
     return marker.args[0] if marker else ""
 
 
+def parameters_of(item: pytest.Item) -> Mapping[str, Any]:
+    """Return the parameters of a test by name."""
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 @functools.cache
 def all_clauses() -> Mapping[str, Clause]:
     return {entry.id: entry for area, file in _files().items() for entry in _read(area, file)}

@@ -105,7 +105,7 @@ def if_expected(
 
 def _axes(item: pytest.Item) -> dict[str, str]:
     """Return device, dtype and world size of a test, from its parameters or its only pool of ranks."""
-    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    params = clauses.parameters_of(item)
     axes = {axis: str(params[axis]).removeprefix("torch.") for axis in _AXES if axis in params}
     pools = getattr(item, "used_pools", ())
     if len(pools) == 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from conformance.judge import surface
-from conformance.judge.clauses import all_clauses, clause_of
+from conformance.judge.clauses import all_clauses, clause_of, parameters_of
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,7 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 def spans_ranks(item: pytest.Item) -> bool:
     """Return whether the test starts more than one rank."""
-    parameters = (
-        item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    )
-    return starts_ranks(item) and parameters.get("world_size") != 1
+    return starts_ranks(item) and parameters_of(item).get("world_size") != 1
 
 
 def distance(clause_id: str, about: str) -> int:
