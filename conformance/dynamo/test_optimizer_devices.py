@@ -29,7 +29,7 @@ from conformance.strategies.compiled_steps import (
     soon,
     tracing_of,
 )
-from conformance.strategies.optimizers import Make, maker
+from conformance.strategies.optimizers import Make, draw_gradient, four_parameters, maker
 from conformance.strategies.user_optimizers import Collecting, CountingOnDevices, KeepingElsewhere
 
 SGD, ADAM = maker("SGD", options=["momentum"]), maker("Adam")
@@ -234,16 +234,24 @@ def test_tensors_besides_the_state_leave_them_too(subject: Library, device: str)
     assert left_in_what_a_backend_keeps(subject, KeepingElsewhere, device, graphs=1) == (0, [])
 
 
-@clause("dynamo.optimizer.lifetime.freed")
+@clause("dynamo.optimizer.optimizer.several")
 def test_new_optimizer_at_old_address_steps_its_own_parameters(subject: Library, device: str) -> None:
-    graphs = GraphCounter("eager")
     with tracing_of(subject):
+        graphs = GraphCounter("eager")
         step = torch.compile(lambda optimizer: optimizer.step(), backend=graphs)
-        for _ in range(6):
-            harness = CompiledHarness(SGD, device)
-            harness.set_gradients()
-            expected = [p.detach() - 0.05 * p.grad for p in harness.parameters]
-            step(harness.optimizer)
-            torch.testing.assert_close([p.detach() for p in harness.parameters], expected)
-            del harness
-    assert graphs.inputs, "nothing was compiled"
+        addresses = []
+        optimizer: Any = None
+        for _ in range(4):
+            parameters = four_parameters(device)
+            # Free the old optimizer immediately before the new one is created, which then gets its memory.
+            optimizer = None
+            optimizer = SGD(parameters)
+            addresses.append(id(optimizer))
+            for index, parameter in enumerate(parameters):
+                parameter.grad = draw_gradient(parameter, index)
+            lr = optimizer.param_groups[0]["lr"]
+            expected = [p.detach() - lr * p.grad for p in parameters]
+            step(optimizer)
+            torch.testing.assert_close([p.detach() for p in parameters], expected)
+        assert graphs.inputs, "nothing was compiled"
+        assert len({*addresses}) < len(addresses), "no optimizer is at the address of an earlier one"

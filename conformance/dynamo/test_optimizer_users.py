@@ -254,7 +254,7 @@ def test_state_that_init_group_collects(deviation: DeviationJudge, device: str, 
     judge_values(deviation, script, ScaledByState, device)
 
 
-class PassingOver(Collecting):
+class SkipsParametersWithState(Collecting):
     """`_init_group` checks which parameters have a state, and creates none."""
 
     def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any]) -> None:
@@ -265,7 +265,7 @@ class PassingOver(Collecting):
 
 
 @clause("dynamo.optimizer.guards.state")
-def test_parameter_without_init_group_state_is_compiled(subject: Library, device: str) -> None:
+def test_state_from_user_is_noticed_without_init_group_state(subject: Library, device: str) -> None:
     """`_init_group` creates no state, and skips a parameter that the user gives a state."""
 
     def script(harness: CompiledHarness) -> list[torch.Tensor]:
@@ -273,7 +273,9 @@ def test_parameter_without_init_group_state_is_compiled(subject: Library, device
         state[harness.parameters[1]]["is_frozen"] = True
         return trained(harness)
 
-    assert is_right(script, PassingOver, device, subject) is True
+    assert is_right(script, SkipsParametersWithState, device, subject) is True
+    values = outcome(subject, after(script), SkipsParametersWithState, device=device).value
+    assert values["compiled after each step"] == [1, 1, 2, 2, 2, 2]
 
 
 class CountingSteps(Collecting):
