@@ -109,7 +109,7 @@ Program = Callable[..., Callable[..., Any]]
 @pytest.mark.parametrize(
     "region", [{}, {"dtype": torch.float16}, {"enabled": False}, {"cache_enabled": False}], ids=str
 )
-def test_compiles_into_torchs_graphs(
+def test_compiled_graphs_match_torch(
     compare: Compare, device: str, program: Program, region: dict[str, Any]
 ) -> None:
     def compiled(library: Library) -> Outcome:
@@ -122,7 +122,10 @@ def test_compiles_into_torchs_graphs(
 
     [outcome] = compare(compiled)
     assert outcome.raised is None
-    assert all(outcome.value[2:])
+    *_, graphs, is_restored = outcome.value
+    assert graphs
+    assert all(graphs)
+    assert is_restored
 
 
 @PROGRAMS
@@ -236,7 +239,9 @@ def test_exports_as_torch_does(compare: Compare, device: str, strict: bool, regi
 @clause("amp.autocast_mode.autocast.exported")
 @pytest.mark.parametrize("pre_dispatch", [True, False])
 @pytest.mark.parametrize("dtype", [None, *LOW], ids=str)
-def test_make_fx(compare: Compare, device: str, pre_dispatch: bool, dtype: torch.dtype | None) -> None:
+def test_make_fx_records_region_dtypes(
+    compare: Compare, device: str, pre_dispatch: bool, dtype: torch.dtype | None
+) -> None:
     def traced(library: Library) -> Outcome:
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
 
@@ -253,7 +258,7 @@ def test_make_fx(compare: Compare, device: str, pre_dispatch: bool, dtype: torch
 
 @clause("amp.autocast_mode.autocast.jit_traced")
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_jit_trace(compare: Compare, device: str, dtype: torch.dtype) -> None:
+def test_jit_trace_keeps_region_dtypes(compare: Compare, device: str, dtype: torch.dtype) -> None:
     def traced(library: Library) -> Outcome:
         x = torch.linspace(-1, 1, 16, device=device).view(4, 4)
 
@@ -272,7 +277,7 @@ def test_jit_trace(compare: Compare, device: str, dtype: torch.dtype) -> None:
 
 @clause("amp.autocast_mode.autocast.jit_scripted")
 @pytest.mark.deviation("autocast.not_scripted")
-def test_jit_script(subject: Library, deviation: DeviationJudge) -> None:
+def test_scripting_region_raises_or_compiles(subject: Library, deviation: DeviationJudge) -> None:
     def helps(reported: str) -> bool:
         return (
             "torch.jit.script knows torch's own autocast class" in reported and "torch.jit.trace" in reported

@@ -193,10 +193,10 @@ def test_skipped_step_keeps_bfloat16_states(subject: Library, device: str, kind:
 @pytest.mark.deviation("grad_scaler.fused_sgd_in_halves")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_fused_sgd_moves_halves_on_the_cpu(
+def test_fused_step_updates_all_elements_of_16_bit_parameters(
     deviation: DeviationJudge, dtype: torch.dtype, momentum: float
 ) -> None:
-    def moved(library: Library) -> int:
+    def count_updated(library: Library) -> int:
         parameter = torch.nn.Parameter(torch.ones(67, dtype=dtype))
         optimizer = SGD([parameter], lr=0.5, momentum=momentum, fused=True)
         scaler = library.amp.GradScaler("cpu", init_scale=8.0)
@@ -210,5 +210,5 @@ def test_fused_sgd_moves_halves_on_the_cpu(
                 scaler.update()
         return int((parameter == 1.0 - 0.5 * (2.0 + momentum)).sum())
 
-    # torch updates only the elements after the last full vector register.
-    deviation.judge(moved, torch_does=lambda count: count <= 67 % 16, we_do=lambda count: count == 67)
+    # torch updates only the elements after the last full vector register. With momentum they are wrong too.
+    deviation.judge(count_updated, torch_does=lambda count: count <= 67 % 16, we_do=lambda count: count == 67)

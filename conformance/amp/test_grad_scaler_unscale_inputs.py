@@ -294,7 +294,7 @@ def test_strangers_among_the_parameters(compare: Compare, device: str, stranger:
 
 @clause("amp.grad_scaler.unscale_.refuses_whole")
 @pytest.mark.deviation("grad_scaler.hidden_overlap")
-def test_windows_that_slide_over_one_memory(deviation: DeviationJudge, device: str) -> None:
+def test_gradient_of_overlapping_windows_is_rejected(deviation: DeviationJudge, device: str) -> None:
     """The rows are [0, 1, 2], [1, 2, 3] and [2, 3, 4] of one buffer."""
 
     def probe(library: Library) -> tuple[str, list[float], float]:
