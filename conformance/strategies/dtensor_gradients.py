@@ -96,7 +96,10 @@ def clip_over_meshes(
 
 
 def use_norm(rank: Rank, *, library: str, gradients: Sequence[PlacedGradient], use: str) -> Outcome:
-    """Clip gradients on a mesh of all ranks, and use the norm in a way of `USES_OF_NORMS`. The value is the result."""
+    """Clip gradients on a mesh of all ranks to norm 1.0, and use the norm in a way of `USES_OF_NORMS`.
+
+    The value is the result.
+    """
     parameters = [_parameter(gradient.on(rank.mesh(rank.world_size))) for gradient in gradients]
     norm = load_library(library).find("nn.utils.clip_grad_norm_")(parameters, 1.0)
     return observe(lambda: _unshard(USES_OF_NORMS[use](norm)))

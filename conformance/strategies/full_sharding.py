@@ -74,7 +74,7 @@ def _calls_of(method: str, **values: Any) -> st.SearchStrategy[UnitCall]:
 
 
 _TRAINING = st.sampled_from(
-    [UnitCall(name) for name in ("forward", "forward", "look", "backward", "backward", "step_of_shards")]
+    [UnitCall(name) for name in ("forward", "forward", "evaluate", "backward", "backward", "step_of_shards")]
 )
 _BOTH = (True, False)
 _SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -118,13 +118,13 @@ def _is_right_in_torch(calls: list[UnitCall]) -> bool:
     """
     names_earlier = is_in_flight = awaits_backward = False
     for call in calls:
-        if call.name == "look" and names_earlier:
+        if call.name == "evaluate" and names_earlier:
             return False
         if call.name == "load" and (is_in_flight or awaits_backward):
             return False
         if call.name == "set_modules_to_forward_prefetch" and call.unit != ROOT:
             names_earlier |= any(number < call.unit for number in call.arguments["modules"])
-        if call.name in ("unshard", "forward", "look"):
+        if call.name in ("unshard", "forward", "evaluate"):
             is_async = bool(call.arguments.get("async_op"))
             is_in_flight = is_async or (is_in_flight and call.name == "unshard")
         if call.name in ("forward", "backward"):

@@ -16,7 +16,7 @@ from torch import nn
 
 from conformance.judge.comparing import Compare
 from conformance.judge.library import Library
-from conformance.judge.outcome import observe
+from conformance.judge.outcome import Outcome, observe
 
 
 class Block(nn.Module):
@@ -224,9 +224,10 @@ class StandInWrapper(nn.Module):
         return self.module(*args)
 
 
-def compare_wrap(compare: Compare, question: Callable[[Any], Any]) -> None:
-    """Compare the answers of both libraries' `distributed.fsdp.wrap`."""
-    compare(lambda library: observe(question, library.distributed.fsdp.wrap))
+def compare_wrap(compare: Compare, probe: Callable[[Any], Any]) -> Outcome:
+    """Call the probe with both libraries' `distributed.fsdp.wrap`. Return the subject's outcome."""
+    [outcome] = compare(lambda library: observe(probe, library.distributed.fsdp.wrap))
+    return outcome
 
 
 def noting(names: dict[nn.Module, str]) -> tuple[type[StandInWrapper], list[tuple[str, dict[str, Any]]]]:

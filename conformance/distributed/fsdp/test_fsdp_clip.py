@@ -156,17 +156,22 @@ def clip_in_backward(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.where")
-@pytest.mark.parametrize("asks", [clip_an_inner_unit, clip_before_any_forward, clip_in_backward])
-def test_root_clips_only_between_steps(twins: Twins, asks: Any) -> None:
-    twins.agree(asks, FLAT)
+@pytest.mark.parametrize("program", [clip_an_inner_unit, clip_before_any_forward, clip_in_backward])
+def test_root_clips_only_between_steps(twins: Twins, program: Any) -> None:
+    twins.agree(program, FLAT)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.clip_grad_norm_.low_precision")
 @both_kinds
-def test_norm_of_kept_low_precision_gradients_matches_torch(twins: Twins, use_orig_params: bool) -> None:
+def test_kept_low_precision_gradients_are_clipped(twins: Twins, use_orig_params: bool) -> None:
     precision = {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}
     setup = leaf_by_leaf(use_orig_params=use_orig_params, mixed_precision=precision)
     tolerance = Tolerance(
         4, "the gradients, their norm, its quotient and product each rounded", torch.bfloat16
     )
-    twins.agree(clip, setup, tolerance, tree=SIMPLE, max_norm=0.25)
+    for outcome in twins.agree(clip, setup, tolerance, tree=SIMPLE, max_norm=0.25):
+        norm = outcome.value["norm"]
+        assert norm.dtype is torch.bfloat16
+        assert norm.values > 0.25
+        gradients = [grad for grad in outcome.value["gradients"].values() if grad is not None]
+        assert {grad.dtype for grad in gradients} == {torch.bfloat16}

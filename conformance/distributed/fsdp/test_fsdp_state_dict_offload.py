@@ -64,7 +64,10 @@ def test_full_state_dict_offloads_to_cpu(cpu_twins: Twins, setup: Setup, rank0_o
 
 
 def held_while_saving(scene: Scene) -> tuple[int, float]:
-    """Return the bytes of one large unit's state dict on this rank, and the peak memory as a multiple of the model."""
+    """Return the bytes of one large unit's state dict on this rank, and the peak memory as a multiple of the model.
+
+    The peak does not include this rank's shard.
+    """
     torch.manual_seed(1)
     body = nn.Sequential(*(nn.Linear(1792, 1792) for _ in range(5)))
     model_bytes = sum(parameter.nbytes for parameter in body.parameters())

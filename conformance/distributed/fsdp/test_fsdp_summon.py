@@ -104,7 +104,7 @@ def test_parameters_are_whole_and_named_as_before_wrapping(twins: Twins, strateg
             assert state["grad"].values.shape == plain[name].shape
 
 
-def trains_on(scene: Scene) -> list[torch.Tensor]:
+def train_after_changes(scene: Scene) -> list[torch.Tensor]:
     """Return the losses before and after a summon that changes the parameters."""
     losses = [scene.backward()]
     with scene.fsdp.summon_full_params(scene.model), torch.no_grad():
@@ -117,7 +117,7 @@ def trains_on(scene: Scene) -> list[torch.Tensor]:
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.writeback")
 @each_wrapping
 def test_changes_inside_summon_are_trained_on(twins: Twins, wrapping: Wrapping) -> None:
-    twins.agree(trains_on, leaf_by_leaf(**wrapping))
+    twins.agree(train_after_changes, leaf_by_leaf(**wrapping))
 
 
 def summon_in_summon(scene: Scene) -> Any:
@@ -143,9 +143,9 @@ def _summoned_by(scene: Scene, register: Any) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
-@pytest.mark.parametrize("asks", [summon_in_summon, summon_in_forward, summon_in_backward])
-def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, asks: Any) -> None:
-    assert "AssertionError" in str(twins.agree(asks, FLAT)[0].value)
+@pytest.mark.parametrize("program", [summon_in_summon, summon_in_forward, summon_in_backward])
+def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, program: Any) -> None:
+    assert "AssertionError" in str(twins.agree(program, FLAT)[0].value)
 
 
 def backward_in_summon(scene: Scene) -> Any:
@@ -161,7 +161,7 @@ def test_backward_of_earlier_forward_inside_summon_is_refused(twins: Twins, wrap
     assert "ValueError" in str(twins.agree(backward_in_summon, setup)[0].value)
 
 
-def computes(
+def forward_inside(
     scene: Scene, *, options: Mapping[str, Any], by: str = "unit", backward: str = "", adds: float = 0.0
 ) -> dict[str, Any]:
     """Run a forward inside, of the root unit or of the `module` that it wraps.
@@ -191,6 +191,11 @@ def computes(
     }
 
 
+def forward_outside(scene: Scene) -> torch.Tensor:
+    with torch.no_grad():
+        return out_of_form(scene.forward())
+
+
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.computes")
 @pytest.mark.parametrize(
     ("by", "backward"), [("unit", ""), ("unit", "inside"), ("unit", "after"), ("module", "")]
@@ -208,7 +213,7 @@ def test_forward_inside_summon_matches_torch(
         "tree": SIMPLE,
     }
     setup = leaf_by_leaf(strategy, use_orig_params=True)
-    expected, actual = twins.of_both(computes, setup, **arguments)
+    expected, actual = twins.of_both(forward_inside, setup, **arguments)
     assert_ranks_agree(_without_shapes(expected), _without_shapes(actual), ONE_STEP)
     values_of(actual)
 
@@ -230,7 +235,7 @@ def test_forward_of_inner_units_inside_summon_matches_torch(
     """Only the outermost unit is summoned, as for a model that generates."""
     options = {"recurse": False, "writeback": writeback}
     arguments = {"options": options, "by": "module", "adds": 0.5 if writeback else 0.0, "tree": SIMPLE}
-    twins.agree(computes, setup, **arguments)
+    twins.agree(forward_inside, setup, **arguments)
 
 
 @clause("distributed.fsdp.fsdp_torch_limit_removed.computes_while_summoned")
@@ -263,7 +268,7 @@ def test_forward_inside_summon_leaves_parameters_unsharded(
         )
 
     twins.deviate(
-        computes,
+        forward_inside,
         leaf_by_leaf(**wrapping),
         tree=SIMPLE,
         options={"writeback": writeback},
@@ -278,13 +283,27 @@ def test_forward_inside_summon_leaves_parameters_unsharded(
 @pytest.mark.deviation("fsdp.computes_while_summoned")
 @each_wrapping
 def test_forward_inside_summon_uses_mixed_precision(twins: Twins, wrapping: Wrapping) -> None:
+    """The output equals that of a forward outside, bit by bit."""
+    setup = leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16})
+    outputs = twins.values(forward_outside, setup, tree=SIMPLE)
+    shapes = [parameter.shape for parameter in SIMPLE.build().parameters()]
+
+    def is_right(outcomes: RankOutcomes) -> bool:
+        return all(
+            outcome.raised is None
+            and outcome.value["inside"] == shapes
+            and outcome.value["output"].dtype is torch.bfloat16
+            and torch.equal(outcome.value["output"].values, output.values)
+            for outcome, output in zip(outcomes, outputs, strict=True)
+        )
+
     twins.deviate(
-        computes,
-        leaf_by_leaf(**wrapping, mixed_precision={"param_dtype": torch.bfloat16}),
+        forward_inside,
+        setup,
         tree=SIMPLE,
         options={"writeback": True},
         torch_does=raises(RuntimeError, "dtype"),
-        we_do=each(lambda value: value["output"].dtype is torch.bfloat16),
+        we_do=is_right,
     )
 
 
@@ -320,10 +339,10 @@ def of_plain_modules(scene: Scene) -> dict[str, torch.Tensor]:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.restores")
-@pytest.mark.parametrize("asks", [restores_after_an_error, of_plain_modules])
+@pytest.mark.parametrize("program", [restores_after_an_error, of_plain_modules])
 @each_strategy
-def test_summon_restores_shards(twins: Twins, strategy: str, asks: Any) -> None:
-    twins.agree(asks, leaf_by_leaf(strategy, use_orig_params=True))
+def test_summon_restores_shards(twins: Twins, strategy: str, program: Any) -> None:
+    twins.agree(program, leaf_by_leaf(strategy, use_orig_params=True))
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.offload_to_cpu")

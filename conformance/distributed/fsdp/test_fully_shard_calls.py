@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from conformance.distributed.fsdp.scenes.fully_shard_calls import (
     BACKWARD,
     CLEAR,
+    EVALUATE,
     FORWARD,
-    LOOK,
     REPLICAS,
     RESET,
     ROOT,
@@ -77,7 +77,7 @@ UNSHARD: Mapping[str, Calls] = {
     "state dict": (setting("unshard"), setting("unshard", 3), STATE_DICT, *TRAIN),
     "state dict before the wait": (setting("unshard", 3, async_op=True), STATE_DICT, WAIT, *TRAIN),
     "in the middle": (FORWARD, setting("reshard"), setting("reshard", 1), BACKWARD, STEP, *TRAIN),
-    "among others": (LOOK, FORWARD, FORWARD, setting("unshard", 2), BACKWARD, setting("reshard"), STEP, LOOK),
+    "among others": (EVALUATE, FORWARD, FORWARD, setting("unshard", 2), BACKWARD, setting("reshard"), STEP, EVALUATE),
 }  # fmt: skip
 SEQUENCES = [
     *sequence_params(clause("distributed.fsdp.fully_shard.unshard"), UNSHARD),
@@ -92,9 +92,9 @@ SEQUENCES = [
     }),
     *sequence_params(clause("distributed.fsdp.fully_shard.resharding"), {
         "never": (setting(_AFTER_FORWARD, reshard_after_forward=False), *TRAIN, *TRAIN),
-        "always": (setting(_AFTER_FORWARD, reshard_after_forward=True), *TRAIN, LOOK),
+        "always": (setting(_AFTER_FORWARD, reshard_after_forward=True), *TRAIN, EVALUATE),
         "the root": (setting(_AFTER_FORWARD, reshard_after_forward=True, recurse=False), *TRAIN, *TRAIN),
-        "a unit": (*TRAIN, setting(_AFTER_FORWARD, 2, reshard_after_forward=False), *TRAIN, LOOK),
+        "a unit": (*TRAIN, setting(_AFTER_FORWARD, 2, reshard_after_forward=False), *TRAIN, EVALUATE),
         "no bool": (setting(_AFTER_FORWARD, reshard_after_forward=2), *TRAIN),
         "backward": (setting(_AFTER_BACKWARD, reshard_after_backward=False), *TRAIN[:2], *TRAIN),
         "backward of the root": (setting(_AFTER_BACKWARD, reshard_after_backward=False, recurse=False),
@@ -110,7 +110,7 @@ SEQUENCES = [
         "user communication": (setting(_GATHER, 0, comm="an all-gather"),
                                setting(_SCATTER, 2, comm="a reduce-scatter"), *TRAIN),
         "event": (setting("set_post_optim_event", event="an event"), *TRAIN, *TRAIN),
-        "event of a stream": (*TRAIN[:2], UnitCall("step_beside"), *TRAIN[:2], UnitCall("step_beside"), LOOK),
+        "event of a stream": (*TRAIN[:2], UnitCall("step_beside"), *TRAIN[:2], UnitCall("step_beside"), EVALUATE),
         "memory": (setting(_MEMORY, enable=True), setting(_MEMORY, 0, enable=True), setting(_MEMORY, 0, enable=False),
                    setting(_GATHER, 1, comm="an all-gather"), setting(_MEMORY, 1, enable=True), *TRAIN),
     }),
@@ -135,7 +135,7 @@ SEQUENCES = [
         "loaded": (LOAD, *TRAIN, LOAD, *TRAIN),
         "assigned": (ASSIGN, *TRAIN),
         "assigned later": (*TRAIN, ASSIGN, *TRAIN),
-        "behind a forward": (LOOK, STATE_DICT, LOAD, LOOK, *TRAIN),
+        "behind a forward": (EVALUATE, STATE_DICT, LOAD, EVALUATE, *TRAIN),
         "converted": (UnitCall("convert", arguments={"dtype": torch.float64}), *TRAIN),
         "unsharded": (setting("unshard", 0), UnitCall("convert", arguments={"dtype": torch.float64}), *TRAIN),
     }),
@@ -182,7 +182,7 @@ def test_unshard_matches_torch_with_any_resharding(
 @pytest.mark.world_sizes(fewest=2)
 def test_units_kept_by_the_user_are_gathered_once_for_evaluations(plain_twins: PlainTwins) -> None:
     unshards = [setting("unshard", unit) for unit in range(ROOT + 1)]
-    calls, sharding = (*unshards, LOOK, LOOK, LOOK, *TRAIN), Sharding(reshard_after_forward=False)
+    calls, sharding = (*unshards, EVALUATE, EVALUATE, EVALUATE, *TRAIN), Sharding(reshard_after_forward=False)
     assert_plays_like_torch(plain_twins, calls, sharding=sharding, gathers_again=False)
 
 
@@ -259,7 +259,7 @@ def test_calls_in_any_order_match_torch(plain_twins: PlainTwins, data: st.DataOb
     assert_plays_like_torch(plain_twins, calls, sharding=sharding)
 
 
-def assert_leaves(twins: PlainTwins, calls: Calls, like: Calls, sharding: Sharding = SHARDED) -> None:
+def judge_by_final_state(twins: PlainTwins, calls: Calls, like: Calls, sharding: Sharding = SHARDED) -> None:
     """Judge a deviation by other calls on torch's side.
 
     The result of the first call and the final state of the ranks must equal those of torch's ranks after `like`.
@@ -283,10 +283,13 @@ _HARMLESS = setting("set_is_last_backward", is_last_backward=True)
 @clause("distributed.fsdp.fully_shard.gathered_in_vain")
 @pytest.mark.deviation("fully_shard.unsharded_over_a_step")
 @pytest.mark.world_sizes(fewest=2)
-def test_unused_prefetch_is_gathered_again(plain_twins: PlainTwins) -> None:
-    """The prefetched unit had already run in this forward, and no backward follows."""
-    then = (LOOK, LOAD, *TRAIN)
-    assert_leaves(plain_twins, (setting(_TO_FORWARD, 3, modules=[1]), *then), (_HARMLESS, *then))
+def test_unused_prefetch_uses_loaded_values(plain_twins: PlainTwins) -> None:
+    """The prefetched unit had already run in this forward, and no backward follows.
+
+    `LOAD` doubles the parameters, so that values from before it give other results.
+    """
+    then = (EVALUATE, LOAD, *TRAIN)
+    judge_by_final_state(plain_twins, (setting(_TO_FORWARD, 3, modules=[1]), *then), (_HARMLESS, *then))
 
 
 @clause("distributed.fsdp.fully_shard.unsharded_over_a_step")
@@ -303,7 +306,7 @@ def test_unused_prefetch_is_gathered_again(plain_twins: PlainTwins) -> None:
 @pytest.mark.world_sizes(fewest=2)
 def test_unit_unsharded_during_step_gets_stepped_values(plain_twins: PlainTwins, calls: Calls) -> None:
     then = (FORWARD, BACKWARD, UnitCall("step_of_shards"))
-    assert_leaves(plain_twins, (*calls, *then), (*TRAIN, *then))
+    judge_by_final_state(plain_twins, (*calls, *then), (*TRAIN, *then))
 
 
 @clause("distributed.fsdp.fully_shard.reset_behind_a_backward")
@@ -313,7 +316,7 @@ def test_gradients_of_a_failed_backward_are_gone(plain_twins: PlainTwins) -> Non
     """The user must clear gradients that the failed backward has already stored in `.grad`."""
     calls = (*TRAIN, UnitCall("fail_backward", 1), RESET, CLEAR, *TRAIN)
     # The evaluation uses up the batch of the failed backward.
-    assert_leaves(plain_twins, calls, (*TRAIN, LOOK, *TRAIN))
+    judge_by_final_state(plain_twins, calls, (*TRAIN, EVALUATE, *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.reset_of_accumulation")
@@ -321,13 +324,13 @@ def test_gradients_of_a_failed_backward_are_gone(plain_twins: PlainTwins) -> Non
 @pytest.mark.world_sizes(fewest=2)
 def test_gradients_that_were_not_synchronised_are_gone(plain_twins: PlainTwins) -> None:
     calls = (sync(False), FORWARD, BACKWARD, RESET, sync(True), *TRAIN)
-    assert_leaves(plain_twins, calls, (sync(False), LOOK, sync(True), *TRAIN))
+    judge_by_final_state(plain_twins, calls, (sync(False), EVALUATE, sync(True), *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.reset_before_all")
 @pytest.mark.deviation("fully_shard.reset_before_all")
 def test_reset_before_first_forward_is_allowed(plain_twins: PlainTwins) -> None:
-    assert_leaves(plain_twins, (RESET, *TRAIN), (_HARMLESS, *TRAIN))
+    judge_by_final_state(plain_twins, (RESET, *TRAIN), (_HARMLESS, *TRAIN))
 
 
 @clause("distributed.fsdp.fully_shard.factor_of_one_rank")
@@ -337,7 +340,7 @@ def test_divide_factor_applies_once_on_single_rank(plain_twins: PlainTwins) -> N
     """Run in float64. By default, gradients are divided by the number of ranks."""
     factor = setting(_FACTOR, factor=float(plain_twins.world_size))
     calls, like = (setting("unshard"), factor, *TRAIN), (setting("unshard"), *TRAIN)
-    assert_leaves(plain_twins, calls, like, REPLICAS)
+    judge_by_final_state(plain_twins, calls, like, REPLICAS)
 
 
 @clause("distributed.fsdp.fully_shard.stepped_before_backward")

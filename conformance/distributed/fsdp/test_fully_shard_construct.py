@@ -201,15 +201,15 @@ def states(scene: Scene) -> dict[str, Any]:
     after = [state(module) for module in (model, model.body.parts[0], *pair)]
     return {
         "before": before,
-        "is there": [module_state is not None for module_state in after],
+        "exists": [module_state is not None for module_state in after],
         "is the module's own": [
             module_state is module._get_fsdp_state()
             for module_state, module in zip(after, (model, model.body.parts[0], *pair), strict=True)
         ],
         "is one for all of a call": after[2] is after[3],
         "are different": len({id(module_state) for module_state in after[:3]}),
-        "of what lies inside": state(model.body.parts[0].inner),
-        "of no module": tried(lambda: state(None)),
+        "inner module": state(model.body.parts[0].inner),
+        "None": tried(lambda: state(None)),
     }
 
 

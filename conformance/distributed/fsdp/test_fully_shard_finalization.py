@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from conformance.distributed.fsdp.scenes.fully_shard_calls import (
     CLEAR,
-    LOOK,
+    EVALUATE,
     REPLICAS,
     RESET,
     SHARDED,
@@ -62,7 +62,7 @@ PROGRAMS = {
     "unsynchronised": (MANUAL, NO_SYNC, *PASS, *PASS, SYNC, FINALIZE, STEP, *PASS, FINALIZE, STEP),
     "a unit unsynchronised": (MANUAL, NO_SYNC_OF_ONE, *PASS, *PASS, SYNC, FINALIZE, STEP),
     "asynchronous": (MANUAL, *PASS, FINALIZE_ASYNC, WAIT, STEP, *PASS, FINALIZE_ASYNC, WAIT, STEP),
-    "with evaluations": (MANUAL, *PASS, LOOK, *PASS, LOOK, FINALIZE, LOOK, STEP),
+    "with evaluations": (MANUAL, *PASS, EVALUATE, *PASS, EVALUATE, FINALIZE, EVALUATE, STEP),
     "kept unsharded": (KEEP, MANUAL, *PASS, *PASS, FINALIZE),
     "a unit unused": (MANUAL, *PASS, SKIP, FINALIZE, STEP, SKIP, FINALIZE, STEP),
     "back to automatic": (MANUAL, *PASS, FINALIZE, AUTOMATIC, *PASS, STEP),
@@ -90,7 +90,7 @@ _PENDING = "The previous gradient reduction must be waited on before "
 # Calls, and the errors that they raise.
 REFUSED: dict[str, tuple[tuple[UnitCall, ...], list[str]]] = {
     "nothing to finalize": (
-        (FINALIZE, FINALIZE_ASYNC, WAIT, WAIT, MANUAL, FINALIZE, LOOK, FINALIZE, *PASS, FINALIZE, STEP),
+        (FINALIZE, FINALIZE_ASYNC, WAIT, WAIT, MANUAL, FINALIZE, EVALUATE, FINALIZE, *PASS, FINALIZE, STEP),
         [],
     ),
     "automatic": ((*TRAIN, FINALIZE, FINALIZE_ASYNC, *TRAIN), [_NOT_MANUAL] * 2),
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[tuple[UnitCall, ...], list[str]]] = {
         [_BEGUN],
     ),
     "not waited for": (
-        (MANUAL, *PASS, FINALIZE_ASYNC, LOOK, FINALIZE, AUTOMATIC, WAIT, STEP, *PASS, FINALIZE),
+        (MANUAL, *PASS, FINALIZE_ASYNC, EVALUATE, FINALIZE, AUTOMATIC, WAIT, STEP, *PASS, FINALIZE),
         [_PENDING + "forward", _PENDING + "finalizing backward again", _BEGUN],
     ),
     "reset": ((MANUAL, *PASS, RESET, FINALIZE, CLEAR, *PASS, FINALIZE), []),
@@ -282,8 +282,8 @@ EARLY_STEPS = {
 FAILED = {
     "after a backward": ((MANUAL, *PASS, FAILING, FINALIZE, STEP), TRAIN),
     "after an unsynchronised one": ((MANUAL, NO_SYNC, *PASS, SYNC, FAILING, FINALIZE, STEP), TRAIN),
-    "alone": ((MANUAL, FAILING, FINALIZE, *PASS, FINALIZE, STEP), (LOOK, *TRAIN)),
-    "mode changed": ((MANUAL, FAILING, AUTOMATIC, *TRAIN), (LOOK, *TRAIN)),
+    "alone": ((MANUAL, FAILING, FINALIZE, *PASS, FINALIZE, STEP), (EVALUATE, *TRAIN)),
+    "mode changed": ((MANUAL, FAILING, AUTOMATIC, *TRAIN), (EVALUATE, *TRAIN)),
 }
 
 

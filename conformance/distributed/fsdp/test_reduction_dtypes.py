@@ -218,7 +218,7 @@ def test_fully_shard_rounds_by_its_policy(plain_twins: PlainTwins, schedule: str
 
 @clause("distributed.fsdp.fully_shard.reduction_dtype")
 @each_layers
-def test_fully_shard_rounds_alike_beside_frozen_parameters(plain_twins: PlainTwins, layers: Layers) -> None:
+def test_fully_shard_rounds_by_its_policy_in_layers(plain_twins: PlainTwins, layers: Layers) -> None:
     arguments: dict[str, Any] = {"schedule": "accumulated", "replicates": False, "layers": layers}
     outcomes = plain_twins.agree(of_fully_shard, tolerance=EXACT, **arguments)
     _assert_rounded(outcomes, _of_fully_shard, "accumulated")
@@ -424,7 +424,7 @@ def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedul
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
 @each_layers
-def test_fsdp_rounds_alike_beside_frozen_parameters(twins: Twins, layers: Layers) -> None:
+def test_fsdp_rounds_by_its_mixed_precision_in_layers(twins: Twins, layers: Layers) -> None:
     arguments: dict[str, Any] = {"schedule": "accumulated", "strategy": "FULL_SHARD", "layers": layers}
     outcomes = twins.agree(of_fsdp, tolerance=EXACT, **arguments)
     _assert_rounded(outcomes, _of_fsdp, "accumulated")

@@ -147,11 +147,13 @@ def test_scale_multiplies_losses(compare: Compare, device: str, dtype: torch.dty
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.multiplies")
 @pytest.mark.parametrize("outputs", [None, 3.0, [1.0], [torch.ones(2), None]], ids=str)
-def test_scale_of_non_tensors_matches_torch(compare: Compare, device: str, outputs: Any) -> None:
+def test_scale_rejects_inputs_that_are_not_tensors(compare: Compare, device: str, outputs: Any) -> None:
     def scaled(library: Library) -> Any:
         return library.find(SCALER)(device).scale(outputs)
 
-    compare(lambda library: observe(scaled, library))
+    [outcome] = compare(lambda library: observe(scaled, library))
+    assert outcome.raised is not None
+    assert outcome.raised.kind is ValueError
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.scale.low_precision_losses")

@@ -42,8 +42,8 @@ _MODULES = {
 }
 
 
-def compare_policy(compare: Compare, policy: Policy, *numels: int) -> None:
-    """Call the policy for each module and size, with both values of `recurse`."""
+def compare_policy(compare: Compare, policy: Policy, *numels: int) -> dict[str, Any]:
+    """Call the policy for each module and size, with both values of `recurse`. Return the subject's answers."""
 
     def answers(library: Library) -> dict[str, Any]:
         function = policy.of(library)
@@ -56,7 +56,9 @@ def compare_policy(compare: Compare, policy: Policy, *numels: int) -> None:
             for numel in numels
         }
 
-    compare(lambda library: observe(answers, library))
+    [outcome] = compare(lambda library: observe(answers, library))
+    assert outcome.raised is None
+    return outcome.value
 
 
 @clause("distributed.fsdp.wrap.always_wrap_policy.says_yes")
@@ -69,8 +71,10 @@ def test_always_wrap_policy_says_yes(compare: Compare, args: tuple[Any, ...], kw
 @clause("distributed.fsdp.wrap.lambda_auto_wrap_policy.asks_the_function")
 @pytest.mark.parametrize("answer", [True, False, None, 0, "yes"], ids=repr)
 @pytest.mark.parametrize("recurse", [True, False, 1, 0, None], ids=repr)
-def test_lambda_answers(compare: Compare, recurse: Any, answer: Any) -> None:
-    def question(wrap: Any) -> Any:
+def test_lambda_policy_calls_function_only_without_recurse(
+    compare: Compare, recurse: Any, answer: Any
+) -> None:
+    def call_policy(wrap: Any) -> Any:
         names: list[str] = []
 
         def answered(module: nn.Module) -> Any:
@@ -80,23 +84,29 @@ def test_lambda_answers(compare: Compare, recurse: Any, answer: Any) -> None:
         policy = wrap.lambda_auto_wrap_policy
         return [policy(module, recurse, 3, answered) for module in _MODULES.values()], names
 
-    compare_wrap(compare, question)
+    answers, called_for = compare_wrap(compare, call_policy).value
+    assert answers == [True if recurse else answer] * len(_MODULES)
+    assert called_for == ([] if recurse else [type(module).__name__ for module in _MODULES.values()])
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider",), ("linear", "list")], ids=str)
-def test_transformer_answers(compare: Compare, classes: tuple[str, ...]) -> None:
-    compare_policy(compare, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
+def test_transformer_policy_wraps_listed_classes(compare: Compare, classes: tuple[str, ...]) -> None:
+    answers = compare_policy(compare, Policy("transformer_auto_wrap_policy", classes), 0, 10**9)
+    listed = tuple(CLASSES[name] for name in classes)
+    for name, module in _MODULES.items():
+        assert answers[f"{name}, recurse=True, 0"] is True
+        assert answers[f"{name}, recurse=False, 0"] is isinstance(module, listed)
 
 
 @clause("distributed.fsdp.wrap.transformer_auto_wrap_policy.by_class")
 @pytest.mark.parametrize("container", [list, tuple, frozenset])
 def test_transformer_classes_in_any_collection(compare: Compare, container: Callable[[Any], Any]) -> None:
-    def question(wrap: Any) -> Any:
+    def call_policy(wrap: Any) -> Any:
         policy = wrap.transformer_auto_wrap_policy
         return [policy(module, False, 0, container({Block})) for module in _MODULES.values()]
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, call_policy)
 
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
@@ -108,10 +118,10 @@ def test_size_at_the_threshold(compare: Compare, numel: int) -> None:
 
 @clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.threshold")
 def test_default_size(compare: Compare) -> None:
-    def question(wrap: Any) -> Any:
+    def call_policy(wrap: Any) -> Any:
         return [wrap.size_based_auto_wrap_policy(nn.ReLU(), False, 10**8 + more) for more in (-1, 0, 1)]
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, call_policy)
 
 
 _OF_LEAVES = clause("distributed.fsdp.wrap.size_based_auto_wrap_policy.leaves")
@@ -138,7 +148,7 @@ def test_size_policy_never_wraps_excluded_classes(compare: Compare, excluded: tu
     ],
 )
 def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None:
-    def question(wrap: Any) -> Any:
+    def call_policy(wrap: Any) -> Any:
         policy = wrap.size_based_auto_wrap_policy
         defaults = getattr(policy, attribute)
         before = set(defaults)
@@ -150,7 +160,7 @@ def test_size_defaults_can_be_added_to(compare: Compare, attribute: str) -> None
             defaults.intersection_update(before)
         return sorted(module_class.__name__ for module_class in before), answers
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, call_policy)
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_one_by_one")
@@ -165,8 +175,8 @@ def test_functions_choose_alike(
         built = tree.build()
         wrapper_cls, notes = noting(built.names)
 
-        def policy(**question: Any) -> bool:
-            return any(candidate.of(library)(**question) for candidate in policies)
+        def policy(**arguments: Any) -> bool:
+            return any(candidate.of(library)(**arguments) for candidate in policies)
 
         def run() -> Any:
             numel = walk(
@@ -291,22 +301,22 @@ _BAD: dict[str, Callable[[Any], Any]] = {
 @clause("distributed.fsdp.wrap.policies.bad_arguments")
 @pytest.mark.parametrize("call", list(_BAD))
 def test_bad_arguments(compare: Compare, call: str) -> None:
-    def question(wrap: Any) -> bool | None:
+    def call_policy(wrap: Any) -> bool | None:
         answer = _BAD[call](wrap)
         return answer if isinstance(answer, bool) else None
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, call_policy)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
 def test_classes_that_change_later(compare: Compare) -> None:
-    def question(wrap: Any) -> Any:
+    def call_policy(wrap: Any) -> Any:
         classes = {Block}
         policy = wrap.ModuleWrapPolicy(classes)
         classes.add(nn.Linear)
         return [policy(module, False) for module in _MODULES.values()]
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, call_policy)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
@@ -325,7 +335,7 @@ def test_instances_are_chosen(compare: Compare, classes: tuple[str, ...], tree: 
 def test_module_wrap_policy_works_as_function(
     compare: Compare, classes: tuple[str, ...], recurse: Any
 ) -> None:
-    def question(wrap: Any) -> Any:
+    def call_policy(wrap: Any) -> Any:
         policy = wrap.ModuleWrapPolicy({CLASSES[name] for name in classes})
         return [
             answer
@@ -337,17 +347,17 @@ def test_module_wrap_policy_works_as_function(
             )
         ]
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, call_policy)
 
 
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.shown")
 @pytest.mark.parametrize("classes", [set[Any](), {nn.Linear}, {Block, nn.Linear}], ids=len)
 def test_module_wrap_policy_repr_lists_classes(compare: Compare, classes: set[type]) -> None:
-    def question(wrap: Any) -> tuple[str, str]:
+    def split_repr(wrap: Any) -> tuple[str, str]:
         shown = repr(wrap.ModuleWrapPolicy(classes))
         return shown.partition(" object at ")[0].rpartition(".")[2], shown.partition(">(")[2]
 
-    compare_wrap(compare, question)
+    compare_wrap(compare, split_repr)
 
 
 @clause("distributed.fsdp.wrap.CustomPolicy.answers")
@@ -368,7 +378,9 @@ def test_each_module_is_asked_once(compare: Compare, tree: Tree, answers: list[A
 
 @clause("distributed.fsdp.wrap.CustomPolicy.other_answers")
 @pytest.mark.parametrize("answer", [None, 1, 0, "yes", [("new", 1)], (), 1.5], ids=repr)
-def test_other_answers(compare: Compare, answer: Any) -> None:
-    compare_wrap(
+def test_custom_policy_rejects_other_answers(compare: Compare, answer: Any) -> None:
+    outcome = compare_wrap(
         compare, lambda wrap: wrap.CustomPolicy(lambda module: answer)._run_policy(nn.ReLU(), set(), {})
     )
+    assert outcome.raised is not None
+    assert outcome.raised.kind is ValueError

@@ -52,7 +52,7 @@ class Clipping:
     subject: Library
     pool: RankPool
 
-    def seen_by(
+    def clip_with(
         self, library: Library, function: str, gradients: Sequence[PlacedGradient], **arguments: Any
     ) -> list[Outcome]:
         """Clip on every rank of a library. Return the outcomes.
@@ -74,7 +74,7 @@ class Clipping:
     def agrees(self, function: str, gradients: Sequence[PlacedGradient], **arguments: Any) -> list[Outcome]:
         """Compare both libraries rank by rank. Return the subject's outcomes."""
         expected, actual = (
-            self.seen_by(library, function, gradients, **arguments)
+            self.clip_with(library, function, gradients, **arguments)
             for library in (self.reference, self.subject)
         )
         assert_ranks_agree_with(expected, actual, tolerance_of(gradients, arguments.get("norm_type", 2.0)))
@@ -164,7 +164,7 @@ def test_clips_as_torch_does_on_every_rank(
 def test_parts_make_up_the_clipped_whole(
     clipping: Clipping, gradients: list[PlacedGradient], max_norm: float
 ) -> None:
-    outcomes = clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, max_norm=max_norm)
+    outcomes = clipping.clip_with(clipping.subject, "clip_grad_norm_", gradients, max_norm=max_norm)
     tolerance = tolerance_of(gradients)
     flat = torch.cat([gradient.value.double().reshape(-1) for gradient in gradients])
     norm = torch.linalg.vector_norm(flat)
@@ -226,9 +226,9 @@ def test_issues_no_more_collectives_than_torch(
     pool = clipping.pool
     gradients = without_empty_parts(gradients, pool.world_size, norm_type)
     arguments = {"max_norm": 1.0, "norm_type": norm_type}
-    clipping.seen_by(clipping.reference, "clip_grad_norm_", gradients, **arguments)
+    clipping.clip_with(clipping.reference, "clip_grad_norm_", gradients, **arguments)
     allowed = [len(trace) for trace in pool.traces]
-    clipping.seen_by(clipping.subject, "clip_grad_norm_", gradients, **arguments)
+    clipping.clip_with(clipping.subject, "clip_grad_norm_", gradients, **arguments)
     assert len(pool.traces) == pool.world_size
     for rank, trace in enumerate(pool.traces):
         assert len(trace) <= allowed[rank], f"rank {rank} issued {[str(call) for call in trace]}"
@@ -273,7 +273,7 @@ def test_extreme_dtensors(
         return all(norm.dtype == torch.float32 and norm.item() == pytest.approx(2 * value) for norm in norms)
 
     deviation.judge(
-        lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1e30),
+        lambda library: clipping.clip_with(library, "clip_grad_norm_", gradients, max_norm=1e30),
         torch_does=lambda outcomes: all(norm_of_the_unsharded(outcome).isinf() for outcome in outcomes),
         we_do=has_true_norm,
     )
@@ -297,7 +297,7 @@ def test_norms_of_dtensors_whose_powers_overflow(
         )
 
     deviation.judge(
-        lambda library: clipping.seen_by(library, "clip_grad_norm_", gradients, max_norm=1.0),
+        lambda library: clipping.clip_with(library, "clip_grad_norm_", gradients, max_norm=1.0),
         torch_does=lambda outcomes: (
             all(norm_of_the_unsharded(outcome).isinf() for outcome in outcomes)
             and not unsharded_gradient(0, gradients[0], outcomes).any()
@@ -352,6 +352,7 @@ WITH_NORM_FIVE = [PlacedGradient(torch.tensor([3.0, 4.0]), 0)]
 
 
 def use_norm(pool: RankPool, library: Library, use: str) -> list[Outcome]:
+    """Clip to norm 1.0. Then format, deepcopy, pickle, save and load the norm, or double it in a compiled function."""
     return pool.run(dtensor_gradients.use_norm, library=library.spec, gradients=WITH_NORM_FIVE, use=use)
 
 
@@ -369,7 +370,7 @@ def test_norm_of_dtensors_can_be_formatted(deviation: DeviationJudge, rank_pool:
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor_kept")
 @pytest.mark.parametrize("use", ["copied", "pickled", "saved", "compiled"])
-def test_norm_of_dtensors_can_be_copied_and_saved(
+def test_norm_of_dtensors_can_be_copied_saved_and_compiled(
     reference: Library, subject: Library, rank_pool: RankPool, use: str
 ) -> None:
     expected, actual = (use_norm(rank_pool, library, use) for library in (reference, subject))
@@ -448,7 +449,7 @@ def test_total_norm_is_that_of_the_whole(
 @pytest.mark.world_sizes(fewest=2)
 def test_infinity_norm_with_empty_shard_is_largest_element(clipping: Clipping) -> None:
     gradients = [PlacedGradient(torch.tensor([-3.0]), 0), PlacedGradient(torch.tensor([2.0, 1.0]), None)]
-    for outcome in clipping.seen_by(clipping.subject, "get_total_norm", gradients, norm_type=math.inf):
+    for outcome in clipping.clip_with(clipping.subject, "get_total_norm", gradients, norm_type=math.inf):
         assert norm_of_the_unsharded(outcome) == 3.0
 
 

@@ -48,7 +48,12 @@ def setting(method: str, unit: int = ROOT, **arguments: Any) -> UnitCall:
     return UnitCall(method, unit, arguments)
 
 
-FORWARD, BACKWARD, STEP, LOOK = UnitCall("forward"), UnitCall("backward"), UnitCall("step"), UnitCall("look")
+FORWARD, BACKWARD, STEP, EVALUATE = (
+    UnitCall("forward"),
+    UnitCall("backward"),
+    UnitCall("step"),
+    UnitCall("evaluate"),
+)
 WAIT, SKIP, CLEAR, RESET = (
     UnitCall("wait"),
     UnitCall("skip", 1),
@@ -98,7 +103,7 @@ class CallScene(Scene):
         dist.barrier()
         self.reported.clear()
         result = tried(lambda: self._made(call))
-        self.is_evaluated = call.name == "look" or (self.is_evaluated and call.name != "forward")
+        self.is_evaluated = call.name == "evaluate" or (self.is_evaluated and call.name != "forward")
         return {
             "call": str(call),
             "made": result,
@@ -146,7 +151,7 @@ class CallScene(Scene):
         return self.losses[-1].detach()
 
     @torch.no_grad()
-    def do_look(self) -> torch.Tensor:
+    def do_evaluate(self) -> torch.Tensor:
         return self.next_loss()
 
     def do_backward(self) -> int:
@@ -369,7 +374,7 @@ def assert_plays_like_torch(
 
 def _resharded_around_evaluations(calls: Sequence[UnitCall]) -> list[UnitCall]:
     reshards = [setting("reshard", unit) for unit in range(ROOT + 1)]
-    return [step for call in calls for step in ([*reshards, call, *reshards] if call == LOOK else [call])]
+    return [step for call in calls for step in ([*reshards, call, *reshards] if call == EVALUATE else [call])]
 
 
 def reported(trace: Sequence[Collective]) -> list[str]:
