@@ -123,7 +123,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kill -9 is of POSIX")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_run_resumes_bit_by_bit(moment: str, killed: Path, reference: TrainingRun) -> None:
     resumed = run(saved=killed / moment, save_every=4)
