@@ -185,30 +185,6 @@ _KINDS = pytest.mark.parametrize(
 _BOTH = pytest.mark.parametrize(
     "parallel", [pytest.param(_FLAT, marks=FULL_PROFILE), _ORIGINALS], ids=["flat", "originals"]
 )
-# Meshes and arguments, and the profile of each.
-_MESHES: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
-    (_FLAT, ()),
-    (_ORIGINALS, ()),
-    (Parallel((2, 2), WITH_FLAT, last_block="root"), (FULL_PROFILE,)),
-    (Parallel((2, 2), WITH_ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), (FULL_PROFILE,)),
-    (Parallel((2, 2), WITH_FLAT | {"strategy": "NO_SHARD"}), (FULL_PROFILE,)),
-    (Parallel((4, 1), WITH_ORIGINALS), (FULL_PROFILE,)),
-    (Parallel((1, 4), WITH_FLAT), (FULL_PROFILE,)),
-    (Parallel((1, 2), WITH_FLAT), (FULL_PROFILE,)),
-    (Parallel((2, 1), WITH_FLAT, last_block="root"), (FULL_PROFILE,)),
-    (Parallel((2, 2, 2), WITH_FLAT | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
-    (Parallel((2, 2, 2), WITH_ORIGINALS | {"strategy": "HYBRID_SHARD"}), (DEEP,)),
-]
-_MESHES_OF_FULLY_SHARD: list[tuple[Parallel, tuple[pytest.MarkDecorator, ...]]] = [
-    (_FULLY, ()),
-    (
-        Parallel((2, 2), {"reshard_after_forward": False}, last_block="root", is_fully_shard=True),
-        (FULL_PROFILE,),
-    ),
-    (Parallel((4, 1), {}, is_fully_shard=True), (FULL_PROFILE,)),
-    (Parallel((1, 4), {}, is_fully_shard=True), (FULL_PROFILE,)),
-    (Parallel((2, 2, 2), {}, is_fully_shard=True), (DEEP,)),
-]
 of_fsdp = clause("distributed.fsdp.fsdp_tensor_parallel.trains")
 of_fully_shard = clause("distributed.fsdp.fully_shard.tensor_parallel")
 
@@ -222,12 +198,34 @@ def train(scene: Scene, parallel: Parallel, steps: int = 3) -> dict[str, Any]:
     return reported | after | {"whole": training.whole()}
 
 
+def case(parallel: Parallel, *profile: pytest.MarkDecorator) -> Any:
+    """Return a case of the training test, which asks about the clause of its API."""
+    of_api = of_fully_shard if parallel.is_fully_shard else of_fsdp
+    return pytest.param(parallel, marks=(of_api, *profile), id=str(parallel))
+
+
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param(parallel, marks=(mark, *profile), id=str(parallel))
-        for mark, meshes in ((of_fsdp, _MESHES), (of_fully_shard, _MESHES_OF_FULLY_SHARD))
-        for parallel, profile in meshes
+        case(_FLAT),
+        case(_ORIGINALS),
+        case(Parallel((2, 2), WITH_FLAT, last_block="root"), FULL_PROFILE),
+        case(Parallel((2, 2), WITH_ORIGINALS | {"strategy": "SHARD_GRAD_OP"}), FULL_PROFILE),
+        case(Parallel((2, 2), WITH_FLAT | {"strategy": "NO_SHARD"}), FULL_PROFILE),
+        case(Parallel((4, 1), WITH_ORIGINALS), FULL_PROFILE),
+        case(Parallel((1, 4), WITH_FLAT), FULL_PROFILE),
+        case(Parallel((1, 2), WITH_FLAT), FULL_PROFILE),
+        case(Parallel((2, 1), WITH_FLAT, last_block="root"), FULL_PROFILE),
+        case(Parallel((2, 2, 2), WITH_FLAT | {"strategy": "HYBRID_SHARD"}), DEEP),
+        case(Parallel((2, 2, 2), WITH_ORIGINALS | {"strategy": "HYBRID_SHARD"}), DEEP),
+        case(_FULLY),
+        case(
+            Parallel((2, 2), {"reshard_after_forward": False}, last_block="root", is_fully_shard=True),
+            FULL_PROFILE,
+        ),
+        case(Parallel((4, 1), {}, is_fully_shard=True), FULL_PROFILE),
+        case(Parallel((1, 4), {}, is_fully_shard=True), FULL_PROFILE),
+        case(Parallel((2, 2, 2), {}, is_fully_shard=True), DEEP),
     ],
 )
 def test_tensor_parallel_training_matches_torch_and_unsharded(
