@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.scenes import optimizer_states
-from conformance.distributed.fsdp.scenes.fsdp_training import Setup, clean
+from conformance.distributed.fsdp.scenes.fsdp_training import Setup
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.optimizer_states import (
     FULL,
@@ -300,9 +300,9 @@ def trained(scene: Scene, optimized: Optimized, way: StateDictMethod, is_interru
     losses = [_trained_once(scene, optimizer, number) for number in range(2)]
     if is_interrupted:
         states = way.save(scene, optimizer)
-        weights = scene.whole_parameters()
+        weights = scene.model.state_dict()
         scene.model = scene.wrapped(scene.tree.build(seed_shift=1))
-        _fill(scene, weights)
+        scene.model.load_state_dict(weights)
         optimizer = optimized.optimizer(scene.model)
         optimizer.load_state_dict(way.load(scene, optimizer, states))
     losses += [_trained_once(scene, optimizer, number) for number in range(2, 5)]
@@ -318,12 +318,6 @@ def _trained_once(scene: Scene, optimizer: torch.optim.Optimizer, number: int) -
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-def _fill(scene: Scene, weights: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad(), scene.fsdp.summon_full_params(scene.model):
-        for name, parameter in scene.model.named_parameters():
-            parameter.copy_(weights[clean(name)])
 
 
 @clause("distributed.fsdp.fsdp_optim_state.resumes")

@@ -26,6 +26,7 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     described,
     step,
     there_and_back,
+    unwrapped,
 )
 from conformance.distributed.fsdp.scenes.scene import TREE, Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import (
@@ -274,16 +275,12 @@ def test_optim_input_replaces_optimizer(cpu_twins: Twins, setup: Setup) -> None:
     assert any("optim_input" in text for _, text in first.warned)
 
 
-def unwrapped(scene: Scene, optimized: Optimized) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = scene.tree.build()
-    return model, optimized.stepped(model)
-
-
 def rekeyed(scene: Scene) -> Any:
     """Rekey from numbers to names, from names to numbers, and to the same keys."""
     types = scene.api.OptimStateKeyType
     rekey = scene.fsdp.rekey_optim_state_dict
-    plain_model, optimizer = unwrapped(scene, Optimized(groups=2))
+    plain_model = scene.tree.build()
+    optimizer = Optimized(groups=2).stepped(plain_model)
     numbered, named = copied(optimizer.state_dict()), copied(by_name(plain_model, optimizer))
     mixed = [
         {"state": {key: {}, other: {}}, "param_groups": []}
@@ -318,7 +315,8 @@ def test_rekeying_matches_torch(cpu_twins: Twins, setup: Setup) -> None:
 
 def rekeyed_by_torchs_types(scene: Scene) -> Any:
     """Return the keys after rekeying by torch's OptimStateKeyType and by the library's own."""
-    model, optimizer = unwrapped(scene, Optimized())
+    model = scene.tree.build()
+    optimizer = Optimized().stepped(model)
     rekey, own = scene.fsdp.rekey_optim_state_dict, scene.api.OptimStateKeyType
     state_dict = optimizer.state_dict()
     return {
@@ -340,7 +338,7 @@ def refused_to_load(scene: Scene) -> dict[str, Any]:
     optimizer = optimized.optimizer(scene.model)
 
     def load(change: Callable[[Any], None]) -> Any:
-        state_dict = copied(by_name(*unwrapped(scene, optimized)))
+        state_dict = copied(unwrapped(optimized))
         change(state_dict)
         return tried(lambda: described(OLDER_FULL.load(scene, optimizer, state_dict)))
 
