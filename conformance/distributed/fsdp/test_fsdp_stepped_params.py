@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
+from conformance.distributed.fsdp.scenes.forked_model import Forked
 from conformance.distributed.fsdp.scenes.fsdp_training import clean
 from conformance.distributed.fsdp.scenes.scene import Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, Wrapping, each, each_wrapping
 from conformance.judge.clauses import clause
 
-SECOND = {"second.weight", "second.bias"}
 
-
-def _backward(scene: Scene, model: nn.Module) -> None:
-    model(torch.linspace(-1, 1, 15, device=scene.rank.device).view(5, 3)).square().mean().backward()
+def _backward(scene: Scene, model: nn.Module, **arguments: bool) -> None:
+    x = torch.linspace(-1, 1, 15, device=scene.rank.device).view(5, 3)
+    model(x, **arguments).square().mean().backward()
 
 
 def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
@@ -92,37 +92,23 @@ def test_optimizer_made_before_wrapping_steps_parameters_that_stay(
         assert bool(outcome.value["changed"]) == (of not in ("another", "shared"))
 
 
-class HalfUsed(nn.Module):
-    """Model whose second layer takes part in every second forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
-        self.forwards = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        hidden = self.first(x)
-        return self.second(hidden) if self.forwards % 2 else hidden
-
-
 def unused_parameters(scene: Scene, *, is_unit: bool, use_orig_params: bool, strategy: str) -> dict[str, Any]:
     """Train a layer in a first step and leave it out of a second one. Return what the second step does to it.
 
     Args:
         is_unit: the layer is a unit of its own.
     """
-    model: Any = filled(HalfUsed())
+    model: Any = filled(Forked())
     wrap = partial(scene.wrap, use_orig_params=use_orig_params, strategy=strategy)
     if is_unit:
-        model.second = wrap(model.second)
+        model.sometimes = wrap(model.sometimes)
     model = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.1)
-    _backward(scene, model)
+    _backward(scene, model, forks=True)
     optimizer.step()
     optimizer.zero_grad()
     before = scene.whole_parameters(model)
-    _backward(scene, model)
+    _backward(scene, model, forks=False)
     gradients = {clean(name): parameter.grad for name, parameter in model.named_parameters()}
     optimizer.step()
     after = scene.whole_parameters(model)
@@ -135,5 +121,6 @@ def unused_parameters(scene: Scene, *, is_unit: bool, use_orig_params: bool, str
 def test_unused_parameters_of_used_units_are_stepped_with_zeros(
     twins: Twins, wrapping: Wrapping, is_unit: bool
 ) -> None:
+    unused = {"sometimes.0.weight", "sometimes.0.bias"}
     for outcome in twins.agree(unused_parameters, is_unit=is_unit, **wrapping):
-        assert SECOND & {*outcome.value["changed"]} == (set() if is_unit else SECOND)
+        assert unused & {*outcome.value["changed"]} == (set() if is_unit else unused)
