@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict as helpers
 
 from benchmarks import process_memory
 from benchmarks.common import member
-from benchmarks.fsdp_ranks import Transformer, TransformerBlock, fully_sharded
+from benchmarks.fsdp_ranks import flat_sharded, fully_sharded
 from impl.distributed.fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -27,21 +27,13 @@ from impl.distributed.fsdp.api import (
 def _stepped(subject: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model after a step, and its optimizer, which has two state tensors per parameter."""
     torch.manual_seed(0)
-    model = fully_sharded("torch") if subject == "FSDP2" else _wrapped(subject)
+    model = fully_sharded("torch") if subject == "FSDP2" else flat_sharded(subject, use_orig_params=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
-
-
-def _wrapped(subject: str) -> nn.Module:
-    return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
-        Transformer(),
-        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({TransformerBlock}),
-        device_id=torch.device("cpu"),
-    )
 
 
 @contextlib.contextmanager

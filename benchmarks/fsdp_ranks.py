@@ -54,7 +54,7 @@ def trained(subject: str, use_orig_params: bool) -> tuple[Callable[[], None], Te
     """Return a step of a sharded or replicated model, and the logits after its first step."""
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):  # FSDP switches one rank to NO_SHARD
-        model = _PEERS[subject]() if subject in _PEERS else _sharded(subject, use_orig_params)
+        model = _PEERS[subject]() if subject in _PEERS else flat_sharded(subject, use_orig_params)
     return stepping(model)
 
 
@@ -76,17 +76,17 @@ def stepping(model: nn.Module) -> tuple[Callable[[], None], Tensor]:
         return take_step, model(words)[0, 0]
 
 
-def _sharded(subject: str, use_orig_params: bool) -> nn.Module:
+def flat_sharded(subject: str, use_orig_params: bool, device: str = "cpu") -> nn.Module:
     return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
         Transformer(),
         auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({TransformerBlock}),
-        device_id=torch.device("cpu"),
+        device_id=torch.device(device),
         use_orig_params=use_orig_params,
     )
 
 
-def fully_sharded(subject: str) -> nn.Module:
-    model, fully_shard = Transformer(), member(subject, "distributed.fsdp.fully_shard")
+def fully_sharded(subject: str, device: str = "cpu") -> nn.Module:
+    model, fully_shard = Transformer().to(device), member(subject, "distributed.fsdp.fully_shard")
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)

@@ -14,36 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import SEED, member
-from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, Transformer, TransformerBlock
+from benchmarks.common import SEED
+from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, flat_sharded, fully_sharded
 from benchmarks.timing import Effort, Workload, paired
 from conformance.gpu.bandwidth import limit_threads
 from conformance.gpu.fake_group import WORLD_SIZE, fake_group
 from conformance.gpu.launches import counted
 from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
-from conformance.gpu.steps import host_seconds
+from conformance.gpu.steps import host_seconds, times_of
 
 _EFFORT = {"cuda": Effort(pairs=20, least_pairs=5, budget_s=2.0), "cpu": Effort(pairs=3)}
 _TOKENS = {"cuda": (SEQUENCES, TOKENS), "cpu": (1, 8)}
 
 
-def _fsdp(subject: str, device: torch.device) -> nn.Module:
-    return member(subject, "distributed.fsdp.FullyShardedDataParallel")(
-        Transformer(),
-        auto_wrap_policy=member(subject, "distributed.fsdp.wrap.ModuleWrapPolicy")({TransformerBlock}),
-        device_id=device,
-        use_orig_params=True,
-    )
-
-
-def _fully_shard(subject: str, device: torch.device) -> nn.Module:
-    model, fully_shard = Transformer().to(device), member(subject, "distributed.fsdp.fully_shard")
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-APIS: dict[str, Callable[[str, torch.device], nn.Module]] = {"FSDP": _fsdp, "fully_shard": _fully_shard}
+APIS: dict[str, Callable[..., nn.Module]] = {
+    "FSDP": partial(flat_sharded, use_orig_params=True),
+    "fully_shard": fully_sharded,
+}
 
 
 @dataclass(frozen=True)
@@ -71,11 +58,7 @@ def compared(api: str, subject: str, device: str) -> dict[str, Any]:
     kernels = [counted(work, device)["kernels"] for work in works]
     host_s = [host_seconds(work, device) if device == "cuda" else None for work in works]
     return {
-        "ratio": timed.ratio,
-        "low": timed.low,
-        "high": timed.high,
-        "seconds": timed.subject_s,
-        "torch_seconds": timed.reference_s,
+        **times_of(timed),
         "host_seconds": host_s[0],
         "torch_host_seconds": host_s[1],
         "kernels": kernels[0],
@@ -90,7 +73,7 @@ def _sharded(api: str, subject: str, device: str) -> Sharded:
     cuda = device == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     torch.manual_seed(SEED)
-    model = APIS[api](subject, torch.device("cuda", 0) if cuda else torch.device(device))
+    model = APIS[api](subject, device="cuda:0" if cuda else device)
     words = torch.randint(0, WORDS, _TOKENS[device]).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench_amp_step, bench_clip_grad, bench_fused_amp_step, bench_grad_scaler
-from benchmarks.timing import Effort, HostStopwatch, Workload, by_turns
+from benchmarks.timing import Effort, HostStopwatch, Paired, Workload, by_turns
 from conformance.gpu.bandwidth import limit_threads
 from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 
@@ -62,15 +62,16 @@ def compared(call: str, shapes: str, dtype: str, task: PhaseTask, effort: Effort
         references.append(replace(_FOREACH("torch", shapes, dtype, *words, task.device), effect=None))
     paired = by_turns(subject, references, task.device, effort)
     return {
-        "ratio": paired[0].ratio,
-        "low": paired[0].low,
-        "high": paired[0].high,
+        **times_of(paired[0]),
         "ratio_to_foreach": paired[1].ratio if len(paired) > 1 else None,
-        "seconds": paired[0].subject_s,
-        "torch_seconds": paired[0].reference_s,
         "host_seconds": host_seconds(subject, task.device),
         "torch_host_seconds": host_seconds(torchs, task.device),
     }
+
+
+def times_of(paired: Paired) -> dict[str, float]:
+    times = {"ratio": paired.ratio, "low": paired.low, "high": paired.high}
+    return {**times, "seconds": paired.subject_s, "torch_seconds": paired.reference_s}
 
 
 def host_seconds(work: Workload, device: str) -> float:
