@@ -49,14 +49,14 @@ class SimWork final : public c10d::Work {
 };
 
 struct Collective {
-  Tensors inputs, outputs;              // tensors of the device
-  std::function<WorkP(c10d::Backend& gloo, Tensors& in, Tensors& out)> start;
-  bool in_place = false;                // inputs and outputs are the same
-  int64_t divide_by = 1;
+  Tensors inputs = {}, outputs = {};  // tensors of the device
+  std::function<WorkP(c10d::Backend& gloo, Tensors& in, Tensors& out)> start = nullptr;
   std::function<void(Tensors& in, Tensors& out)> store = nullptr;  // write the result, if `start` leaves it in the inputs
+  bool in_place = false;    // inputs and outputs are the same
   bool is_message = false;  // a message, or a batch of messages
-  int root = -1;  // if the collective has one
-  double factor = 1;  // multiplies the inputs before the sum
+  int root = -1;            // if the collective has one
+  double factor = 1;        // multiplies the inputs before the sum
+  int64_t divide_by = 1;    // divides the sum
 };
 
 constexpr int kAll = -1;  // no single peer
@@ -184,18 +184,19 @@ class SimBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
 
   WorkP broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    Collective collective{{}, {}, [=](auto& gloo, auto& in, auto& out) { return gloo.broadcast(out.empty() ? in : out, options); }};
-    collective.root = options.rootRank;
+    Collective collective{
+        .start = [=](auto& gloo, auto& in, auto& out) { return gloo.broadcast(out.empty() ? in : out, options); },
+        .root = static_cast<int>(options.rootRank)};
     (options.rootRank == rank_ ? collective.inputs : collective.outputs) = tensors;
     return issue("broadcast", OpType::BROADCAST, std::move(collective));
   }
   WorkP allreduce(Tensors& tensors, const c10d::AllreduceOptions& requested) override {
     if (on_host(tensors)) return on_gloo("all_reduce", gloo_->allreduce(tensors, requested));
+    Collective collective{.inputs = tensors, .outputs = tensors, .in_place = true};
     auto options = requested;
-    auto factor = factor_of(options.reduceOp);
-    auto count = divisor(options.reduceOp);
-    return issue("all_reduce", OpType::ALLREDUCE, {tensors, tensors,
-        [options](auto& gloo, auto&, auto& out) { return gloo.allreduce(out, options); }, true, count, nullptr, false, -1, factor});
+    options.reduceOp = op_of_gloo(requested.reduceOp, collective);
+    collective.start = [=](auto& gloo, auto&, auto& out) { return gloo.allreduce(out, options); };
+    return issue("all_reduce", OpType::ALLREDUCE, std::move(collective));
   }
   WorkP allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& requested) override {
     if (on_host(tensors)) return on_gloo("all_reduce", gloo_->allreduce_coalesced(tensors, requested));
@@ -208,38 +209,38 @@ class SimBackend final : public c10d::Backend {
   }
   WorkP reduce(Tensors& tensors, const c10d::ReduceOptions& requested) override {
     if (on_host(tensors)) return on_gloo("reduce", gloo_->reduce(tensors, requested));
+    bool is_root = requested.rootRank == rank_;
+    Collective collective{.inputs = tensors, .outputs = is_root ? tensors : Tensors{}, .in_place = is_root,
+        .root = static_cast<int>(requested.rootRank)};
     auto options = requested;
-    auto factor = factor_of(options.reduceOp);
-    auto count = divisor(options.reduceOp);
-    bool root = options.rootRank == rank_;
-    return issue("reduce", OpType::REDUCE, {tensors, root ? tensors : Tensors{},
-        [options](auto& gloo, auto& in, auto& out) { return gloo.reduce(out.empty() ? in : out, options); }, root, count,
-        nullptr, false, static_cast<int>(options.rootRank), factor});
+    options.reduceOp = op_of_gloo(requested.reduceOp, collective);
+    collective.start = [=](auto& gloo, auto& in, auto& out) { return gloo.reduce(out.empty() ? in : out, options); };
+    return issue("reduce", OpType::REDUCE, std::move(collective));
   }
   WorkP _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
-    return issue("all_gather", OpType::_ALLGATHER_BASE, {{in}, {out},
-        [options](auto& gloo, auto& in, auto& out) { return gloo._allgather_base(out[0], in[0], options); }});
+    auto start = [options](auto& gloo, auto& in, auto& out) { return gloo._allgather_base(out[0], in[0], options); };
+    return issue("all_gather", OpType::_ALLGATHER_BASE, {.inputs = {in}, .outputs = {out}, .start = start});
   }
   WorkP allgather(std::vector<Tensors>& outs, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return issue("all_gather", OpType::ALLGATHER, {in, outs.at(0), [options](auto& gloo, auto& in, auto& out) {
+    auto start = [options](auto& gloo, auto& in, auto& out) {
       std::vector<Tensors> lists{out};
       return gloo.allgather(lists, in, options);
-    }});
+    };
+    return issue("all_gather", OpType::ALLGATHER, {.inputs = in, .outputs = outs.at(0), .start = start});
   }
   WorkP allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     return last_of(outs.size(), [&](size_t i) { return _allgather_base(outs[i], ins[i], options); });
   }
   WorkP _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
     if (on_host({out})) return on_gloo("reduce_scatter", gloo_->_reduce_scatter_base(out, in, options));
-    c10d::AllreduceOptions reduce;
-    reduce.reduceOp = options.reduceOp;
-    auto factor = factor_of(reduce.reduceOp);
-    auto count = divisor(reduce.reduceOp);
     auto store = [rank = rank_, size = size_](Tensors& in, Tensors& out) {
       out[0].copy_(in[0].reshape(-1).chunk(size)[rank].view_as(out[0]));
     };
-    return issue("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, {{in}, {out},
-        [reduce](auto& gloo, auto& in, auto&) { return gloo.allreduce(in, reduce); }, false, count, store, false, -1, factor});
+    Collective collective{.inputs = {in}, .outputs = {out}, .store = store};
+    c10d::AllreduceOptions reduce;
+    reduce.reduceOp = op_of_gloo(options.reduceOp, collective);
+    collective.start = [reduce](auto& gloo, auto& in, auto&) { return gloo.allreduce(in, reduce); };
+    return issue("reduce_scatter", OpType::_REDUCE_SCATTER_BASE, std::move(collective));
   }
   WorkP reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& options) override {
     return last_of(outs.size(), [&](size_t i) { return _reduce_scatter_base(outs[i], ins[i], options); });
@@ -254,23 +255,23 @@ class SimBackend final : public c10d::Backend {
       std::vector<Tensors> lists(out.empty() ? 0 : 1, out);
       return gloo.gather(lists, in, options);
     };
-    return issue("gather", OpType::GATHER, {in, outs.empty() ? Tensors{} : outs[0], start, false, 1, nullptr, false,
-        static_cast<int>(options.rootRank)});
+    return issue("gather", OpType::GATHER, {.inputs = in, .outputs = outs.empty() ? Tensors{} : outs[0], .start = start,
+        .root = static_cast<int>(options.rootRank)});
   }
   WorkP scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
     auto start = [options](auto& gloo, auto& in, auto& out) {
       std::vector<Tensors> lists(in.empty() ? 0 : 1, in);
       return gloo.scatter(out, lists, options);
     };
-    return issue("scatter", OpType::SCATTER, {ins.empty() ? Tensors{} : ins[0], outs, start, false, 1, nullptr, false,
-        static_cast<int>(options.rootRank)});
+    return issue("scatter", OpType::SCATTER, {.inputs = ins.empty() ? Tensors{} : ins[0], .outputs = outs, .start = start,
+        .root = static_cast<int>(options.rootRank)});
   }
   WorkP alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
       const c10d::AllToAllOptions& options) override {
     auto start = [out_sizes, in_sizes, options](auto& gloo, auto& in, auto& out) mutable {
       return gloo.alltoall_base(out[0], in[0], out_sizes, in_sizes, options);
     };
-    return issue("all_to_all", OpType::ALLTOALL_BASE, {{in}, {out}, start});
+    return issue("all_to_all", OpType::ALLTOALL_BASE, {.inputs = {in}, .outputs = {out}, .start = start});
   }
   WorkP send(Tensors& tensors, int to, int tag) override {
     return add_message(to, tensors, tag, /*is_send=*/true, [&] { return gloo_->send(tensors, to, tag); });
@@ -307,22 +308,18 @@ class SimBackend final : public c10d::Backend {
     return last;
   }
 
-  // Gloo has no averages: it computes the sum, and the device divides by this.
-  int64_t divisor(c10d::ReduceOp& op) const {
-    if (op != c10d::ReduceOp::AVG) return 1;
-    op = c10d::ReduceOp::SUM;
-    return size_;
-  }
-
-  // Gloo has no PREMUL_SUM: the device multiplies the inputs by this, and gloo computes the sum.
-  static double factor_of(c10d::ReduceOp& op) {
-    if (op != c10d::ReduceOp::PREMUL_SUM) return 1;
+  // Return the operation for gloo, which has sums, but no averages and no PREMUL_SUM. The device does the rest.
+  c10d::ReduceOp op_of_gloo(const c10d::ReduceOp& op, Collective& collective) const {
+    if (op == c10d::ReduceOp::AVG) {
+      collective.divide_by = size_;
+      return c10d::ReduceOp::SUM;
+    }
+    if (op != c10d::ReduceOp::PREMUL_SUM) return op;
     auto* supplement = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK_NOT_IMPLEMENTED(supplement != nullptr && !supplement->tensor_factor.defined(),
         "simccl: PREMUL_SUM got a factor on the device, but takes a number of Python only");
-    auto factor = supplement->double_factor;
-    op = c10d::ReduceOp::SUM;  // which frees the supplement
-    return factor;
+    collective.factor = supplement->double_factor;
+    return c10d::ReduceOp::SUM;
   }
 
   // Gloo runs collectives of host memory while the host waits. Meanwhile the device continues.
@@ -403,8 +400,7 @@ class SimBackend final : public c10d::Backend {
       send_messages(store, sends, in);
       return receives.empty() ? nullptr : receive_messages(store, receives, out);
     };
-    Collective collective{batch.inputs, batch.outputs, start};
-    collective.is_message = true;
+    Collective collective{.inputs = batch.inputs, .outputs = batch.outputs, .start = start, .is_message = true};
     return issue(peer == kAll ? "batch_isend_irecv (" + name + ")" : name, op, std::move(collective), peer);
   }
 
