@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 
@@ -158,12 +159,8 @@ def _assert_same(expected: Sequence[Tensor], actual: Sequence[Tensor], tolerance
         assert excess is None, f"tensor {index} of {len(expected)}, {want.numel()} × {want.dtype}: {excess}"
 
 
-def _norm(p: float) -> Callable[[list[Tensor]], None]:
-    return lambda tensors: total_norm(tensors, p)
-
-
 OPERATIONS: dict[str, Callable[[list[Tensor]], None]] = {
-    **{f"total_norm {p:g}": _norm(p) for p in _NORMS},
+    **{f"total_norm {p:g}": partial(total_norm, p=p) for p in _NORMS},
     "unscale_": unscale_,
     "scale_": scale_,
     "clip_": clip_,
