@@ -176,6 +176,11 @@ class Browser:
         """Lay the page out for paper, or for the screen again."""
         self._call("Emulation.setEmulatedMedia", media="print" if on else "")
 
+    def emulate_dark(self, on: bool) -> None:
+        """Prefer dark pages, or light ones."""
+        preferred = {"name": "prefers-color-scheme", "value": "dark" if on else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[preferred])
+
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params}
