@@ -47,7 +47,11 @@ _LAUNCH = (
 # around it. The colour of a text in a drawing is its fill.
 CONTRAST = """
 (() => {
-  const rgba = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length === 3 ? [...n, 1] : n; };
+  const rgba = (text) => {
+    const n = text.match(/[\\d.]+/g).map(Number);
+    const unit = text.startsWith("color(srgb") ? 255 : 1;  // color-mix() gives numbers from 0 to 1
+    return [...n.slice(0, 3).map((v) => v * unit), n[3] ?? 1];
+  };
   const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
   const light = (c) => c.slice(0, 3).map((v) => v / 255)
     .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
