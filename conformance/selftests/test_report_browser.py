@@ -244,12 +244,11 @@ def test_page_is_usable_by_keyboard(browser: Browser, pages: dict[str, Path]) ->
         browser.press("Tab", 9)
         focused.append(browser.run(FOCUS))
         assert browser.run(OUTLINE) != "none", focused[-1]
-        if 'class="scroll"' in focused[-1]:
+        if 'aria-label="Clauses of torch' in focused[-1]:
             break
     order = ["<summary", 'class="copy"', 'data-filter="word"', 'data-filter="outcome"', 'data-filter="world"']
-    places = [
-        next(i for i, element in enumerate(focused) if part in element) for part in [*order, 'class="scroll"']
-    ]
+    order.append('aria-label="Clauses of torch')
+    places = [next(i for i, element in enumerate(focused) if part in element) for part in order]
     assert places == sorted(places), focused
 
     for key, code, text in (("Enter", 13, "\r"), (" ", 32, " ")):
