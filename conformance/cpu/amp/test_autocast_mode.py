@@ -20,13 +20,14 @@ def test_region_matches_torch(compare: Compare, arguments: str) -> None:
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
 @pytest.mark.parametrize("function", [None, abs], ids=str)
 def test_decorator_matches_torch(compare: Compare, arguments: str, function: object) -> None:
-    compare(lambda library: used_as_decorator(library.cpu.amp.autocast, arguments, function))
+    [outcome] = compare(lambda library: used_as_decorator(library.cpu.amp.autocast, arguments, function))
+    assert outcome.raised is None
 
 
 @clause("cpu.amp.autocast_mode.autocast.older_spelling")
 def test_newer_arguments_are_refused(subject: Library) -> None:
     """Only the type is compared, because the text names `__new__` or `__init__`, whichever Python called."""
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="argument"):
         subject.cpu.amp.autocast("cpu", None, True, True)
 
 
