@@ -195,7 +195,7 @@ def test_bad_device_types(compare: Compare, name: str, arguments: dict[str, Any]
         return observe(lambda: callable(getattr(library.amp, name)(lambda ctx: None, **arguments)))
 
     [outcome] = compare(run)
-    assert outcome.raised is not None
+    assert "device_type" in str(outcome.raised)
 
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
@@ -244,7 +244,7 @@ def test_backward_without_custom_fwd(compare: Compare) -> None:
         return observe(library.amp.custom_bwd(lambda ctx: None, device_type="cpu"), SimpleNamespace())
 
     [outcome] = compare(run)
-    assert outcome.raised is not None
+    assert "_fwd_used_autocast" in str(outcome.raised)
 
 
 @clause("amp.autocast_mode.custom_fwd.setup_context")

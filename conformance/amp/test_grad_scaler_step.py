@@ -294,7 +294,7 @@ def test_aware_step_that_raises_leaves_no_attributes(deviation: DeviationJudge, 
     def probe(library: Library) -> tuple[bool, list[Any]]:
         harness = Harness(library, device, optimizer=functools.partial(Aware, raises=True), init_scale=8.0)
         harness.backward()
-        assert harness.did(harness.scaler.step, harness.optimizer).raised is not None
+        assert "no room for the step" in str(harness.did(harness.scaler.step, harness.optimizer).raised)
         left = hasattr(harness.optimizer, "grad_scale") or hasattr(harness.optimizer, "found_inf")
         harness.optimizer.raises = False
         harness.scaler.step(harness.optimizer)
@@ -359,7 +359,7 @@ def test_optimizer_without_gradients_does_not_affect_other(compare: Compare, dev
         yield from harness.iteration()
 
     refused, *others = compare(scenario)
-    assert refused.raised is not None
+    assert "No inf checks were recorded for this optimizer" in str(refused.raised)
     assert all(outcome.raised is None for outcome in others)
 
 
@@ -376,7 +376,8 @@ def test_wrong_orders(compare: Compare, device: str, optimizer: str, calls: str)
         harness.backward()
         yield from harness.calls(*calls.split(), "update", *calls.split())
 
-    assert compare(scenario)[calls.count(" ")].raised is not None
+    refused = str(compare(scenario)[calls.count(" ")].raised)
+    assert "has already been called" in refused or "is being called after step()" in refused
 
 
 @clause("amp.grad_scaler.step.order_of_calls")
@@ -390,7 +391,9 @@ def test_before_the_first_scale(compare: Compare, device: str, call: str) -> Non
         yield harness.did(harness.scaler.scale, torch.ones((), device=device))
         yield harness.did(harness.scaler.step, harness.optimizer)
 
-    assert [outcome.raised is None for outcome in compare(scenario)] == [False, True, True]
+    refused, *others = compare(scenario)
+    assert "_scale is None" in str(refused.raised)
+    assert [outcome.raised for outcome in others] == [None, None]
 
 
 @clause("amp.grad_scaler.step.again_after_a_refusal")

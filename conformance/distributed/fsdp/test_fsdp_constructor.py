@@ -31,6 +31,7 @@ from conformance.distributed.fsdp.scenes.twins import (
     each,
     each_strategy,
     leaf_by_leaf,
+    raises,
     values_of,
 )
 from conformance.judge.clauses import clause
@@ -142,8 +143,8 @@ def differing(scene: Scene, *, argument: str) -> Any:
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")
 @pytest.mark.parametrize("argument", ["limit_all_gathers", "use_orig_params"])
 def test_units_with_different_global_settings_are_refused(twins: Twins, argument: str) -> None:
-    for outcome in twins.agree(differing, may_raise=True, argument=argument):
-        assert outcome.raised is not None
+    outcomes = twins.agree(differing, may_raise=True, argument=argument)
+    assert raises(ValueError, "Expects one homogeneous value")(outcomes), outcomes
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.arguments")

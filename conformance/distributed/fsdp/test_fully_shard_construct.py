@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from conformance.distributed.fsdp.scenes.fully_shard_training import described, held, registered
 from conformance.distributed.fsdp.scenes.module_trees import loss_of
 from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Scene, tried
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, each
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
 from conformance.judge.outcome import assert_same_outcome, observe
@@ -111,8 +111,7 @@ def uneven(scene: Scene) -> str:
 @clause("distributed.fsdp.fully_shard.refusals")
 @pytest.mark.world_sizes(fewest=2)
 def test_refuses_uneven_columns(plain_twins: PlainTwins) -> None:
-    (actual, *_) = plain_twins.agree(uneven, may_raise=True)
-    assert actual.raised is not None
+    assert raises(NotImplementedError, "uneven sharding")(plain_twins.agree(uneven, may_raise=True))
 
 
 def attributes(scene: Scene) -> dict[str, Any]:
@@ -187,8 +186,9 @@ def adapted(scene: Scene, gives: str, around: bool) -> dict[str, Any]:
 def test_named_parameters_override_selects_parameters(
     plain_twins: PlainTwins, gives: str, around: bool
 ) -> None:
-    (actual, *_) = plain_twins.agree(adapted, gives=gives, around=around, may_raise=True)
-    assert (actual.raised is None) == (gives == "fewer"), actual.raised
+    outcomes = plain_twins.agree(adapted, gives=gives, around=around, may_raise=gives == "others")
+    if gives == "others":
+        assert raises(AssertionError, "not in the module tree")(outcomes), outcomes
 
 
 def states(scene: Scene) -> dict[str, Any]:
@@ -304,8 +304,9 @@ def from_meta(scene: Scene, materialises: str) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.meta_device")
 @pytest.mark.parametrize("materialises", ["", "filled", "loaded"])
 def test_begins_on_the_meta_device(plain_twins: PlainTwins, materialises: str) -> None:
-    (actual, *_) = plain_twins.agree(from_meta, may_raise=not materialises, materialises=materialises)
-    assert (actual.raised is None) == bool(materialises), actual.raised
+    outcomes = plain_twins.agree(from_meta, may_raise=not materialises, materialises=materialises)
+    if not materialises:
+        assert raises(RuntimeError, "materialized from meta device")(outcomes), outcomes
 
 
 def materialised_late(scene: Scene) -> dict[str, Any]:
@@ -429,8 +430,9 @@ def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.register_fsdp_forward_method")
 @pytest.mark.parametrize("registers", [True, False])
 def test_other_methods_compute(plain_twins: PlainTwins, registers: bool) -> None:
-    for outcome in plain_twins.agree(forward_method, may_raise=not registers, registers=registers):
-        assert (outcome.raised is None) is registers, outcome.raised
+    outcomes = plain_twins.agree(forward_method, may_raise=not registers, registers=registers)
+    if not registers:
+        assert raises(RuntimeError, "mixed torch.Tensor and DTensor")(outcomes), outcomes
 
 
 def shared_context(scene: Scene) -> dict[str, Any]:

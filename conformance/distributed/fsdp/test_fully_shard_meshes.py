@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from conformance.distributed.fsdp.scenes.fully_shard_training import held, registered
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, run_on_ranks
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raise_an_error, raises
+from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raises
 from conformance.judge.clauses import clause
 from conformance.judge.library import load_library
 from conformance.judge.outcome import Outcome, observe
@@ -140,7 +140,8 @@ def place_on_replicas(scene: Scene) -> None:
 
 @clause("distributed.fsdp.fully_shard.settings_of_meshes")
 def test_replicas_refuse_placement_function(plain_twins: PlainTwins) -> None:
-    assert raise_an_error(plain_twins.agree(place_on_replicas, may_raise=True))
+    outcomes = plain_twins.agree(place_on_replicas, may_raise=True)
+    assert raises(ValueError, "shard_placement_fn is not supported")(outcomes), outcomes
 
 
 def set_on_replicas(scene: Scene, method: str) -> None:
