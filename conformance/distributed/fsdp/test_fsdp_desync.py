@@ -25,7 +25,7 @@ pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
 @pytest.mark.deviation("fsdp.order_of_units")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
-    ("face", "parts_at", "hidden"),
+    ("api", "parts_at", "hidden"),
     [
         ("FSDP1", 0, 8),
         ("FSDP1", 2, 8),
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
     ],
 )
 def test_units_of_equal_sizes_in_another_order_raise(
-    deviation: DeviationJudge, mode: str, face: str, parts_at: int, hidden: int
+    deviation: DeviationJudge, mode: str, api: str, parts_at: int, hidden: int
 ) -> None:
-    program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at, face=face)
+    program = Program(hidden=(hidden,) * 3, mode=mode, parts_at=parts_at, api=api)
     deviation.judge(
         lambda library: seen_of(library, program),
         torch_does=is_silently_wrong,
@@ -49,7 +49,7 @@ def test_units_of_equal_sizes_in_another_order_raise(
 @pytest.mark.deviation("fsdp.order_of_units")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(
-    ("face", "hidden"),
+    ("api", "hidden"),
     [
         ("FSDP1", (8, 16, 24)),
         ("FSDP1", (8, 24, 16)),
@@ -59,9 +59,9 @@ def test_units_of_equal_sizes_in_another_order_raise(
 )
 @pytest.mark.parametrize("parts_at", [pytest.param(0, marks=FULL_PROFILE), 2])
 def test_units_of_unequal_sizes_in_another_order_raise(
-    deviation: DeviationJudge, mode: str, face: str, hidden: tuple[int, ...], parts_at: int
+    deviation: DeviationJudge, mode: str, api: str, hidden: tuple[int, ...], parts_at: int
 ) -> None:
-    judge_at_once(deviation, Program(hidden=hidden, mode=mode, parts_at=parts_at, face=face))
+    judge_at_once(deviation, Program(hidden=hidden, mode=mode, parts_at=parts_at, api=api))
 
 
 LEFT = "left 'blocks.1' for the end of backward without blocks.1.{}.bias"
@@ -83,7 +83,7 @@ def test_gradients_on_one_rank_only_raise(
     deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
 ) -> None:
     # With a width of 4, the two biases of a block have the same size.
-    program = Program(hidden=(4,) * 3, parts_at=parts_at, face="fully_shard", by=by)
+    program = Program(hidden=(4,) * 3, parts_at=parts_at, api="fully_shard", by=by)
     texts = (astray, other, "the ranks have gradients of different parameters")
     judge_at_once(deviation, program, *texts, are_alike=by == "others unused")
 

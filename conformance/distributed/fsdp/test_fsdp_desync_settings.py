@@ -52,7 +52,7 @@ DROPPED = ((0, 1, 2), (0, 2), (1, 2), (0, 1, 2), (2,), (2, 1, 0), (0, 2), (1, 0)
 def test_settings_of_one_rank_only_raise(
     deviation: DeviationJudge, parts_at: int, by: str, astray: str, other: str
 ) -> None:
-    program = Program(parts_at=parts_at, face="fully_shard", by=by)
+    program = Program(parts_at=parts_at, api="fully_shard", by=by)
     judge_at_once(deviation, program, astray, other, "the ranks issue different collectives")
 
 
@@ -79,11 +79,11 @@ _REDUCED = ", reduce_dtype=torch.float32" if is_torch_in(">=2.15") else ""
 def test_different_sharding_on_one_rank_raises(
     deviation: DeviationJudge, *, by: str, parts_at: int, astray: str, summary: str
 ) -> None:
-    face = "FSDP1" if by == "mixed" else "fully_shard"
+    api = "FSDP1" if by == "mixed" else "fully_shard"
     other = astray.partition("' ")[0] + "'"
     are_alike = by in ("placed", "divided")
     judge_at_once(
-        deviation, Program(parts_at=parts_at, face=face, by=by), astray, other, summary, are_alike=are_alike
+        deviation, Program(parts_at=parts_at, api=api, by=by), astray, other, summary, are_alike=are_alike
     )
 
 
@@ -143,14 +143,14 @@ def test_synchronisation_in_another_order_raises(subject: Library) -> None:
     "program",
     [
         *(Program(DROPPED, (8, 5, 11), mode) for mode in ("train", "eval", "mixed")),
-        Program(DROPPED, (8, 5, 11), face="fully_shard"),
+        Program(DROPPED, (8, 5, 11), api="fully_shard"),
         *(
-            Program(parts_at=2, face="fully_shard", by=by, alike=True)
+            Program(parts_at=2, api="fully_shard", by=by, alike=True)
             for by in ("unused", "frozen", "kept", "divided")
         ),
-        Program(parts_at=0, face="fully_shard", by="placed", alike=True),
+        Program(parts_at=0, api="fully_shard", by="placed", alike=True),
     ],
-    ids=lambda program: f"{program.face} {program.by} {program.mode}",
+    ids=lambda program: f"{program.api} {program.by} {program.mode}",
 )
 @pytest.mark.world_sizes(fewest=2, also=[3])
 def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
@@ -161,11 +161,11 @@ def test_changes_on_all_ranks_train(cpu_twins: Twins, program: Program) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        Program(parts_at=0, face="fully_shard", by="computed alike"),
+        Program(parts_at=0, api="fully_shard", by="computed alike"),
         Program(parts_at=0, by="mixed alike"),
-        Program(parts_at=2, face="fully_shard", by="divided alike"),
+        Program(parts_at=2, api="fully_shard", by="divided alike"),
     ],
-    ids=lambda program: f"{program.face} {program.by}",
+    ids=lambda program: f"{program.api} {program.by}",
 )
 def test_equivalent_settings_in_other_words_train(twins_of: TwinsOf, program: Program) -> None:
     assert_trained_alike(twins_of(2), run, program=program)

@@ -47,12 +47,12 @@ pytestmark = pytest.mark.deadline(90)  # new pools of ranks take seconds
 TIMEOUT_S = 20.0  # timeout of the group in which ranks are killed
 
 
-def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: float) -> None:
+def wait_elsewhere(rank: Rank, *, library: str, api: str, by: str, timeout_s: float) -> None:
     """Leave out a step on one rank, which enters a collective of the default group instead. Every rank raises."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup)
     torch.manual_seed(0)
-    model = shard_blocks(load_library(library), Blocks((8, 8)), face, group)
+    model = shard_blocks(load_library(library), Blocks((8, 8)), api, group)
     train_step(model, "train", seeding.generator(0))
     meet = dist.barrier if by == "barrier" else functools.partial(dist.all_reduce, torch.ones(1))
     try:
@@ -66,7 +66,7 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
 @clause("distributed.fsdp.fsdp_desync.waits_elsewhere")
 @pytest.mark.deviation("fsdp.waits_elsewhere")
 @pytest.mark.parametrize(
-    ("face", "by"),
+    ("api", "by"),
     [
         ("fully_shard", "barrier"),
         pytest.param("FSDP1", "barrier", marks=FULL_PROFILE),
@@ -74,12 +74,12 @@ def wait_elsewhere(rank: Rank, *, library: str, face: str, by: str, timeout_s: f
     ],
 )
 def test_rank_waiting_in_other_collective_is_reported(
-    deviation: DeviationJudge, reference: Library, face: str, by: str
+    deviation: DeviationJudge, reference: Library, api: str, by: str
 ) -> None:
     def raised(library: Library) -> str:
         # torch's ranks wait until the time-out, so theirs is short. Other ranks may need longer on a busy machine.
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        fault = fault_of(library, wait_elsewhere, face=face, by=by, timeout_s=timeout_s)
+        fault = fault_of(library, wait_elsewhere, api=api, by=by, timeout_s=timeout_s)
         return " ".join(failure.text for failure in fault.record.failures)
 
     named = rf"rank {ASTRAY} waits in torch\.distributed\.{by}\(\) where rank {1 - ASTRAY} gathered '\w+'"
@@ -90,7 +90,7 @@ def test_rank_waiting_in_other_collective_is_reported(
     )
 
 
-def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s: float) -> None:
+def ask_alone(rank: Rank, *, library: str, api: str, pause_s: float, timeout_s: float) -> None:
     """Request a full state on one rank only, while the others begin a step `pause_s` seconds later.
 
     FSDP1 requests the state of the optimizer, fully_shard the state of the model.
@@ -99,7 +99,7 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
     assert isinstance(group, dist.ProcessGroup)
     torch.manual_seed(0)
     loaded = load_library(library)
-    model = shard_blocks(loaded, Blocks((8, 8)), face, group)
+    model = shard_blocks(loaded, Blocks((8, 8)), api, group)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.5)
     train_step(model, "train", seeding.generator(0))
     optimizer.step()
@@ -107,7 +107,7 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
         if rank.rank != ASTRAY:
             time.sleep(pause_s)
             train_step(model, "train", seeding.generator(1))
-        elif face == "FSDP1":
+        elif api == "FSDP1":
             model.optim_state_dict(model, optimizer, group=group)
         else:
             path = "distributed.checkpoint.state_dict.get_model_state_dict"
@@ -122,15 +122,15 @@ def ask_alone(rank: Rank, *, library: str, face: str, pause_s: float, timeout_s:
 @clause("distributed.fsdp.fsdp_desync.states_of_one_rank")
 @pytest.mark.deviation("fsdp.states_of_one_rank")
 @pytest.mark.parametrize(
-    ("face", "pause_s"),
-    [("FSDP1", 1.0), *(pytest.param(face, 0.0, marks=FULL_PROFILE) for face in ("FSDP1", "fully_shard"))],
+    ("api", "pause_s"),
+    [("FSDP1", 1.0), *(pytest.param(api, 0.0, marks=FULL_PROFILE) for api in ("FSDP1", "fully_shard"))],
 )
 def test_state_requested_by_one_rank_raises(
-    deviation: DeviationJudge, reference: Library, face: str, pause_s: float
+    deviation: DeviationJudge, reference: Library, api: str, pause_s: float
 ) -> None:
     def raised(library: Library) -> SeenByRanks:
         timeout_s = 2.0 if library is reference else TIMEOUT_S
-        return seen_in(fault_of(library, ask_alone, face=face, pause_s=pause_s, timeout_s=timeout_s))
+        return seen_in(fault_of(library, ask_alone, api=api, pause_s=pause_s, timeout_s=timeout_s))
 
     named = (
         rf"only some ranks ask for a state dict: .*rank {ASTRAY} .*of a state dict.*; "
@@ -152,7 +152,7 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
         if by == "wrapping":
             synchronise(rank, library=library)
         elif by == "state":
-            ask_alone(rank, library=library, face=program.face, pause_s=0.0, timeout_s=TIMEOUT_S)
+            ask_alone(rank, library=library, api=program.api, pause_s=0.0, timeout_s=TIMEOUT_S)
         else:
             run(rank, library=library, program=program)
     except RuntimeError as error:
@@ -169,25 +169,22 @@ def use_group_afterwards(rank: Rank, *, library: str, program: Program, by: str)
     ("program", "by", "ranks"),
     [
         (Program(parts_at=0), "order", 2),
-        (Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"), "order", 2),
+        (Program(hidden=(8, 16, 24), parts_at=2, api="fully_shard"), "order", 2),
         pytest.param(Program(hidden=(8, 16, 24), parts_at=0), "order", 3, marks=FULL_PROFILE),
         pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), "order", 3, marks=FULL_PROFILE),
         pytest.param(Program((*WAYS, *WAYS, *(WAYS[0],) * 4), parts_at=4), "order", 3, marks=FULL_PROFILE),
         *(
-            pytest.param(Program(parts_at=2, face="fully_shard", by=by), by, 2, marks=FULL_PROFILE)
+            pytest.param(Program(parts_at=2, api="fully_shard", by=by), by, 2, marks=FULL_PROFILE)
             for by in ("unused", "frozen", "kept", "unsynchronised", "divided")
         ),
         pytest.param(
-            Program(parts_at=0, face="fully_shard", by="computed"), "computed", 3, marks=FULL_PROFILE
+            Program(parts_at=0, api="fully_shard", by="computed"), "computed", 3, marks=FULL_PROFILE
         ),
         pytest.param(Program(), "wrapping", 3, marks=FULL_PROFILE),
-        *(
-            pytest.param(Program(face=face), "state", 2, marks=FULL_PROFILE)
-            for face in ("FSDP1", "fully_shard")
-        ),
+        *(pytest.param(Program(api=api), "state", 2, marks=FULL_PROFILE) for api in ("FSDP1", "fully_shard")),
     ],
     ids=lambda value: (
-        f"{value.face} {value.hidden} {value.parts_at}" if isinstance(value, Program) else str(value)
+        f"{value.api} {value.hidden} {value.parts_at}" if isinstance(value, Program) else str(value)
     ),
 )
 def test_group_is_usable_after_ranks_differed(
@@ -208,7 +205,7 @@ def save_afterwards(
     torch.manual_seed(0)
     loaded, blocks = load_library(library), Blocks(program.hidden)
     plain = copy.deepcopy(blocks)
-    model = shard_blocks(loaded, blocks, program.face)
+    model = shard_blocks(loaded, blocks, program.api)
     optimizers = [torch.optim.SGD(trained.parameters(), 0.01, momentum=0.5) for trained in (model, plain)]
     message = ""
     try:
@@ -227,7 +224,7 @@ def save_afterwards(
     except RuntimeError as error:
         message = str(error)
     states: dict[str, Any] = {}
-    if program.face == "FSDP1":
+    if program.api == "FSDP1":
         saved = model.state_dict()
         states = loaded.find(FSDP).optim_state_dict(model, optimizers[0])["state"]
     else:
@@ -248,10 +245,10 @@ def save_afterwards(
     [
         Program(parts_at=2),
         Program(hidden=(8, 16, 24), parts_at=0),
-        Program(hidden=(8, 16, 24), parts_at=2, face="fully_shard"),
+        Program(hidden=(8, 16, 24), parts_at=2, api="fully_shard"),
         pytest.param(Program(hidden=(LARGE,) * 3, parts_at=2), marks=FULL_PROFILE),
     ],
-    ids=lambda program: f"{program.face} {program.hidden} {program.parts_at}",
+    ids=lambda program: f"{program.api} {program.hidden} {program.parts_at}",
 )
 def test_model_can_be_saved_after_ranks_differed(subject: Library, program: Program) -> None:
     with RankPool(2, grace_s=GRACE_S) as pool:
@@ -272,9 +269,7 @@ def _fail(*_: Any) -> None:
     raise ValueError("it fails")
 
 
-def lose_a_rank(
-    rank: Rank, *, library: str, when: str, victim: int, hidden: int, face: str = "FSDP1"
-) -> None:
+def lose_a_rank(rank: Rank, *, library: str, when: str, victim: int, hidden: int, api: str = "FSDP1") -> None:
     """Kill one rank, or let it exit after an exception.
 
     `when` is `before` (wrapping), `middle` (of a step), `collective` (which the others enter late) or `exception`. The
@@ -288,7 +283,7 @@ def lose_a_rank(
         _die()
     torch.manual_seed(0)
     blocks = Blocks((hidden,) * 3)
-    model = shard_blocks(load_library(library), blocks, face, group)
+    model = shard_blocks(load_library(library), blocks, api, group)
     began = time.monotonic()
     try:
         if when != "before":
@@ -342,7 +337,7 @@ _LOSSES: list[tuple[dict[str, Any], bool]] = [
     ),
     *(
         (
-            {"when": when, "hidden": 8, "victim": victim, "face": "fully_shard", "world_size": 2},
+            {"when": when, "hidden": 8, "victim": victim, "api": "fully_shard", "world_size": 2},
             is_full or victim == 1,
         )
         for victim in (0, 1)

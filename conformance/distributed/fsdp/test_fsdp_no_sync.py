@@ -277,6 +277,6 @@ def in_forward(scene: Scene) -> Any:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.no_sync.refused")
-@pytest.mark.parametrize("asks", [of_an_inner_unit, in_forward])
-def test_no_sync_is_refused_on_inner_units_and_in_forward(twins: Twins, asks: Any) -> None:
-    assert "Error" in str(twins.agree(asks, FLAT)[0].value)
+@pytest.mark.parametrize("program", [of_an_inner_unit, in_forward])
+def test_no_sync_is_refused_on_inner_units_and_in_forward(twins: Twins, program: Any) -> None:
+    assert "Error" in str(twins.agree(program, FLAT)[0].value)

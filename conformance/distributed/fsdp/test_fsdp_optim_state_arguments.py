@@ -393,8 +393,8 @@ def refused_to_save(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fsdp_optim_state.refused")
 @flat_or_originals
-@pytest.mark.parametrize("asks", [refused_to_load, refused_to_save], ids=["load", "save"])
-def test_faulty_states_are_refused_like_torch(cpu_twins: Twins, setup: Setup, asks: Any) -> None:
-    for value in agreed(cpu_twins, asks, setup):
+@pytest.mark.parametrize("program", [refused_to_load, refused_to_save], ids=["load", "save"])
+def test_faulty_states_are_refused_like_torch(cpu_twins: Twins, setup: Setup, program: Any) -> None:
+    for value in agreed(cpu_twins, program, setup):
         # A single rank may save any state.
         assert cpu_twins.is_alone or any(isinstance(answer, str) for answer in value.values())

@@ -265,7 +265,7 @@ def _plain(make: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "asks",
+    "program",
     [
         pytest.param(policies, marks=clause("distributed.fsdp.fully_shard.policies")),
         pytest.param(named_dimensions, marks=clause("distributed.fsdp.fully_shard.named_dimensions")),
@@ -273,9 +273,9 @@ def _plain(make: Callable[[], Any]) -> Any:
     ids=["policies", "dimensions"],
 )
 def test_policies_are_plain_objects(
-    subject: Library, reference: Library, asks: Callable[[Library], Any]
+    subject: Library, reference: Library, program: Callable[[Library], Any]
 ) -> None:
-    expected, actual = (observe(asks, library) for library in (reference, subject))
+    expected, actual = (observe(program, library) for library in (reference, subject))
     assert_same_outcome(expected, actual)
     assert actual.raised is None, actual.raised
 

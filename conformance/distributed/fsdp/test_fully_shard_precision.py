@@ -329,8 +329,8 @@ def test_computes_reduces_and_steps_by_parameter(
     plain_twins: PlainTwins, everywhere: Dtypes, apart: Mapping[str, Dtypes]
 ) -> None:
     expected, actual = (
-        plain_twins.of_subject(asks, everywhere=everywhere, apart=apart)
-        for asks in (by_policy_by_hand, by_policy)
+        plain_twins.of_subject(program, everywhere=everywhere, apart=apart)
+        for program in (by_policy_by_hand, by_policy)
     )
     assert_ranks_agree(expected, actual)
     values_of(actual)

@@ -76,7 +76,7 @@ class Program:
     mode: str = "train"
     astray: tuple[int, ...] = (0, 2, 1)
     parts_at: int | None = None
-    face: str = "FSDP1"  # API: FSDP1 or fully_shard
+    api: str = "FSDP1"  # API: FSDP1 or fully_shard
     by: str = "order"
     alike: bool = False
 
@@ -162,7 +162,7 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
     loaded, blocks = load_library(library), Blocks(program.hidden)
     is_astray = program.parts_at == 0 and (rank.rank == ASTRAY or program.alike)
     options = SHARDED_WITH[program.by](loaded) if is_astray and program.by in SHARDED_WITH else None
-    model = shard_blocks(loaded, blocks, program.face, options=options)
+    model = shard_blocks(loaded, blocks, program.api, options=options)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     tensors: list[torch.Tensor] = []
     step = 0
@@ -184,11 +184,11 @@ def run(rank: Rank, *, library: str, program: Program) -> list[torch.Tensor]:
 def shard_blocks(
     library: Library,
     blocks: Blocks,
-    face: str,
+    api: str,
     group: dist.ProcessGroup | None = None,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    if face == "FSDP1":
+    if api == "FSDP1":
         return wrap_fsdp(library, blocks, group, **options or {})
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     fully_shard = library.find(FULLY_SHARD)
