@@ -27,7 +27,7 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     described,
     step,
 )
-from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, holds
 from conformance.distributed.fsdp.scenes.scene import SIMPLE, TREE, Scene
 from conformance.distributed.fsdp.scenes.twins import (
     FLAT,
@@ -36,7 +36,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     Twins,
     TwinsOf,
     flat_or_originals,
-    holds,
     values_of,
 )
 from conformance.judge.clauses import clause

@@ -21,17 +21,10 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from conformance.distributed.fsdp.scenes.fsdp_training import Setup
-from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, holds
 from conformance.distributed.fsdp.scenes.scaler_programs import SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import (
-    FLAT,
-    RankOutcomes,
-    Twins,
-    flat_or_originals,
-    holds,
-    values_of,
-)
+from conformance.distributed.fsdp.scenes.twins import FLAT, RankOutcomes, Twins, flat_or_originals, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.judgement import unavailable
 from conformance.judge.library import Library

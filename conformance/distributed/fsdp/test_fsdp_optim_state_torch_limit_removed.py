@@ -24,6 +24,7 @@ from conformance.distributed.fsdp.scenes.optimizer_states import (
     step,
     unwrapped,
 )
+from conformance.distributed.fsdp.scenes.rank_judging import holds
 from conformance.distributed.fsdp.scenes.scene import TREE, Scene, tried
 from conformance.distributed.fsdp.scenes.state_dicts import Received
 from conformance.distributed.fsdp.scenes.twins import (
@@ -35,7 +36,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     TwinsOf,
     each,
     flat_or_originals,
-    holds,
     leaf_by_leaf,
     values_of,
 )

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
-from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
+from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close, holds
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
-from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, holds, raises, values_of
+from conformance.distributed.fsdp.scenes.twins import Twins, both_kinds, each, raises, values_of
 from conformance.judge.clauses import clause
 from conformance.judge.tolerances import TRAINED
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from conformance.distributed.fsdp.scenes.fsdp_training import COMPILER, states_of
-from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
+from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, holds
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import (
     FULL_PROFILE,
@@ -22,7 +22,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     Wrapping,
     both_kinds,
     each_wrapping,
-    holds,
     raises,
 )
 from conformance.judge.clauses import clause

@@ -12,11 +12,12 @@ from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Step, Train
 from conformance.distributed.fsdp.scenes.module_trees import Leaf, ModuleGroup, ModuleTree
 from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
+    holds,
     tolerance_of_policy,
     trains_like_unsharded,
 )
 from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import Twins, each, holds, raises
+from conformance.distributed.fsdp.scenes.twins import Twins, each, raises
 from conformance.judge.clauses import clause
 
 

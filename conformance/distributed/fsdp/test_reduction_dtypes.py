@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from conformance.distributed.fsdp.scenes.fsdp_training import gathered_gradients, mesh_of
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.rank_judging import holds
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import (
     PlainTwins,
@@ -22,7 +23,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     Twins,
     TwinsOf,
     each,
-    holds,
     values_of,
 )
 from conformance.judge.clauses import clause

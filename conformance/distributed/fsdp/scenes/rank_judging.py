@@ -102,12 +102,16 @@ def assert_like_unsharded(
 def trains_like_unsharded(
     outcomes: Sequence[Outcome] | RankFault, training: Training, tolerance: Tolerance = TRAINED
 ) -> bool:
+    return not isinstance(outcomes, RankFault) and holds(assert_like_unsharded, outcomes, training, tolerance)
+
+
+def holds(check: Callable[..., Any], *arguments: Any, **more: Any) -> bool:
+    """Return whether the assertion `check` passes."""
     try:
-        if not isinstance(outcomes, RankFault):
-            assert_like_unsharded(outcomes, training, tolerance)
+        check(*arguments, **more)
     except AssertionError:
         return False
-    return not isinstance(outcomes, RankFault)
+    return True
 
 
 def assert_all_close(label: str, expected: Any, actual: Any, tolerance: Tolerance) -> None:

@@ -22,6 +22,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import Setup, Training
 from conformance.distributed.fsdp.scenes.rank_judging import (
     assert_like_unsharded,
     assert_ranks_agree,
+    holds,
     run_on_ranks,
     trains_like_unsharded,
     without_layout,
@@ -337,12 +338,3 @@ def raises(kind: type[Exception], text: str = "") -> Callable[[RankOutcomes], bo
 def raise_an_error(outcomes: RankOutcomes) -> bool:
     """Return whether every rank raised an error of any type."""
     return all(outcome.raised is not None for outcome in outcomes)
-
-
-def holds(check: Callable[..., Any], *arguments: Any, **more: Any) -> bool:
-    """Return whether the assertion `check` passes."""
-    try:
-        check(*arguments, **more)
-    except AssertionError:
-        return False
-    return True
