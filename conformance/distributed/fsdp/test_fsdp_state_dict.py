@@ -24,7 +24,7 @@ from conformance.distributed.fsdp.scenes.state_dicts import (
     DAMAGES,
     Form,
     PeakBytes,
-    described,
+    described_entry,
     has_values_of_other_model,
     loaded_in_its_own_way,
     loads_its_own,
@@ -334,7 +334,7 @@ def hooked(scene: Scene) -> dict[str, Any]:
     head.register_load_state_dict_pre_hook(before_load)
     root.register_load_state_dict_post_hook(after_load)
     state_dict = root.state_dict()
-    calls.append([(key, described(value)) for key, value in state_dict.items()])
+    calls.append([(key, described_entry(value)) for key, value in state_dict.items()])
     root.load_state_dict(state_dict)
     return {"seen": calls, "whole": scene.whole_parameters(root)}
 

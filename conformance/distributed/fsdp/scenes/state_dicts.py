@@ -41,7 +41,7 @@ def set_form(library: Library, model: nn.Module, form: Form) -> None:
     library.find(FSDP).set_state_dict_type(model, *form.of(library))
 
 
-def described(value: Any) -> Any:
+def described_entry(value: Any) -> Any:
     """Return a description of a state dict's value on this rank."""
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
@@ -89,7 +89,7 @@ def saved(
                     parameter.add_(1)
         state_dict = module.state_dict(**(options or {}))
         result = {
-            "items": [(key, described(value)) for key, value in state_dict.items()],
+            "items": [(key, described_entry(value)) for key, value in state_dict.items()],
             "type": type(state_dict).__name__,
             "metadata": [(key, dict(value)) for key, value in state_dict._metadata.items()],
             "shared": shared(state_dict, scene.model),
