@@ -22,8 +22,8 @@ from conformance.gpu import bundle as bundles
 from conformance.gpu import phases
 from conformance.gpu.bundle import Bundle
 from conformance.gpu.bundle_files import BENCHMARKS
-from conformance.gpu.phase_rows import Found, PhaseTask, read_rows
-from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, GpuPhase, Ran
+from conformance.gpu.phase_rows import PhaseRows, PhaseTask, read_rows
+from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, GpuPhase, PhaseRun
 from conformance.judge.sandbox.marked_processes import marked_processes
 
 ROOT = Path(__file__).parents[2]
@@ -216,12 +216,12 @@ def test_error_in_the_summary_does_not_end_the_run(tmp_path: Path) -> None:
 
 
 def test_phase_that_was_left_out_is_not_a_reason() -> None:
-    left_out = Ran(stub("judge", is_judging=True), LEFT_OUT, not_run=["judge"])
+    left_out = PhaseRun(stub("judge", is_judging=True), LEFT_OUT, not_run=["judge"])
     assert (bundles.reasons([left_out], ""), bundles.not_shown([left_out])) == ([], [])
 
 
 def test_subject_without_judged_names_is_red() -> None:
-    judge = Ran(stub("judge", is_judging=True))
+    judge = PhaseRun(stub("judge", is_judging=True))
     assert bundles.reasons([judge], "red") == [
         "judge: the subject provides none of the names that are judged"
     ]
@@ -289,7 +289,7 @@ def test_incomplete_row_leaves_other_rows_readable(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"planned": ["a", "b"]}\n{"name": "a", "outcome": "works"}\n{"name": "b", "outc')
     assert read_rows(file).missing == ["b"]
-    assert read_rows(tmp_path / "none") == Found([], [])
+    assert read_rows(tmp_path / "none") == PhaseRows([], [])
 
 
 def test_bundle_with_long_texts_stays_small(tmp_path: Path) -> None:

@@ -287,15 +287,18 @@ WORKING = dict.fromkeys((*probed_operations.COLLECTIVES, "fully_shard"), "works"
 def test_failed_probe_makes_its_tests_unavailable(
     tmp_path: Path, changes: dict[str, str], nn: str, fsdp: str
 ) -> None:
-    findings = judge_plugin.findings(write_probe_rows(tmp_path, WORKING | changes))
-    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, findings) == nn
-    assert judge_plugin.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, findings) == fsdp
+    probe_failures = judge_plugin.probe_failures(write_probe_rows(tmp_path, WORKING | changes))
+    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 2, probe_failures) == nn
+    assert (
+        judge_plugin.obstacle("conformance/distributed/fsdp/test_x.py::test", "cpu", 2, probe_failures)
+        == fsdp
+    )
     by_parameter = judge_plugin.obstacle(
-        "conformance/distributed/fsdp/test_fully_shard_x.py::t", "cpu", 2, findings
+        "conformance/distributed/fsdp/test_fully_shard_x.py::t", "cpu", 2, probe_failures
     )
     assert by_parameter == ("" if changes.get("all_reduce", "works") == "works" else fsdp)
     # A single CPU rank has no probe.
-    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, findings) == ""
+    assert judge_plugin.obstacle("conformance/nn/utils/test_x.py::test", "cpu", 1, probe_failures) == ""
 
 
 def test_case_with_failed_probe_is_skipped_as_unavailable(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def threads_as_before() -> Iterator[None]:
 
 def read_rows_of(
     tmp_path: Path, work: Callable[[PhaseTask, Rows], None], left_s: float = 300.0, subject: str = "impl"
-) -> phase_rows.Found:
+) -> phase_rows.PhaseRows:
     file = tmp_path / "rows.jsonl"
     task = PhaseTask(str(file), time.monotonic() + left_s, "cpu", subject)
     work(task, Rows(task))

@@ -35,7 +35,7 @@ from conformance.gpu import judging_phase
 from conformance.gpu.bundle import Bundle
 from conformance.gpu.bundle_files import REPORT, SUMMARY
 from conformance.gpu.phase_rows import PhaseTask, say
-from conformance.gpu.phases import LEFT_OUT, NO_CUDA, STOPPED, Clock, GpuPhase, Ran, module, run_all
+from conformance.gpu.phases import LEFT_OUT, NO_CUDA, STOPPED, Clock, GpuPhase, PhaseRun, module, run_all
 
 _NEEDED = ("torch", "pytest", "hypothesis", "numpy")
 _PROFILES = ("quick", "full", "deep")
@@ -191,14 +191,14 @@ def _run(options: argparse.Namespace, folder: Path, began: float | None) -> int:
     )
     all_phases = phases(len(host.get("gpus", [])))
     bundle.ran += [
-        Ran(phase, LEFT_OUT, not_run=[phase.name])
+        PhaseRun(phase, LEFT_OUT, not_run=[phase.name])
         for phase in all_phases
         if phase.name not in (*named, *_ONLY_BY_NAME)
     ]
     chosen = [phase for phase in all_phases if phase.name in named]
     if obstacle := _obstacle(task.device, bundle):
         for phase in chosen:
-            bundle.add(Ran(phase, obstacle, not_run=[phase.name]))
+            bundle.add(PhaseRun(phase, obstacle, not_run=[phase.name]))
     else:
         # Results name their host. The last phase takes all the time that is left, so the second try comes before it.
         again = [] if host else [_HOST_AGAIN]

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from benchmarks import asv_format, point, source
 from conformance.gpu.bundle_files import BENCHMARKS, JUNIT, LOG, REPORT, SUMMARY
 from conformance.gpu.phase_rows import PhaseTask
-from conformance.gpu.phases import NO_CUDA, STOPPED, Ran
+from conformance.gpu.phases import NO_CUDA, STOPPED, PhaseRun
 from conformance.gpu.summary import summary
 
 _LARGEST_BYTES = 2_000_000  # size limit of a file
@@ -35,18 +35,18 @@ class Bundle:
     budget_s: float
     options: str
     began: float = field(default_factory=time.time)
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[PhaseRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._files = source.files()
         self._commit = source.commit_here()
         self._changed = source.differing(source.files_of(self._commit), self._files) if self._commit else []
 
-    def add(self, ran: Ran) -> None:
+    def add(self, ran: PhaseRun) -> None:
         self.ran.append(ran)
         self.write()
 
-    def phase(self, name: str) -> Ran | None:
+    def phase(self, name: str) -> PhaseRun | None:
         return next((ran for ran in self.ran if ran.phase.name == name), None)
 
     @property
@@ -148,7 +148,7 @@ def measured_by_name(rows: Sequence[dict[str, Any]]) -> asv_format.Measured:
     return measured
 
 
-def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
+def reasons(ran: Sequence[PhaseRun], judges_own_verdict: str) -> list[str]:
     """Return the reasons for a red verdict, or an empty list."""
     texts: list[str] = []
     for phase_run in ran:
@@ -163,7 +163,7 @@ def reasons(ran: Sequence[Ran], judges_own_verdict: str) -> list[str]:
     return texts
 
 
-def not_shown(ran: Sequence[Ran]) -> list[str]:
+def not_shown(ran: Sequence[PhaseRun]) -> list[str]:
     """Return the requested phases that are missing: cut judgements, and phases after the user's interrupt."""
     cut = [
         phase_run
@@ -173,7 +173,7 @@ def not_shown(ran: Sequence[Ran]) -> list[str]:
     return [f"{phase_run.phase.name}: {phase_run.why}" for phase_run in cut]
 
 
-def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[Ran]) -> str:
+def verdict(reasons: Sequence[str], missing: Sequence[str], ran: Sequence[PhaseRun]) -> str:
     """Return `red`, `not shown`, `green`, or `not judged` if the suite was not requested."""
     if reasons or missing:
         return "red" if reasons else "not shown"

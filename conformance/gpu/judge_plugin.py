@@ -28,7 +28,7 @@ _NEEDS = (
 )
 
 
-def findings(probes: str) -> dict[str, str]:
+def probe_failures(probes: str) -> dict[str, str]:
     """Return the failure of each probe by its name, or an empty text if the probe worked."""
     recorded = read_rows(Path(probes))
     ended = {row["name"]: "" if row["outcome"] == "works" else _reason(row) for row in recorded.rows}
@@ -39,13 +39,13 @@ def _reason(row: dict[str, Any]) -> str:
     return " ".join([row["outcome"], *row["says"].splitlines()[:1]])
 
 
-def obstacle(nodeid: str, device: str, world_size: int, failed_probes: dict[str, str]) -> str:
+def obstacle(nodeid: str, device: str, world_size: int, probe_failures: dict[str, str]) -> str:
     """Return why this test cannot run here, according to its probes, or "". A test without probes is tried."""
     path = nodeid.partition("::")[0]
     needs = next(needs for pattern, needs in _NEEDS if re.match(pattern, path))
     for operation in needs:
         probe = Probe(operation, device, backend_for(device), world_size)
-        if why := failed_probes.get(probe.name):
+        if why := probe_failures.get(probe.name):
             return f"{probe.name}: {why}"
     return ""
 
@@ -55,7 +55,7 @@ class Plugin:
 
     def __init__(self, task: PhaseTask, reporter: Any) -> None:
         """`reporter` is pytest's terminal; None in a worker."""
-        self._found = findings(task.probes) if task.probes else {}
+        self._probe_failures = probe_failures(task.probes) if task.probes else {}
         self._reporter = reporter
         self._rows = None if reporter is None else Rows(task)
         self._planned: set[str] = set()
@@ -75,7 +75,7 @@ class Plugin:
         params = _params_of(item)
         if "device" not in params or "world_size" not in params:
             return
-        if why := obstacle(item.nodeid, params["device"], params["world_size"], self._found):
+        if why := obstacle(item.nodeid, params["device"], params["world_size"], self._probe_failures):
             unavailable(why)
 
     # Runs last, when the fixtures exist.

@@ -96,7 +96,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Found:
+class PhaseRows:
     """Contents of a phase's file."""
 
     planned: list[str]
@@ -108,8 +108,8 @@ class Found:
         return [name for name in self.planned if name not in recorded]
 
 
-def read_rows(file: Path) -> Found:
-    recorded = Found([], [])
+def read_rows(file: Path) -> PhaseRows:
+    recorded = PhaseRows([], [])
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError):  # the last line of a phase that was killed
             entry = json.loads(line)

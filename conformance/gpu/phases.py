@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from conformance.gpu.phase_rows import PROGRESS, Found, PhaseTask, read_rows, say
+from conformance.gpu.phase_rows import PROGRESS, PhaseRows, PhaseTask, read_rows, say
 
 ROOT = Path(__file__).parents[2]
 OUT_OF_TIME = "not run: out of time"
@@ -45,13 +45,13 @@ class GpuPhase:
 
 
 @dataclass
-class Ran:
+class PhaseRun:
     """Result of a phase."""
 
     phase: GpuPhase
     why: str = ""  # reason why it is incomplete; empty if complete
     seconds: float = 0.0
-    recorded: Found = field(default_factory=lambda: Found([], []))
+    recorded: PhaseRows = field(default_factory=lambda: PhaseRows([], []))
     not_run: list[str] = field(default_factory=list)
 
     @property
@@ -114,10 +114,10 @@ class Clock:
         return time.monotonic() - self._began
 
 
-def run(phase: GpuPhase, task: PhaseTask, log: Path, most_s: float) -> Ran:
+def run(phase: GpuPhase, task: PhaseTask, log: Path, most_s: float) -> PhaseRun:
     """Run one phase for at most `most_s` seconds."""
     if most_s < _LEAST_S:
-        return Ran(phase, OUT_OF_TIME, not_run=[phase.name])
+        return PhaseRun(phase, OUT_OF_TIME, not_run=[phase.name])
     began = time.monotonic()
     task = replace(task, until=began + most_s - _HEADROOM_S)
     ended, code = _run(phase.command(task), {**os.environ, **phase.environ(task)}, log, most_s)
@@ -129,7 +129,7 @@ def run(phase: GpuPhase, task: PhaseTask, log: Path, most_s: float) -> Ran:
     not_run = recorded.missing or ([phase.name] if why and not recorded.rows else [])
     if not_run and not why:
         why = f"cut: {len(not_run)} of {len(recorded.planned)} {OUT_OF_TIME}"
-    return Ran(phase, why, round(time.monotonic() - began, 1), recorded, not_run)
+    return PhaseRun(phase, why, round(time.monotonic() - began, 1), recorded, not_run)
 
 
 def _run(command: list[str], environ: Mapping[str, str], log: Path, most_s: float) -> tuple[str, int | None]:
@@ -176,14 +176,18 @@ def _last_words(log: Path, longest: int = 1_500) -> str:
 
 
 def run_all(
-    phases: Sequence[GpuPhase], task: PhaseTask, clock: Clock, folder: Path, on_end: Callable[[Ran], object]
+    phases: Sequence[GpuPhase],
+    task: PhaseTask,
+    clock: Clock,
+    folder: Path,
+    on_end: Callable[[PhaseRun], object],
 ) -> None:
     """Run the phases in turn, and report each one when it ends."""
     stopped = False
     for phase in phases:
         file, log = folder / f"{phase.name}.jsonl", folder / f"{phase.name}.log"
         if stopped:
-            on_end(Ran(phase, STOPPED, not_run=[phase.name]))
+            on_end(PhaseRun(phase, STOPPED, not_run=[phase.name]))
             continue
         left_s = clock.left_s(phase)
         say(
@@ -194,6 +198,6 @@ def run_all(
         except KeyboardInterrupt:
             stopped = True
             recorded = read_rows(file)
-            ran = Ran(phase, STOPPED, recorded=recorded, not_run=recorded.missing or [phase.name])
+            ran = PhaseRun(phase, STOPPED, recorded=recorded, not_run=recorded.missing or [phase.name])
         say(f"   {ran.why.splitlines()[0] if ran.why else 'whole'} ({ran.seconds:.1f} s)")
         on_end(ran)
