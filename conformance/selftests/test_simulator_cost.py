@@ -9,7 +9,7 @@ import pytest
 from conformance.ranks.fixtures import require_simulator
 from conformance.selftests.processes import LIMIT_S, run_python
 from conformance.simulator.cost.durations import bytes_of, flops_of, hardware
-from conformance.simulator.cost.timeline import merged, schedule, step_cost
+from conformance.simulator.cost.timeline import schedule, step_cost
 from conformance.simulator.cost.trace import MARK, Entry
 
 SECONDS = {"a": 2.0, "b": 3.0, "all_gather": 5.0, "c": 1.0}
@@ -86,11 +86,6 @@ def test_freed_memory_stays_allocated_while_other_stream_uses_it() -> None:
 
     assert peak() == 100
     assert peak(Entry("use", number=512, stream=1)) == 170
-
-
-def test_overlapping_work_counts_once() -> None:
-    assert merged([(3, 4), (0, 2), (1, 3)]) == [(0, 4)]
-    assert merged([(5, 6), (0, 2)]) == [(0, 2), (5, 6)]
 
 
 def test_durations_of_operators() -> None:
