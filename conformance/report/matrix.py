@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def outcome(self) -> str:
-        return min((test["outcome"] for test in self.tests), key=SEVERITY.index)
+        return worst_outcome(self.tests)
 
 
 @dataclass
@@ -145,6 +145,10 @@ class Area:
     @property
     def untested(self) -> list[Row]:
         return [row for row in self.rows if not row.cells]
+
+
+def worst_outcome(tests: Iterable[dict[str, Any]]) -> str:
+    return min((test["outcome"] for test in tests), key=SEVERITY.index)
 
 
 def ranked(outcomes: Iterable[str]) -> list[tuple[str, int]]:

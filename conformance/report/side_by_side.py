@@ -9,7 +9,7 @@ from typing import Any
 
 from conformance.judge.accounting import NOT_RUN, NotRun
 from conformance.judge.judgement import RED
-from conformance.report.matrix import SEVERITY, not_run_by_clause, ranked, tests_by_clause
+from conformance.report.matrix import SEVERITY, not_run_by_clause, tests_by_clause, worst_outcome
 from conformance.report.page import environment
 from conformance.report.text import legible
 from conformance.report.verdict import parts
@@ -27,7 +27,7 @@ class ComparedCell:
 
     @property
     def outcome(self) -> str:
-        return ranked(test["outcome"] for test in self.tests)[0][0] if self.tests else self.untested.outcome
+        return worst_outcome(self.tests) if self.tests else self.untested.outcome
 
     @property
     def held_tests(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from conformance.judge.accounting import NOT_RUN
 from conformance.judge.judgement import RED
 from conformance.judge.results import BAD_INPUT
-from conformance.report.matrix import SEVERITY, not_run_by_clause, ranked
+from conformance.report.matrix import not_run_by_clause, ranked, tests_by_clause, worst_outcome
 from conformance.report.speed import MISSING, REGRESSION, is_faster, is_slower
 
 _WORDS = {
@@ -48,13 +48,8 @@ def exit_code(report: dict[str, Any]) -> int:
 
 def worst_by_clause(report: dict[str, Any]) -> dict[str, str]:
     """Return the outcome of each tested clause, which is the worst of its tests."""
-    worst: dict[str, str] = {}
-    for test in report["tests"]:
-        if test["clause"]:
-            worst[test["clause"]] = min(
-                test["outcome"], worst.get(test["clause"], "passed"), key=SEVERITY.index
-            )
-    return worst
+    tests = tests_by_clause(report)
+    return {clause: worst_outcome(same) for clause, same in tests.items() if clause}
 
 
 def _judging(report: dict[str, Any]) -> VerdictPart:
