@@ -27,7 +27,7 @@ class Selection:
     def __init__(self, config: pytest.Config, notes: Notes) -> None:
         self._config, self._notes = config, notes
         # Clauses whose outcome is known before any test, see `conformance.judge.accounting`.
-        self._known = {name: NotRun(**fields) for name, fields in notes.kept("known").items()}
+        self._known = {name: NotRun(**fields) for name, fields in notes.read("known").items()}
         self._not_run: dict[str, NotRun] = {}
         self._smoke = smoke_functions(recorded()) if config.option.profile == "smoke" else {}
         self._covered: set[tuple[str, str]] = set()  # clauses and devices with a test in the profile smoke
@@ -138,7 +138,7 @@ class Selection:
     def _outside_of_profile(self, item: pytest.Item) -> str:
         smallest, profile = item.get_closest_marker("profile"), self._config.option.profile
         if profile == "smoke":
-            key = (clause_of(item), _device_of(item))
+            key = (clause_of(item), str(parameters_of(item).get("device", "")))
             if self._smoke.get(key[0]) == function_of(item.nodeid) and key not in self._covered:
                 self._covered.add(key)
                 return ""
@@ -150,10 +150,6 @@ class Selection:
 
 def folder_of(item: pytest.Item) -> str:
     return item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
-
-
-def _device_of(item: pytest.Item) -> str:
-    return str(parameters_of(item).get("device", ""))
 
 
 def cover_pairs(cases: Sequence[Mapping[str, object]]) -> set[int]:

@@ -117,7 +117,7 @@ def _time(options: argparse.Namespace, out: Path, progress: PhaseProgress, stop:
     result.unlink(missing_ok=True)
     files = [f"--json={file}", *([f"--point={result}"] if options.subject == "impl" else [])]
     return _run_phase("timing", command + files, file, out, progress, stop) | {
-        "command": _readable(command[1:])
+        "command": shlex.join(["python", *command[1:]])
     }
 
 
@@ -145,10 +145,6 @@ def _run_phase(
     if file.is_file():
         return json.loads(file.read_text())
     return {"error": ended or f"{name} ended with code {code}: {tail(out, name)}"}
-
-
-def _readable(words: Sequence[str]) -> str:
-    return shlex.join(["python", *words])
 
 
 if __name__ == "__main__":

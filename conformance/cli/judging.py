@@ -120,7 +120,7 @@ def chosen_tests(targets: Sequence[str], subject: str) -> tuple[list[str], list[
     clauses = [target for target in targets if "::" not in target]
     if tests and clauses:
         raise ValueError(f"got tests ({tests[0]}) and clauses ({clauses[0]}); name either tests or clauses")
-    if missing := [word for word in tests if not _file_of(word).is_file()]:
+    if missing := [word for word in tests if not (_ROOT / word.partition("::")[0]).is_file()]:
         raise ValueError(f"there is no test {missing[0]!r}; the replay commands of a report name tests")
     selected = [clause for clause in all_clauses().values() if clause.is_asked_by(clauses)]
     if unknown := [word for word in clauses if not any(clause.is_asked_by([word]) for clause in selected)]:
@@ -134,10 +134,6 @@ def chosen_tests(targets: Sequence[str], subject: str) -> tuple[list[str], list[
         return everything(), []
     folders = {HERE.joinpath(*clause.area.split(".")).parent for clause in selected}
     return [*sorted(map(str, folders)), *(str(_ROOT / word) for word in tests)], clauses
-
-
-def _file_of(test: str) -> Path:
-    return _ROOT / test.partition("::")[0]
 
 
 def everything() -> list[str]:

@@ -124,7 +124,7 @@ class Recorder:
         if not noted:
             self._notes.note(incident)
         stack = self._notes.last_stack(report.node.gateway.id)  # pyright: ignore[reportAttributeAccessIssue]
-        clause = self._notes.kept("clauses").get(crashitem, "")
+        clause = self._notes.read("clauses").get(crashitem, "")
         result = (incident.outcome, f"{incident.reason}\n{stack}".strip())
         outcome, reason = if_expected(self._config, crashitem, clause, result, report)
         judgement = Judgement(
@@ -149,7 +149,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self._not_run = [NotRun(**fields) for fields in self._notes.kept("not-run")]
+        self._not_run = [NotRun(**fields) for fields in self._notes.read("not-run")]
         needs_no_tests = session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._needs_no_tests()
         is_complete = session.exitstatus in (0, 1) or needs_no_tests
         self._ended_early = [str(why) for why in (session.shouldstop, session.shouldfail) if why]
@@ -220,7 +220,7 @@ class Recorder:
             "provides_nothing": provides_nothing(self._results(), self._subject.claims),
             "bad_input": self._bad_input(),
             "ended_early": self._ended_early,
-            "selection": self._notes.kept("selection") or None,
+            "selection": self._notes.read("selection") or None,
             "is_narrowed": _is_narrowed(self._config),
             "devices": sorted({judgement.device for judgement in judgements} - {""}),
             "expectations": [result.as_dict() for result in self._expectations],
@@ -234,7 +234,7 @@ class Recorder:
         return account(
             {judgement.clause for judgement in self._judgements.values()},
             {result.clause: result for result in self._not_run},
-            set(self._notes.kept("clauses").values()),
+            set(self._notes.read("clauses").values()),
             why,
         )
 

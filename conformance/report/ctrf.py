@@ -16,7 +16,7 @@ _STATUS = {
 
 
 def ctrf(report: dict[str, Any]) -> dict[str, Any]:
-    began_ms = _milliseconds(report["began"])
+    began_ms = round(1000 * datetime.datetime.fromisoformat(report["began"]).timestamp())
     tests = [_test(test) for test in report["tests"]]
     tests += [_not_run(result) for result in report["not_run"]]
     if report["verdict"] == "red" and not any(test["status"] == "failed" for test in tests):
@@ -83,7 +83,3 @@ def relay(written: dict[str, Any], artifact: Path) -> dict[str, Any]:
     """
     summary = written["results"]["summary"]
     return {name: summary[name] for name in ("passed", "failed", "skipped")} | {"artifact": str(artifact)}
-
-
-def _milliseconds(moment: str) -> int:
-    return round(1000 * datetime.datetime.fromisoformat(moment).timestamp())

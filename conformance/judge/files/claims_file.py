@@ -115,7 +115,7 @@ def read(file: Path) -> ClaimsFile:
     """Read a claims file and collect the problems of its format."""
     try:
         table = tomllib.loads(file.read_text())
-    except (OSError, ValueError) as error:  # a ValueError for what is not TOML or not text
+    except (OSError, ValueError) as error:  # a ValueError if it is not TOML or not text
         raise UnreadableClaims(
             f"the claims file {file} cannot be read ({describe(error)}); expected TOML as in "
             "docs/judging.md, 'The claims file'"

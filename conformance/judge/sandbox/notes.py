@@ -73,7 +73,7 @@ class Notes:
         partial.write_text(json.dumps(value))
         partial.rename(self.folder / f"{name}.json")
 
-    def kept(self, name: str) -> Any:
+    def read(self, name: str) -> Any:
         """Return a value that any process has written, or an empty dict."""
         file = self.folder / f"{name}.json"
         return json.loads(file.read_text()) if file.is_file() else {}
