@@ -75,7 +75,7 @@ def waits_more_in_large_worlds(call: IssuedCollective) -> None:
 
 
 @in_collectives()
-def gathers_what_it_reduces(call: IssuedCollective) -> None:
+def gathers_reduced_gradients(call: IssuedCollective) -> None:
     """Unsharded gradients are gathered from all ranks besides being reduced."""
     if call.kind == "scatter" and len(call.inputs) == 1:
         whole = call.inputs[0].new_empty(call.ranks, *call.inputs[0].shape)

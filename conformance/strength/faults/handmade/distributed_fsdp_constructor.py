@@ -134,7 +134,7 @@ def _changed(arguments: Arguments, **fields: Any) -> None:
 
 
 @in_constructor("mixed_precision", "pytorch/pytorch#86495")
-def low_precision_grads_not_kept(arguments: Arguments) -> None:
+def keep_low_precision_grads_ignored(arguments: Arguments) -> None:
     """keep_low_precision_grads has no effect."""
     _changed(arguments, keep_low_precision_grads=False)
 

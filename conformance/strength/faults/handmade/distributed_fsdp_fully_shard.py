@@ -97,7 +97,7 @@ def hook_results_dropped(shard: Callable[[], Any], modules: list[Any], keywords:
 
 
 @sharding()
-def writes_taken_for_assignments(
+def writes_warn_like_assignments(
     shard: Callable[[], Any], modules: list[Any], keywords: dict[str, Any]
 ) -> None:
     """A write through `.data` warns like an assignment to `.data`."""

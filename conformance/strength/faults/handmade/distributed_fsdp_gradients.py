@@ -174,7 +174,7 @@ def left_in_low_precision(backward: Backward) -> None:
 
 
 @after_backward("pytorch/pytorch#85134", "(mixed_precision)")
-def kept_in_full_precision(backward: Backward) -> None:
+def returned_in_full_precision(backward: Backward) -> None:
     """Gradients return to full precision although they should stay in low precision."""
     for parameter in backward.model.parameters():
         if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:

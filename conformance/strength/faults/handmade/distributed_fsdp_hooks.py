@@ -80,14 +80,16 @@ def _hooked(thread: str) -> Decorator:
 
 
 @_hooked("pytorch/pytorch#83254")
-def comm_hook_divided(hook: Any, model: Any, state: Any, grad: torch.Tensor, *output: torch.Tensor) -> None:
+def comm_hook_result_divided(
+    hook: Any, model: Any, state: Any, grad: torch.Tensor, *output: torch.Tensor
+) -> None:
     """The result of a communication hook is divided."""
     hook(state, grad, *output)
     (output[0] if output else grad).div_(ranks(model))
 
 
 @_hooked("pytorch/pytorch#81711")
-def comm_hook_given_a_quotient(
+def comm_hook_input_divided(
     hook: Any, model: Any, state: Any, grad: torch.Tensor, *output: torch.Tensor
 ) -> None:
     """The input of a communication hook is divided."""

@@ -94,7 +94,7 @@ def dtensor_inf_norm_summed(norm: torch.Tensor, grads: list[DTensor], order: flo
 
 
 @broken(NORM)
-def dtensor_one_collective_more(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+def dtensor_redundant_collective(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Ranks run an unnecessary collective."""
     parameters = as_list(parameters)
     norm = original(parameters, *args, **kwargs)
