@@ -31,7 +31,7 @@ _FOREVER_S = 3600.0
 EXPECTED: dict[str, type[RankFault] | None] = {
     "raises": RankRaised,
     "raises_everywhere": RankRaised,
-    "raises_what_has_no_text": RankRaised,
+    "raises_without_text": RankRaised,
     "asks_to_exit": RankRaised,
     "returns_unpicklable": RankRaised,
     "talks_and_raises": RankRaised,
@@ -83,7 +83,7 @@ def raises_everywhere(rank: Rank, *, where: int) -> None:
     raise ValueError(f"injected into rank {rank.rank}")
 
 
-def raises_what_has_no_text(rank: Rank, *, where: int) -> float:
+def raises_without_text(rank: Rank, *, where: int) -> float:
     class Hostile(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text either")

@@ -1,8 +1,8 @@
 "use strict";
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
-// Filters: a cell stays when it has every value that is asked for, a row when one of its cells stays and it holds the
-// word, a column when one of its cells stays.
+// Filters: a cell stays if it has every chosen value, a row if one of its cells stays and it has the word, a column if
+// one of its cells stays.
 const form = document.querySelector("form.filters");
 const fields = form ? all("[data-filter]", form) : [];
 const rows = all("tr[data-clause]");
@@ -46,7 +46,7 @@ if (form) {
   form.addEventListener("reset", () => setTimeout(apply));
 }
 
-// A link opens whatever its target is folded into, and takes the keyboard along.
+// A link unfolds the elements around its target, and moves the focus to it.
 function show() {
   const target = document.querySelector(":target");
   if (!target) return;
@@ -57,7 +57,7 @@ function show() {
 }
 window.addEventListener("hashchange", show);
 
-// A word keeps the rows that hold it.
+// A word keeps the rows that have it.
 for (const field of all("[data-search]")) {
   const rows = all(field.dataset.search);
   field.closest(".filters").hidden = false;

@@ -261,7 +261,7 @@ def test_scaler_of_one_run_only_is_named(tmp_path: Path) -> None:
     assert "scale is None and 2.0" in first
 
 
-def test_command_refuses_what_it_cannot_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomparable_certificates_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step_recorded(tmp_path / "a")
     step_recorded(tmp_path / "b", first_step=1)
     step_recorded(tmp_path / "d")
