@@ -21,8 +21,7 @@ from conformance.gpu import __main__ as command
 from conformance.gpu import bundle as bundles
 from conformance.gpu import phases
 from conformance.gpu.bundle import Bundle
-from conformance.gpu.bundle_files import BENCHMARKS
-from conformance.gpu.phase_rows import PhaseRows, PhaseTask, read_rows
+from conformance.gpu.phase_rows import BENCHMARKS, PhaseRows, PhaseTask, read_rows
 from conformance.gpu.phases import LEFT_OUT, OUT_OF_TIME, STOPPED, Clock, GpuPhase, PhaseRun
 from conformance.judge.sandbox.marked_processes import marked_processes
 

@@ -19,7 +19,7 @@ from benchmarks.common import LARGE_SHAPES, SHAPES
 from benchmarks.timing import Workload
 from conformance.gpu import __main__ as command
 from conformance.gpu import fake, large, launch_costs, phase_rows, phases, steps, summary, sweep
-from conformance.gpu.bundle_files import REPORT
+from conformance.gpu.bundle import REPORT
 from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
 
 # A phase keeps the file of its rows open for as long as its process lives.

@@ -32,8 +32,7 @@ from typing import Any
 
 from benchmarks.machine import machine_name
 from conformance.gpu import judging_phase
-from conformance.gpu.bundle import Bundle
-from conformance.gpu.bundle_files import REPORT, SUMMARY
+from conformance.gpu.bundle import REPORT, SUMMARY, Bundle
 from conformance.gpu.phase_rows import PhaseTask, say
 from conformance.gpu.phases import LEFT_OUT, NO_CUDA, STOPPED, Clock, GpuPhase, PhaseRun, module, run_all
 

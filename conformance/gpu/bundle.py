@@ -15,11 +15,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks import asv_format, point, source
-from conformance.gpu.bundle_files import BENCHMARKS, JUNIT, LOG, REPORT, SUMMARY
-from conformance.gpu.phase_rows import PhaseTask
+from conformance.gpu.phase_rows import BENCHMARKS, PhaseTask
 from conformance.gpu.phases import NO_CUDA, STOPPED, PhaseRun
 from conformance.gpu.summary import summary
 
+REPORT, SUMMARY, JUNIT, LOG = "report.json", "summary.md", "junit.xml", "log.txt"
 _LARGEST_BYTES = 2_000_000  # size limit of a file
 _SHORT_TEXT = 300
 _LOG_BYTES = 60_000  # size limit of a phase's log

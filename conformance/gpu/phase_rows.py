@@ -14,6 +14,7 @@ from typing import Any
 PROGRESS = ">> "  # begins the lines of output that are shown while a phase runs
 LONGEST_TEXT = 2_000
 VARIABLE = "TANDEM_GPU_TASK"  # task of the pytest plugin
+BENCHMARKS = "asv-benchmarks.json"  # asv's description, written by the phase `speed`
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks import catalogue, comparison, single
 from benchmarks.common import LEFT_OUT_OF_QUICK, is_included
 from benchmarks.timing import FULL
-from conformance.gpu.bundle_files import BENCHMARKS
-from conformance.gpu.phase_rows import PhaseTask, Rows, in_words, serve
+from conformance.gpu.phase_rows import BENCHMARKS, PhaseTask, Rows, in_words, serve
 
 _LEAST_CASE_S = 0.3
 # These start processes or compile, which takes long. They run last, if this much time is left.
