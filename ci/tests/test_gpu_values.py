@@ -15,7 +15,6 @@ import torch
 
 from conformance.gpu import (
     bandwidth,
-    fake_group,
     graphs,
     summary,
     sync_free_calls,
@@ -26,6 +25,7 @@ from conformance.gpu import (
 from conformance.gpu.__main__ import phases
 from conformance.gpu.phase_rows import PhaseTask, Rows, read_rows
 from conformance.gpu.values import METHODS, Trained
+from conformance.ranks.fake_group import fake_group
 from conformance.strategies import missing_kernels
 from impl.kernels._dispatch import requested_backend
 
@@ -118,7 +118,7 @@ def test_wait_that_only_the_profiler_sees_fails(monkeypatch: pytest.MonkeyPatch)
 def test_failed_case_leaves_no_process_group() -> None:
     case = sync_free_calls.WaitCase("refuses", (), lambda device: 1 / 0, needs_group=True)  # type: ignore[return-value]
     assert waits.outcome_of(case, "cpu")[0] == "failed"
-    with fake_group.fake_group(4):
+    with fake_group(4):
         assert torch.distributed.get_world_size() == 4
 
 

@@ -18,10 +18,10 @@ from benchmarks.common import SEED
 from benchmarks.fsdp_ranks import SEQUENCES, TOKENS, WORDS, flat_sharded, fully_sharded
 from benchmarks.timing import Effort, Workload, paired
 from conformance.gpu.bandwidth import limit_threads
-from conformance.gpu.fake_group import WORLD_SIZE, fake_group
 from conformance.gpu.launches import counted
 from conformance.gpu.phase_rows import PhaseTask, Result, Rows, serve
 from conformance.gpu.steps import host_seconds, times_of
+from conformance.ranks.fake_group import WORLD_SIZE, fake_group
 
 _EFFORT = {"cuda": Effort(pairs=20, least_pairs=5, budget_s=2.0), "cpu": Effort(pairs=3)}
 _TOKENS = {"cuda": (SEQUENCES, TOKENS), "cpu": (1, 8)}

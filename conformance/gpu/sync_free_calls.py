@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.common import TrainingTensors, scaler_of
-from conformance.gpu.fake_group import WORLD_SIZE
+from conformance.ranks.fake_group import WORLD_SIZE
 from impl import amp, drop_in, dynamo, kernels
 from impl.cpu import amp as cpu_amp
 from impl.cuda import amp as cuda_amp

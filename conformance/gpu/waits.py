@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.timing import Workload
 from conformance.gpu.bandwidth import limit_threads
-from conformance.gpu.fake_group import fake_group
 from conformance.gpu.launches import counted
 from conformance.gpu.phase_rows import PhaseTask, Result, Rows, in_words, serve
 from conformance.gpu.sync_free_calls import CASES, WaitCase
+from conformance.ranks.fake_group import fake_group
 
 _WARM_UPS, _CALLS = 5, 3  # a graph captures a step once its tensors do not move
 _FRAMES = 8

@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp.api import MixedPrecision
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conformance.judge.clauses import clause
 from conformance.judge.comparing import Compare
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
+from conformance.ranks.fake_group import fake_group
 from conformance.strategies.wrapping import ONE_BY_ONE, SEEING_THE_TREE, Block, Policy, Tree, trees
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -26,10 +26,8 @@ LINEAR_UNITS = [Policy("ModuleWrapPolicy", ("linear",)), Policy("lambda_auto_wra
 
 @pytest.fixture(autouse=True)
 def _group_without_peers() -> Iterator[None]:
-    """A fake group of two ranks with only one process: collectives return at once and move nothing."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    distributed.destroy_process_group()
+    with fake_group(2):
+        yield
 
 
 def sharded(library: Library, root: nn.Module, policy: Any, **kwargs: Any) -> nn.Module:
