@@ -173,29 +173,24 @@ class Leaf:
     frozen: str = "none"  # parameters without gradients: none, first or all
 
     def build(self, in_width: int) -> Part:
-        match self.kind:
-            case "affine":
-                part: Part = Affine(in_width, self.width, bias=True)
-            case "linear":
-                part = Affine(in_width, self.width, bias=False)
-            case "lookup":
-                part = Lookup(in_width, self.width)
-            case _:
-                part = _ONE_WIDTH[self.kind](in_width)
+        part = _PARTS[self.kind](in_width, self.width)
         parameters = list(part.parameters())
         for parameter in parameters if self.frozen == "all" else parameters[: self.frozen == "first"]:
             parameter.requires_grad_(False)
         return part
 
 
-_ONE_WIDTH: dict[str, Callable[[int], Part]] = {
-    "normed": Normed,
-    "batched": Batched,
-    "scaled": Scaled,
-    "tied": Tied,
-    "idle": Idle,
-    "bare": Bare,
-    "counted": Counted,
+_PARTS: dict[str, Callable[[int, int], Part]] = {
+    "affine": lambda in_width, width: Affine(in_width, width, bias=True),
+    "linear": lambda in_width, width: Affine(in_width, width, bias=False),
+    "lookup": Lookup,
+    "normed": lambda in_width, _: Normed(in_width),
+    "batched": lambda in_width, _: Batched(in_width),
+    "scaled": lambda in_width, _: Scaled(in_width),
+    "tied": lambda in_width, _: Tied(in_width),
+    "idle": lambda in_width, _: Idle(in_width),
+    "bare": lambda in_width, _: Bare(in_width),
+    "counted": lambda in_width, _: Counted(in_width),
 }
 
 
