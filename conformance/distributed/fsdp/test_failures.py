@@ -17,10 +17,16 @@ from conformance.distributed.fsdp.scenes.fsdp_training import (
     LEARNING_RATE,
     MOMENTUM,
     Setup,
+    accumulating,
     gathered_parameters,
 )
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
-from conformance.distributed.fsdp.scenes.fully_shard_training import Sharding, full_value, sharded, units_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    Sharding,
+    full_parameters,
+    sharded,
+    units_of,
+)
 from conformance.distributed.fsdp.scenes.module_trees import (
     Leaf,
     ModuleGroup,
@@ -96,15 +102,13 @@ def train(
     losses: list[torch.Tensor] = []
     for number in range(STEPS):
         if accumulates and (number != FAILS_IN or fails or not clears):
-            with training.synchronised(accumulates == "synchronised"):
-                training.backward(STEPS + number)
+            training.backward(STEPS + number, "" if accumulates == "synchronised" else "no_sync")
         if number != FAILS_IN:
             losses.append(training.backward(number))
             training.optimizer.step()
             training.optimizer.zero_grad()
         elif fails:
-            with training.synchronised(accumulates != "throughout"):
-                training.fail(fails, number)
+            training.fail(fails, number, "no_sync" if accumulates == "throughout" else "")
             if clears == "model":
                 training.model.zero_grad()
             elif clears:
@@ -143,20 +147,21 @@ class _Training:
         elif fails == "reduction":
             self.units[1].set_custom_reduce_scatter(ReportingReduceScatter(self.comm.count))
 
-    def backward(self, number: int) -> torch.Tensor:
+    def backward(self, number: int, order: str = "") -> torch.Tensor:
+        """Run a forward and a backward. `order` is "no_sync" for a backward without synchronisation."""
         # After a failed forward, torch's fully_shard moves no inputs to the device.
         batch = self.scene.tree.batch(number, self.scene.rank.rank).on(self.scene.rank.device)
-        output = call(self.model, self.scene.tree, batch)
-        loss = loss_of(output)
-        if self.fails_in_loss:
-            raise UserError
-        loss.backward()
+        with accumulating(self.model, order):
+            loss = loss_of(call(self.model, self.scene.tree, batch))
+            if self.fails_in_loss:
+                raise UserError
+            loss.backward()
         return loss.detach()
 
-    def fail(self, where: str, number: int) -> None:
+    def fail(self, where: str, number: int, order: str) -> None:
         try:
             with _FAULTS[where](self):
-                self.backward(number)
+                self.backward(number, order)
         except (UserError, Interruption):
             return
         raise AssertionError(f"nothing failed in {where}")
@@ -166,34 +171,10 @@ class _Training:
         if hasattr(self.model, "reset_iter_state") and accumulates in ("unsynchronised", "throughout"):
             self.model.reset_iter_state()  # the optimizer cannot clear unsynchronised gradients
 
-    @contextlib.contextmanager
-    def synchronised(self, is_synchronised: bool) -> Generator[None]:
-        if is_synchronised:
-            yield
-            return
-        if self.api == "FSDP1":
-            with self.model.no_sync():
-                yield
-            return
-        self.model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.model.set_requires_gradient_sync(True)
-
     def parameters(self) -> dict[str, torch.Tensor]:
         if self.api == "FSDP1":
             return gathered_parameters(self.scene.library, self.model)
-        return {name: full_value(parameter) for name, parameter in self.model.named_parameters()}
-
-
-@contextlib.contextmanager
-def _removed(*handles: Any) -> Generator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        return full_parameters(self.model)
 
 
 @contextlib.contextmanager
@@ -206,9 +187,7 @@ def _failing_loss(training: _Training) -> Generator[None]:
 
 
 def _failing_backward_hook(module: nn.Module) -> Any:
-    return _removed(
-        module.register_forward_hook(lambda _, __, out: out_of_form(out).register_hook(_fail) and None)
-    )
+    return module.register_forward_hook(lambda _, __, out: out_of_form(out).register_hook(_fail) and None)
 
 
 def _failing_recomputation(training: _Training) -> Any:
@@ -219,7 +198,7 @@ def _failing_recomputation(training: _Training) -> Any:
         if len(calls) == 2:
             raise UserError
 
-    return _removed(training.inner.register_forward_pre_hook(fail))
+    return training.inner.register_forward_pre_hook(fail)
 
 
 class _Failing:
@@ -242,27 +221,28 @@ class _Failing:
             self.at = -1
 
 
+# Contexts in which a step fails. A hook's handle is a context that removes the hook.
 _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]] = {
     # Fail in the module that a unit wraps.
-    "forward": lambda training: _removed(training.inner.register_forward_pre_hook(_fail)),
-    "interrupted": lambda training: _removed(training.inner.register_forward_pre_hook(_interrupt)),
-    "pre hook": lambda training: _removed(training.units[1].register_forward_pre_hook(_fail)),
-    "post hook": lambda training: _removed(training.units[1].register_forward_hook(_fail)),
+    "forward": lambda training: training.inner.register_forward_pre_hook(_fail),
+    "interrupted": lambda training: training.inner.register_forward_pre_hook(_interrupt),
+    "pre hook": lambda training: training.units[1].register_forward_pre_hook(_fail),
+    "post hook": lambda training: training.units[1].register_forward_hook(_fail),
     # Fail after all inner units have run.
-    "behind body": lambda training: _removed(training.body.register_forward_hook(_fail)),
-    "root post hook": lambda training: _removed(training.model.register_forward_hook(_fail)),
+    "behind body": lambda training: training.body.register_forward_hook(_fail),
+    "root post hook": lambda training: training.model.register_forward_hook(_fail),
     "loss": _failing_loss,
     "gather": lambda training: training.comm.failing(1),
     "gather in backward": lambda training: training.comm.failing(2),
     "reduction": lambda training: training.comm.failing(1),
     "root backward": lambda training: _failing_backward_hook(training.model),
     "unit backward": lambda training: _failing_backward_hook(training.units[1]),
-    "inside unit": lambda training: _removed(
-        training.inner.register_forward_hook(lambda _, __, out: _FailsInBackward.apply(out))
+    "inside unit": lambda training: training.inner.register_forward_hook(
+        lambda _, __, out: _FailsInBackward.apply(out)
     ),
     # Fail in the unit that comes last in the backward.
-    "first unit": lambda training: _removed(
-        training.units[0].register_forward_pre_hook(lambda _, args: (_FailsInBackward.apply(args[0]),))
+    "first unit": lambda training: training.units[0].register_forward_pre_hook(
+        lambda _, args: (_FailsInBackward.apply(args[0]),)
     ),
     # Fail when backward recomputes a unit whose activations are checkpointed.
     "recomputed": _failing_recomputation,
@@ -369,8 +349,7 @@ def step_unsynchronised(
         scene.api.set_detect_unsynchronized_step(False)
     before = training.parameters()
     try:
-        with training.synchronised(False):
-            training.backward(0)
+        training.backward(0, "no_sync")
         if clears:
             training.clear("unsynchronised")
         training.optimizer.step()
@@ -404,8 +383,7 @@ def step_by_a_closure(scene: Scene, *, api: str, by_name: bool) -> dict[str, tor
     """Step with a closure that runs the last backward. The earlier backwards run without synchronisation."""
     training = _Training(scene, api)
     for number in (0, 2):
-        with training.synchronised(False):
-            training.backward(number)
+        training.backward(number, "no_sync")
 
         def last(number: int = number + 1) -> torch.Tensor:
             return training.backward(number)

@@ -220,10 +220,11 @@ def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -
             is_amid = amid and number == 1
             if is_amid:
                 its_scaler.scale(sharded(batch(1, 0, rank).to(device)).sum()).backward()
-            handle = sharded[0].register_forward_hook(raise_in_backward) if is_amid else None
-            loss = sharded(batch(0, number, rank).to(device)).square().mean() / 3
-            if handle is not None:
-                handle.remove()
+            hook = (
+                sharded[0].register_forward_hook(raise_in_backward) if is_amid else contextlib.nullcontext()
+            )
+            with hook:
+                loss = sharded(batch(0, number, rank).to(device)).square().mean() / 3
             its_scaler.scale(loss).backward()
             if number == 1:
                 raise KeyError("after the backward")

@@ -268,9 +268,8 @@ def failing(scene: Scene, *, layout: str, where: str) -> Any:
             loss = run.loss(2)
             if where == "backward":
                 first = next(module for module in run.model.modules() if isinstance(module, nn.Tanh))
-                handle = first.register_forward_hook(raise_in_backward)
-                loss = run.loss(2)
-                handle.remove()
+                with first.register_forward_hook(raise_in_backward):
+                    loss = run.loss(2)
             (loss * math.inf if where == "fused_step" else loss).backward()
             if where == "step":
                 run.optimizer.step()

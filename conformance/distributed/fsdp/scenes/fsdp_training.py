@@ -177,7 +177,7 @@ class Progress:
             return
         for number in range(step.forwards):
             is_last = number == step.forwards - 1
-            with _accumulating(model, "" if is_last else step.order):
+            with accumulating(model, "" if is_last else step.order):
                 self._train(model, 1)
 
     def _look(self, model: nn.Module, kind: str) -> None:
@@ -214,7 +214,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def _accumulating(model: Any, order: str) -> Generator[None]:
+def accumulating(model: Any, order: str) -> Generator[None]:
     """Context manager that sets up a backward of accumulation. It changes nothing for an unsharded model."""
     with model.no_sync() if order == "no_sync" and hasattr(model, "no_sync") else contextlib.nullcontext():
         if hasattr(model, "set_requires_gradient_sync"):

@@ -164,18 +164,12 @@ class CallScene(Scene):
 
     def do_fail_forward(self, unit: int) -> None:
         """Run a forward in which a unit's pre-forward hook raises."""
-        handle = self.all_units[unit].register_forward_pre_hook(_fail)
-        try:
+        with self.all_units[unit].register_forward_pre_hook(_fail):
             self.next_loss()
-        finally:
-            handle.remove()
 
     def do_fail_backward(self, unit: int) -> None:
-        handle = self.all_units[unit].register_forward_hook(lambda _, __, out: _hooked(out, _fail))
-        try:
+        with self.all_units[unit].register_forward_hook(lambda _, __, out: _hooked(out, _fail)):
             self.next_loss().backward()
-        finally:
-            handle.remove()
 
     def do_step(self) -> None:
         """Step only the parameters whose gradients are reduced. `failures.waiting_step` covers the others."""
