@@ -12,55 +12,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 from conformance.distributed.fsdp.scenes.fully_shard_training import held, registered
-from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree, run_on_ranks
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, TwinsOf, raises
 from conformance.judge.clauses import clause
-from conformance.judge.library import load_library
-from conformance.judge.outcome import Outcome, observe
-from conformance.ranks import Rank
 
 
 def on_whole_mesh(
-    rank: Rank,
+    scene: Scene,
     *,
-    library: str,
     dims: dict[str, Any],
     sizes: tuple[int, ...],
     names: tuple[str, ...],
     parallel: str | None,
     policies: str = "",
-) -> Outcome:
+) -> list[Any]:
     """Run two steps of a model whose weights are sharded over the dimension `parallel` of the mesh.
 
     Ranks along the other dimensions have different rows of the batch.
     """
-    fsdp = load_library(library).distributed.fsdp
-    mesh = rank.mesh(*sizes, names=names)
+    mesh = scene.rank.mesh(*sizes, names=names)
     model = _spread(mesh, parallel)
-    rows = [Replicate() if name == parallel else Shard(0) for name in names]
+    arguments = {"mesh": mesh, "dp_mesh_dims": scene.api.DataParallelMeshDims(**dims)}
+    if policies == "mixed":
+        arguments["mp_policy"] = scene.api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if policies == "offloaded":
+        arguments["offload_policy"] = scene.api.CPUOffloadPolicy(pin_memory=False)
+    scene.shard(model[2], **arguments)
+    scene.shard(model, **arguments)
+    snapshots: list[Any] = [registered(model)]
     inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
-
-    def run() -> list[Any]:
-        arguments = {"mesh": mesh, "dp_mesh_dims": fsdp.DataParallelMeshDims(**dims)}
-        if policies == "mixed":
-            arguments["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if policies == "offloaded":
-            arguments["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
-        fsdp.fully_shard(model[2], **arguments)
-        fsdp.fully_shard(model, **arguments)
-        snapshots: list[Any] = [registered(model)]
-        batch = distribute_tensor(inputs, mesh, rows, src_data_rank=None)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for _ in range(2):
-            loss = model(batch).square().mean()
-            loss.backward()
-            snapshots += [loss.full_tensor().detach(), held(model)]
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*snapshots, registered(model), held(model)]
-
-    return observe(run)
+    rows = [Replicate() if name == parallel else Shard(0) for name in names]
+    batch = distribute_tensor(inputs, mesh, rows, src_data_rank=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        loss = model(batch).square().mean()
+        loss.backward()
+        snapshots += [loss.full_tensor().detach(), held(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*snapshots, registered(model), held(model)]
 
 
 def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
@@ -68,19 +58,15 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
 
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, nn.Linear):
-            weight: Any = module.weight
             shard = Shard(0 if name == "0" else 1)
             where = [
                 shard if dimension == parallel else Replicate() for dimension in mesh.mesh_dim_names or ()
             ]
-            spread = distribute_tensor(weight.detach(), mesh, where, src_data_rank=None)
+            spread = distribute_tensor(module.weight.detach(), mesh, where, src_data_rank=None)
             module.register_parameter("weight", nn.Parameter(spread))
 
     layers = [nn.Linear(3, 4, dtype=torch.float64), nn.Identity(), nn.Linear(4, 5, dtype=torch.float64)]
-    for number, parameter in enumerate(nn.ModuleList(layers).parameters()):
-        values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
-        parameter.data = values.view(parameter.shape)
-    return distribute_module(nn.Sequential(*layers), mesh, partition)
+    return distribute_module(filled(nn.Sequential(*layers)), mesh, partition)
 
 
 @clause("distributed.fsdp.fully_shard.dp_mesh_dims")
@@ -112,7 +98,7 @@ def _spread(mesh: DeviceMesh, parallel: str | None) -> Any:
 )
 @pytest.mark.world_sizes(fewest=2)
 def test_shards_over_named_dimensions(
-    twins_of: TwinsOf,
+    plain_twins_of: TwinsOf,
     *,
     dims: dict[str, Any],
     sizes: tuple[int, ...],
@@ -121,14 +107,8 @@ def test_shards_over_named_dimensions(
     policies: str,
     world_size: int,
 ) -> None:
-    twins = twins_of(math.prod(sizes))
     arguments = {"dims": dims, "sizes": sizes, "names": names, "parallel": parallel, "policies": policies}
-    expected, actual = (
-        run_on_ranks(twins.pool, library, on_whole_mesh, **arguments)
-        for library in (twins.reference, twins.subject)
-    )
-    assert_ranks_agree(expected, actual)
-    assert actual[0].raised is None, actual[0].raised
+    plain_twins_of(math.prod(sizes)).agree(on_whole_mesh, **arguments)
 
 
 def place_on_replicas(scene: Scene) -> None:
