@@ -13,7 +13,12 @@ from torch.distributed._composable import replicate
 from torch.distributed.tensor import Shard
 
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather, ReportingReduceScatter
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value, held, registered
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    full_parameters,
+    full_value,
+    held,
+    registered,
+)
 from conformance.distributed.fsdp.scenes.residual_blocks import batch_of, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, raises
@@ -115,7 +120,7 @@ def without_elements(scene: Scene, shape: tuple[int, ...], dim: int, has_weight:
         shapes.append(tuple(full_value(model[0].empty.grad).shape))
         optimizer.step()
         optimizer.zero_grad()
-    return [shapes, *(full_value(parameter).cpu() for parameter in model.parameters())]
+    return [shapes, full_parameters(model)]
 
 
 @clause("distributed.fsdp.fully_shard.without_elements")

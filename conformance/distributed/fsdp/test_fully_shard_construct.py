@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from conformance.distributed.fsdp.scenes.fully_shard_training import described, held, registered
 from conformance.distributed.fsdp.scenes.module_trees import loss_of
-from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Scene, tried
+from conformance.distributed.fsdp.scenes.scene import FOUR_UNITS, Scene, filled, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
 from conformance.judge.clauses import clause
 from conformance.judge.library import Library
@@ -404,9 +404,7 @@ class _Encoder(nn.Module):
 
 def forward_method(scene: Scene, registers: bool) -> dict[str, Any]:
     """Call a method other than forward, which `registers` makes gather like forward."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(3)
-        encoder: Any = _Encoder()
+    encoder: Any = filled(_Encoder())
     register = scene.api.register_fsdp_forward_method
     register(encoder, "no method of one that is not sharded")
     scene.shard(encoder, reshard_after_forward=True)

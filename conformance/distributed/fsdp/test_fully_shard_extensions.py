@@ -229,9 +229,7 @@ def released(scene: Scene, kind: Any) -> dict[str, Any]:
 @clause("distributed.fsdp.fully_shard.released_gather_outputs")
 @pytest.mark.world_sizes(fewest=2)
 def test_gathered_tensors_are_released_on_request(plain_twins: PlainTwins) -> None:
-    releasing, keeping = (
-        values_of(plain_twins.of_subject(released, kind=kind)) for kind in (Released, NotReleased)
-    )
+    releasing, keeping = (plain_twins.values(released, kind=kind) for kind in (Released, NotReleased))
     for outcome, reference in zip(releasing, keeping, strict=True):
         assert outcome.pop("allocated") == [[False, False]] * 2
         assert reference.pop("allocated") == [[True, True]] * 2

@@ -241,7 +241,7 @@ def of_two_roots(scene: Scene) -> dict[str, Any]:
 def test_roots_that_share_streams_wait_for_one_finalization(plain_twins: PlainTwins) -> None:
     if _HAS_FINALIZATION:
         plain_twins.agree(of_two_roots)
-    for value in values_of(plain_twins.of_subject(of_two_roots)):
+    for value in plain_twins.values(of_two_roots):
         assert value["refused"] == [
             f"RuntimeError: {_PENDING}forward",
             "RuntimeError: Another gradient reduction sharing this communication context must be waited on before "
@@ -270,7 +270,7 @@ def of_lost_handle(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.unfinished_finalization")
 def test_error_after_lost_handle_names_cure(plain_twins: PlainTwins) -> None:
-    for value in values_of(plain_twins.of_subject(of_lost_handle)):
+    for value in plain_twins.values(of_lost_handle):
         assert "reset_iter_state() of the root if the handle was lost" in value["notes"][0]
 
 

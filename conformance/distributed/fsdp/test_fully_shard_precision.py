@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value, held
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_parameters, held
 from conformance.distributed.fsdp.scenes.rank_judging import assert_ranks_agree
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
@@ -173,8 +173,7 @@ class Mixed(nn.Module):
 
 
 def _model(cast: Callable[[Mixed], Any]) -> Mixed:
-    with torch.random.fork_rng([]):
-        model = Mixed()
+    model = Mixed()
     cast(model)
     return model
 
@@ -209,18 +208,11 @@ def _trained(scene: Scene, model: Mixed, thaws: str = "") -> dict[str, Any]:
     gradients: list[Any] = []
     for number in range(_STEPS):
         scene.mean(functools.partial(loss, number=number)).backward()
-        gradients.append(
-            {
-                name: full_value(parameter.grad).cpu()
-                for name, parameter in model.named_parameters()
-                if parameter.requires_grad
-            }
-        )
+        gradients.append(full_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
         model.get_submodule(thaws).requires_grad_(True)
-    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
-    return {"gradients": gradients, "after": after}
+    return {"gradients": gradients, "after": full_parameters(model)}
 
 
 @clause("distributed.fsdp.fully_shard.dtypes_in_a_group")
@@ -378,7 +370,7 @@ def refused_override(scene: Scene, returned: Any) -> str:
 @clause("distributed.fsdp.fully_shard.param_dtype_override")
 @pytest.mark.parametrize("returned", [torch.float64, "bfloat16"], ids=str)
 def test_invalid_dtype_override_raises(plain_twins: PlainTwins, returned: object) -> None:
-    text, *_ = values_of(plain_twins.of_subject(refused_override, returned=returned))
+    text, *_ = plain_twins.values(refused_override, returned=returned)
     assert text.startswith("ValueError: param_dtype_override_fn must return")
     if is_torch_in(">=2.15"):
         plain_twins.agree(refused_override, returned=returned)
@@ -421,7 +413,7 @@ def lost_masters(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.masters")
 def test_lost_masters_raise(plain_twins: PlainTwins) -> None:
-    reported, *_ = values_of(plain_twins.of_subject(lost_masters))
+    reported, *_ = plain_twins.values(lost_masters)
     assert reported["loaded"] == [str(HIGH)]
     assert reported["rounded"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
     assert reported["partly"].startswith("RuntimeError: norm.weight (torch.bfloat16)")
@@ -451,7 +443,7 @@ def report_precisions(scene: Scene) -> dict[str, Any]:
 
 @clause("distributed.fsdp.fully_shard.param_precisions")
 def test_param_precisions_reports_each_parameter(plain_twins: PlainTwins) -> None:
-    reported, *_ = values_of(plain_twins.of_subject(report_precisions))
+    reported, *_ = plain_twins.values(report_precisions)
     for name, has in reported["wrapped"].items():
         own = torch.float64 if name.startswith("inner") else HIGH
         assert has == str((LOW, HIGH, own)), name

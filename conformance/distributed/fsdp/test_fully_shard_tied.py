@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from conformance.distributed.fsdp.scenes.fully_shard_calls import ReportingAllGather
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
-from conformance.distributed.fsdp.scenes.scene import Scene
+from conformance.distributed.fsdp.scenes.fully_shard_training import (
+    full_gradients,
+    full_parameters,
+    full_value,
+)
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import PlainTwins, each, raises
 from conformance.judge.clauses import clause
 
@@ -29,10 +33,6 @@ class Tied(nn.Module):
         self.embed = nn.Embedding(_ROWS, _WIDTH)
         self.body = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _ROWS))
         self.body[2].weight = self.embed.weight
-        self.double()
-        for number, parameter in enumerate(self.parameters()):
-            values = torch.linspace(-0.5, 0.5 + number, parameter.numel(), dtype=torch.float64)
-            parameter.data = values.view(parameter.shape)
 
     def forward(self, ids: torch.Tensor, step: str = "plain") -> torch.Tensor:
         x: torch.Tensor = self.embed(ids)
@@ -42,8 +42,7 @@ class Tied(nn.Module):
 
 
 def _model() -> Any:
-    with torch.random.fork_rng([]):
-        return Tied()
+    return filled(Tied().double())
 
 
 def tied(scene: Scene, units: Sequence[str], not_unsharded: str = "") -> dict[str, Any]:
@@ -63,10 +62,10 @@ def tied(scene: Scene, units: Sequence[str], not_unsharded: str = "") -> dict[st
         for part in range(2 if step == "accumulated" else 1):
             model.set_requires_gradient_sync(step != "accumulated" or part == 1)
             _loss(scene, model, 2 * number + part, step).backward()
-        gradients.append({name: full_value(param.grad).cpu() for name, param in model.named_parameters()})
+        gradients.append(full_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
-    after = {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
+    after = full_parameters(model)
     loss = _loss(scene, model, 0)
     is_freed = not scene.shards or isinstance(model.embed.weight, DTensor)
     loss.backward()
@@ -147,7 +146,6 @@ class Around(nn.Module):
         super().__init__()
         self.before, self.inner, self.own = nn.Linear(3, 3), inner, nn.Linear(3, 3)
         self.own.weight = self.inner.weight
-        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -157,11 +155,9 @@ class Around(nn.Module):
         return self.inner(self.own(self.before(x)).sin())
 
 
-def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, Any]:
+def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, torch.Tensor | None]:
     """Return the gradients of a model in which the owner's backward ends before that of a sharer around it."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(5)
-        model: Any = Around(nn.Linear(3, 3))
+    model: Any = filled(Around(nn.Linear(3, 3)).double())
     model.inner.weight.requires_grad_(trained)
     scene.shard(model.inner)
     scene.shard(model)
@@ -169,8 +165,7 @@ def around(scene: Scene, trained: bool, zeros: bool) -> dict[str, Any]:
         model.set_reduce_scatter_unused_params(True)
     for _ in range(2):
         model(torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)).square().sum().backward()
-    grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    return {name: None if grad is None else full_value(grad).cpu() for name, grad in grads}
+    return full_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")
@@ -203,17 +198,15 @@ class Shifted(nn.Module):
         return self.tail(self.body(self.first(x)).tanh())
 
 
-def shifted(scene: Scene) -> dict[str, torch.Tensor]:
+def shifted(scene: Scene) -> dict[str, torch.Tensor | None]:
     """Return the gradients of a model in which the sharer of a weight is not unsharded for backward."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        model: Any = Shifted()
+    model: Any = filled(Shifted())
     for module in (model.body, model.tail, model.first, model):
         scene.shard(module)
     model.tail.set_unshard_in_backward(False)
     device = model.first.weight.device
     model(torch.linspace(-1, 1, 2 * _WIDTH, device=device).view(2, _WIDTH)).square().sum().backward()
-    return {name: full_value(parameter.grad).cpu() for name, parameter in model.named_parameters()}
+    return full_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.tied_across_groups")

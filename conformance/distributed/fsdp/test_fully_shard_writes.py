@@ -196,8 +196,7 @@ def gradients_by_inputs(scene: Scene, by: str, is_flat: bool) -> dict[str, Any]:
     """Compute gradients by `by`, step, and run a forward. Return the warnings and the number of gradients."""
     model = blocks()
     if is_flat:
-        wrap = scene.library.distributed.fsdp.FullyShardedDataParallel
-        model = wrap(model, device_id=scene.rank.device, use_orig_params=True)
+        model = scene.wrap(model, use_orig_params=True)
     else:
         scene.shard_children(model)
     params = [param for param in model.parameters() if param.requires_grad and param.numel()]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
-from conformance.distributed.fsdp.scenes.scene import Scene
-from conformance.distributed.fsdp.scenes.twins import PlainTwins, values_of
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
+from conformance.distributed.fsdp.scenes.scene import Scene, filled
+from conformance.distributed.fsdp.scenes.twins import PlainTwins
 from conformance.judge.clauses import clause
 
 
@@ -19,9 +19,7 @@ def kept_storage(scene: Scene, keep: bool, recurse: bool) -> dict[str, Any]:
 
     The setting `keep` is reset at the end.
     """
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(scene.rank.device)
-    for number, parameter in enumerate(model.parameters()):
-        nn.init.constant_(parameter, 0.25 + number / 8)
+    model: Any = filled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(scene.rank.device)
     scene.shard(model[0])
     scene.shard(model)
     if keep:
@@ -45,7 +43,7 @@ def kept_storage(scene: Scene, keep: bool, recurse: bool) -> dict[str, Any]:
         "allocated": allocated,
         "same addresses": same if keep and recurse else None,
         "taken back": _are_allocated(first),
-        "after": [full_value(parameter).tolist() for parameter in model.parameters()],
+        "after": {name: values.tolist() for name, values in full_parameters(model).items()},
     }
 
 
@@ -66,8 +64,8 @@ def _are_allocated(weights: list[Tensor]) -> list[bool]:
 @clause("distributed.fsdp.fully_shard.kept_storage")
 @pytest.mark.parametrize("recurse", [False, True], ids=["one unit", "all units"])
 def test_unsharded_storage_is_kept(plain_twins: PlainTwins, recurse: bool) -> None:
-    kept_values = values_of(plain_twins.of_subject(kept_storage, keep=True, recurse=recurse))
-    freed = values_of(plain_twins.of_subject(kept_storage, keep=False, recurse=recurse))
+    kept_values = plain_twins.values(kept_storage, keep=True, recurse=recurse)
+    freed = plain_twins.values(kept_storage, keep=False, recurse=recurse)
     for kept_value, freed_value in zip(kept_values, freed, strict=True):
         assert kept_value["allocated"] == [[recurse, True]] * 2
         assert freed_value["allocated"] == [[False, False]] * 2

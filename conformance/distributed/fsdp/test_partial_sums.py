@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients
 from conformance.distributed.fsdp.scenes.rank_judging import share_of_examples
 from conformance.distributed.fsdp.scenes.scene import Scene, filled
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, TwinsOf
@@ -34,18 +34,15 @@ class SelectableLayers(nn.Module):
         return torch.stack([self.layers[number](x).square().sum() for number in choices]).sum()
 
 
-def _model() -> Any:
-    with torch.random.fork_rng([]):
-        return filled(SelectableLayers().double())
-
-
 def _batch(rank: int, number: int) -> Tensor:
     return torch.linspace(-1 - rank, 2 + number, 2 * _WIDTH, dtype=torch.float64).view(2, _WIDTH)
 
 
-def partial_sums(scene: Scene, choices: LayerChoices, shards: int, is_unit_each: bool) -> list[Tensor | None]:
+def partial_sums(
+    scene: Scene, choices: LayerChoices, shards: int, is_unit_each: bool
+) -> dict[str, Tensor | None]:
     """Return the gradients after micro-batches of which only the last one reduces over the replicas."""
-    model = _model().to(scene.rank.device)
+    model: Any = filled(SelectableLayers().double()).to(scene.rank.device)
     mesh = mesh_of(scene.rank, shards)
     for layer in model.layers if is_unit_each else ():
         scene.shard(layer, mesh=mesh)
@@ -53,7 +50,7 @@ def partial_sums(scene: Scene, choices: LayerChoices, shards: int, is_unit_each:
     for number, layers in enumerate(choices):
         model.set_requires_all_reduce(number == len(choices) - 1)
         scene.mean(lambda rank: model(_batch(rank, number).to(scene.rank.device), layers)).backward()  # noqa: B023
-    return [None if param.grad is None else full_value(param.grad).cpu() for param in model.parameters()]
+    return full_gradients(model)
 
 
 @clause("distributed.fsdp.fully_shard.partial_sums")

@@ -308,16 +308,11 @@ class TwoGradDtypes(nn.Module):
         return self.first(coefficients).float() + self.second(coefficients).float()
 
 
-def of_grad_dtype(scene: Scene, schedule: str) -> tuple[Tensor, Tensor]:
+def of_grad_dtype(scene: Scene, schedule: str) -> list[Tensor]:
     """Return the gradients of both parameters."""
     model: Any = TwoGradDtypes().to(scene.rank.device)
     scene.shard(model)
-    count = _count(schedule)
-    for number, grad in enumerate(coefficients(scene.rank.rank)[:count]):
-        model.set_requires_gradient_sync(number == count - 1)
-        model(grad.to(scene.rank.device)).backward()
-    first, second = (full_value(layer.weight.grad).cpu() for layer in (model.first, model.second))
-    return first, second
+    return _gradients(scene, model, schedule)
 
 
 @clause("distributed.fsdp.fully_shard.grad_dtype")
@@ -355,7 +350,7 @@ def test_grad_dtype_outlives_changes_of_parameters(
 ) -> None:
     if _FOLLOWS_PARAM:
         plain_twins.agree(of_kept_grad_dtype, tolerance=EXACT, changes=changes)
-    for dtypes in values_of(plain_twins.of_subject(of_kept_grad_dtype, changes=changes)):
+    for dtypes in plain_twins.values(of_kept_grad_dtype, changes=changes):
         assert dtypes == [str(SINGLE), str(own)]
 
 
@@ -380,7 +375,7 @@ def test_zeros_for_unused_parameters_need_one_dtype(
 ) -> None:
     if _FOLLOWS_PARAM:
         plain_twins.agree(of_unused_with_any_dtype, tolerance=EXACT, reduce_dtype=reduce_dtype)
-    for error, _ in values_of(plain_twins.of_subject(of_unused_with_any_dtype, reduce_dtype=reduce_dtype)):
+    for error, _ in plain_twins.values(of_unused_with_any_dtype, reduce_dtype=reduce_dtype):
         assert (error is None) == (reduce_dtype is not None)
         assert (
             error is None or "grad_dtype=None requires an explicit MixedPrecisionPolicy.reduce_dtype" in error
@@ -408,15 +403,8 @@ def _by_fsdp(scene: Scene, policy: Policy, schedule: str, strategy: str, layers:
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.mixed_precision.reduction_dtype")
-@pytest.mark.parametrize(
-    ("strategy", "schedule"),
-    [
-        ("FULL_SHARD", "one"),
-        ("FULL_SHARD", "accumulated"),
-        ("NO_SHARD", "one"),
-        ("NO_SHARD", "accumulated"),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("schedule", ["one", "accumulated"])
 def test_fsdp_rounds_by_its_mixed_precision(twins: Twins, strategy: str, schedule: str) -> None:
     outcomes = twins.agree(of_fsdp, tolerance=EXACT, schedule=schedule, strategy=strategy)
     _assert_rounded(outcomes, _of_fsdp, schedule)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
+from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
 from conformance.distributed.fsdp.scenes.scaler_layouts import begun_scaler, on_meshes, plain_model
 from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
@@ -131,7 +131,7 @@ def _in_parts(scene: Scene, sharding: str) -> nn.Module:
 
 def _unsharded(scene: Scene, model: nn.Module, sharding: str) -> list[torch.Tensor]:
     if sharding == "dtensor":
-        return [full_value(parameter) for parameter in model.parameters()]
+        return [*full_parameters(model).values()]
     return [parameter.cpu() for parameter in scene.whole_parameters(model).values()]
 
 

@@ -247,3 +247,14 @@ def full_value(tensor: torch.Tensor) -> torch.Tensor:
         detached = detached.to(detached.device_mesh.device_type).full_tensor().to(device)
     # Return a copy, because on one rank the full tensor is the shard itself.
     return detached.clone()
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the full parameters on the CPU."""
+    return {name: full_value(parameter).cpu() for name, parameter in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the full gradients on the CPU."""
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: None if grad is None else full_value(grad).cpu() for name, grad in gradients}
