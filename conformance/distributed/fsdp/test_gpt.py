@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from conformance.distributed.fsdp.scenes.optimizer_states import create_states
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, TwinsOf
 from conformance.judge.clauses import clause
@@ -127,7 +128,7 @@ def begin(scene: Scene, *, use_orig_params: bool, steps: int, folder: str) -> li
 def go_on(scene: Scene, *, use_orig_params: bool, steps: tuple[int, int], folder: str) -> list[float]:
     """Load the checkpoint on any number of ranks and train the next steps. Return the losses."""
     optimizer = _shard(scene, use_orig_params)
-    _fill(optimizer)
+    create_states(optimizer)
     state = _state(scene, optimizer)
     dcp.load(state, checkpoint_id=folder)
     with _by_rows(scene):
@@ -145,16 +146,6 @@ def _state(scene: Scene, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     with _by_rows(scene):
         optimizer_state = scene.fsdp.optim_state_dict(scene.model, optimizer)
         return {"model": scene.model.state_dict(), "optimizer": optimizer_state}
-
-
-def _fill(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's moments with a step that changes nothing, so that a checkpoint can be loaded into them."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @clause("distributed.fsdp.fsdp_distributed_checkpoint.resumes")

@@ -66,6 +66,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def create_states(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step that changes no weight, because a checkpoint is loaded into states that exist."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def described(value: Any) -> Any:
     """Return a value with sorted keys, in which this rank's shards and their layout replace the sharded tensors."""
     if isinstance(value, ShardedTensor):
