@@ -78,25 +78,6 @@ def test_inf_on_one_rank_skips_step_on_all(
 
 
 @clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
-@share_of_examples(0.3)
-@given(data=st.data())
-def test_each_optimizer_by_its_own_gradients(twins: Twins, data: st.DataObject) -> None:
-    """Take three steps of three optimizers. Any optimizer may find inf on any rank, and the others still step."""
-    world_size = twins.world_size
-    calls: list[ScalerCall] = []
-    for _ in range(3):
-        for which in range(3):
-            grad_outcomes = tuple(data.draw(st.sampled_from([None, None, *BAD])) for _ in range(world_size))
-            calls += [ScalerCall("zero_grad", which), ScalerCall("backward", which, grad_outcomes)]
-        for which in range(3):
-            calls += [ScalerCall("unscale_", which)] if data.draw(st.booleans()) else []
-        calls += [*(ScalerCall("step", which) for which in range(3)), ScalerCall("update")]
-    kinds = tuple(data.draw(st.sampled_from(PLAIN)) for _ in range(3))
-    plan = ScalerProgram(parts(world_size, optimizers=3), tuple(calls), kinds, options=INIT_SCALE_8)
-    assert_calls_match_torch(twins, plan)
-
-
-@clause("distributed.fsdp.sharded_grad_scaler.step.one_decision")
 @pytest.mark.parametrize(
     ("before", "after"), [(math.inf, 0.0), (None, math.inf)], ids=["inf replaced", "inf added"]
 )

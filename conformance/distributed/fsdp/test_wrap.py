@@ -206,11 +206,11 @@ _ROOT_KWARGS = {"forward_prefetch": False, "mixed_precision": "some", "use_orig_
 @clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
 @given(tree=trees(shares=True), policy=SEEING_THE_TREE)
 def test_classes_choose_alike(compare: Compare, tree: Tree, policy: Policy) -> None:
-    def outcome(library: Library) -> Outcome:
+    def choices(library: Library) -> Any:
         kwargs = dict(_ROOT_KWARGS)
-        return observe(lambda: (_run(policy.of(library), tree.build(), kwargs), kwargs))
+        return _run(policy.of(library), tree.build(), kwargs), kwargs
 
-    compare(outcome)
+    compare(lambda library: observe(choices, library))
 
 
 @clause("distributed.fsdp.wrap.policies.chosen_from_the_tree")
@@ -224,19 +224,14 @@ def test_classes_choose_alike(compare: Compare, tree: Tree, policy: Policy) -> N
     ids=["ModuleWrapPolicy", "CustomPolicy", "CustomPolicy, a dict"],
 )
 def test_arguments_are_each_modules_own(compare: Compare, policy: Policy) -> None:
-    def outcome(library: Library) -> Outcome:
-        root, kwargs = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), dict(_ROOT_KWARGS)
-        built = Built(root, set(), set(), {module: name for name, module in root.named_modules()})
+    def choices(library: Library) -> Any:
+        built, kwargs = Tree(Node("sequential", (Node("linear"), Node("linear")))).build(), dict(_ROOT_KWARGS)
+        built_policy = policy.of(library)
+        first = _run(built_policy, built, kwargs)
+        first[0][1]["mixed_precision"] = "changed"
+        return first, kwargs, _run(built_policy, built, kwargs)
 
-        def run() -> Any:
-            built_policy = policy.of(library)
-            first = _run(built_policy, built, kwargs)
-            first[0][1]["mixed_precision"] = "changed"
-            return first, kwargs, _run(built_policy, built, kwargs)
-
-        return observe(run)
-
-    compare(outcome)
+    compare(lambda library: observe(choices, library))
 
 
 def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
@@ -254,20 +249,18 @@ def first_places(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
 def test_policies_leave_tree_unchanged(compare: Compare, policy: Policy) -> None:
     """A shared module and a shared parameter stay shared."""
 
-    def outcome(library: Library) -> Outcome:
-        shared, linear = Node("shared"), Node("linear")
-        built = Tree(Node("block", (shared, Node("list", (shared, linear)), linear)), is_tied=True).build()
+    shared, linear = Node("shared"), Node("linear")
+    tree = Tree(Node("block", (shared, Node("list", (shared, linear)), linear)), is_tied=True)
 
-        def run() -> Any:
-            _run(policy.of(library), built, {})
-            return (
-                first_places(built.root.named_modules(remove_duplicate=False)),
-                first_places(built.root.named_parameters(remove_duplicate=False)),
-            )
+    def places(library: Library) -> Any:
+        built = tree.build()
+        _run(policy.of(library), built, {})
+        return (
+            first_places(built.root.named_modules(remove_duplicate=False)),
+            first_places(built.root.named_parameters(remove_duplicate=False)),
+        )
 
-        return observe(run)
-
-    compare(outcome)
+    compare(lambda library: observe(places, library))
 
 
 _BAD: dict[str, Callable[[Any], Any]] = {
@@ -319,16 +312,6 @@ def test_classes_that_change_later(compare: Compare) -> None:
     compare_wrap(compare, call_policy)
 
 
-@clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
-@pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention"), ("batch", "linear")], ids=str)
-@given(tree=trees(shares=False))
-def test_instances_are_chosen(compare: Compare, classes: tuple[str, ...], tree: Tree) -> None:
-    def outcome(library: Library) -> Outcome:
-        return observe(lambda: _run(Policy("ModuleWrapPolicy", classes).of(library), tree.build(), {}))
-
-    compare(outcome)
-
-
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.as_a_function")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention")], ids=str)
 @pytest.mark.parametrize("recurse", [True, False, 1, None], ids=repr)
@@ -363,17 +346,16 @@ def test_module_wrap_policy_repr_lists_classes(compare: Compare, classes: set[ty
 @clause("distributed.fsdp.wrap.CustomPolicy.answers")
 @given(tree=trees(shares=True), answers=st.lists(st.sampled_from([True, False, {}, {"new": 1}]), min_size=1))
 def test_each_module_is_asked_once(compare: Compare, tree: Tree, answers: list[Any]) -> None:
-    def outcome(library: Library) -> Outcome:
+    def question(wrap: Any) -> Any:
         built, names = tree.build(), list[str]()
 
         def answered(module: nn.Module) -> Any:
             names.append(built.names[module])
             return answers[len(names) % len(answers)]
 
-        policy = library.distributed.fsdp.wrap.CustomPolicy(answered)
-        return observe(lambda: (_run(policy, built, dict(_ROOT_KWARGS)), names))
+        return _run(wrap.CustomPolicy(answered), built, dict(_ROOT_KWARGS)), names
 
-    compare(outcome)
+    compare_wrap(compare, question)
 
 
 @clause("distributed.fsdp.wrap.CustomPolicy.other_answers")
