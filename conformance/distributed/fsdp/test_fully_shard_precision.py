@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from conformance.distributed.fsdp.scenes.fsdp_training import mesh_of
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_gradients, full_parameters, held
@@ -276,11 +277,7 @@ def by_policy_by_hand(scene: Scene, everywhere: Dtypes, apart: Mapping[str, Dtyp
         )
         masters = {name: master - _LEARNING_RATE * gradients[-1][name] for name, master in masters.items()}
     return {
-        "gradients": [
-            {name: gradient.cpu() for name, gradient in step_gradients.items()}
-            for step_gradients in gradients
-        ],
-        "after": {name: master.cpu() for name, master in masters.items()},
+        **tree_map_only(Tensor, Tensor.cpu, {"gradients": gradients, "after": masters}),
         "weight dtypes": [str(dtypes[f"{layer}.weight"][0]) for layer in ("norm", "inner", "router")]
         * _STEPS,
         "has": {name: str(dtypes[name]) for name in sorted(dtypes)},

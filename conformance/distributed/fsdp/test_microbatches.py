@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -109,9 +110,8 @@ def accumulate(
         The full parameters and, for each step, whether it was taken, the scale, and the skipped microbatches.
     """
     device, rank = scene.rank.device, scene.rank.rank
-    sharded = _sharded(scene, layout)
-    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
-    its_scaler = scene.library.find(scaler)(device.type, init_scale=SCALE, growth_interval=growth_interval)
+    options = {"init_scale": SCALE, "growth_interval": growth_interval}
+    sharded, optimizer, its_scaler = _prepared(scene, layout, scaler, **options)
     steps: list[Any] = []
     for step, plan in enumerate(plans):
         optimizer.zero_grad()
@@ -131,6 +131,13 @@ def accumulate(
         skipped = [tuple(entry) for entry in its_scaler.skipped_microbatches(optimizer)]
         steps.append((its_scaler.step_was_taken(optimizer), its_scaler.get_scale(), skipped))
     return _parameters(scene, layout, sharded), steps
+
+
+def _prepared(scene: Scene, layout: str, scaler: str = SCALER, **options: Any) -> tuple[Any, SGD, Any]:
+    """Return a sharded model, its optimizer, and a scaler."""
+    sharded = _sharded(scene, layout)
+    its_scaler = scene.library.find(scaler)(scene.rank.device.type, **options)
+    return sharded, SGD(sharded.named_parameters(), lr=LEARNING_RATE), its_scaler
 
 
 def _sharded(scene: Scene, layout: str) -> Any:
@@ -210,9 +217,7 @@ def failing(scene: Scene, *, layout: str, unsynced: Sequence[int], amid: bool) -
         amid: raise before the last unit's backward, the second of the microbatch, instead of after one.
     """
     device, rank = scene.rank.device, scene.rank.rank
-    sharded = _sharded(scene, layout)
-    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
-    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=SCALE)
+    sharded, optimizer, its_scaler = _prepared(scene, layout, init_scale=SCALE)
 
     def run(number: int) -> None:
         context = sharded.no_sync() if number in unsynced else contextlib.nullcontext()
@@ -272,11 +277,7 @@ def test_rank_with_fewer_batches_keeps_scale_of_others(twins_of: TwinsOf, device
 def limited(scene: Scene, *, limit: int) -> Any:
     """Return after how many steps, which rank 1 spoils, the scaler with the limit raises, and the text."""
     device, rank = scene.rank.device, scene.rank.rank
-    sharded = _sharded(scene, "fully_shard")
-    optimizer = SGD(sharded.named_parameters(), lr=LEARNING_RATE)
-    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(
-        device.type, max_skipped_steps=limit
-    )
+    sharded, optimizer, its_scaler = _prepared(scene, "fully_shard", max_skipped_steps=limit)
     for number in range(limit + 2):
         optimizer.zero_grad()
         inputs = batch(number, 0, rank).to(device) * (math.nan if rank == 1 else 1.0)
@@ -306,23 +307,19 @@ def unsynchronised_replicas(scene: Scene, *, is_inside: bool) -> Any:
     Args:
         is_inside: whether `no_sync` is inside of the region.
     """
-    device = scene.rank.device
-    replicated = _sharded(scene, "replicated")
-    optimizer = SGD(replicated.parameters(), lr=LEARNING_RATE)
-    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(device.type, init_scale=1.0)
+    replicated, optimizer, its_scaler = _prepared(scene, "replicated", init_scale=1.0)
 
-    def run(synchronises: bool) -> None:
-        contexts = [lambda: its_scaler.microbatch(optimizer)]
-        if not synchronises:
-            contexts.insert(int(is_inside), replicated.no_sync)
+    def run(*contexts: Callable[[], Any]) -> None:
         with contextlib.ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context())
-            its_scaler.scale(replicated(batch(0, 0, 0).to(device)).sum()).backward()
+            its_scaler.scale(replicated(batch(0, 0, 0).to(scene.rank.device)).sum()).backward()
 
-    run(True)
+    microbatch = functools.partial(its_scaler.microbatch, optimizer)
+    run(microbatch)
     before = [param.grad.clone() for param in replicated.parameters()]
-    error = tried(lambda: run(False))
+    contexts = (microbatch, replicated.no_sync) if is_inside else (replicated.no_sync, microbatch)
+    error = tried(lambda: run(*contexts))
     after = [param.grad for param in replicated.parameters()]
     return error, all(map(torch.equal, before, after))
 
@@ -347,7 +344,7 @@ def sharded_by_torch(scene: Scene, *, api: str) -> Any:
     else:
         sharded = fsdp.FullyShardedDataParallel(build_model().to(device), device_id=device)
     optimizer = SGD(sharded.parameters(), lr=LEARNING_RATE)
-    its_scaler = scene.library.find("distributed.fsdp.ShardedGradScaler")(device.type)
+    its_scaler = scene.library.find(SCALER)(device.type)
     return tried(its_scaler.microbatch(optimizer).__enter__)
 
 
@@ -361,9 +358,8 @@ def test_model_sharded_by_torch_raises(cpu_twins: Twins, api: str) -> None:
 
 def skipped_alone(scene: Scene) -> Any:
     """Return the error of `skip()` of a GradScaler with DistributedDataParallel."""
-    replicated = _sharded(scene, "replicated")
-    optimizer = SGD(replicated.parameters(), lr=LEARNING_RATE)
-    with scene.library.find("amp.GradScaler")(scene.rank.device.type).microbatch(optimizer) as microbatch:
+    _, optimizer, its_scaler = _prepared(scene, "replicated", "amp.GradScaler")
+    with its_scaler.microbatch(optimizer) as microbatch:
         return tried(microbatch.skip)
 
 

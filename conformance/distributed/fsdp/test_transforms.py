@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
+from conformance.distributed.fsdp.scenes.fsdp_training import zero_for_none
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_value
 from conformance.distributed.fsdp.scenes.residual_blocks import ResidualBlock, blocks
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
@@ -89,11 +90,6 @@ def _through(model: Any, transform: Transform, x: Tensor) -> dict[str, Any]:
     return {"outputs": outputs, "of inputs": x.grad}
 
 
-def _gradient(param: Tensor) -> Tensor:
-    """Return zeros for a parameter that the result does not depend on, such as the last bias."""
-    return torch.zeros_like(param) if param.grad is None else param.grad
-
-
 def through_fully_shard(scene: Scene, name: str, differentiable: bool, reshards: bool) -> dict[str, Any]:
     """Run backwards through a transform of a fully_shard model. Return outputs and gradients."""
     model = blocks(2).to(scene.rank.device)
@@ -101,7 +97,9 @@ def through_fully_shard(scene: Scene, name: str, differentiable: bool, reshards:
     results = _through(model, (FORWARD | REVERSE)[name], _inputs(scene.rank.device, differentiable))
     for block in (*model, model):
         block.reshard()
-    return results | {"gradients": {key: full_value(_gradient(p)) for key, p in model.named_parameters()}}
+    # The result does not depend on some parameters, such as the last bias.
+    gradients = {key: full_value(zero_for_none(param)) for key, param in model.named_parameters()}
+    return results | {"gradients": gradients}
 
 
 @clause("distributed.fsdp.fully_shard.backward_after_transforms")

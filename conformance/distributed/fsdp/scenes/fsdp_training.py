@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -372,15 +372,10 @@ def zero_for_none(parameter: torch.Tensor) -> torch.Tensor:
 
 def average_gradients(replicas: Sequence[nn.Module], setup: Setup) -> None:
     """Average the gradients of the replicas like the ranks do. Ignored parameters keep their own gradients."""
-    for name, parameters in _by_name(replicas):
+    for pairs in zip(*(replica.named_parameters() for replica in replicas), strict=True):
+        (name, *_), parameters = zip(*pairs, strict=True)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients and not (setup.ignored and name.startswith("body.parts.0.")):
             mean = torch.stack(gradients).sum(0) / len(parameters)
             for parameter in parameters:
                 parameter.grad = mean.clone()
-
-
-def _by_name(replicas: Sequence[nn.Module]) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
-    named = [dict(replica.named_parameters()) for replica in replicas]
-    for name in named[0]:
-        yield name, [parameters[name] for parameters in named]
