@@ -48,24 +48,18 @@ class Weighted(nn.Module):
 
 @dataclass(frozen=True)
 class Layers:
-    """Two layers, of which some are frozen. If each is a unit, the root has no parameters."""
+    """Description of `Stacked`. If each layer is a unit, the root has no parameters."""
 
     frozen: Sequence[int] = ()
     are_units: bool = False
 
-    def build(self) -> Stacked:
-        model = Stacked()
-        for number in self.frozen:
-            model.layers[number].requires_grad_(False)
-        return model
-
 
 class Stacked(nn.Module):
-    """Layers whose weights all get the input as their gradient."""
+    """Two layers whose weights both get the input as their gradient. Those with a number in `frozen` are frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Sequence[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Weighted(), Weighted()])
+        self.layers = nn.ModuleList(Weighted().requires_grad_(at not in frozen) for at in range(2))
 
     def forward(self, coefficients: Tensor) -> Tensor:
         return torch.stack([layer(coefficients).float() for layer in self.layers]).sum()
@@ -181,7 +175,7 @@ def of_fully_shard(
 def _by_fully_shard(
     scene: Scene, policy: Policy, schedule: str, replicates: bool, layers: Layers
 ) -> list[Tensor]:
-    model: Any = layers.build().to(scene.rank.device)
+    model: Any = Stacked(layers.frozen).to(scene.rank.device)
     options: dict[str, Any] = {"mesh": mesh_of(scene.rank, 1)} if replicates else {}
     options["mp_policy"] = scene.api.MixedPrecisionPolicy(*policy, cast_forward_inputs=False)
     for layer in model.layers if layers.are_units else ():
@@ -391,9 +385,8 @@ def of_fsdp(
 def _by_fsdp(scene: Scene, policy: Policy, schedule: str, strategy: str, layers: Layers) -> list[Tensor]:
     mixed = scene.api.MixedPrecision(*policy, cast_forward_inputs=False)
     units = {Weighted} if layers.are_units else ()
-    model = scene.wrap(
-        layers.build(), strategy=strategy, units=units, mixed_precision=mixed, use_orig_params=True
-    )
+    how: dict[str, Any] = {"strategy": strategy, "units": units, "mixed_precision": mixed}
+    model = scene.wrap(Stacked(layers.frozen), use_orig_params=True, **how)
     count = _count(schedule)
     for number, grad in enumerate(coefficients(scene.rank.rank)[:count]):
         with model.no_sync() if number < count - 1 else contextlib.nullcontext():

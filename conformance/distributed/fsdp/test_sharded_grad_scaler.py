@@ -252,12 +252,7 @@ def test_check_is_one_all_reduce(
     calls: tuple[ScalerCall, ...] = ()
     for grad_outcomes in (None, one_bad(0, more_ranks), None):
         for which in range(2):
-            calls += (ScalerCall("zero_grad", which), ScalerCall("backward", which, grad_outcomes))
-            calls += (
-                (ScalerCall("unscale_", which), ScalerCall("step", which))
-                if unscale
-                else (ScalerCall("step", which),)
-            )
+            calls += iteration(grad_outcomes, which=which, unscale=unscale)[:-1]
         calls += (ScalerCall("update"), ScalerCall("resume"))
     plan = ScalerProgram(mixed, (*calls, ScalerCall("update", argument=4.0)), (optimizer, "sgd"))
     twins = twins_of(more_ranks)
