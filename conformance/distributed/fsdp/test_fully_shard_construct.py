@@ -371,14 +371,10 @@ def scaled(scene: Scene, overflows: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     state = {
-        str(number): {name: registered_layout(value) for name, value in parameter_state.items()}
+        str(number): {name: described(value) for name, value in parameter_state.items()}
         for number, parameter_state in enumerate(optimizer.state.values())
     }
     return {"scales": scales, "held": held(scene.model), "state": state}
-
-
-def registered_layout(value: Any) -> Any:
-    return str(value.placements) if hasattr(value, "placements") else str(value)
 
 
 @clause("distributed.fsdp.fully_shard.training_tools")
