@@ -105,17 +105,11 @@ class Training:
 
 def train(rank: Rank, *, library: str, training: Training) -> Outcome:
     """Wrap and train. Barriers surround the backwards of each step. The outcome's value is what this rank saw."""
-
-    loaded = load_library(library)
-    plain = training.tree.build()
-
-    def run() -> dict[str, Any]:
-        return _trained(rank, loaded, wrapped(rank, loaded, plain, training.setup), training)
-
-    return observe(run)
+    return observe(_trained, rank, load_library(library), training.tree.build(), training)
 
 
-def _trained(rank: Rank, library: Library, model: nn.Module, case: Training) -> dict[str, Any]:
+def _trained(rank: Rank, library: Library, plain: nn.Module, case: Training) -> dict[str, Any]:
+    model = wrapped(rank, library, plain, case.setup)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
     progress = Progress(case, rank.rank, rank.device)
     shards = []

@@ -21,6 +21,7 @@ from conformance.distributed.fsdp.scenes.fsdp_training import (
     Step,
     Training,
     mesh_of,
+    zero_for_none,
 )
 from conformance.distributed.fsdp.scenes.module_trees import LEAVES, Branches, Chain, ModuleTree
 from conformance.judge.library import Library, load_library
@@ -63,18 +64,14 @@ def train(
     rank: Rank, *, library: str, training: ShardedTraining, reshards_after_evaluations: bool = False
 ) -> Outcome:
     """Shard and train, with a barrier before and after each step's backward."""
-    loaded, model = load_library(library), training.tree.build()
-
-    def run() -> dict[str, Any]:
-        model_to_train = sharded(rank, loaded, model, training.sharding)
-        return _trained(rank, model_to_train, training, reshards_after_evaluations)
-
-    return observe(run)
+    plain = training.tree.build()
+    return observe(_trained, rank, load_library(library), plain, training, reshards_after_evaluations)
 
 
 def _trained(
-    rank: Rank, model: Any, case: ShardedTraining, reshards_after_evaluations: bool
+    rank: Rank, library: Library, plain: nn.Module, case: ShardedTraining, reshards_after_evaluations: bool
 ) -> dict[str, Any]:
+    model = sharded(rank, library, plain, case.sharding)
     # Without foreach, because torch's list operators do not mix plain tensors (ignored parameters) with DTensors.
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM, foreach=False)
     progress = _ShardedProgress(case.plain, rank.rank, rank.device, reshards_after_evaluations)
@@ -87,10 +84,7 @@ def _trained(
         shards.append(held(model))
         if step is case.steps[-1]:
             whole_gradients = {
-                name: torch.zeros_like(full_value(parameter))
-                if parameter.grad is None
-                else full_value(parameter.grad)
-                for name, parameter in model.named_parameters()
+                name: full_value(zero_for_none(parameter)) for name, parameter in model.named_parameters()
             }
         optimizer.step()
         optimizer.zero_grad(step.set_to_none)
