@@ -128,8 +128,7 @@ class _Training:
             sharded(scene.rank, scene.library, self.model, Sharding())
         self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE, MOMENTUM)
         self.fails_in_loss = False
-        self.body = (self.model.module if api == "FSDP1" else self.model).body
-        self.inner = self.units[1].module.inner if api == "FSDP1" else self.units[1].inner
+        self.inner = self.units[1].inner
 
     def communicate(self, fails: str) -> None:
         """Set communication that can fail: on one unit, or by an FSDP1 hook on all units."""
@@ -229,7 +228,7 @@ _FAULTS: dict[str, Callable[[_Training], contextlib.AbstractContextManager[Any]]
     "pre hook": lambda training: training.units[1].register_forward_pre_hook(_fail),
     "post hook": lambda training: training.units[1].register_forward_hook(_fail),
     # Fail after all inner units have run.
-    "behind body": lambda training: training.body.register_forward_hook(_fail),
+    "behind body": lambda training: training.model.body.register_forward_hook(_fail),
     "root post hook": lambda training: training.model.register_forward_hook(_fail),
     "loss": _failing_loss,
     "gather": lambda training: training.comm.failing(1),
