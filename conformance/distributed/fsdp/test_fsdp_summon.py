@@ -27,7 +27,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     each_wrapping,
     flat_or_originals,
     leaf_by_leaf,
-    raise_an_error,
     raises,
     values_of,
 )
@@ -145,7 +144,8 @@ def _summoned_by(scene: Scene, register: Any) -> Any:
 @clause("distributed.fsdp.fully_sharded_data_parallel.summon_full_params.refused")
 @pytest.mark.parametrize("program", [summon_in_summon, summon_in_forward, summon_in_backward])
 def test_summon_is_refused_while_parameters_are_in_use(twins: Twins, program: Any) -> None:
-    assert "AssertionError" in str(twins.agree(program, FLAT)[0].value)
+    for outcome in twins.agree(program, FLAT):
+        assert "Cannot manually unshard parameters" in str(outcome.value)
 
 
 def backward_in_summon(scene: Scene) -> Any:
@@ -158,7 +158,8 @@ def backward_in_summon(scene: Scene) -> Any:
 @each_wrapping
 def test_backward_of_earlier_forward_inside_summon_is_refused(twins: Twins, wrapping: Wrapping) -> None:
     setup = replace(leaf_by_leaf(**wrapping), wrap="root")
-    assert "ValueError" in str(twins.agree(backward_in_summon, setup)[0].value)
+    for outcome in twins.agree(backward_in_summon, setup):
+        assert "expected to be in states" in str(outcome.value)
 
 
 def forward_inside(
@@ -319,7 +320,12 @@ def backward_beside_gradients(scene: Scene) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_backward_beside_unsharded_gradients_is_refused(twins: Twins, strategy: str) -> None:
     setup = leaf_by_leaf(strategy, use_orig_params=True)
-    twins.check_both(raise_an_error, backward_beside_gradients, setup, tree=SIMPLE)
+    twins.check_both(
+        lambda outcomes: all("grad" in str(outcome.raised) for outcome in outcomes),
+        backward_beside_gradients,
+        setup,
+        tree=SIMPLE,
+    )
 
 
 def restores_after_an_error(scene: Scene) -> dict[str, Any]:
