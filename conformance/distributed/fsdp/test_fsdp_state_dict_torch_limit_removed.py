@@ -35,7 +35,6 @@ from conformance.distributed.fsdp.scenes.twins import (
     RankOutcomes,
     Twins,
     TwinsOf,
-    both_kinds,
     each,
     flat_or_originals,
     leaf_by_leaf,
@@ -75,21 +74,19 @@ def built_on_meta(scene: Scene, *, form: Form, assign: bool) -> dict[str, Any]:
 
 
 def _wrapped_on_meta(scene: Scene) -> nn.Module:
-    plain, device = scene.tree.build().to("meta"), scene.rank.device
-    return scene.fsdp(
+    plain = scene.tree.build().to("meta")
+    return scene.wrap(
         plain,
-        device_id=device,
         use_orig_params=scene.setup.uses_orig_params,
         ignored_modules=[plain.body.parts[0]],
-        param_init_fn=lambda module: module.to_empty(device=device, recurse=False),
+        param_init_fn=lambda module: module.to_empty(device=scene.rank.device, recurse=False),
     )
 
 
 @clause("distributed.fsdp.fsdp_state_dict.built_on_meta")
 @each_kind
-@both_kinds
-def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, use_orig_params: bool) -> None:
-    setup = Setup(arguments={"use_orig_params": use_orig_params})
+@flat_or_originals
+def test_model_built_on_meta_loads(cpu_twins: Twins, kind: str, setup: Setup) -> None:
     for value in cpu_twins.values(built_on_meta, setup, form=Form(kind), assign=False):
         assert value == {"ignored": False, "managed": True, "warned": True}
 
