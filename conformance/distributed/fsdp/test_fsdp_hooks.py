@@ -305,14 +305,9 @@ def comm_hook_refused(scene: Scene, *, why: str) -> Any:
         case "no callable":
             hook = "no hook"
         case "replicas of a part":
-            model = _around_replicas(scene)
+            # The root is not hybrid, but a unit inside is.
+            model = scene.wrap(nn.Sequential(scene.wrapped(nn.Linear(3, 4)), nn.Linear(4, 2)))
     return tried(lambda: model.register_comm_hook(HookCalls(), hook))
-
-
-def _around_replicas(scene: Scene) -> Any:
-    """Return a root that is not hybrid, with a hybrid unit inside."""
-    inner = scene.wrapped(nn.Linear(3, 4))
-    return scene.fsdp(nn.Sequential(inner, nn.Linear(4, 2)), device_id=scene.rank.device)
 
 
 @clause("distributed.fsdp.fully_sharded_data_parallel.register_comm_hook.refused")
