@@ -121,6 +121,8 @@ def _trained(rank: Rank, library: Library, plain: nn.Module, case: Training) -> 
         whole_gradients = gathered_gradients(library, model) if step is case.steps[-1] else {}
         optimizer.step()
         optimizer.zero_grad(step.set_to_none)
+    if case.setup.compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
     return {
         **progress.seen,
         "shards": shards,
@@ -233,6 +235,7 @@ def wrapped(rank: Rank, library: Library, model: nn.Module, setup: Setup) -> Any
     make = functools.partial(library.find(FSDP), **constructor_arguments(rank, library, model, setup))
     if setup.compiled:
         torch._dynamo.reset()  # forget what the previous case compiled
+        torch._dynamo.utils.counters.clear()
     if setup.compiled == "parts":
         for part in model.body.parts:
             part.compile(backend=COMPILER)
