@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,26 +11,9 @@ import torch
 from conformance.judge.clauses import clause
 from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
-from conformance.judge.outcome import observe
+from conformance.judge.outcome import Raised, observe
 from conformance.strategies.gradients import Gradient
-from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Harness, pickled
-
-LACKING = "no such method"
-
-
-def judge(
-    deviation: DeviationJudge, probe: Callable[[Library], Any], method: str, we_do: Callable[[Any], bool]
-) -> None:
-    """Judge a deviation: torch's scaler has no such method."""
-
-    def outcome_of(library: Library) -> Any:
-        return probe(library) if hasattr(library.amp.GradScaler, method) else LACKING
-
-    deviation.judge(
-        outcome_of,
-        torch_does=lambda outcome: outcome is LACKING,
-        we_do=lambda outcome: outcome is not LACKING and we_do(outcome),
-    )
+from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Harness, judge_added_method, pickled
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -66,7 +48,7 @@ def test_whether_the_step_was_taken(
         return answers
 
     expected = [(last is None, last is None, float(last is not None)) for last in grad_outcomes]
-    judge(deviation, probe, "step_was_taken", lambda outcome: outcome == expected)
+    judge_added_method(deviation, "step_was_taken", probe, lambda outcome: outcome == expected)
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -93,7 +75,7 @@ def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) 
         return answers
 
     expected = ["RuntimeError"] * 4 if enabled else [1.0, 0.0]
-    judge(deviation, probe, "step_was_taken", lambda outcome: outcome == expected)
+    judge_added_method(deviation, "step_was_taken", probe, lambda outcome: outcome == expected)
 
 
 @clause("amp.grad_scaler.step.was_taken")
@@ -113,7 +95,7 @@ def test_step_that_raises_keeps_last_found_inf(deviation: DeviationJudge, device
             harness.optimizer
         )
 
-    judge(deviation, probe, "found_inf", lambda outcome: outcome == (1.0, False))
+    judge_added_method(deviation, "found_inf", probe, lambda outcome: outcome == (1.0, False))
 
 
 @clause("amp.grad_scaler.step.which_parameter")
@@ -150,7 +132,7 @@ def test_nonfinite_parameters_names_them(
             for index, (name, rank, elements) in zip(bad, outcome, strict=True)
         )
 
-    judge(deviation, probe, "nonfinite_parameters", names_them)
+    judge_added_method(deviation, "nonfinite_parameters", probe, names_them)
 
 
 @clause("amp.grad_scaler.step.which_parameter")
@@ -165,12 +147,10 @@ def test_nonfinite_parameters_raises_without_gradients(deviation: DeviationJudge
         harness.zero_grad()
         return observe(harness.scaler.nonfinite_parameters, harness.optimizer).raised
 
-    judge(
-        deviation,
-        probe,
-        "nonfinite_parameters",
-        lambda raised: raised is not None and raised.kind is RuntimeError,
-    )
+    def is_runtime_error(raised: Raised | None) -> bool:
+        return raised is not None and raised.kind is RuntimeError
+
+    judge_added_method(deviation, "nonfinite_parameters", probe, is_runtime_error)
 
 
 @clause("amp.grad_scaler.update.min_scale")

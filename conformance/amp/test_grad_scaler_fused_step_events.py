@@ -27,7 +27,6 @@ from conformance.strategies.fused_steps import (
     FusedStep,
     Take,
     by_one,
-    judge,
     state_of,
 )
 from conformance.strategies.scaling import Harness
@@ -160,7 +159,7 @@ def test_nothing_waits_for_the_device_that_decides(
 @clause("amp.grad_scaler.fused_step.waits_for_nothing")
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float) -> None:
+def test_nothing_waits_for_the_device(deviation: DeviationJudge, reference: Library, max_norm: float) -> None:
     """Tensors on the meta device have no values, so reading one on the host or copying it there raises."""
 
     def probe(library: Library) -> Any:
@@ -175,7 +174,7 @@ def test_nothing_waits_for_the_device(deviation: DeviationJudge, max_norm: float
     def compare(devices: Any) -> None:
         assert devices == ["meta", "meta"]
 
-    judge(deviation, probe, compare)
+    FusedStep(deviation, reference, "meta").judge(probe, compare)
 
 
 def _drop_one(params: list[torch.Tensor]) -> None:

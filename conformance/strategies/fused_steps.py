@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from conformance.judge.outcome import Outcome, assert_same_outcome, observe
 from conformance.judge.tolerances import Tolerance, norm_of, updates
 from conformance.strategies.gradients import Gradient
 from conformance.strategies.missing_kernels import fused_adagrad
-from conformance.strategies.scaling import Harness
+from conformance.strategies.scaling import Harness, judge_added_method
 
-LACKING = "no such method"
 TORCH_HAS_NO_FUSED_STEP = pytest.mark.deviation("grad_scaler.fused_step")
 # 16500 elements are too many to be joined with other parameters, and are split into pieces.
 SOME = (
@@ -116,32 +115,6 @@ def iterations(
         yield observe(take, harness, *expected), state_of(harness)
 
 
-class Judges(Protocol):
-    """A `DeviationJudge`, or a rank comparison."""
-
-    def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None: ...
-
-
-def judge(
-    deviation: Judges,
-    probe: Callable[[Library], Any],
-    compare: Callable[[Any], None],
-    scaler: str = "amp.GradScaler",
-) -> None:
-    """Judge a deviation: torch has no `fused_step`. `compare` raises if the subject's result is wrong."""
-
-    def asked(library: Library) -> Any:
-        return probe(library) if hasattr(library.find(scaler), "fused_step") else LACKING
-
-    def agrees(outcome: Any) -> bool:
-        if outcome is LACKING:
-            return False
-        compare(outcome)
-        return True
-
-    deviation.judge(asked, torch_does=lambda outcome: outcome is LACKING, we_do=agrees)
-
-
 def assert_same_iterations(expected: Iterations, actual: Iterations, norm_type: float = 2.0) -> None:
     """Compare norms within the rounding of their sums, and the lasting state within the rounding of the updates."""
     tolerance = norm_of_some(norm_type)
@@ -169,7 +142,13 @@ class FusedStep:
         self._deviation, self.reference, self._device = deviation, reference, device
 
     def judge(self, probe: Callable[[Library], Any], compare: Callable[[Any], None]) -> None:
-        judge(self._deviation, probe, compare)
+        """Judge the result of `probe`. `compare` raises if it is wrong."""
+
+        def is_right(outcome: Any) -> bool:
+            compare(outcome)
+            return True
+
+        judge_added_method(self._deviation, "fused_step", probe, is_right)
 
     def judge_reported(self, reported: Callable[[Library, Take], Any]) -> None:
         """Judge that `reported` gives the same for one call as for four, within the rounding of an update."""

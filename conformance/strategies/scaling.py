@@ -11,7 +11,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from io import BytesIO
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -198,6 +198,28 @@ class Harness:
         """Yield the outcomes of the scaler's methods of these names, called in order."""
         for name in names:
             yield self.did(getattr(self.scaler, name), *(() if name == "update" else (self.optimizer,)))
+
+
+class Judges(Protocol):
+    """A `DeviationJudge`, or a comparison on ranks."""
+
+    def judge(self, probe: Callable[[Library], Any], **sides: Any) -> None: ...
+
+
+def judge_added_method(
+    deviation: Judges,
+    method: str,
+    probe: Callable[[Library], Any],
+    we_do: Callable[[Any], bool],
+    scaler: str = "amp.GradScaler",
+) -> None:
+    """Judge a deviation: torch's scaler has no such method. `we_do` returns whether the subject's result is right."""
+    lacking = "no such method"
+    deviation.judge(
+        lambda library: probe(library) if hasattr(library.find(scaler), method) else lacking,
+        torch_does=lambda outcome: outcome is lacking,
+        we_do=lambda outcome: outcome is not lacking and we_do(outcome),
+    )
 
 
 def entries(scaler: Any) -> dict[str, Any]:

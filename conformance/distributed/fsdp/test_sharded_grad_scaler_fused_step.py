@@ -19,24 +19,28 @@ from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCA
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf, values_of
 from conformance.judge.clauses import clause
+from conformance.judge.library import Library
 from conformance.judge.outcome import observe
 from conformance.judge.sandbox import seeding
 from conformance.judge.tolerances import TRAINED
-from conformance.strategies import fused_steps
 from conformance.strategies.dtensor_gradients import PlacedGradient, full_tensor
 from conformance.strategies.fused_steps import TORCH_HAS_NO_FUSED_STEP
+from conformance.strategies.scaling import judge_added_method
 
 
 def judge(
     twins: Twins, program: Any, judged: Callable[[list[Any]], None], scaler: str = SCALER, **arguments: Any
 ) -> None:
     """Run the program on the ranks of each library. `judged` asserts the expected results of all ranks."""
-    fused_steps.judge(
-        twins,
-        lambda library: values_of(twins.of(library, program, scaler=scaler, **arguments)),
-        judged,
-        scaler,
-    )
+
+    def probe(library: Library) -> list[Any]:
+        return values_of(twins.of(library, program, scaler=scaler, **arguments))
+
+    def is_right(results: list[Any]) -> bool:
+        judged(results)
+        return True
+
+    judge_added_method(twins, "fused_step", probe, is_right, scaler)
 
 
 SIZE = 4  # rows of a rank's batch
