@@ -60,10 +60,6 @@ class GradientList:
     def numel(self) -> int:
         return sum(gradient.numel for gradient in self.gradients)
 
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return {gradient.dtype for gradient in self.gradients if gradient.dtype is not None}
-
     def parameters(self, device: str) -> list[torch.nn.Parameter]:
         return [gradient.parameter(device) for gradient in self.gradients]
 

@@ -15,7 +15,7 @@ from conformance.judge.deviations import DeviationJudge
 from conformance.judge.library import Library
 from conformance.judge.outcome import Outcome, observe
 from conformance.strategies.clipping import clip_of, clipped, holding, sparse_parameter
-from conformance.strategies.gradients import Gradient, GradientList
+from conformance.strategies.gradients import REFUSED_OVERLAP, Gradient, GradientList
 
 BAD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "max_norm a string": (("one",), {}),
@@ -116,10 +116,7 @@ def made_in_inference_mode(device: str) -> torch.Tensor:
 
 # Gradients that cannot be written, in one list with writable ones: (the gradient, its error).
 REFUSING: dict[str, tuple[Callable[[str], torch.Tensor], str]] = {
-    "expanded": (
-        expanded,
-        "RuntimeError: unsupported operation: more than one element of the written-to tensor",
-    ),
+    "expanded": (expanded, REFUSED_OVERLAP),
     "inference": (
         made_in_inference_mode,
         "RuntimeError: Inplace update to inference tensor outside InferenceMode",
