@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,10 +51,6 @@ def test_class_derives_from_newer_autocast(subject: Library) -> None:
     assert issubclass(subject.cuda.amp.autocast, subject.amp.autocast)
 
 
-class Context:
-    """Replacement for the ctx of an autograd Function."""
-
-
 @clause("cuda.amp.autocast_mode.custom_fwd.older_spelling")
 @pytest.mark.parametrize("cast_inputs", [None, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("bare", [True, False])
@@ -68,7 +65,7 @@ def test_custom_fwd(compare: Compare, cast_inputs: torch.dtype | None, bare: boo
                 decorated = library.cuda.amp.custom_fwd(forward, cast_inputs=cast_inputs)
             else:
                 decorated = library.cuda.amp.custom_fwd(cast_inputs=cast_inputs)(forward)
-            ctx = Context()
+            ctx = SimpleNamespace()
             # Set directly, because autocast for CUDA cannot be constructed on a machine without CUDA.
             torch.set_autocast_enabled("cuda", autocast_on)
             try:
@@ -90,8 +87,7 @@ def test_custom_bwd(compare: Compare, used: bool) -> None:
             return x, state()
 
         def use() -> Any:
-            ctx = Context()
-            ctx._fwd_used_autocast, ctx._dtype = used, torch.bfloat16
+            ctx = SimpleNamespace(_fwd_used_autocast=used, _dtype=torch.bfloat16)
             first = library.cuda.amp.custom_bwd(lambda ctx, x: -x)
             decorated = library.cuda.amp.custom_bwd(backward)
             return decorated(ctx, 1), decorated.__name__, first(ctx, 1)
