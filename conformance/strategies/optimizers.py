@@ -45,7 +45,7 @@ _VALUES: dict[str, Any] = {
     "alpha": 0.9,
     "lambd": 1e-3,
     "t0": 2.0,
-    "d": 0.5,
+    "d": 1.1,
     "beta2_decay": -0.7,
     "ns_steps": 3,
     "ns_coefficients": (3.0, -4.0, 2.0),
@@ -89,9 +89,18 @@ def has_way(name: str, way: str) -> bool:
     return _WAYS[way].keys() <= {*inspect.signature(CLASSES[name]).parameters}
 
 
+def is_compiled(name: str, way: str = "defaults") -> bool:
+    """Return whether Dynamo compiles anything of the optimizer's step. It skips Adafactor's and fused updates."""
+    return name != "Adafactor" and way != "fused"
+
+
+def _values_of(name: str, options: Iterable[str]) -> dict[str, Any]:
+    return {option: _OWN_VALUES.get((name, option), _VALUES[option]) for option in options}
+
+
 def maker(name: str, way: str = "defaults", options: Iterable[str] = (), **more: Any) -> Make:
     """Return a function that makes the optimizer, with non-default values for `options`."""
-    values = {option: _OWN_VALUES.get((name, option), _VALUES[option]) for option in options}
+    values = _values_of(name, options)
     # Clone tensors, because a learning-rate tensor belongs to one optimizer.
     chosen = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in _WAYS[way].items()}
     lr = {} if "lr" in chosen or name in ("Adadelta", "Rprop") else {"lr": 0.05}
@@ -105,36 +114,19 @@ _DECAY = "weight_decay"
 
 def option_groups(name: str) -> list[dict[str, Any]]:
     """Return groups of options: none, each on its own, each together with weight decay, and all."""
-    values = {option: _OWN_VALUES.get((name, option), _VALUES[option]) for option in options_of(name)}
+    values = _values_of(name, options_of(name))
     decay = {_DECAY: values[_DECAY]} if _DECAY in values else {}
     alone = [{option: value} | _TOGETHER.get(option, {}) for option, value in values.items()]
     decayed = [chosen | decay for chosen in alone if decay and _DECAY not in chosen]
     return [{}, *alone, *decayed, values]
 
 
-def with_each_options(name: str, way: str, parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """Return one optimizer for each group of options, with one parameter each."""
-    pairs = zip(parameters, option_groups(name), strict=True)
-    return [maker(name, way)([{"params": [parameter], **options}]) for parameter, options in pairs]
-
-
-def decay_groups(name: str) -> list[dict[str, Any]]:
-    """Return groups of options with weight decay: by itself, and decoupled if that is an option."""
-    options = options_of(name)
+def decay_cases() -> list[tuple[str, dict[str, Any]]]:
+    """Return each compiled optimizer that has weight decay with it, and with decoupled weight decay as well."""
     decay = {_DECAY: _VALUES[_DECAY]}
-    is_free = "decoupled_weight_decay" in options
-    return [decay, decay | {"decoupled_weight_decay": True}] if is_free else [decay]
-
-
-# The compiled optimizers that have weight decay.
-DECAYING = [name for name in COMPILED if _DECAY in options_of(name)]
-
-
-def with_decays(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """Return one optimizer for each class and group of options with weight decay, with one parameter each."""
-    groups = [(name, options) for name in DECAYING for options in decay_groups(name)]
-    pairs = zip(parameters, groups, strict=True)
-    return [maker(name, **options)([parameter]) for parameter, (name, options) in pairs]
+    coupled = [(name, decay) for name in COMPILED if _DECAY in options_of(name)]
+    decoupled = decay | {"decoupled_weight_decay": True}
+    return coupled + [(name, decoupled) for name, _ in coupled if decoupled.keys() <= {*options_of(name)}]
 
 
 def four_parameters(device: str = "cpu") -> list[torch.nn.Parameter]:
