@@ -112,7 +112,7 @@ def _inside(library: Library, dtype: torch.dtype | None, enabled: bool) -> Any:
 
 
 @clause("amp.autocast_mode.autocast.device_type")
-def test_backends_that_name_themselves(subject: Library) -> None:
+def test_renamed_backend_matches_torch(subject: Library) -> None:
     """Run in a separate process, because a backend can name itself only once."""
     with RankPool(1) as pool:
         [(expected, actual)] = pool.run(regions, reference="torch", subject=subject.spec)

@@ -36,7 +36,9 @@ class CastCounter(TorchDispatchMode):
 @clause("amp.autocast_mode.autocast.cache")
 @pytest.mark.parametrize("cache_enabled", [None, True, False])
 @pytest.mark.parametrize("leaf", [True, False])
-def test_casts_are_kept(subject: Library, device: str, cache_enabled: bool | None, leaf: bool) -> None:
+def test_casts_of_leaves_are_cached(
+    subject: Library, device: str, cache_enabled: bool | None, leaf: bool
+) -> None:
     """Use a weight, or the result of an operation, five times in each of two regions."""
     weight = torch.ones(4, 4, device=device, requires_grad=True)
     used = weight if leaf else weight * 2
@@ -459,7 +461,9 @@ def test_region_after_exception_casts_updated_weights(
 @pytest.mark.deviation("autocast.cache_sees_optimizer_steps")
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer: str, depth: int) -> None:
+def test_optimizer_step_inside_region_renews_casts(
+    deviation: DeviationJudge, device: str, optimizer: str, depth: int
+) -> None:
     def probe(library: Library) -> list[bool]:
         """Return whether the product after the step uses the old weight, and whether it uses the new one."""
         weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
@@ -479,7 +483,7 @@ def test_steps_inside_a_region(deviation: DeviationJudge, device: str, optimizer
 
 
 @clause("amp.autocast_mode.autocast.cache_sees_optimizer_steps")
-def test_clearing_the_cache_by_hand(subject: Library, device: str) -> None:
+def test_cleared_cache_casts_weight_again(subject: Library, device: str) -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2, device=device))
     x = torch.ones(2, 2, device=device)
     with subject.amp.autocast(device, dtype=torch.bfloat16):

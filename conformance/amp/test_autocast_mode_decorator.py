@@ -101,7 +101,7 @@ def test_attributes_of_the_function_are_kept(compare: Compare, device: str) -> N
 
 @clause("amp.autocast_mode.autocast.decorator")
 @pytest.mark.parametrize("value", [None, 3, "f", torch.ones(2)], ids=repr)
-def test_decorating_what_cannot_be_called(subject: Library, reference: Library, value: Any) -> None:
+def test_decorating_non_callable_matches_torch(subject: Library, reference: Library, value: Any) -> None:
     # Whether the result is callable is compared, because the functions of two libraries are never equal.
     expected, actual = (
         observe(lambda lib=lib: callable(lib.amp.autocast("cpu")(value))) for lib in (reference, subject)

@@ -219,7 +219,7 @@ def test_device_types_without_autocast(compare: Compare, device_type: str, cast_
 
 @clause("amp.autocast_mode.custom_fwd.bad_arguments")
 @pytest.mark.parametrize("cast_inputs", ["float16", 3, float, torch.int32], ids=str)
-def test_casting_to_no_floating_dtype(compare: Compare, cast_inputs: Any) -> None:
+def test_unusual_cast_inputs_match_torch(compare: Compare, cast_inputs: Any) -> None:
     """`Tensor.to` accepts Python's float and integer dtypes. The state is as before."""
 
     def run(library: Library) -> Outcome:
@@ -249,7 +249,7 @@ def test_backward_without_custom_fwd(compare: Compare) -> None:
 
 @clause("amp.autocast_mode.custom_fwd.setup_context")
 @pytest.mark.deviation("autocast.no_attributes_on_inputs")
-def test_new_style_functions(deviation: DeviationJudge, device: str) -> None:
+def test_setup_context_leaves_no_attributes_on_inputs(deviation: DeviationJudge, device: str) -> None:
     def probe(library: Library) -> list[str]:
         """Return the attributes that remain on the first input of a forward without ctx."""
 

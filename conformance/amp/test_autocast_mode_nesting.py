@@ -49,7 +49,7 @@ def trace_of(library: Library, program: RegionProgram) -> Outcome:
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
 @given(program=programs)
-def test_any_program_of_regions(compare: Compare, program: RegionProgram) -> None:
+def test_nested_regions_match_torch(compare: Compare, program: RegionProgram) -> None:
     """Nest regions, some of them as decorators and some that raise."""
     [outcome] = compare(lambda library: trace_of(library, program))
     assert outcome.value[0] == outcome.value[-1]
@@ -84,7 +84,9 @@ def test_regions_left_out_of_order(compare: Compare) -> None:
 
 @clause("amp.autocast_mode.autocast.nesting_restores")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit, StopIteration])
-def test_exceptions_pass(subject: Library, device: str, error: type[BaseException]) -> None:
+def test_exceptions_leave_region_and_restore_state(
+    subject: Library, device: str, error: type[BaseException]
+) -> None:
     before = state()
     region = subject.amp.autocast(device, cache_enabled=False)
     with pytest.raises(error), region:
@@ -138,7 +140,7 @@ def test_instance_can_be_entered_inside_itself(deviation: DeviationJudge) -> Non
 @clause("amp.autocast_mode.autocast.exit_without_enter")
 @pytest.mark.deviation("autocast.exit_without_enter")
 @pytest.mark.parametrize("where", ["here", "another thread"])
-def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None:
+def test_exit_without_enter_raises(deviation: DeviationJudge, where: str) -> None:
     def probe(library: Library) -> tuple[str, bool]:
         """Return the error of an extra exit, and whether the state of its thread is unchanged."""
         region = library.amp.autocast("cpu", cache_enabled=False)
@@ -171,7 +173,7 @@ def test_leaving_what_is_not_open(deviation: DeviationJudge, where: str) -> None
 @clause("amp.autocast_mode.autocast.bad_arguments")
 @pytest.mark.deviation("autocast.failed_enter_changes_nothing")
 @pytest.mark.parametrize("attribute", ["_cache_enabled", "fast_dtype"])
-def test_entering_fails_half_way(deviation: DeviationJudge, attribute: str) -> None:
+def test_failed_enter_restores_state(deviation: DeviationJudge, attribute: str) -> None:
     def probe(library: Library) -> tuple[bool, bool]:
         """Return whether entering raised, and whether the state is as before."""
         before = state()

@@ -62,7 +62,7 @@ def test_arguments_by_position(compare: Compare, device: str) -> None:
 
 @clause("amp.grad_scaler.constructor.arguments")
 @pytest.mark.parametrize("interval", [0, -1, 2.5, 1.0, True], ids=repr)
-def test_intervals_that_count_nothing(compare: Compare, device: str, interval: float) -> None:
+def test_unusual_growth_intervals_match_torch(compare: Compare, device: str, interval: float) -> None:
     """An interval that is not a positive integer is stored unchanged, and its effect shows in the updates."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -147,7 +147,7 @@ def test_new_scale_must_be_on_device_of_scaler(compare: Compare, device: str) ->
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
 @given(data=st.data())
-def test_switched_off(compare: Compare, device: str, data: st.DataObject) -> None:
+def test_disabled_scaler_does_nothing(compare: Compare, device: str, data: st.DataObject) -> None:
     """Call the methods of a disabled scaler in any order. The optimizer steps with any gradients."""
     calls = data.draw(
         st.lists(st.sampled_from(["backward", "unscale_", "step", "update", "state"]), max_size=8)
@@ -187,14 +187,14 @@ def test_disabled_scaler_accepts_any_argument(
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
-def test_switched_off_hands_the_outputs_back(subject: Library, device: str) -> None:
+def test_disabled_scaler_returns_outputs_themselves(subject: Library, device: str) -> None:
     scaler = subject.amp.GradScaler(device, enabled=False)
     for outputs in (torch.ones(2, device=device), [torch.ones((), device=device)], iter([]), "text", None):
         assert scaler.scale(outputs) is outputs
 
 
 @clause("amp.grad_scaler.enabled.off_does_nothing")
-def test_switched_off_takes_closures(compare: Compare, device: str) -> None:
+def test_disabled_scaler_accepts_closures(compare: Compare, device: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, optimizer="sgd", enabled=False)
 
@@ -210,7 +210,7 @@ def test_switched_off_takes_closures(compare: Compare, device: str) -> None:
 
 
 @clause("amp.grad_scaler.enabled.off_answers")
-def test_switched_off_answers(subject: Library, device: str) -> None:
+def test_disabled_scaler_has_scale_one_and_empty_state(subject: Library, device: str) -> None:
     scaler = subject.amp.GradScaler(device, init_scale=4.0, enabled=False)
     assert (scaler.get_scale(), type(scaler.get_scale())) == (1.0, float)
     assert scaler.is_enabled() is False

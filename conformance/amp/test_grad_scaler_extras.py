@@ -20,7 +20,7 @@ from conformance.strategies.scaling import AMP_AWARE, FOUR, PLAIN, Harness, judg
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
 @pytest.mark.parametrize("optimizer", [*PLAIN, *AMP_AWARE])
 @pytest.mark.parametrize("unscale", [True, False])
-def test_whether_the_step_was_taken(
+def test_step_was_taken_if_gradients_are_finite(
     deviation: DeviationJudge, device: str, optimizer: str, unscale: bool
 ) -> None:
     """Ask after step and after update, with two optimizers. `found_inf` gives the same answer on the device."""
@@ -54,7 +54,9 @@ def test_whether_the_step_was_taken(
 @clause("amp.grad_scaler.step.was_taken")
 @pytest.mark.deviation("grad_scaler.tells_whether_the_step_was_taken")
 @pytest.mark.parametrize("enabled", [True, False])
-def test_before_any_step(deviation: DeviationJudge, device: str, enabled: bool) -> None:
+def test_results_of_step_raise_before_first_step(
+    deviation: DeviationJudge, device: str, enabled: bool
+) -> None:
     """The methods raise before any step, also on an unpickled copy. A disabled scaler skips nothing."""
 
     def probe(library: Library) -> Any:

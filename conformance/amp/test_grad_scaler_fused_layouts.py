@@ -109,7 +109,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("by", BEFORE_THE_STEP)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_laid_out_otherwise_than_before(
+def test_gradients_with_changed_layout_match_torch(
     fused: FusedStep, device: str, layout: str, by: str
 ) -> None:
     """Change the layout of gradients in the third step, after two equal steps.

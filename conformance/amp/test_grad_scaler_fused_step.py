@@ -110,7 +110,9 @@ def test_gradients_stay_as_they_are(fused: FusedStep, device: str, kind: str, la
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "nesterov", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
-def test_after_unscaling(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
+def test_unscaled_gradients_are_not_unscaled_again(
+    fused: FusedStep, device: str, kind: str, last: float | None
+) -> None:
     """Gradients that the user has unscaled and changed are not unscaled again. The check of `unscale_` decides."""
 
     def reported(library: Library, take: Take) -> list[Outcome]:
@@ -171,7 +173,7 @@ def test_several_optimizers(
 
 @clause("amp.grad_scaler.fused_step.in_order")
 @TORCH_HAS_NO_FUSED_STEP
-def test_out_of_order(fused: FusedStep, device: str) -> None:
+def test_calls_out_of_order_raise(fused: FusedStep, device: str) -> None:
     """A second step before update, a step before any scale, and a step without gradients raise the errors of `step`."""
 
     def probe(library: Library) -> Any:
@@ -224,7 +226,7 @@ def test_out_of_order(fused: FusedStep, device: str) -> None:
 
 @clause("amp.grad_scaler.fused_step.in_order")
 @TORCH_HAS_NO_FUSED_STEP
-def test_step_counts_that_are_no_tensors(fused: FusedStep, device: str) -> None:
+def test_python_step_counts_raise_error_of_torch(fused: FusedStep, device: str) -> None:
     """Old state dicts contain such step counts. The error is that of torch's own step."""
 
     def reported(library: Library, take: Take) -> list[Any]:
@@ -295,7 +297,7 @@ def test_refused_fused_optimizer_can_step_later(fused: FusedStep, device: str) -
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("max_norm", [math.inf, 0.5])
-def test_switched_off(fused: FusedStep, device: str, kind: str, max_norm: float) -> None:
+def test_disabled_scaler_clips_and_steps(fused: FusedStep, device: str, kind: str, max_norm: float) -> None:
     """A disabled scaler clips and steps with any gradients."""
 
     def reported(library: Library, take: Take) -> Iterations:

@@ -69,7 +69,9 @@ def test_replaced_optimizer_step_is_called(fused: FusedStep, device: str, on: st
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("last", [None, math.inf])
-def test_hooks_schedulers_and_answers(fused: FusedStep, device: str, kind: str, last: float | None) -> None:
+def test_hooks_and_schedulers_count_taken_steps(
+    fused: FusedStep, device: str, kind: str, last: float | None
+) -> None:
     """A taken step counts for hooks and schedulers, and a skipped step does not. The scaler reports both."""
 
     def probe(library: Library) -> Any:
@@ -195,7 +197,7 @@ def _clamp_all(params: list[torch.Tensor]) -> None:
 @TORCH_HAS_NO_FUSED_STEP
 @pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all optimizers"])
 @pytest.mark.parametrize("does", [_drop_one, _replace_one, _clamp_all])
-def test_hooks_before_the_step_have_the_last_word(
+def test_step_uses_gradients_that_hooks_leave(
     fused: FusedStep, device: str, does: Callable[[list[torch.Tensor]], None], everywhere: bool
 ) -> None:
     """Hooks see unscaled gradients, and the step uses the gradients that they leave.

@@ -171,7 +171,7 @@ def test_scale_is_constant_until_update(subject: Library, device: str) -> None:
 
 @clause("amp.grad_scaler.scale.bad_outputs")
 @pytest.mark.parametrize("outputs", [None, 3, 1.5, [1], [None], (2.0,), {1: 2}, object, b"loss"], ids=repr)
-def test_things_that_cannot_be_scaled(compare: Compare, device: str, outputs: Any) -> None:
+def test_unscalable_outputs_raise(compare: Compare, device: str, outputs: Any) -> None:
     """The scaler can be used after the errors for such outputs and for no argument."""
 
     def scenario(library: Library) -> Iterator[Outcome]:

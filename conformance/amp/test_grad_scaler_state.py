@@ -110,7 +110,7 @@ def test_loads_in_the_middle_of_an_iteration(compare: Compare, device: str) -> N
 
 @clause("amp.grad_scaler.load_state_dict.between_libraries")
 @given(grad_outcomes=GRAD_OUTCOMES)
-def test_loads_the_other_librarys(
+def test_state_dict_loads_into_other_library(
     subject: Library, reference: Library, device: str, grad_outcomes: list[float | None]
 ) -> None:
     """The subject continues from torch's checkpoint, and torch continues from the subject's."""
@@ -151,7 +151,7 @@ def test_foreign_states(compare: Compare, device: str, foreign: str, used: bool)
 
 @clause("amp.grad_scaler.load_state_dict.foreign")
 @pytest.mark.parametrize("used", [False, True])
-def test_more_entries_than_needed(compare: Compare, device: str, used: bool) -> None:
+def test_unknown_entries_are_ignored(compare: Compare, device: str, used: bool) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = lived(library, device, [None] * used)
         yield harness.did(harness.scaler.load_state_dict, {**GOOD, "hysteresis": 2, "module": None})
@@ -241,7 +241,9 @@ def test_unscale_right_after_loading(deviation: DeviationJudge, device: str, met
 @clause("amp.grad_scaler.pickle.between_iterations")
 @pytest.mark.deviation("grad_scaler.refused_step_can_be_taken_again")
 @pytest.mark.parametrize("refused", ["float16", "no gradients"])
-def test_after_a_check_that_was_refused(deviation: DeviationJudge, device: str, refused: str) -> None:
+def test_scaler_can_be_pickled_after_refused_step(
+    deviation: DeviationJudge, device: str, refused: str
+) -> None:
     gradient = Gradient((2,), torch.float16 if refused == "float16" else None)
 
     def probe(library: Library) -> tuple[str, str]:
@@ -320,7 +322,7 @@ def test_class_is_importable_by_name(subject: Library) -> None:
 @pytest.mark.parametrize("how", list(COPIES))
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 @pytest.mark.parametrize("optimizer", ["sgd", "aware"])
-def test_not_in_the_middle_of_an_iteration(
+def test_copy_raises_in_the_middle_of_iteration(
     compare: Compare, device: str, how: str, call: str, optimizer: str
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -357,7 +359,7 @@ def test_reads_torchs_pickle(
 
 
 @clause("amp.grad_scaler.pickle.setstate")
-def test_setstate_overrides_what_was_there(compare: Compare, reference: Library, device: str) -> None:
+def test_setstate_replaces_former_state(compare: Compare, reference: Library, device: str) -> None:
     """The state of an enabled scaler enables a disabled one, and sets its numbers."""
 
     def scenario(library: Library) -> Iterator[Outcome]:

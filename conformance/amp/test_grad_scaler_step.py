@@ -88,7 +88,7 @@ def test_skipped_step_is_not_called(subject: Library, device: str, last: float |
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("optimizer", ["recording", "aware", "fused adam"])
 @given(edit=st.sampled_from([0.0, 1.0, math.inf, math.nan]), last=st.sampled_from([None, math.inf, math.nan]))
-def test_decided_once_an_iteration(
+def test_changed_gradients_keep_decision_of_unscale(
     compare: Compare, device: str, unscale: bool, optimizer: str, edit: float, last: float | None
 ) -> None:
     """Gradients that change after unscale_ (clipped, zeroed, non-finite) do not change the decision of unscale_."""
@@ -368,7 +368,7 @@ def test_optimizer_without_gradients_does_not_affect_other(compare: Compare, dev
 @pytest.mark.parametrize(
     "calls", ["step step", "unscale_ unscale_", "step unscale_", "unscale_ step step unscale_"]
 )
-def test_wrong_orders(compare: Compare, device: str, optimizer: str, calls: str) -> None:
+def test_wrong_order_of_calls_raises(compare: Compare, device: str, optimizer: str, calls: str) -> None:
     """Calls in a wrong order raise until update(), and only for the optimizer in question."""
 
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -382,7 +382,7 @@ def test_wrong_orders(compare: Compare, device: str, optimizer: str, calls: str)
 
 @clause("amp.grad_scaler.step.order_of_calls")
 @pytest.mark.parametrize("call", ["unscale_", "step", "update", "update to"])
-def test_before_the_first_scale(compare: Compare, device: str, call: str) -> None:
+def test_calls_before_first_scale_raise(compare: Compare, device: str, call: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device, FOUR, init_scale=8.0)
         method, _, new = call.partition(" ")

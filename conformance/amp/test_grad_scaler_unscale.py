@@ -150,7 +150,7 @@ def test_bfloat16_gradients_are_unscaled_on_every_device(
 @clause("amp.grad_scaler.unscale_.finds_nonfinite")
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @given(data=st.data())
-def test_finds_the_very_last_element(
+def test_nonfinite_last_element_is_found(
     compare: Compare, device: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = data.draw(gradient_lists(dtypes=(dtype,), last=NONFINITE, missing=False))
@@ -161,7 +161,7 @@ def test_finds_the_very_last_element(
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES, ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=repr)
 @pytest.mark.parametrize("where", range(5))
-def test_finds_it_wherever_it_lies(
+def test_nonfinite_value_anywhere_skips_step(
     subject: Library, device: str, dtype: torch.dtype, value: float, where: int
 ) -> None:
     """The step is skipped no matter which gradient, group or dtype has the non-finite value."""

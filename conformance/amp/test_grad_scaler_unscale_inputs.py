@@ -205,7 +205,7 @@ def test_half_precision_duplicates_are_summed_first(
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("where", [0, 3])
 @pytest.mark.parametrize("call", ["unscale_", "step"])
-def test_refuses_float16_and_leaves_all_alone(
+def test_float16_gradient_raises_and_changes_nothing(
     compare: Compare, device: str, dtype: torch.dtype, sparse: bool, where: int, call: str
 ) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
@@ -270,7 +270,7 @@ def test_unsupported_gradient_leaves_all_unchanged(deviation: DeviationJudge, de
 @clause("amp.grad_scaler.unscale_.bad_optimizers")
 @pytest.mark.parametrize("optimizer", [None, 3, "sgd", [], object, torch.zeros(2)], ids=repr)
 @pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_things_that_are_no_optimizers(compare: Compare, device: str, optimizer: Any, method: str) -> None:
+def test_non_optimizer_raises(compare: Compare, device: str, optimizer: Any, method: str) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device).used()
         yield harness.did(getattr(harness.scaler, method), optimizer)
@@ -281,7 +281,7 @@ def test_things_that_are_no_optimizers(compare: Compare, device: str, optimizer:
 
 @clause("amp.grad_scaler.unscale_.bad_optimizers")
 @pytest.mark.parametrize("stranger", [None, 3, "weight", [torch.zeros(2)]], ids=repr)
-def test_strangers_among_the_parameters(compare: Compare, device: str, stranger: Any) -> None:
+def test_parameter_that_is_no_tensor_raises(compare: Compare, device: str, stranger: Any) -> None:
     def scenario(library: Library) -> Iterator[Outcome]:
         harness = Harness(library, device).used()
         harness.optimizer.param_groups[-1]["params"].append(stranger)

@@ -171,7 +171,7 @@ REFUSED = [
 
 @clause("amp.grad_scaler.update.bad_new_scale")
 @pytest.mark.parametrize("new", REFUSED, ids=repr)
-def test_scales_that_are_refused(compare: Compare, device: str, new: Any) -> None:
+def test_invalid_new_scale_raises(compare: Compare, device: str, new: Any) -> None:
     """The update raises torch's error, and the scale and the iteration are as before."""
     if isinstance(new, torch.Tensor) and new.device.type == "cpu":
         new = new.to(device).detach().requires_grad_(new.requires_grad)
@@ -269,7 +269,7 @@ def numbers(scaler: Any) -> tuple[float, float, int]:
 
 @clause("amp.grad_scaler.getters.answer")
 @pytest.mark.parametrize("used", [False, True])
-def test_getters_answer_with_the_present_value(subject: Library, device: str, used: bool) -> None:
+def test_getters_return_current_values(subject: Library, device: str, used: bool) -> None:
     harness = Harness(
         subject, device, SMALL, init_scale=8.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=1
     )
@@ -306,7 +306,7 @@ def test_growth_interval_keeps_its_type(compare: Compare, device: str, interval:
 
 @clause("amp.grad_scaler.getters.answer")
 @pytest.mark.parametrize("getter", ["get_scale", "state_dict", "get_growth_interval", "is_enabled"])
-def test_asking_starts_nothing(subject: Library, device: str, getter: str) -> None:
+def test_getters_do_not_initialize_scale(subject: Library, device: str, getter: str) -> None:
     """The first loss decides the device of the scale, not the first query."""
     harness = Harness(subject, device, SMALL)
     getattr(harness.scaler, getter)()
@@ -338,7 +338,7 @@ def test_growth_interval_rejects_non_numbers(compare: Compare, device: str, valu
 @clause("amp.grad_scaler.setters.bad_values")
 @pytest.mark.parametrize("name", ["growth_factor", "backoff_factor"])
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
-def test_factors_that_are_no_numbers(
+def test_factor_that_is_no_number_raises(
     subject: Library, reference: Library, device: str, name: str, value: Any
 ) -> None:
     for library in (reference, subject):
@@ -386,7 +386,7 @@ RUINOUS: dict[str, Callable[[Library, str], Any]] = {
 @clause("amp.grad_scaler.numbers.ruinous")
 @pytest.mark.deviation("grad_scaler.ruinous_numbers")
 @pytest.mark.parametrize("call", list(RUINOUS))
-def test_numbers_that_would_ruin_all(deviation: DeviationJudge, device: str, call: str) -> None:
+def test_ruinous_numbers_raise(deviation: DeviationJudge, device: str, call: str) -> None:
     if "tensor" in call and device != "cpu":
         unavailable("a tensor there cannot be looked at without waiting for it")
     deviation.judge(

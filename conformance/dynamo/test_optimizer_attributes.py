@@ -30,7 +30,7 @@ class OddlyNamed(Plain):
 
 @clause("dynamo.optimizer.optimizer.attributes")
 @pytest.mark.deviation("optimizer_variable.names_compared_whole")
-def test_attributes_called_like_parts_of_init_group(deviation: DeviationJudge, device: str) -> None:
+def test_attributes_named_like_parts_of_init_group(deviation: DeviationJudge, device: str) -> None:
     def graphs(harness: CompiledHarness) -> list[int]:
         return harness.train(2).compiled_after
 
@@ -133,7 +133,7 @@ def test_step_sees_no_option_that_groups_lack(deviation: DeviationJudge, device:
 
 @clause("dynamo.optimizer.optimizer.groups_stay")
 @pytest.mark.parametrize("way", ["defaults", "capturable", "tensor lr"])
-def test_groups_hold_what_they_held(subject: Library, device: str, way: str) -> None:
+def test_groups_keep_their_options(subject: Library, device: str, way: str) -> None:
     """Compare all options, except those that torch sets on CUDA and XPU."""
     set_here = SET_BY_TORCH if torch.device(device).type in ("cuda", "xpu") else ()
 

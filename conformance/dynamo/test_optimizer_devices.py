@@ -122,7 +122,7 @@ def test_step_counts_on_the_cpu_stay_the_same_tensors(subject: Library) -> None:
 
 @clause("dynamo.optimizer.devices.capturable")
 @pytest.mark.parametrize("first", ["compiled", "plain"])
-def test_step_counts_lie_on_the_device(subject: Library, device: str, first: str) -> None:
+def test_step_counts_are_on_capturing_device(subject: Library, device: str, first: str) -> None:
     if device != "cuda":
         unavailable("no device that can capture")
 
@@ -178,7 +178,7 @@ def watched(harness: CompiledHarness) -> list[weakref.ref[torch.Tensor]]:
 @clause("dynamo.optimizer.lifetime.freed")
 @pytest.mark.parametrize("backend", soon(["eager", "aot_eager"], "aot_eager"))
 @pytest.mark.parametrize("make", [SGD, ADAM])
-def test_tensors_go_with_the_optimizer(subject: Library, device: str, make: Make, backend: str) -> None:
+def test_tensors_are_freed_with_optimizer(subject: Library, device: str, make: Make, backend: str) -> None:
     with tracing_of(subject):
         harness = CompiledHarness(make, device, backend)
         harness.without_gradient = {3}
@@ -230,7 +230,7 @@ def test_tensors_leave_graphs_that_a_backend_keeps(deviation: DeviationJudge, de
 
 
 @clause("dynamo.optimizer.lifetime.freed")
-def test_tensors_besides_the_state_leave_them_too(subject: Library, device: str) -> None:
+def test_tensors_outside_state_leave_kept_graphs(subject: Library, device: str) -> None:
     assert left_in_what_a_backend_keeps(subject, KeepingElsewhere, device, graphs=1) == (0, [])
 
 

@@ -297,7 +297,7 @@ class CountingSteps(Collecting):
 
 @clause("dynamo.optimizer.init_group.users")
 @pytest.mark.deviation("optimizer_variable.step_counts_of_python")
-def test_step_counts_that_are_no_tensors(deviation: DeviationJudge, device: str) -> None:
+def test_python_step_counts_match_eager_steps(deviation: DeviationJudge, device: str) -> None:
     judge_values(deviation, trained, CountingSteps, device, torch_does=("InternalTorchDynamoError",))
 
 

@@ -212,7 +212,7 @@ def norm_on_meta(library: Library, function: str, foreach: bool | None) -> Outco
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.foreach")
 @pytest.mark.parametrize("foreach", [True, False, None])
-def test_foreach_where_the_device_has_none(compare: Compare, foreach: bool | None) -> None:
+def test_foreach_raises_on_device_without_it(compare: Compare, foreach: bool | None) -> None:
     [outcome] = compare(lambda library: norm_on_meta(library, "clip_grad_norm_", foreach))
     assert ("foreach" in str(outcome.raised)) == bool(foreach)
 
@@ -295,6 +295,6 @@ def test_deprecated_spelling(
 
 @clause("nn.utils.clip_grad.clip_grad_norm.deprecated_spelling")
 @pytest.mark.parametrize("foreach", [True, False])
-def test_deprecated_spelling_hands_foreach_on(compare: Compare, foreach: bool) -> None:
+def test_deprecated_spelling_passes_foreach(compare: Compare, foreach: bool) -> None:
     [outcome] = compare(lambda library: norm_on_meta(library, "clip_grad_norm", foreach))
     assert ("foreach" in str(outcome.raised)) == foreach

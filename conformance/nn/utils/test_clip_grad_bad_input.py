@@ -39,14 +39,14 @@ def test_bad_arguments(compare: Compare, device: str, call: str) -> None:
 @clause("nn.utils.clip_grad.clip_grad_norm_.bad_arguments")
 @pytest.mark.parametrize("parameters", [None, 3, [1.0], [None], ["p"]], ids=repr)
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
-def test_things_that_are_no_parameters(compare: Compare, name: str, parameters: Any) -> None:
+def test_non_parameters_raise(compare: Compare, name: str, parameters: Any) -> None:
     [outcome] = compare(lambda library: observe(getattr(library.nn.utils, name), parameters, 1.0))
     assert outcome.raised is not None
 
 
 @clause("nn.utils.clip_grad.clip_grad_value_.bad_arguments")
 @pytest.mark.parametrize("value", ["high", None, [1.0]], ids=repr)
-def test_clamping_by_no_number(compare: Compare, device: str, value: Any) -> None:
+def test_clip_value_that_is_no_number_raises(compare: Compare, device: str, value: Any) -> None:
     def outcome(library: Library) -> Outcome:
         parameter = Gradient((5,)).parameter(device)
         return clipped(library, [parameter], value, function="clip_grad_value_")
@@ -57,7 +57,7 @@ def test_clamping_by_no_number(compare: Compare, device: str, value: Any) -> Non
 
 @clause("nn.utils.clip_grad.clip_grad_value_.bad_arguments")
 @pytest.mark.parametrize("kind", ["sparse", "complex", "integer"])
-def test_clamping_what_cannot_be_clamped(compare: Compare, device: str, kind: str) -> None:
+def test_unsupported_gradients_of_clip_grad_value_raise(compare: Compare, device: str, kind: str) -> None:
     def outcome(library: Library) -> Outcome:
         if kind == "sparse":
             parameters = [sparse_parameter(device, coalesced=True)]

@@ -161,7 +161,7 @@ def test_clips_as_torch_does_on_every_rank(
 
 @clause("nn.utils.clip_grad.clip_grad_norm_.dtensor")
 @given(gradients=placed_gradients(), max_norm=max_norms)
-def test_parts_make_up_the_clipped_whole(
+def test_shards_form_clipped_gradient(
     clipping: Clipping, gradients: list[PlacedGradient], max_norm: float
 ) -> None:
     outcomes = clipping.clip_with(clipping.subject, "clip_grad_norm_", gradients, max_norm=max_norm)

@@ -155,7 +155,7 @@ def test_shared_gradients_by_foreach(
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("is_contiguous", [True, False])
-def test_view_that_negates(
+def test_negated_view_matches_torch(
     compare: Compare, device: str, name: str, foreach: bool | None, is_contiguous: bool
 ) -> None:
     """The imaginary part of a conjugate holds the negated values of its memory."""
@@ -188,7 +188,7 @@ def test_expanded_gradient(compare: Compare, device: str, name: str) -> None:
 @pytest.mark.deviation("clip_grad.hidden_overlap")
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"])
-def test_windows_that_slide_over_one_memory(
+def test_overlapping_windows_are_refused(
     deviation: DeviationJudge, device: str, name: str, foreach: bool | None
 ) -> None:
     """The rows of a gradient are [0, 1, 2], [1, 2, 3] and [2, 3, 4] of one buffer.

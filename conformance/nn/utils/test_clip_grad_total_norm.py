@@ -74,7 +74,7 @@ def test_many_small_gradients_beside_a_large_one(
     [list, tuple, iter, lambda tensors: (tensor for tensor in tensors)],
     ids=["list", "tuple", "iterator", "generator"],
 )
-def test_total_norm_of_what_can_be_read_once(compare: Compare, device: str, container: Any) -> None:
+def test_total_norm_reads_iterators_once(compare: Compare, device: str, container: Any) -> None:
     def norm(library: Library) -> Outcome:
         tensors = [torch.tensor([3.0], device=device), torch.tensor([[0.0, 4.0]], device=device)]
         return observe(library.nn.utils.get_total_norm, container(tensors))

@@ -24,8 +24,9 @@ def _scaler(name: str) -> str:
 
 
 _FUSED = (
-    "norms_of_every_order", "after_unscaling", "momentum_that_begins_with_a_skipped_step",
-    "gradients_stay_as_they_are", "switched_off",
+    "norms_of_every_order", "unscaled_gradients_are_not_unscaled_again",
+    "momentum_that_begins_with_a_skipped_step", "gradients_stay_as_they_are",
+    "disabled_scaler_clips_and_steps",
 )  # fmt: skip
 # Tests that find faults of kernels. Tests with ranks, which start Triton again, find no more.
 _JUDGES = [
@@ -34,7 +35,7 @@ _JUDGES = [
     _scaler("update"),
     _scaler("machine"),
     f"{_scaler('step')}::test_iterations_of_every_dtype",
-    f"{_scaler('step')}::test_decided_once_an_iteration",
+    f"{_scaler('step')}::test_changed_gradients_keep_decision_of_unscale",
     *(f"{_scaler('fused_step')}::test_{name}" for name in _FUSED),
     f"{_scaler('fused_precision')}::test_copies_in_lower_precision",
     f"{_scaler('fused_precision')}::test_parameters_of_every_dtype",
@@ -52,7 +53,7 @@ _SLOW = (
     "test_new_scale_replaces_scale",
     "test_scale_stays_above_zero_and_warns",
     "test_setters_match_torch",
-    "test_decided_once_an_iteration",
+    "test_changed_gradients_keep_decision_of_unscale",
 )
 _WORDS = {
     "torch": _JUDGES,
