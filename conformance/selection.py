@@ -73,16 +73,20 @@ class Selection:
     def _thin_out(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Split the items into those of the profile and the others.
 
-        In the profile `quick`, each pair of a function's parameters occurs, but not each combination. The repository's
-        own tests, which have no clause, run in all combinations.
+        In the profile `quick`, each pair of a function's parameters occurs for each of its clauses, but not each
+        combination. The repository's own tests, which have no clause, run in all combinations, and so do tests that the
+        command line names with their parameters.
         """
         if self._config.option.profile != "quick":
             return items, []
-        by_function: dict[str, list[pytest.Item]] = {}
+        folder = self._config.invocation_params.dir
+        named = {str(Path(folder, word)) for word in self._config.args if "[" in word}
+        by_question: dict[tuple[str, str], list[pytest.Item]] = {}
         for item in filter(clause_of, items):
-            by_function.setdefault(function_of(item.nodeid), []).append(item)
+            if str(self._config.rootpath / item.nodeid) not in named:
+                by_question.setdefault((clause_of(item), function_of(item.nodeid)), []).append(item)
         others: set[pytest.Item] = set()
-        for tests in by_function.values():
+        for tests in by_question.values():
             chosen = cover_pairs([parameters_of(test) for test in tests])
             others.update(test for number, test in enumerate(tests) if number not in chosen)
         return [item for item in items if item not in others], [*others]

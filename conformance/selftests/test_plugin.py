@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.judge.clauses import HERE
+from conformance.judge.clauses import HERE, all_clauses
 from conformance.plugin import scattered, usable_world_sizes
 from conformance.selection import applies_to, cover_pairs
+from conformance.selftests.processes import run_pytest
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
@@ -97,8 +99,28 @@ def test_only_quick_profile_omits_combinations() -> None:
     name = "test_wrapped_model_can_be_converted"
     nodeid = f"conformance/distributed/fsdp/test_fsdp_methods.py::{name}"
 
-    def combinations(profile: str) -> int:
-        return sum(f"::{name}[" in line for line in collected(f"--profile={profile}", nodeid))
+    def combinations(profile: str, *words: str) -> list[str]:
+        lines = collected(f"--profile={profile}", *(words or (nodeid,)))
+        return [line for line in lines if f"::{name}[" in line]
 
     # 24 pairs of six wrappings and four conversions, each on one rank or on two.
-    assert (combinations("quick"), combinations("full")) == (24, 48)
+    complete = combinations("full")
+    assert (len(combinations("quick")), len(complete)) == (24, 48)
+    assert combinations("quick", *complete) == complete
+
+
+EQUAL_PARAMETERS = """
+import pytest
+
+@pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.clause(clause)) for clause in {clauses}])
+def test_x(x): ...
+"""
+
+
+@pytest.mark.deadline(280)
+def test_quick_profile_keeps_each_clause_of_function(tmp_path: Path) -> None:
+    file = tmp_path / "test_x.py"
+    file.write_text(EQUAL_PARAMETERS.format(clauses=list(all_clauses())[:2]))
+    plugins = ("-p", "conformance.plugin", "-p", "conformance.ranks.fixtures")
+    ended = run_pytest(*plugins, "--subject=torch", "--profile=quick", "--collect-only", file, cwd=tmp_path)
+    assert "2 tests collected" in ended.stdout, ended.stdout + ended.stderr
