@@ -100,7 +100,7 @@ class Recorder:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._not_collected[report.nodeid or "a file"] = (
-                report.longreprtext.strip().rpartition("\n")[2].removeprefix("E").strip()
+                report.longreprtext.strip().rpartition("\n")[2].removeprefix("E ").strip()
             )
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
