@@ -87,6 +87,7 @@ class Selection:
                 by_question.setdefault((clause_of(item), function_of(item.nodeid)), []).append(item)
         others: set[pytest.Item] = set()
         for tests in by_question.values():
+            tests.sort(key=lambda item: item.nodeid)  # pytest's order depends on the other files
             chosen = cover_pairs([parameters_of(test) for test in tests])
             others.update(test for number, test in enumerate(tests) if number not in chosen)
         return [item for item in items if item not in others], [*others]

@@ -123,4 +123,4 @@ def test_quick_profile_keeps_each_clause_of_function(tmp_path: Path) -> None:
     file.write_text(EQUAL_PARAMETERS.format(clauses=list(all_clauses())[:2]))
     plugins = ("-p", "conformance.plugin", "-p", "conformance.ranks.fixtures")
     ended = run_pytest(*plugins, "--subject=torch", "--profile=quick", "--collect-only", file, cwd=tmp_path)
-    assert "2 tests collected" in ended.stdout, ended.stdout + ended.stderr
+    assert "\n2 tests collected" in ended.stdout, ended.stdout + ended.stderr
