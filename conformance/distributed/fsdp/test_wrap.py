@@ -312,6 +312,21 @@ def test_classes_that_change_later(compare: Compare) -> None:
     compare_wrap(compare, call_policy)
 
 
+@clause("distributed.fsdp.wrap.ModuleWrapPolicy.by_class")
+@pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention"), ("batch", "linear")], ids=str)
+def test_module_wrap_policy_selects_instances_in_tree(compare: Compare, classes: tuple[str, ...]) -> None:
+    tree = Tree(
+        Node("block", (Node("wider", (Node("linear"),)), *map(Node, ("linear", "batch", "attention"))))
+    )
+    [outcome] = compare(
+        lambda library: observe(
+            lambda: _run(Policy("ModuleWrapPolicy", classes).of(library), tree.build(), {})
+        )
+    )
+    assert outcome.raised is None
+    assert bool(outcome.value) == bool(classes)
+
+
 @clause("distributed.fsdp.wrap.ModuleWrapPolicy.as_a_function")
 @pytest.mark.parametrize("classes", [(), ("block",), ("wider", "attention")], ids=str)
 @pytest.mark.parametrize("recurse", [True, False, 1, None], ids=repr)
