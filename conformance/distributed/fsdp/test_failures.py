@@ -349,6 +349,8 @@ def step_unsynchronised(
     before = training.parameters()
     try:
         training.backward(0, "no_sync")
+        if api == "fully_shard":
+            training.model.set_requires_gradient_sync(True)
         if clears:
             training.clear("unsynchronised")
         training.optimizer.step()
