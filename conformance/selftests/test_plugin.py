@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from conformance.judge.clauses import HERE, all_clauses
 from conformance.plugin import scattered, usable_world_sizes
 from conformance.selection import applies_to, cover_pairs
-from conformance.selftests.processes import run_pytest
+from conformance.selftests.processes import run_pytest, run_python
 
 
 @pytest.mark.parametrize(("package", "own_parts"), [("impl", True), ("torch", False), ("else", False)])
@@ -83,8 +81,7 @@ def collected(*words: str) -> list[str]:
         f"import sys, pytest\nsys.modules |= dict.fromkeys({others})\nsys.exit(pytest.main(sys.argv[1:]))"
     )
     options = ["-q", "-n0", "-pno:cacheprovider", "--collect-only", "--device=cpu", "--world-sizes=1,2"]
-    command = [sys.executable, "-c", program, *options, *words]
-    ended = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=250, check=False)
+    ended = run_python("-c", program, *options, *words)
     assert ended.returncode == 0, ended.stdout[-2000:]
     return ended.stdout.splitlines()
 
