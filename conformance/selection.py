@@ -73,9 +73,9 @@ class Selection:
     def _thin_out(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Split the items into those of the profile and the others.
 
-        In the profile `quick`, each pair of a function's parameters occurs for each of its clauses, but not each
-        combination. The repository's own tests, which have no clause, run in all combinations, and so do tests that the
-        command line names with their parameters.
+        In the profile `quick`, each pair of values of a function's parameters occurs for each of its clauses, but not
+        each combination. The repository's own tests, which have no clause, run in all combinations. So do tests that
+        the command line names with their parameters.
         """
         if self._config.option.profile != "quick":
             return items, []
@@ -87,7 +87,8 @@ class Selection:
                 by_question.setdefault((clause_of(item), function_of(item.nodeid)), []).append(item)
         others: set[pytest.Item] = set()
         for tests in by_question.values():
-            tests.sort(key=lambda item: item.nodeid)  # pytest's order depends on the other files
+            # pytest's order depends on which other files are collected.
+            tests.sort(key=lambda item: item.nodeid)
             chosen = cover_pairs([parameters_of(test) for test in tests])
             others.update(test for number, test in enumerate(tests) if number not in chosen)
         return [item for item in items if item not in others], [*others]

@@ -50,7 +50,7 @@ def recorded() -> tuple[Duration, ...]:
 def record(report: Mapping[str, Any]) -> list[Duration]:
     """Return the rows of the file for a report. Only tests that hold are recorded.
 
-    Clauses that need an accelerator have a row too if they were tested on the CPU. A selftest rejects such rows.
+    A clause that needs an accelerator also has a row if one of its tests ran on the CPU. A selftest rejects that row.
     """
     seconds: dict[tuple[str, str], list[float]] = {}
     for test in report["tests"]:
