@@ -204,7 +204,7 @@ def after(script: Callable[[CompiledHarness], Any]) -> Script:
     return run
 
 
-def plainly(script: Script, make: Make, device: str) -> Outcome:
+def run_uncompiled(script: Script, make: Make, device: str) -> Outcome:
     """Run the script with the optimizer's own step instead of the compiled one."""
 
     def run() -> Any:
@@ -219,7 +219,7 @@ def is_right(
     script: Script, make: Make, device: str, library: Library, tolerance: Tolerance = ROUNDED
 ) -> Any:
     """Return whether compiled and plain results agree, or the name of the error that compilation raised."""
-    expected, actual = plainly(script, make, device), outcome(library, script, make, device=device)
+    expected, actual = run_uncompiled(script, make, device), outcome(library, script, make, device=device)
     if actual.raised is not None:
         return actual.raised.kind.__name__
     try:

@@ -10,10 +10,10 @@ import torch
 from torch.optim import SGD, Optimizer, RMSprop
 
 from conformance.distributed.fsdp.scenes.scaler_layouts import (
-    begun_scaler,
     named_params,
     on_meshes,
     plain_model,
+    scaler_with_scale,
 )
 from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
@@ -45,7 +45,7 @@ def joint_norm_and_norms(
     """
     named, kinds = named_params(scene, layout), kind.split("+")
     optimizers = [OPTIMIZERS[name](named[i :: len(kinds)], lr=0.0) for i, name in enumerate(kinds)]
-    its_scaler = begun_scaler(scene, scaler, init_scale=SCALE, enabled=enabled)
+    its_scaler = scaler_with_scale(scene, scaler, init_scale=SCALE, enabled=enabled)
     joint: Any = None
     for factor in (1.0, 3.0):  # the second step has cached lists
         for _, param in named:
@@ -107,7 +107,7 @@ def ratios(scene: Scene, *, scaler: str, layout: str, kind: str) -> dict[str, fl
     """Return `update_ratios` after the second of two fused steps."""
     named = named_params(scene, layout)
     optimizer = OPTIMIZERS[kind](named, lr=0.0)
-    its_scaler = begun_scaler(scene, scaler, init_scale=SCALE)
+    its_scaler = scaler_with_scale(scene, scaler, init_scale=SCALE)
     for lr in (0.0, 0.25):  # the second step has cached lists
         for _, param in named:
             param.grad = param.detach() * param.detach() * SCALE
@@ -155,7 +155,7 @@ def test_ratios_on_every_rank_are_those_of_unsharded_model(
 def ratios_of_rank_without_gradient(scene: Scene, *, scaler: str) -> list[float]:
     """Return ratios by parameter and module, and the expected ones, if a parameter has no gradient on rank 0."""
     named = named_params(scene, "dtensor")[:2]
-    optimizer, its_scaler = SGD(named, lr=0.25), begun_scaler(scene, scaler, init_scale=SCALE)
+    optimizer, its_scaler = SGD(named, lr=0.25), scaler_with_scale(scene, scaler, init_scale=SCALE)
     for _, param in named:
         param.grad = param.detach() * SCALE
     name, param = named[0]
@@ -188,7 +188,7 @@ def test_ratios_count_weights_of_ranks_without_gradient(cpu_twins: Twins, scaler
 def one_fails(scene: Scene, *, scaler: str) -> tuple[Any, Any]:
     """Return the error of a fused step that keeps norms and fails on rank 0, and the result of the next one."""
     named = named_params(scene, "dtensor")
-    optimizer, its_scaler = SGD(named, lr=0.0), begun_scaler(scene, scaler)
+    optimizer, its_scaler = SGD(named, lr=0.0), scaler_with_scale(scene, scaler)
     results: list[Any] = []
     for max_norm in (math.nan if scene.rank.rank == 0 else math.inf, math.inf):
         for _, param in named:

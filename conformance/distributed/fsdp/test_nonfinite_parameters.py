@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from conformance.distributed.fsdp.scenes.scaler_layouts import begun_scaler, named_params
+from conformance.distributed.fsdp.scenes.scaler_layouts import named_params, scaler_with_scale
 from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene, tried
 from conformance.distributed.fsdp.scenes.twins import Twins, TwinsOf
@@ -51,7 +51,7 @@ def entries(
     named = named_params(scene, layout)
     optimizer = SGD(named, lr=0.125)
     more = {"process_group": scene.rank.group_of_device()} if has_group else {}
-    its_scaler = begun_scaler(scene, scaler, init_scale=2.0, **more)
+    its_scaler = scaler_with_scale(scene, scaler, init_scale=2.0, **more)
     own: list[tuple[int, Entry]] = []
     for number, (name, param) in enumerate(named):
         param.grad = torch.ones_like(param)
@@ -99,7 +99,7 @@ def test_plain_parameters_are_named_for_all_ranks_of_sharded_scaler(twins: Twins
 def after_clearing(scene: Scene, *, scaler: str) -> Any:
     """Return the result of `nonfinite_parameters` after rank 0, which found inf, has cleared its gradients."""
     named = named_params(scene, "dtensor")
-    optimizer, its_scaler = SGD(named, lr=0.125), begun_scaler(scene, scaler)
+    optimizer, its_scaler = SGD(named, lr=0.125), scaler_with_scale(scene, scaler)
     for _, param in named:
         param.grad = torch.ones_like(param)
         _local(param.grad)[:1].fill_(math.inf if scene.rank.rank == 0 else 1.0)

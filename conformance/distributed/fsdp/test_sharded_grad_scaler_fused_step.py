@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from conformance.distributed.fsdp.scenes.fully_shard_training import full_parameters
 from conformance.distributed.fsdp.scenes.rank_judging import assert_all_close
-from conformance.distributed.fsdp.scenes.scaler_layouts import begun_scaler, on_meshes, plain_model
+from conformance.distributed.fsdp.scenes.scaler_layouts import on_meshes, plain_model, scaler_with_scale
 from conformance.distributed.fsdp.scenes.scaler_programs import EACH_SCALER, SCALER
 from conformance.distributed.fsdp.scenes.scene import Scene
 from conformance.distributed.fsdp.scenes.twins import FULL_PROFILE, Twins, TwinsOf, values_of
@@ -236,7 +236,7 @@ def over_meshes(scene: Scene, *, scaler: str, kind: str, grad_outcomes: tuple[in
 
     parameters = [nn.Parameter(value) for value in distribute(on_meshes(0))]
     optimizer = OPTIMIZERS[kind](parameters)
-    its_scaler = begun_scaler(scene, scaler, **OPTIONS)
+    its_scaler = scaler_with_scale(scene, scaler, **OPTIONS)
     results: list[Any] = []
     for number, bad in enumerate(grad_outcomes):
         grads = distribute(gradients_on_meshes(number, bad, its_scaler.get_scale()))

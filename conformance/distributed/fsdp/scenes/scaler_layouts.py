@@ -18,11 +18,11 @@ from conformance.judge.sandbox import seeding
 from conformance.strategies.dtensor_gradients import PlacedGradient
 
 
-def begun_scaler(scene: Scene, scaler: str, **options: Any) -> Any:
+def scaler_with_scale(scene: Scene, scaler: str, **options: Any) -> Any:
     """Return a scaler of the scene's library and device that has a scale, as after a first backward."""
-    begun = scene.library.find(scaler)(scene.rank.device.type, **options)
-    begun.scale(torch.ones((), device=scene.rank.device))
-    return begun
+    result = scene.library.find(scaler)(scene.rank.device.type, **options)
+    result.scale(torch.ones((), device=scene.rank.device))
+    return result
 
 
 def plain_model() -> nn.Module:
