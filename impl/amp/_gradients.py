@@ -6,14 +6,14 @@ All or nothing
     gradients after them are unchanged if it raises.
 """
 
-import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl import kernels
 from impl.kernels import (
@@ -28,7 +28,9 @@ from impl.kernels import (
     overlaps_itself,
     recognize_layout,
 )
+from impl.optim._mesh_placements import mesh_placements
 from impl.optim._param_groups import params_of
+from impl.optim._shards import all_reduce_max_, local_part, local_parts
 
 
 class NonfiniteGradient(NamedTuple):
@@ -57,8 +59,8 @@ Batch = tuple[torch.device, TensorList]
 def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Batch]:
     """Return each gradient of `optimizer` once, in batches for `kernels.unscale_`. Those that may raise come first.
 
-    A sparse gradient is replaced by its values. A sparse float16 gradient is coalesced first, also in `.grad`, because
-    the sum of duplicates may overflow even if no summand does.
+    A DTensor is replaced by its local tensor, and a sparse gradient by its values. A sparse float16 gradient is
+    coalesced first, also in `.grad`, because the sum of duplicates may overflow even if no summand does.
 
     Raises:
         AssertionError: a parameter is not a tensor.
@@ -73,6 +75,8 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return []
+    if not PLAIN_TYPES.issuperset(map(type, grads)):
+        grads = local_parts(grads)
     tensors = TensorList(grads, recognize_layout(grads))
     dtypes = dtypes_of(tensors.representatives)
     if torch.float16 in dtypes and not allow_fp16:
@@ -90,6 +94,36 @@ def sorted_gradients(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list
         return [(device, TensorList(grads, layout))]
     _check_no_overlap([grad for grad in grads if type(grad) in PLAIN_TYPES and grad.layout is torch.strided])
     return _ordinary_last([param for param in params if param.grad is not None])
+
+
+def combine_over_meshes(
+    optimizer: torch.optim.Optimizer,
+    found_inf_per_device: dict[torch.device, Tensor],
+    is_combined_later: Callable[[DeviceMesh], bool],
+) -> None:
+    """Set each device's flag to the largest one of the ranks that hold shards of the DTensor gradients on it.
+
+    Args:
+        is_combined_later: answers whether the caller combines the flags of a mesh, which is left out here.
+    Collectives: one all-reduce for each dimension of a mesh that gradients are sharded over. Narrow meshes come first,
+        so that their flags reach the ranks of wider ones.
+    """
+    params = params_of(optimizer)
+    if PLAIN_TYPES.issuperset(map(type, params)):
+        return
+    grads = [grad for param in params if (grad := param.grad) is not None]
+    specs = mesh_placements(grads)
+    dims: dict[DeviceMesh, set[int]] = {}
+    for mesh, placements in specs.representatives():
+        if mesh is None or mesh.get_coordinate() is None or is_combined_later(mesh):
+            continue
+        sharded = {dim for dim, placement in enumerate(placements) if not placement.is_replicate()}
+        dims.setdefault(mesh, set()).update(sharded)
+    for mesh in sorted(dims, key=DeviceMesh.size):
+        on_mesh = (grad for grad, own_mesh in zip(grads, specs.meshes, strict=True) if own_mesh == mesh)
+        for device in {grad.device: None for grad in on_mesh}:  # the same order on all ranks
+            for dim in sorted(dims[mesh]):
+                all_reduce_max_(found_inf_per_device[device], mesh.get_group(dim))
 
 
 @contextmanager
@@ -244,15 +278,8 @@ def _are_ordinary(grads: list[Tensor], dtypes: set[torch.dtype]) -> bool:
 def _ordinary_last(params: list[Tensor]) -> list[Batch]:
     others: list[Batch] = []
     ordinary: list[Tensor] = []
-    # The operator takes DTensors of one mesh, and combines the flags so far over the mesh. So the widest mesh is last.
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for param in params:
-        grad = _dense_grad(param)
-        by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-    meshes = sorted(by_mesh, key=lambda mesh: 0 if mesh is None else mesh.size())
-    lists = [by_mesh[mesh] for mesh in meshes]
     # Like torch, pass gradients of one device and dtype to the operator together, so that it raises for the same ones.
-    for device, dtype, grads in itertools.chain.from_iterable(map(_by_device_and_dtype, lists)):
+    for device, dtype, grads in _by_device_and_dtype([_dense_grad(param) for param in params]):
         if _are_ordinary(grads, {dtype}):
             ordinary += grads
         else:
@@ -261,14 +288,14 @@ def _ordinary_last(params: list[Tensor]) -> list[Batch]:
 
 
 def _dense_grad(param: Tensor) -> Tensor:
-    """Return the gradient, or the values of a sparse one. A sparse float16 gradient is coalesced first.
+    """Return the local gradient, or the values of a sparse one. A sparse float16 gradient is coalesced first.
 
     The sum of duplicate rows can overflow in float16 although each row is finite.
     """
     grad = param.grad
     assert grad is not None
     if not grad.is_sparse:
-        return grad
+        return local_part(grad)
     return (coalesced(param) if grad.dtype is torch.float16 else grad)._values()
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from impl import kernels
 from impl.amp import _fused_step, _gradients, _loss_scale
@@ -195,8 +196,10 @@ class GradScaler(StepReports):
                 memory.
             AssertionError: no scale exists yet, because neither `scale` nor `load_state_dict` was called.
             ValueError: a gradient is float16; or two parameters of the optimizer have the same gradient.
+        Collectives: none for plain gradients. For DTensors one all-reduce for each dimension of a mesh that they are
+            sharded over.
         Source: torch.amp.GradScaler.unscale_ 2.13; differences: gradients that share memory raise (torch unscales them
-            twice).
+            twice); DTensors of several dtypes have one all-reduce.
         """
         if not self._enabled:
             return
@@ -217,6 +220,7 @@ class GradScaler(StepReports):
             RuntimeError: a closure was passed, which would run unscaled; or called twice since the last `update`.
             AssertionError: no scale exists yet; or no parameter of the optimizer has a gradient.
         Sync: one for each device with gradients; none if the optimizer skips the step itself.
+        Collectives: those of `unscale_`, unless it was called.
         Source: torch.amp.GradScaler.step 2.13; differences: the class's.
         """
         if not self._enabled:
@@ -638,6 +642,7 @@ class GradScaler(StepReports):
             if device not in found_inf_per_device:
                 found_inf_per_device[device] = to_device(found_inf, device, copy=True)
             kernels.unscale_(grads, to_device(inv_scale, device), found_inf_per_device[device])
+        _gradients.combine_over_meshes(optimizer, found_inf_per_device, self._combines_ranks_of)
         return found_inf_per_device
 
     def _unscale_grads_by_(self, optimizer: _Optimizer, scale: Tensor) -> Found:
@@ -647,6 +652,7 @@ class GradScaler(StepReports):
             if device not in found_inf_per_device:
                 found_inf_per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
             kernels.unscale_by_(grads, to_device(scale, device), found_inf_per_device[device])
+        _gradients.combine_over_meshes(optimizer, found_inf_per_device, self._combines_ranks_of)
         return found_inf_per_device
 
     def _check_inf_per_device(self, optimizer: _Optimizer) -> Found:
@@ -704,6 +710,10 @@ class GradScaler(StepReports):
         The argument is not changed. It is empty if the optimizer has no gradients.
         """
         return found_inf_per_device
+
+    def _combines_ranks_of(self, mesh: DeviceMesh) -> bool:
+        """Return whether `_reduce_found_inf` combines the flags of all ranks of `mesh`."""
+        return False
 
     def _agree(self, norms: Norms, found_inf_per_device: Found) -> tuple[Tensor, Found]:
         """Combine the norms and flags of all processes."""

@@ -300,6 +300,14 @@ def all_gather_numbers(numbers: Tensor, among: dist.ProcessGroup | None) -> Tens
     return to_device(gathered, numbers.device)
 
 
+def all_reduce_max_(number: Tensor, group: dist.ProcessGroup) -> None:
+    """Set `number` to the largest one of all ranks of the group. It is sent from a device that the group supports."""
+    sent = to_device(number, _collective_device(group, number.device))
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
+    if sent is not number:
+        number.copy_(sent)
+
+
 def _collective_device(among: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     group = dist.group.WORLD if among is None else among
     # Not every group has this attribute.

@@ -29,6 +29,7 @@ from impl.optim._shards import UNSHARDED, Norms, shardings_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _Optimizer = torch.optim.Optimizer
 
@@ -71,7 +72,7 @@ class ShardedGradScaler(GradScaler):
         AssertionError, ValueError: as for `GradScaler`.
     Sync: as for `GradScaler`; a backend such as gloo waits for the peers in its collective.
     Collectives: one all-reduce of one f32 for each `unscale_`, and for each `step` without an `unscale_` before it;
-        none if disabled.
+        none if disabled. Those of `GradScaler` come first for DTensors with ranks outside the group.
     Source: torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler 2.13; differences: those of `GradScaler`, so
         the scale does not overflow; float16 and bfloat16 losses are scaled in float32; check results are reduced for
         optimizers that skip steps themselves too, in one all-reduce for all devices, and stay 1.0 if several ranks
@@ -247,6 +248,11 @@ class ShardedGradScaler(GradScaler):
         self._report_failure = None
         dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
         return self._checked_result(check_result)
+
+    def _combines_ranks_of(self, mesh: DeviceMesh) -> bool:
+        group = dist.group.WORLD if self._group is None else self._group
+        assert group is not None
+        return {*mesh.mesh.flatten().tolist()} <= {*dist.get_process_group_ranks(group)}
 
     def _checked_result(self, check_result: Tensor) -> dict[torch.device, Tensor]:
         """Return the check result. Raise if a rank reports that its check failed."""

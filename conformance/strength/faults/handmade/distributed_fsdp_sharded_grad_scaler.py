@@ -29,6 +29,7 @@ from conformance.strength.faults.handmade.amp_grad_scaler import (
 )
 from conformance.strength.faults.handmade.amp_grad_scaler_state import loss_scaled_in_its_dtype
 from conformance.strength.faults.handmade.amp_grad_scaler_step import changing_before_step
+from conformance.strength.faults.handmade.amp_grad_scaler_unscale import HOOK, judged
 from conformance.strength.faults.handmade.amp_grad_scaler_update import growth_to_infinity, new_scale_aliased
 
 SCALER = "distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
@@ -100,6 +101,14 @@ def whole_world(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: 
         return original(self, optimizer, *args, **kwargs)
     with mock.patch.object(self, "process_group", None):
         return original(self, optimizer, *args, **kwargs)
+
+
+@fault_in("sharded_grad_scaler", "amp.GradScaler", functools.partial(in_method, HOOK), on_ranks=True)
+@judged
+def own_shards_only(everything: list[Any]) -> bool:
+    """Each rank checks only its own shards of DTensor gradients."""
+    grads = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in everything]
+    return any(not bool(grad.to_dense().isfinite().all()) for grad in grads)
 
 
 # Results of a check
