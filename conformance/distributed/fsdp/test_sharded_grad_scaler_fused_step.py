@@ -338,6 +338,37 @@ def test_fused_step_failure_on_one_rank_is_reported(
     judge(cpu_twins, one_fails, judged, failure=failure, beside=beside)
 
 
+def sharded_one_fails(scene: Scene, *, scaler: str, is_unscaled: bool) -> tuple[Any, list[Any]]:
+    """Make a fused step of sharded RMSprop fail on rank 0. Return its error, and each parameter after it."""
+    model = fully_shard(plain_model(), mesh=scene.rank.mesh(scene.rank.world_size))
+    optimizer = RMSprop(model.parameters(), lr=0.125)
+    its_scaler = scene.library.find(scaler)("cpu", **OPTIONS)
+    its_scaler.scale(model(inputs_of(0, 1)).square().mean()).backward()
+    if is_unscaled:
+        its_scaler.unscale_(optimizer)
+    max_norm = math.nan if scene.rank.rank == 0 else math.inf
+    raised = observe(its_scaler.fused_step, optimizer, max_norm).raised
+    return raised, [*full_parameters(model).values()]
+
+
+@clause("distributed.fsdp.sharded_grad_scaler.fused_step.failure_is_reported")
+@TORCH_HAS_NO_FUSED_STEP
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.world_sizes(fewest=2)
+def test_failure_of_sharded_step_by_optimizer_is_reported(cpu_twins: Twins, is_unscaled: bool) -> None:
+    """RMSprop has no fused update. Its gradients are checked first, and then the ranks combine their norms."""
+    expected = [parameter.detach() for parameter in plain_model().parameters()]
+
+    def judged(results: list[Any]) -> None:
+        (own, *reported), parameters = zip(*results, strict=True)
+        assert "max_norm is nan" in str(own)
+        assert all("another rank" in str(raised) for raised in reported)
+        for rank, values in enumerate(parameters):
+            assert_all_close(f"parameters on rank {rank}", expected, values, TRAINED)
+
+    judge(cpu_twins, sharded_one_fails, judged, is_unscaled=is_unscaled)
+
+
 def no_optimizer(scene: Scene, *, scaler: str) -> list[Any]:
     """Return the error of `fused_step` if all ranks pass a model, and then for the optimizer."""
     parameter = nn.Parameter(torch.ones(4))

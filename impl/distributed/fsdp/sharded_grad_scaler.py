@@ -95,8 +95,8 @@ class ShardedGradScaler(GradScaler):
     _frames_above = 1
     _has_peers = True
     _unscales_fp16 = True
-    # Reports a failure to the peers, while they wait for this rank's check result.
-    _report_failure: Callable[[], None] | None = None
+    # Reports of a failure, one for each collective in which peers still wait for this rank's check result.
+    _reports: Sequence[Callable[[], None]] = ()
 
     def __init__(  # noqa: PLR0913  torch's seven arguments
         self,
@@ -138,7 +138,7 @@ class ShardedGradScaler(GradScaler):
         Collectives: one all-reduce.
         Source: ShardedGradScaler.unscale_ 2.13; differences: the class's.
         """
-        with self._report_failure_to_peers([optimizer]):
+        with self._reporting_failure(optimizer):
             super().unscale_(optimizer)
 
     def step(self, optimizer: _Optimizer, *args: object, **kwargs: object) -> float | None:
@@ -162,7 +162,7 @@ class ShardedGradScaler(GradScaler):
         Source: GradScaler.step 2.13; differences: theirs; and without gradients the step is taken, as with torch's
             ShardedGradScaler.
         """
-        with self._report_failure_to_peers([optimizer]):
+        with self._reporting_failure(optimizer):
             return super().step(optimizer, *args, **kwargs)
 
     def fused_step(  # noqa: PLR0913  settings of four calls
@@ -199,9 +199,7 @@ class ShardedGradScaler(GradScaler):
             sharded over several groups. The all-reduce of `unscale_` comes first, for a single optimizer without a
             fused update. With `keep_norms` there is a number for each parameter.
         """
-        optimizers = optimizers_in(optimizer)
-        combines_norms = len(optimizers) != 1 or has_fused_update(optimizers[0])
-        with self._report_failure_to_peers(optimizers, combines_norms=combines_norms, keeps_norms=keep_norms):
+        with self._reporting_failure(*optimizers_in(optimizer), takes_norm=True, keeps_norms=keep_norms):
             return super().fused_step(
                 optimizer,
                 max_norm,
@@ -218,7 +216,7 @@ class ShardedGradScaler(GradScaler):
         """Return the norm and the check result of all ranks."""
         if not self._enabled and not norms.are_sharded:
             return norms.replicated, found_inf_per_device
-        self._report_failure = None
+        self._reports = self._reports[1:]
         device = norms.replicated.device
         norms, check_result = norms.gathered(self._group, combine_found_inf(found_inf_per_device, device))
         # On the CPU this raises if a rank's check failed. Such a rank takes part in the first all-gather only.
@@ -245,7 +243,7 @@ class ShardedGradScaler(GradScaler):
         device = self._collective_device()
         flags = [to_device(flag, device).reshape(()) for flag in found_inf_per_device.values()]
         check_result = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
-        self._report_failure = None
+        self._reports = self._reports[1:]
         dist.all_reduce(check_result, op=dist.ReduceOp.MAX, group=self.process_group)
         return self._checked_result(check_result)
 
@@ -257,6 +255,7 @@ class ShardedGradScaler(GradScaler):
     def _checked_result(self, check_result: Tensor) -> dict[torch.device, Tensor]:
         """Return the check result. Raise if a rank reports that its check failed."""
         if check_result.is_cpu and check_result.item() == _NOT_CHECKED:
+            self._reports = ()  # all ranks raise
             raise RuntimeError(
                 "another rank of the process group failed to check its gradients, and raises the reason; this rank has "
                 "checked, and may have unscaled, its own: clear them on all ranks before the next backward"
@@ -281,32 +280,40 @@ class ShardedGradScaler(GradScaler):
         return torch.device(self._device)
 
     @contextlib.contextmanager
-    def _report_failure_to_peers(
-        self, optimizers: Sequence[_Optimizer], *, combines_norms: bool = False, keeps_norms: bool = False
+    def _reporting_failure(
+        self, *optimizers: _Optimizer, takes_norm: bool = False, keeps_norms: bool = False
     ) -> Generator[None]:
         """Context manager that reports to the peers if the check that they wait for fails inside.
 
         Args:
-            combines_norms: the peers combine norms. Otherwise they all-reduce one number.
+            takes_norm: the peers combine a norm. Otherwise they only all-reduce the check result.
             keeps_norms: they combine the norm of each parameter.
         """
-        if not self._enabled:
+        if not self._enabled or self._reports:
+            # A failed `unscale_` inside of `fused_step` is reported by the latter.
             yield
             return
         self._check_group()
         stages = {stage_of(self._per_optimizer_states, optimizer) for optimizer in optimizers}
-        if OptState.READY in stages and not combines_norms:
-            self._report_failure = self._report_in_check
-        elif combines_norms and not stages.isdisjoint({OptState.READY, OptState.UNSCALED}):
-            self._report_failure = functools.partial(self._report_in_norm, optimizers, keeps_norms)
+        reports: list[Callable[[], None]] = []
+        is_fused = takes_norm and (len(optimizers) != 1 or has_fused_update(optimizers[0]))
+        if OptState.READY in stages and not is_fused:
+            reports.append(self._report_in_check)
+        if stages - {OptState.STEPPED} and (
+            is_fused or (takes_norm and shardings_of(params_of(*optimizers)))
+        ):
+            reports.append(functools.partial(self._report_in_norm, optimizers, keeps_norms))
+        self._reports = reports
         try:
             yield
         except Exception:
-            if self._report_failure is not None:
-                self._report_failure()
+            for report in self._reports:
+                report()
+                if self._collective_device().type == "cpu":
+                    break  # peers have raised
             raise
         finally:
-            self._report_failure = None
+            self._reports = ()
 
     def _report_in_check(self) -> None:
         check_result = torch.full((), _NOT_CHECKED, device=self._collective_device())
