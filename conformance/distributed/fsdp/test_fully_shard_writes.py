@@ -188,13 +188,17 @@ def test_other_writes_do_not_warn(plain_twins: PlainTwins, how: str) -> None:
     assert not any(outcome.value["warned"] for outcome in plain_twins.agree(written, how=how))
 
 
-def gradients_by_inputs(scene: Scene, by: str, is_flat: bool) -> dict[str, Any]:
-    """Compute gradients by `by`, step, and run a forward. Return the warnings and the number of gradients."""
-    model = blocks()
+def gradients_by_inputs(scene: Scene, by: str, is_flat: bool, frozen: int = 0) -> dict[str, Any]:
+    """Compute gradients by `by`, step, and run a forward. Return the warnings and the number of gradients.
+
+    The first `frozen` blocks are frozen after sharding.
+    """
+    model = unsharded = blocks()
     if is_flat:
         model = scene.wrap(model, use_orig_params=True)
     else:
         scene.shard_children(model)
+    unsharded[:frozen].requires_grad_(False)
     params = [param for param in model.parameters() if param.requires_grad and param.numel()]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss = model(batch_of(scene, 0)).sum()
@@ -238,6 +242,15 @@ def test_forward_after_backward_does_not_warn(plain_twins: PlainTwins, is_flat: 
     for outcome in plain_twins.agree(gradients_by_inputs, by="backward", is_flat=is_flat):
         assert outcome.value["warned"] == []
         assert outcome.value["grads"] > 0
+
+
+@clause("distributed.fsdp.fully_shard.gradients_by_inputs")
+@pytest.mark.world_sizes(fewest=2)
+def test_forward_does_not_warn_on_rank_with_frozen_elements_only(plain_twins: PlainTwins) -> None:
+    """Rank 0 holds elements of the frozen blocks, so that its parts of the other parameters are empty."""
+    outcomes = plain_twins.agree(gradients_by_inputs, by="backward", is_flat=True, frozen=2)
+    assert outcomes[0].value == {"warned": [], "grads": 0}
+    assert all(outcome.value["warned"] == [] for outcome in outcomes)
 
 
 def optimizer_made_before(scene: Scene, is_replaced: bool) -> Any:

@@ -97,5 +97,6 @@ def _check_step(optimizer: Optimizer) -> None:
         if not names or not (had_backward or root.awaits_backward):
             continue
         has_gradients = any(param.grad is not None for param in params)
-        if not has_gradients and any(param.requires_grad for param in params):
+        # With original parameters, those without elements on this rank have no gradients.
+        if not has_gradients and any(param.requires_grad and param.numel() for param in params):
             _stepped_without[root] = names
