@@ -121,7 +121,8 @@ def _trained(rank: Rank, library: Library, plain: nn.Module, case: Training) -> 
         whole_gradients = gathered_gradients(library, model) if step is case.steps[-1] else {}
         optimizer.step()
         optimizer.zero_grad(step.set_to_none)
-    if case.setup.compiled:
+    # Without original parameters, torch may compile nothing and run the model as it is.
+    if case.setup.compiled and case.setup.uses_orig_params:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
     return {
         **progress.seen,
