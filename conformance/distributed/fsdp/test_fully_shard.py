@@ -145,4 +145,5 @@ def test_mixed_precision(twins: Twins, data: st.DataObject) -> None:
             ignores=data.draw(st.booleans()),
         )
     )
-    assert_trains(twins, training, SAME_BITS if twins.world_size <= 2 else _LOW, is_exact=False)
+    has_one_order = twins.world_size <= 2 and not training.reduces_accumulated_first
+    assert_trains(twins, training, SAME_BITS if has_one_order else _LOW, is_exact=False)
